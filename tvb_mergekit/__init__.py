@@ -1,0 +1,3 @@
+"""Task Vector Bases for mergekit."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,138 @@
+"""A built basis: Gram matrix and encoder of one recipe, and the coefficients that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.encoders import Encoding, encode, projection
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.gram import GramSums, Sketch
+from tvb_mergekit.recipe import Settings
+from tvb_mergekit.trim import MagnitudeHistogram
+
+# A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
+# vector norms); another pre-training run lies at about 1.4 times the norm.
+WRONG_BASE_RATIO = 0.5
+
+
+@dataclass
+class Basis:
+    """What the merge of every tensor needs to know, and what the report tells.
+
+    `sums` are those of the weighted task vectors. `histogram` (TIES with `trim: model`) counts
+    the magnitudes of each basis over the whole vector.
+    """
+
+    settings: Settings
+    tasks: Sequence[str]
+    sums: GramSums
+    encoding: Encoding
+    weights: Sequence[float]
+    sketch: Sketch | None = None
+    histogram: MagnitudeHistogram | None = None
+    cached: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def scale(self) -> float:
+        """What lambda is multiplied by: T / M with `lambda_scale: tasks`, else 1."""
+        if self.settings.lambda_scale == "bases":
+            return 1.0
+        return len(self.tasks) / self.encoding.num_bases
+
+    def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
+        """Of each model's raw task vector theta_i - theta_0 in the merged model, [T].
+
+        lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, with the weights folded in.
+        """
+        encoding = self.encoding
+        assert encoding.encoder is not None and encoding.reconstruction is not None
+        total = lambda_ * self.scale * encoding.encoder.sum(1)
+        if self.settings.forget:
+            total = total - alpha * encoding.reconstruction[:, self._forgotten].sum(1)
+        return [c * w for c, w in zip(total.tolist(), self.weights, strict=True)]
+
+    def sketch_weights(self, lambda_: float, alpha: float) -> Tensor:
+        """For rand_proj: the merged delta is Omega @ these weights, [M] float64."""
+        assert self.encoding.mixing is not None
+        inner = torch.full((self.encoding.num_bases,), lambda_ * self.scale, dtype=torch.float64)
+        inner -= alpha * self.encoding.decoder[:, self._forgotten].sum(1)
+        return self.encoding.mixing @ inner
+
+    @property
+    def weighted_encoder(self) -> Tensor:
+        """W_e with the models' weights folded in: B = [theta_i - theta_0] @ this, [T, M]."""
+        assert self.encoding.encoder is not None
+        return torch.tensor(self.weights, dtype=torch.float64)[:, None] * self.encoding.encoder
+
+    def thresholds(self, density: float) -> Tensor:
+        """`trim: model`: the threshold of each basis for this density, [M] float32."""
+        assert self.histogram is not None
+        if density not in self._thresholds:
+            self._thresholds[density] = self.histogram.thresholds(density)
+        return self._thresholds[density]
+
+    @property
+    def _forgotten(self) -> list[int]:
+        return [list(self.tasks).index(name) for name in self.settings.forget]
+
+    @property
+    def cosines(self) -> Tensor:
+        """Cosines between the task vectors, [T, T]."""
+        norms = self.sums.gram.diagonal().sqrt()
+        return self.sums.gram / torch.outer(norms, norms)
+
+
+def build(
+    settings: Settings,
+    tasks: Sequence[str],
+    weights: Sequence[float],
+    raw: GramSums,
+    sketch: Sketch | None = None,
+) -> Basis:
+    """From unweighted sums to a basis.
+
+    Raises:
+        UserError: a task vector is zero, or the settings do not fit the Gram matrix.
+    """
+    for task, square in zip(tasks, raw.gram.diagonal().tolist(), strict=True):
+        if square == 0.0:
+            raise UserError(
+                f"task `{task}`: its task vector is zero in every tensor that counts: the model is "
+                "identical to the base (or all that was trained is excluded); remove it"
+            )
+    sums = raw.scaled(weights)
+    if sketch is not None:
+        assert sums.sketch_gram is not None and sums.sketch_tasks is not None
+        encoding = projection(sums.gram, sums.sketch_gram, sums.sketch_tasks)
+    else:
+        encoding = encode(sums.gram, settings)
+    return Basis(settings, tasks, sums, encoding, weights, sketch)
+
+
+def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
+    """What the Gram matrix says against the recipe, a line each; `models` maps task -> model."""
+    lines = []
+    base_norm = math.sqrt(basis.sums.base_norm_squared)
+    for index, task in enumerate(basis.tasks):
+        norm = math.sqrt(float(basis.sums.gram[index, index])) / abs(basis.weights[index])
+        if norm > WRONG_BASE_RATIO * base_norm:
+            lines.append(
+                f"task `{task}` ({models[task]}): its task vector's norm is {norm:.4g}, the base's "
+                f"{base_norm:.4g}; fine-tuning moves a model by a few percent: is it fine-tuned "
+                "from this base?"
+            )
+    cosines = basis.cosines
+    for i, j in torch.triu_indices(len(basis.tasks), len(basis.tasks), 1).T.tolist():
+        if cosines[i, j] > 1 - 1e-9:
+            lines.append(
+                f"tasks `{basis.tasks[i]}` and `{basis.tasks[j]}` have the same task vector up to "
+                "scale: one model under two names?"
+            )
+    return lines

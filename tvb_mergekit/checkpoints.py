@@ -1,0 +1,270 @@
+"""Checkpoints on disk as named tensors: mapped into memory, never read whole, never unpickled.
+
+A checkpoint is a folder as Hugging Face writes it (one file, or shards and an index) or one file,
+in safetensors or PyTorch's zip format. Opening it reads headers only and finds what would
+otherwise fail hours later: a missing or truncated shard, an index that points outside its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+import safetensors
+import torch
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+
+# In mergekit's and transformers' order of preference.
+_STEMS = ("model.safetensors", "pytorch_model.bin")
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a checkpoint's header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shard: str
+    alias_of: str | None = None  # the first name that shares this tensor's storage (tied, .bin)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class Checkpoint:
+    """One model's weights on disk.
+
+    `tensors` maps each name to its `TensorInfo`; `tensor(name)` gives a CPU tensor whose pages
+    the operating system reads when they are touched and may drop again. Thread-safe.
+    """
+
+    folder: Path
+    shards: tuple[str, ...]
+    tensors: dict[str, TensorInfo]
+    _open: dict[str, object] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read the headers of the checkpoint at `path`, a folder or one weight file.
+
+        Raises:
+            UserError: no weights there, a shard is missing, truncated or not readable without
+                running code, or the index names a file outside the folder or a tensor that its
+                shard does not hold.
+        """
+        path = Path(path)
+        if path.is_file():
+            names = {path.name: None}
+            folder = path.parent
+        else:
+            folder = path
+            names = _index(folder)
+        tensors: dict[str, TensorInfo] = {}
+        opened: dict[str, object] = {}
+        for shard, listed in names.items():
+            if shard.endswith(".safetensors"):
+                held = _read_safetensors_header(folder / shard)
+            else:
+                opened[shard], held = _map_pickle(folder / shard)
+            for name in held if listed is None else listed:
+                if name not in held:
+                    raise UserError(
+                        f"{folder}: the index says that `{name}` is in {shard}, which does not "
+                        "hold it; download the model again"
+                    )
+                tensors[name] = held[name]
+        return cls(folder, tuple(names), tensors, opened)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name` on the CPU, in its stored dtype; treat it as read-only.
+
+        Raises:
+            KeyError: the checkpoint has no such tensor.
+        """
+        shard = self.tensors[name].shard
+        with self._lock:
+            if shard not in self._open:
+                self._open[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
+            handle = self._open[shard]
+        tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def canonical(self, name: str) -> str:
+        """The name under which a tensor that is stored once and named twice is counted."""
+        return self.tensors[name].alias_of or name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor.
+
+        Depends on the contents alone, not on the path, the sharding or the file format.
+        The sample is 1024 elements at the start, the middle and the end of each tensor.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            info = self.tensors[name]
+            digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
+            flat = self.tensor(name).reshape(-1)
+            last = max(0, flat.numel() - _SAMPLE)
+            for start in sorted({0, last // 2, last}):
+                piece = flat[start : start + _SAMPLE].contiguous().view(torch.uint8)
+                digest.update(piece.numpy().tobytes())
+        return digest.hexdigest()
+
+    def stamp(self) -> list[list[int | str]]:
+        """What the file system says of each shard: changes with every write, unlike the sample."""
+        rows: list[list[int | str]] = []
+        for shard in self.shards:
+            stat = os.stat(self.folder / shard)
+            rows.append([shard, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
+        return rows
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the files in `folder` that a loader could take for a model's weights."""
+    endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
+    if not os.path.isdir(folder):
+        return []
+    return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+
+
+def _index(folder: Path) -> dict[str, list[str] | None]:
+    """Shard -> names that the index lists for it; None means all that the file holds."""
+    for stem in _STEMS:
+        index = folder / f"{stem}.index.json"
+        if index.exists():
+            return dict(_read_index(index))
+        if (folder / stem).exists():
+            return {stem: None}
+    found = ", ".join(weight_files(folder)) or "no weight file"
+    raise UserError(
+        f"{folder}: no model weights; expected {' or '.join(_STEMS)} (or their .index.json), "
+        f"found {found}"
+    )
+
+
+def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{index}: not a shard index ({type(error).__name__}: {error}); download it again"
+        ) from error
+    for shard in shards:
+        if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
+            raise UserError(
+                f"{index}: points outside its folder (`{shard}`); a shard must lie beside its "
+                "index. Do not use this checkpoint unless you know why"
+            )
+        if not (index.parent / shard).is_file():
+            raise UserError(f"{index.parent}: shard {shard} is missing; download the model again")
+        yield shard, [name for name, where in weight_map.items() if where == shard]
+
+
+def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    """The header of one file, checked against its size (https://huggingface.co/docs/safetensors)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise UserError(
+                f"{path}: not a safetensors file, or truncated in its header "
+                f"({size:,} bytes); download it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            infos = {
+                name: TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], path.name)
+                for name, entry in header.items()
+            }
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path}: its safetensors header cannot be read "
+                f"({type(error).__name__}: {error}); download it again"
+            ) from error
+    if size != 8 + length + end:
+        raise UserError(
+            f"{path}: truncated or damaged: {size:,} bytes, its header promises "
+            f"{8 + length + end:,}; download it again"
+        )
+    return infos
+
+
+def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
+    """Map a PyTorch file without running code from it: `weights_only`, storages by mmap."""
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            # The format before PyTorch 1.6 cannot be mapped: this file is held in memory.
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: cannot be read without running code that it carries ({reason}); "
+            "convert it to safetensors"
+        ) from error
+    except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{path}: truncated or not a PyTorch file ({reason}); download it again"
+        ) from error
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, dict):
+        raise UserError(
+            f"{path}: holds a {type(loaded).__name__}, expected a dictionary of tensors"
+        )
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    infos: dict[str, TensorInfo] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name, value in tensors.items():
+        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+        place += (value.stride(), value.dtype)
+        owner = first.setdefault(place, name) if value.numel() else name
+        alias = None if owner == name else owner
+        infos[name] = TensorInfo(tuple(value.shape), value.dtype, path.name, alias)
+    return tensors, infos

@@ -1,0 +1,125 @@
+"""Coefficients and blocks in, merged tensors out: addition, negation, and TIES over bases.
+
+Everything is computed in float32 from the stored dtypes, in chunks, and cast once to the output
+dtype. Inputs are never modified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.gram import CPU_CHUNK, Sketch, TaskVectorBlocks
+from tvb_mergekit.trim import MagnitudeHistogram, exact_thresholds
+
+
+def add_task_vectors(
+    base: Tensor,
+    models: Sequence[Tensor],
+    coefficients: Sequence[float],
+    blocks: TaskVectorBlocks,
+    out: Tensor,
+) -> Tensor:
+    """out = theta_0 + sum_i coefficients[i] * (theta_i - theta_0).
+
+    Addition over bases and negation are both this, since B = T W_e and T_hat = T R
+    (paper Eqs. 7 and 9): the coefficients are lambda * W_e 1 - alpha * R[:, forget] 1.
+    """
+    flat = out.view(-1)
+    weights = torch.tensor(coefficients, dtype=torch.float32, device=blocks.device)
+    for start, stop, base32, tau in blocks.walk(base, models):
+        flat[start:stop].copy_(base32.addmv_(tau.T, weights))
+    return out
+
+
+def add_sketch(
+    name: str, base: Tensor, sketch: Sketch, weights: Tensor, device: torch.device, out: Tensor
+) -> Tensor:
+    """out = theta_0 + Omega @ weights, the rows of Omega drawn again from (seed, tensor name)."""
+    flat, source = out.view(-1), base.reshape(-1)
+    generator = sketch.stream(name)
+    weights = weights.to(device, torch.float32)
+    for start in range(0, flat.numel(), CPU_CHUNK):
+        stop = min(start + CPU_CHUNK, flat.numel())
+        base32 = source[start:stop].to(device).to(torch.float32, copy=True)
+        rows = sketch.rows(generator, stop - start, device)
+        flat[start:stop].copy_(base32.addmv_(rows.T, weights))
+    return out
+
+
+def count_magnitudes(
+    base: Tensor,
+    models: Sequence[Tensor],
+    encoder: Tensor,
+    blocks: TaskVectorBlocks,
+    histogram: MagnitudeHistogram,
+) -> None:
+    """Add one tensor's share of every basis B = T W_e to the histogram that `trim: model` needs."""
+    for values in _bases(base, models, encoder, blocks):
+        histogram.add(values)
+
+
+def tensor_thresholds(
+    base: Tensor,
+    models: Sequence[Tensor],
+    encoder: Tensor,
+    blocks: TaskVectorBlocks,
+    density: float,
+) -> Tensor:
+    """`trim: tensor`: the threshold of each basis within this tensor alone, [M] float32."""
+    return exact_thresholds(
+        lambda: _bases(base, models, encoder, blocks), encoder.shape[1], base.numel(), density
+    )
+
+
+def trim_elect_merge(
+    base: Tensor,
+    models: Sequence[Tensor],
+    encoder: Tensor,
+    thresholds: Tensor,
+    merge_func: str,
+    scale: float,
+    blocks: TaskVectorBlocks,
+    out: Tensor,
+) -> Tensor:
+    """out = theta_0 + scale * TrimElectMerge(B_1 ... B_M) (Yadav et al., NeurIPS 2023).
+
+    Trim keeps |B| >= threshold; Elect takes the sign of the sum of what is left; Merge is the
+    `sum`, the `mean` or the entry of largest magnitude (`max`) over the entries of that sign.
+    """
+    flat = out.view(-1)
+    limit = thresholds.to(blocks.device).unsqueeze(1)
+    weights = encoder.T.to(blocks.device, torch.float32)
+    for start, stop, base32, tau in blocks.walk(base, models):
+        bases = weights @ tau
+        bases *= bases.abs() >= limit  # Trim
+        sign = bases.sum(0).sign_()  # Elect
+        bases *= bases.sign() == sign
+        if merge_func == "max":
+            merged = bases.abs().amax(0) * sign
+        else:
+            merged = bases.sum(0)
+            if merge_func == "mean":
+                merged /= (bases != 0).sum(0).clamp_(min=1)
+        flat[start:stop].copy_(base32.add_(merged, alpha=scale))
+    return out
+
+
+def _bases(
+    base: Tensor, models: Sequence[Tensor], encoder: Tensor, blocks: TaskVectorBlocks
+) -> Iterator[Tensor]:
+    weights = encoder.T.to(blocks.device, torch.float32)
+    for _start, _stop, _base32, tau in blocks.walk(base, models):
+        yield weights @ tau
+
+
+def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
+    """Raise UserError where the cast to the output dtype overflowed (float16 above 65504)."""
+    if merged.dtype.itemsize < 4 and not torch.isfinite(merged).all():
+        raise UserError(
+            f"tensor `{name}`: merged values overflow {str(dtype).removeprefix('torch.')}; "
+            "set `dtype: bfloat16` or `float32`, or a smaller lambda"
+        )

@@ -1,0 +1,67 @@
+"""The paper's autoencoder (Definition 1), trained as its authors train it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tvb_mergekit.encoders.exact import least_loss
+from tvb_mergekit.encoders.linear import Encoding, Gram
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.recipe import Settings
+
+COLDEST = 0.1
+
+
+def autoencoder(gram: Gram, num_bases: int, settings: Settings) -> Encoding:
+    """Bases `ae`, by either solver, and `linear_ae`, the ablation without softmax."""
+    if settings.basis == "linear_ae":
+        logits, temperature, _ = _train(gram, num_bases, settings)
+        return gram.encoding("linear_ae", logits.double().numpy() / temperature)
+    if settings.solver == "exact":
+        return gram.encoding("ae", least_loss(gram, num_bases, settings.seed))
+    logits, temperature, decoder = _train(gram, num_bases, settings)
+    encoder = torch.softmax(logits / temperature, dim=0).double().numpy()
+    # float32 columns sum to 1 only to 1e-7
+    return gram.encoding("ae", encoder / encoder.sum(axis=0), decoder.double().numpy())
+
+
+def _train(
+    gram: Gram, num_bases: int, settings: Settings
+) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """Minimize Eq. 5 / T^2 in float32 by Adam over A [T, M] and W_d [M, T], on the CPU.
+
+    The generator is our own: the draws of `torch.manual_seed(seed)`, the global state untouched.
+
+    Returns:
+        A, the final temperature, W_d.
+    """
+    size = gram.size
+    target = torch.from_numpy(gram.matrix.astype(np.float32))
+    identity = torch.eye(size)
+    generator = torch.Generator().manual_seed(settings.seed)
+    logits = torch.randn(size, num_bases, generator=generator).requires_grad_()
+    decoder = torch.zeros(num_bases, size).requires_grad_()
+    optimizer = torch.optim.Adam(
+        [logits, decoder], lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    softmax = settings.basis == "ae"
+    temperature = settings.temperature
+    with torch.enable_grad():
+        for step in range(1, settings.steps + 1):
+            scaled = logits / temperature
+            encoder = torch.softmax(scaled, dim=0) if softmax else scaled
+            error = encoder @ decoder - identity
+            loss = torch.sum(error * (target @ error)) / size**2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if settings.anneal_every and step % settings.anneal_every == 0:
+                temperature = max(COLDEST, temperature * settings.anneal_factor)
+    result, learned = logits.detach(), decoder.detach()
+    if not (result.isfinite().all() and learned.isfinite().all()):
+        raise UserError(
+            f"training the autoencoder diverged within {settings.steps} steps: lower "
+            f"`learning_rate` (it is {settings.learning_rate:g}) or take `solver: exact`"
+        )
+    return result, temperature, learned

@@ -1,0 +1,35 @@
+"""The adapter: the only package that knows mergekit (0.1.5).
+
+`on_import` is called by the start-up hook after each of mergekit's modules below has run, before
+its importer has taken names from it. Every part is imported only then: importing this package
+imports nothing of mergekit.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+
+def on_import(module: ModuleType) -> None:
+    """Register our methods in, or wrap the functions of, one freshly imported mergekit module."""
+    name = module.__name__
+    if name == "mergekit.merge_methods.registry":
+        from tvb_mergekit.plugin.methods import register
+
+        register(module)
+    elif name == "mergekit.plan":
+        from tvb_mergekit.plugin.planning import wrap_planner
+
+        wrap_planner(module)
+    elif name == "mergekit.merge":
+        from tvb_mergekit.plugin.running import wrap_run_merge
+
+        wrap_run_merge(module)
+    elif name == "mergekit.scripts.merge_raw_pytorch":
+        from tvb_mergekit.plugin.raw import wrap_raw_pytorch
+
+        wrap_raw_pytorch(module)
+    elif name in ("mergekit.scripts.run_yaml", "mergekit.scripts.multimerge"):
+        from tvb_mergekit.plugin.running import wrap_command
+
+        wrap_command(module.main, multiple=name.endswith("multimerge"))

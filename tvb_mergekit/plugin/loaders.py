@@ -1,0 +1,77 @@
+"""Our mapped checkpoints in the place of mergekit's loaders, for the time of one merge.
+
+mergekit's own cache of loaders lives as long as the process and would show old weights of a
+rewritten file; its loader for `.bin` shards holds a whole shard per model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex, ShardInfo
+from mergekit.io.tasks import LoaderCache
+from torch import Tensor
+
+from tvb_mergekit.checkpoints import Checkpoint
+
+
+class MappedLoader(LazyTensorLoader):
+    """mergekit's loader interface over a `Checkpoint`: all shards open, nothing read ahead."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        paths = {name: info.shard for name, info in checkpoint.tensors.items()}
+        shards = [
+            ShardInfo(shard, [name for name in paths if paths[name] == shard])
+            for shard in checkpoint.shards
+        ]
+        safe = checkpoint.shards[0].endswith(".safetensors")
+        index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
+        super().__init__(index, lazy_unpickle=False)
+        self.lock = threading.Lock()
+
+    def get_tensor(
+        self,
+        key: str,
+        device: str = "cpu",
+        aliases: list[str] | None = None,
+        raise_on_missing: bool = True,
+    ) -> Tensor | None:
+        for name in (key, *(aliases or ())):
+            if name in self.index.tensor_paths:
+                return self.checkpoint.tensor(name).to(torch.device(device))
+        if raise_on_missing:
+            raise KeyError(key)
+        return None
+
+    def flush(self) -> None:
+        """Nothing is held."""
+
+
+def install_loader(model: ModelReference) -> Checkpoint:
+    """Open `model` anew (downloading it or fusing its adapter as mergekit does) and map it."""
+    LoaderCache.loaders.pop(model, None)
+    stock = LoaderCache()
+    merged = model.merged(
+        cache_dir=stock.lora_cache_dir,
+        trust_remote_code=stock.trust_remote_code,
+        lora_merge_dtype=stock.lora_merge_dtype,
+    )
+    path = merged.local_path(cache_dir=stock.hf_cache_dir)
+    checkpoint = Checkpoint.open(path)
+    LoaderCache.loaders[model] = MappedLoader(checkpoint)
+    return checkpoint
+
+
+@contextmanager
+def fresh_loaders() -> Iterator[None]:
+    """Forget, before and after a merge, what earlier merges of this process opened."""
+    LoaderCache.loaders.clear()
+    try:
+        yield
+    finally:
+        LoaderCache.loaders.clear()

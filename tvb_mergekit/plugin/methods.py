@@ -1,0 +1,167 @@
+"""The three methods as mergekit sees them: names, parameters, and merging in memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import (
+    BasePolicy,
+    BatchOptions,
+    InputContract,
+    MergeMethod,
+    MergeMethodSpec,
+    OptionalTensorPolicy,
+    ParameterScope,
+    ParameterSpec,
+    TensorGroup,
+)
+from mergekit.merge_methods.dtype import promoted_dtype
+from torch import Tensor
+
+from tvb_mergekit.basis import Basis
+from tvb_mergekit.engine import Tunables, build_basis, merge_tensor
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.gram import Slot, block_budget
+from tvb_mergekit.recipe import (
+    GLOBAL_KEYS,
+    METHODS,
+    MODEL_KEYS,
+    VARYING_KEYS,
+    check_value,
+    resolve_settings,
+)
+
+PAPER_URL = "https://openreview.net/forum?id=zkc7u3mIaE"
+_PRETTY = {
+    "basis_ta": "Task Arithmetic on Task Vector Bases",
+    "basis_ties": "TIES on Task Vector Bases",
+    "basis_negate": "Task Negation on Task Vector Bases",
+}
+
+
+class Parameter(ParameterSpec):
+    """A parameter whose complaint names the key, which mergekit's own does not."""
+
+    def validate(self, value: Any) -> Any:
+        return None if value is None else check_value(self.name, value)
+
+
+class BasisMethod(MergeMethod):
+    """One of `basis_ta`, `basis_ties`, `basis_negate`.
+
+    In the task graph only the name and the parameters are used: the planner replaces every task
+    (see `planning`). Called in memory (`merge_state_dicts`, `merge_tensors`), the tensors given
+    in one call are the whole task vector; the inputs' ids, as text, are the tasks' names.
+    """
+
+    def __init__(self, name: str) -> None:
+        specs = [
+            Parameter(key.name, Any, ParameterScope.SHARED, key.default_for(name), key.help)
+            for key in (GLOBAL_KEYS | VARYING_KEYS).values()
+            if name in key.methods
+        ]
+        specs += [
+            Parameter(key.name, Any, ParameterScope.NON_BASE, key.default, key.help)
+            for key in MODEL_KEYS.values()
+        ]
+        # A global key that is not given must look not given: its default is applied by `recipe`.
+        specs = [
+            Parameter(p.name, Any, p.scope, None, p.description) if p.name in GLOBAL_KEYS else p
+            for p in specs
+        ]
+        self.spec = MergeMethodSpec(
+            name=name,
+            parameters=tuple(specs),
+            contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
+            pretty_name=_PRETTY[name],
+            reference_url=PAPER_URL,
+            optional_tensor_policy=OptionalTensorPolicy.BASE_OR_SKIP,
+        )
+
+    def _execute_resolved(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        # Reached from a task graph that our planner did not see: one tensor at a time, of which
+        # each would get a basis of its own.
+        raise RuntimeError(
+            f"{self.spec.name} needs all tensors at once, and this command's planner is not known "
+            "to tvb-mergekit; use mergekit-yaml, mergekit-multi or mergekit-pytorch"
+        )
+
+    def __call__(
+        self,
+        groups: Sequence[TensorGroup],
+        /,
+        *,
+        parameters: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        batch_options: BatchOptions | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Merge tensors held in memory; see `MergeMethod.__call__`. `dtype` is the dtype of the
+        result unless `out_dtype` is given; computing is always in float32 from the stored dtypes.
+        """
+        groups = tuple(groups)
+        bound = self._bind_parameters(groups, parameters or {})
+        ids = [entry.id for entry in groups[0].non_base] if groups else []
+        for group in groups:
+            if [entry.id for entry in group.non_base] != ids:
+                raise UserError("every tensor must have the same inputs in the same order")
+        given = {key: value for key, value in (parameters or {}).items() if key not in MODEL_KEYS}
+        tasks = [str(key) for key in ids]
+        if groups and any(bound[0]["task"].values()):
+            tasks = [bound[0]["task"][key] or str(key) for key in ids]
+        settings = resolve_settings(self.spec.name, given, tasks)
+        weights = [bound[0]["weight"][key] for key in ids]
+        merged = [not settings.excludes(group.metadata.name or "") for group in groups]
+        slots = [_memory_slot(group) for group in itertools.compress(groups, merged)]
+        device = groups[0].entries[0].tensor.device
+        with torch.no_grad():
+            basis = build_basis(
+                settings, tasks, weights, slots, devices=[device], budget=block_budget()
+            )
+            return tuple(
+                self._merge_group(basis, group, values, out_dtype or dtype or promoted_dtype(group))
+                if takes_part
+                else group.base.tensor.to(out_dtype or dtype or promoted_dtype(group), copy=True)
+                for group, values, takes_part in zip(groups, bound, merged, strict=True)
+                if group.base is not None
+            )
+
+    def _merge_group(
+        self,
+        basis: Basis,
+        group: TensorGroup,
+        values: Mapping[str, Any],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        assert group.base is not None
+        return merge_tensor(
+            basis,
+            group.metadata.name or "",
+            group.base.tensor,
+            [entry.tensor for entry in group.non_base],
+            Tunables.of(values),
+            dtype,
+            group.base.tensor.device,
+        )
+
+    def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        raise AssertionError("__call__ does not come here")
+
+
+def _memory_slot(group: TensorGroup) -> Slot:
+    assert group.base is not None
+    base, models = group.base.tensor, [entry.tensor for entry in group.non_base]
+    nbytes = sum(tensor.nbytes for tensor in group.tensors)
+    return Slot(group.metadata.name or "", base.numel(), nbytes, lambda: (base, models))
+
+
+def register(registry: ModuleType) -> None:
+    """Add the three methods to mergekit's registry (again after a reload)."""
+    known = {method.spec.name for method in registry.registered_methods()}
+    for name in METHODS:
+        if name not in known:
+            registry.register(BasisMethod(name))

@@ -1,0 +1,107 @@
+"""`mergekit-pytorch`: the same for raw state dicts (vision models and the like), one file each."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from types import ModuleType
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.graph import Task
+from pydantic import ConfigDict
+
+from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
+from tvb_mergekit.plugin.loaders import MappedLoader
+from tvb_mergekit.plugin.planning import Plan, Source, mapped, replace_tasks
+from tvb_mergekit.plugin.reading import input_folders, read_recipe
+from tvb_mergekit.plugin.refusals import refusing
+from tvb_mergekit.plugin.running import finish, warn_of_stale_parts, wrap_command
+from tvb_mergekit.recipe import METHODS
+
+
+class Publish(Task[None]):
+    """The last node: our files beside the weights, then the rename."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    finalize: Task  # type: ignore[type-arg]
+    stage: StagedFolder
+    plan: Plan
+    started: float
+
+    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+        return {"done": self.finalize}
+
+    def execute(self, **_kwargs: Any) -> None:
+        with refusing():
+            finish(self.stage, self.plan, self.started, card=False)
+
+    def main_thread_only(self) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def wrap_raw_pytorch(module: ModuleType) -> None:
+    """Wrap `plan_flat_merge` and the command of `mergekit.scripts.merge_raw_pytorch`."""
+    original = module.plan_flat_merge
+    if getattr(original, "tvb_mergekit", False):
+        return
+
+    @functools.wraps(original)
+    def plan_flat_merge(
+        config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
+    ) -> list[Task[Any]]:
+        if config.merge_method not in METHODS:
+            return original(config, out_path, tensor_union, tensor_intersection, options)
+        started = time.perf_counter()
+        with refusing():
+            recipe = read_recipe(config)
+            check_output_folder(out_path, input_folders(recipe))
+            checkpoints = {m: _open(m) for m in (recipe.base, *recipe.models)}
+            loaders = module.SimpleLoaderCache().loaders
+            loaders.clear()  # an earlier merge of this process may have seen other files
+            for model, checkpoint in checkpoints.items():
+                loaders[model.model.path] = MappedLoader(checkpoint)
+            warn_of_stale_parts(out_path)
+            stage = StagedFolder(out_path)
+            planned = original(config, str(stage.path), tensor_union, tensor_intersection, options)
+            plan = Plan(recipe, options, checkpoints, config.out_dtype or config.dtype)
+            *saves, finalize = planned
+            pairs = [(save.tensor_task.output_weight, save.tensor_task) for save in saves]
+            replaced = {w.name: task for w, task in replace_tasks(plan, pairs, _file_sources)}
+            check_disk(out_path, plan.output_bytes)
+            kept = [
+                save.model_copy(update={"tensor_task": replaced[save.tensor_name]})
+                for save in saves
+                if save.tensor_name in replaced
+            ]
+            finalize = finalize.model_copy(update={"tensor_save_tasks": tuple(kept)})
+            publish = Publish(finalize=finalize, stage=stage, plan=plan, started=started)
+            return [*kept, finalize, publish]
+
+    plan_flat_merge.tvb_mergekit = True  # type: ignore[attr-defined]
+    module.plan_flat_merge = plan_flat_merge
+    wrap_command(module.main, schema=module.RawPyTorchMergeConfig)
+
+
+def _open(model: ModelReference) -> Checkpoint:
+    path = model.model.path
+    if not os.path.isfile(path):
+        raise UserError(f"model {path}: no such file; mergekit-pytorch takes one weight file each")
+    return Checkpoint.open(path)
+
+
+def _file_sources(plan: Plan, weight: Any, task: Any) -> dict[ModelReference, Source]:
+    return {
+        model: mapped(checkpoint, weight.name if weight.name in checkpoint.tensors else None)
+        for model, checkpoint in plan.checkpoints.items()
+    }

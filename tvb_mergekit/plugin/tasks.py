@@ -1,0 +1,107 @@
+"""The nodes that replace mergekit's in its task graph; each only moves values to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mergekit.common import ModelReference, dtype_from_name
+from mergekit.graph import Task
+from pydantic import ConfigDict
+from torch import Tensor
+
+from tvb_mergekit.basis import Basis
+from tvb_mergekit.engine import Tunables, merge_tensor
+
+
+class BuildBasis(Task[Basis]):
+    """The one node that all merged tensors depend on. Equal only to itself."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    build: Callable[[], Basis]
+
+    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+        return {}
+
+    def execute(self, **_kwargs: Any) -> Basis:
+        return self.build()
+
+    def main_thread_only(self) -> bool:
+        return True
+
+    def priority(self) -> int:
+        # Before the writer makes the output folder: a refused merge leaves nothing.
+        return 100_000
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class MergeTensor(Task[Tensor]):
+    """One merged tensor from the base's and the models' tensors and the basis."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    name: str
+    inputs: Task  # type: ignore[type-arg]
+    basis: BuildBasis
+    base: ModelReference
+    models: tuple[ModelReference, ...]
+    tunables: Tunables
+    dtype: str | None  # None: what the inputs' dtypes promote to
+    device: str
+
+    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+        return {"tensors": self.inputs, "basis": self.basis}
+
+    def group_label(self) -> str | None:
+        return self.inputs.group_label()
+
+    def execute(self, tensors: dict[ModelReference, Tensor], basis: Basis, **_kwargs: Any) -> Tensor:
+        base = tensors[self.base]
+        models = [tensors[model] for model in self.models]
+        dtype = torch_dtype(self.dtype) or promoted(base, *models)
+        device = base.device
+        if device.type == "cpu":  # move block by block, not the T + 1 tensors at once
+            inner = torch.get_default_device()  # the worker's own under --multi-gpu
+            device = inner if inner.type != "cpu" else torch.device(self.device)
+        return merge_tensor(basis, self.name, base, models, self.tunables, dtype, device)
+
+
+class KeepBase(Task[Tensor]):
+    """A tensor that stays the base's, cast to the output dtype."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    inputs: Task  # type: ignore[type-arg]
+    base: ModelReference
+    dtype: str | None
+    basis: BuildBasis  # so that nothing is written before the inputs are known to be good
+
+    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+        return {"tensors": self.inputs, "basis": self.basis}
+
+    def group_label(self) -> str | None:
+        return self.inputs.group_label()
+
+    def execute(self, tensors: dict[ModelReference, Tensor], **_kwargs: Any) -> Tensor:
+        tensor = tensors[self.base]
+        dtype = torch_dtype(self.dtype)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    dtype: torch.dtype | None = dtype_from_name(name)
+    return dtype
+
+
+def promoted(first: Tensor, *others: Tensor) -> torch.dtype:
+    dtype = first.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
