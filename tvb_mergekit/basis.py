@@ -1,4 +1,4 @@
-"""A built basis: Gram matrix and encoder of one recipe, and the coefficients that follow from it."""
+"""A built basis: Gram matrix and encoder of one recipe, and the coefficients they give."""
 
 from __future__ import annotations
 

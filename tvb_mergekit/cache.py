@@ -49,7 +49,7 @@ def load(key: str) -> GramSums | None:
     path = folder / f"{key}.safetensors"
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
             note = json.loads(file.metadata()["tvb_mergekit"])
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
         return None
@@ -111,7 +111,14 @@ def entries() -> list[Entry]:
         except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
             continue
         found.append(
-            Entry(path, stat.st_size, stat.st_mtime, note["tasks"], note["models"], note["num_parameters"])
+            Entry(
+                path,
+                stat.st_size,
+                stat.st_mtime,
+                note["tasks"],
+                note["models"],
+                note["num_parameters"],
+            )
         )
     return sorted(found, key=lambda entry: -entry.modified)
 
@@ -125,5 +132,3 @@ def clear() -> int:
             path.unlink(missing_ok=True)
             count += path.suffix == ".safetensors"
     return count
-
-

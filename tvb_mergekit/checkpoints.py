@@ -87,7 +87,7 @@ class Checkpoint:
         """
         path = Path(path)
         if path.is_file():
-            names = {path.name: None}
+            names: dict[str, list[str] | None] = {path.name: None}
             folder = path.parent
         else:
             folder = path
@@ -262,8 +262,13 @@ def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
     infos: dict[str, TensorInfo] = {}
     first: dict[tuple[object, ...], str] = {}
     for name, value in tensors.items():
-        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
-        place += (value.stride(), value.dtype)
+        place: tuple[object, ...] = (
+            value.untyped_storage().data_ptr(),
+            value.storage_offset(),
+            value.shape,
+            value.stride(),
+            value.dtype,
+        )
         owner = first.setdefault(place, name) if value.numel() else name
         alias = None if owner == name else owner
         infos[name] = TensorInfo(tuple(value.shape), value.dtype, path.name, alias)

@@ -1,4 +1,4 @@
-"""Recipe's settings and streams of tensors in, basis and merged tensors out: the whole order of work.
+"""Settings and streams of tensors in, basis and merged tensors out: the order of the work.
 
 Pass 1 sums the Gram matrix, pass 2 (TIES with `trim: model` only) the magnitudes of the bases,
 and the last pass merges tensor by tensor (`merge_tensor`).

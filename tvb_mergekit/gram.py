@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -55,7 +55,8 @@ class GramSums:
         self.gram += other.gram
         self.base_norm_squared += other.base_norm_squared
         self.num_parameters += other.num_parameters
-        if self.sketch_gram is not None and self.sketch_tasks is not None:
+        if other.sketch_gram is not None and other.sketch_tasks is not None:
+            assert self.sketch_gram is not None and self.sketch_tasks is not None
             self.sketch_gram += other.sketch_gram
             self.sketch_tasks += other.sketch_tasks
 
@@ -64,9 +65,7 @@ class GramSums:
         w = torch.tensor(weights, dtype=torch.float64)
         tasks = None if self.sketch_tasks is None else self.sketch_tasks * w
         gram = self.gram * torch.outer(w, w)
-        return GramSums(
-            gram, self.base_norm_squared, self.num_parameters, self.sketch_gram, tasks
-        )
+        return GramSums(gram, self.base_norm_squared, self.num_parameters, self.sketch_gram, tasks)
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,9 @@ class TaskVectorBlocks:
         self._tau = torch.empty(tasks, self.chunk, dtype=torch.float32, device=device)
         self._base = torch.empty(self.chunk, dtype=torch.float32, device=device)
 
-    def walk(self, base: Tensor, models: Sequence[Tensor]):  # type: ignore[no-untyped-def]
+    def walk(
+        self, base: Tensor, models: Sequence[Tensor]
+    ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Yield the chunks of one tensor; see the class."""
         base = base.reshape(-1)
         flat = [model.reshape(-1) for model in models]
@@ -307,7 +308,10 @@ def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[
 
 def not_finite(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> str:
     """The message that says which of the inputs of one tensor holds NaN or infinity."""
-    for who, tensor in [("the base", base), *((f"task `{t}`", m) for t, m in zip(tasks, models, strict=True))]:
+    for who, tensor in [
+        ("the base", base),
+        *((f"task `{t}`", m) for t, m in zip(tasks, models, strict=True)),
+    ]:
         nan, inf = count_not_finite(tensor)
         if nan or inf:
             return (

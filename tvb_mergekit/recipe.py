@@ -44,6 +44,7 @@ __all__ = [
     "nearest",
     "ratio_to_bases",
     "resolve_settings",
+    "shown",
     "unknown_key",
 ]
 
@@ -78,6 +79,15 @@ class Settings(BaseModel):
     trim: Literal["model", "tensor"] = _default("trim")
     merge_func: Literal["sum", "mean", "max"] = _default("merge_func")
     forget: tuple[str, ...] = ()
+
+    def in_force(self) -> dict[str, Any]:
+        """The keys that belong to this method, basis and solver, as plain JSON values."""
+        values = self.model_dump(mode="json")
+        return {
+            name: values[name]
+            for name, key in GLOBAL_KEYS.items()
+            if self.method in key.methods and self.basis in key.bases and self.solver in key.solvers
+        }
 
     def excludes(self, tensor_name: str) -> bool:
         """Whether `exclude` leaves this tensor to the base."""

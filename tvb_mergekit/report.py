@@ -49,8 +49,7 @@ def facts(
 ) -> dict[str, Any]:
     """All of `basis.json`; plain JSON types, no NaN or infinity (null where undefined)."""
     settings, encoding = basis.settings, basis.encoding
-    parameters: dict[str, Any] = settings.model_dump(exclude={"method"})
-    parameters["forget"] = list(settings.forget)
+    parameters = settings.in_force()
     # One value, or all that filters and layer gradients led to.
     for key, values in tunables.items():
         parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
@@ -58,7 +57,10 @@ def facts(
     norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
     return {
         "format_version": FORMAT_VERSION,
-        "versions": {name: _version(name) for name in ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")},
+        "versions": {
+            name: _version(name)
+            for name in ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
+        },
         "method": settings.method,
         "parameters": parameters,
         "tasks": list(basis.tasks),
@@ -72,7 +74,10 @@ def facts(
         "balanced_bound": encoding.balanced_bound,
         "relative_gap": encoding.relative_gap,
         "retained_energy": encoding.retained_energy,
-        "norms": {"base": math.sqrt(basis.sums.base_norm_squared), **dict(zip(basis.tasks, norms, strict=True))},
+        "norms": {
+            "base": math.sqrt(basis.sums.base_norm_squared),
+            **dict(zip(basis.tasks, norms, strict=True)),
+        },
         "left_out": dict(left_out),
         "fingerprints": dict(fingerprints),
         "gram_cached": basis.cached,
@@ -81,7 +86,7 @@ def facts(
 
 
 def write_files(folder: str | os.PathLike[str], basis: Basis, facts: Mapping[str, Any]) -> None:
-    """Write `basis.json` and `basis.safetensors` into `folder`, each beside its place, then named."""
+    """Write `basis.json` and `basis.safetensors`, each beside its place and then renamed."""
     encoding = basis.encoding
     tensors = {
         "gram": basis.sums.gram,

@@ -29,7 +29,7 @@ class MagnitudeHistogram:
             row += torch.bincount(bins, minlength=BINS).cpu()
 
     def thresholds(self, density: float) -> Tensor:
-        """For each row the t for which the share of |x| >= t is nearest to `density`: [rows] float32.
+        """For each row the t whose share of |x| >= t is nearest to `density`: [rows] float32.
 
         The share is within 1e-4 of `density` unless more than that share of the values is equal
         to the last one kept: equal magnitudes are kept or dropped together.
@@ -52,7 +52,9 @@ def bin_edges(number: Tensor) -> Tensor:
     return torch.where(number > 0, pattern.view(torch.float32), torch.zeros(()))
 
 
-def exact_thresholds(blocks: Callable[[], Iterator[Tensor]], rows: int, numel: int, density: float) -> Tensor:
+def exact_thresholds(
+    blocks: Callable[[], Iterator[Tensor]], rows: int, numel: int, density: float
+) -> Tensor:
     """The k-th largest magnitude of each row, k = max(1, int(density * numel)): [rows] float32.
 
     mergekit's rule for one tensor (`trim: tensor`), by two sweeps over `blocks()`: a histogram,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tvb_mergekit.encoders.linear import Array, Encoding, Gram
+from tvb_mergekit.encoders.linear import NULL, Array, Encoding, Gram
 from tvb_mergekit.encoders.spread import spread
 from tvb_mergekit.errors import UserError
 
@@ -33,23 +33,28 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
 
 
 def spread_encoder(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:
-    """The W_e of least loss among convex encoders whose row sums are as w, and that loss.
+    """The W_e [T, M] of least loss among convex encoders with row sums as w, and that loss."""
+    directions, loss = completion(gram, num_bases, weights)
+    return spread(weights / weights.sum(), directions, num_bases), loss
 
-    Its span holds w and the top M-1 eigenvectors of G' within the complement of w: taken there,
-    null vectors of G', w among them, cannot take the place of a direction.
+
+def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:
+    """The M-1 directions [T, M-1] that lose least beside w, and the loss of the whole span.
+
+    The top eigenvectors of G' within the complement of w: taken there, null vectors of G', w among
+    them, cannot take the place of a direction.
     """
     complement = np.linalg.svd(weights[:, None])[0][:, 1:]
     _, scales, right = np.linalg.svd(_deflated(gram.root, weights) @ complement)
-    directions = complement @ right.T[:, : num_bases - 1]
-    encoder = spread(weights / weights.sum(), directions, num_bases)
-    return encoder, float(np.square(scales[num_bases - 1 :]).sum())
+    loss = float(np.square(scales[num_bases - 1 :]).sum())
+    return complement @ right.T[:, : num_bases - 1], loss
 
 
 def _deflated(root: Array, weights: Array) -> Array:
     """F' with F'^T F' = G - G w w^T G / (w^T G w), or F where T w is zero up to rounding."""
     total = root @ weights
     length = np.linalg.norm(total)
-    if length <= 1e-12 * np.linalg.norm(root) * np.linalg.norm(weights):
+    if length <= NULL * np.linalg.norm(root) * np.linalg.norm(weights):
         return root
     unit = total / length
     deflated: Array = root - np.outer(unit, unit @ root)

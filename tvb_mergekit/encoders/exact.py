@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import scipy.optimize
 
-from tvb_mergekit.encoders.balanced import spread_encoder
-from tvb_mergekit.encoders.linear import Array, Gram
+from tvb_mergekit.encoders.balanced import completion, spread_encoder
+from tvb_mergekit.encoders.linear import NULL, Array, Gram
 
 FLOOR = 1e-4  # W_d grows as its inverse, the loss above the infimum in proportion to it
 ATTAINED = 1e-11  # a relative gap to the bound that ends the search
@@ -56,13 +56,17 @@ def _canonical_order(matrix: Array) -> list[int]:
 
 def _best_row_sums(gram: Gram, num_bases: int, random: np.random.Generator) -> Array:
     """x [T] with the least phi, entries in [FLOOR, 1]; the most uniform one if phi is the bound."""
+    equal = np.ones(gram.size)
+    bound = gram.bound(num_bases)
+    if completion(gram, num_bases, equal)[1] <= bound * (1 + ATTAINED) + 1e-20 * gram.total:
+        return equal
     uniform = most_uniform_vector(gram.vectors[:, :num_bases])
-    if uniform.min() >= FLOOR * uniform.max():
+    if uniform.min() >= FLOOR * uniform.max() > 0:
         return uniform
-    scale = max(gram.bound(num_bases), 1e-12 * gram.total)
+    scale = max(bound, 1e-12 * gram.total)
     objective = _objective(gram, num_bases, scale)
     best_value, best = math.inf, uniform
-    for start in _starts(gram, uniform, random):
+    for start in [equal, *_starts(gram, uniform, random)]:
         result = scipy.optimize.minimize(
             objective,
             np.clip(start / start.max(), FLOOR, 1.0),
@@ -73,7 +77,7 @@ def _best_row_sums(gram: Gram, num_bases: int, random: np.random.Generator) -> A
         )
         if result.fun < best_value * (1 - 1e-12):
             best_value, best = float(result.fun), result.x
-        if best_value <= gram.bound(num_bases) / scale * (1 + ATTAINED):
+        if best_value <= bound / scale * (1 + ATTAINED):
             break
     return best
 
@@ -102,8 +106,7 @@ def most_uniform_vector(subspace: Array) -> Array:
 
 
 def _starts(gram: Gram, uniform: Array, random: np.random.Generator) -> Iterator[Array]:
-    """Row sums [T] to search from: equal ones, near the top eigenvectors, random ones."""
-    yield np.ones(gram.size)
+    """Row sums [T] to search from: near the top eigenvectors, then random ones."""
     if uniform.max() > 0:
         yield uniform
     yield np.abs(gram.vectors[:, 0])
@@ -122,7 +125,7 @@ def _objective(gram: Gram, num_bases: int, scale: float) -> Callable[[Array], tu
     def evaluate(row_sums: Array) -> tuple[float, Array]:
         image = root @ row_sums
         length = np.linalg.norm(image)
-        if length <= 1e-12 * np.linalg.norm(root) * np.linalg.norm(row_sums):
+        if length <= NULL * np.linalg.norm(root) * np.linalg.norm(row_sums):
             return float(spectrum[num_bases - 1 :].sum()), np.zeros_like(row_sums)
         unit = image / length
         pulled = spectrum * unit

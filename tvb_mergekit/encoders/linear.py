@@ -17,6 +17,7 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 
 Array = NDArray[np.float64]
+NULL = 1e-13  # |F x| / (|F| |x|) up to which x counts as a null vector of G
 
 
 @dataclass(frozen=True)
@@ -116,18 +117,18 @@ class Gram:
         return float(self.values[num_bases:].sum())
 
     def decoder(self, encoder: Array) -> Array:
-        """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G."""
-        cutoff = self.size * np.finfo(np.float64).eps
-        solution: Array = np.linalg.lstsq(self.root @ encoder, self.root, rcond=cutoff)[0]
-        return solution
+        """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G = (F W_e)^+ F.
+
+        What counts as zero is measured by F and W_e, not by their product, which may be all noise.
+        """
+        left, scales, right = np.linalg.svd(self.root @ encoder, full_matrices=False)
+        kept = scales > NULL * np.linalg.norm(self.root) * np.linalg.norm(encoder)
+        decoder: Array = right[kept].T @ (left[:, kept].T @ self.root / scales[kept, None])
+        return decoder
 
     def loss(self, reconstruction: Array) -> float:
         """||T R - T||_F^2 = ||F (R - I)||_F^2 (Eqs. 4, 5)."""
         return float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum())
-
-    def fitted_loss(self, encoder: Array) -> float:
-        """The loss with the least-squares decoder."""
-        return self.loss(encoder @ self.decoder(encoder))
 
     def encoding(
         self,

@@ -1,4 +1,4 @@
-"""mergekit's plan with our tasks in it: which tensors take part, and the node that builds the basis.
+"""mergekit's plan with our tasks in it: which tensors take part, and the node for the basis.
 
 mergekit plans one task per tensor. For our methods each is replaced: by `MergeTensor`, which also
 depends on one `BuildBasis` node, or by `KeepBase` for a tensor that stays the base's. `BuildBasis`
@@ -8,27 +8,22 @@ graph inputs, every tensor would stay resident until the basis is known.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import immutables
 import torch
 import tqdm
 from mergekit.architecture import WeightInfo
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import (
     ModelReference,
     get_torch_accelerator_count,
     get_torch_accelerator_type,
 )
-from mergekit.graph import Executor, Task, TaskUniverse
-from mergekit.io.tasks import GatherTensors, LoadTensor
+from mergekit.graph import Task
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import PermutedVocabulary
@@ -44,24 +39,21 @@ from tvb_mergekit.output import check_disk
 from tvb_mergekit.plugin.loaders import install_loader
 from tvb_mergekit.plugin.reading import Recipe, read_recipe
 from tvb_mergekit.plugin.refusals import refusing
-from tvb_mergekit.plugin.tasks import BuildBasis, KeepBase, MergeTensor, torch_dtype
+from tvb_mergekit.plugin.sources import (
+    Changed,
+    Source,
+    base_only,
+    graph_sources,
+    output_bytes,
+    stored_dtypes,
+    tokenizer_stamps,
+)
+from tvb_mergekit.plugin.tasks import BuildBasis, KeepBase, MergeTensor
 from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 
 LOG = logging.getLogger(__name__)
 
 Loads = Callable[[], tuple[Tensor, Sequence[Tensor]]]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One model's part in one tensor: where it is and how to get it (CPU, mapped if possible)."""
-
-    name: str | None  # in the model's files; None where mergekit converts other tensors into it
-    present: bool
-    shape: tuple[int, ...] | None  # None: known only when loaded
-    dtype: torch.dtype | None
-    nbytes: int
-    load: Callable[[], Tensor]
 
 
 @dataclass
@@ -70,6 +62,7 @@ class Plan:
 
     recipe: Recipe
     options: MergeOptions
+    devices: Sequence[torch.device]
     checkpoints: Mapping[ModelReference, Checkpoint]
     out_dtype: str | None
     tokenizer: object = None  # what the recipe says of it, and whether embeddings are truncated
@@ -95,7 +88,7 @@ class Plan:
                 self.recipe.tasks,
                 self.recipe.weights,
                 self.slots,
-                devices=devices_of(self.options),
+                devices=self.devices,
                 budget=block_budget(),
                 key=self._key(),
                 models=[str(model) for model in self.recipe.models],
@@ -146,11 +139,26 @@ session: ContextVar[Session | None] = ContextVar("tvb_mergekit_session", default
 
 
 def devices_of(options: MergeOptions) -> list[torch.device]:
-    """Where the Gram pass computes: every accelerator under --multi-gpu, else the merge's device."""
+    """Where the Gram pass computes: every accelerator under --multi-gpu, else the merge's device.
+
+    Raises:
+        UserError: there is no such device here.
+    """
     if options.multi_gpu:
+        if not torch.accelerator.is_available():
+            raise UserError(
+                "--multi-gpu: PyTorch sees no accelerator on this machine; leave it out"
+            )
         kind, count = get_torch_accelerator_type(), get_torch_accelerator_count()
         return [torch.device(f"{kind}:{index}") for index in range(count)]
-    return [torch.device(options.device or "cpu")]
+    name = options.device or "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch's own words, without their traceback
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
+    return [device]
 
 
 def wrap_planner(module: ModuleType) -> None:
@@ -162,19 +170,24 @@ def wrap_planner(module: ModuleType) -> None:
 
     def _plan(self: Any) -> None:
         if self.config.merge_method not in METHODS:
-            return original(self)
+            original(self)
+            return
         with refusing():
             recipe = read_recipe(self.config)
-            checkpoints = {
-                model: install_loader(model) for model in (recipe.base, *recipe.models)
-            }
+            devices = devices_of(self.options)
+            checkpoints = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
             original(self)
             config = self.config
             tokenizer = (config.tokenizer_source, config.tokenizer)
-            plan = Plan(recipe, self.options, checkpoints, config.out_dtype or config.dtype)
+            plan = Plan(
+                recipe, self.options, devices, checkpoints, config.out_dtype or config.dtype
+            )
             if any(tokenizer) or self.options.unsafe_truncate_embeddings:
-                plan.tokenizer = [repr(tokenizer), _tokenizer_stamps(checkpoints.values())]
-            self._tensors = replace_tasks(plan, self._tensors, _graph_sources)
+                plan.tokenizer = [repr(tokenizer), tokenizer_stamps(checkpoints.values())]
+            trust = self.options.trust_remote_code
+            self._tensors = replace_tasks(
+                plan, self._tensors, lambda task: graph_sources(checkpoints, task, trust)
+            )
             _note_unused(plan)
             if (running := session.get()) is not None:
                 check_disk(running.out, plan.output_bytes)
@@ -187,7 +200,7 @@ def wrap_planner(module: ModuleType) -> None:
 def replace_tasks(
     plan: Plan,
     planned: Iterable[tuple[WeightInfo, ExecuteMergeMethodTask]],
-    sources_of: Callable[[Plan, WeightInfo, Any], dict[ModelReference, Source]],
+    sources_of: Callable[[ExecuteMergeMethodTask], dict[ModelReference, Source]],
 ) -> list[tuple[WeightInfo, Task[Any]]]:
     """Our tasks for mergekit's, in order; fills the plan on the way.
 
@@ -199,7 +212,7 @@ def replace_tasks(
     tied = _tied_by_config(plan)
     result: list[tuple[WeightInfo, Task[Any]]] = []
     for weight, task in planned:
-        sources = sources_of(plan, weight, task)
+        sources = sources_of(task)
         base = sources[recipe.base]
         dtype = weight.force_dtype or plan.out_dtype
         if not base.present:
@@ -209,13 +222,13 @@ def replace_tasks(
                 )
             plan.left_out[weight.name] = "not in the base; not written"
             continue
-        plan.output_bytes += _output_bytes(base, dtype)
-        inputs = _stored_dtypes(task.gather_tensors)
+        plan.output_bytes += output_bytes(base, dtype)
+        inputs = stored_dtypes(task.gather_tensors)
         if reason := _reason_to_keep(plan, weight, sources):
             plan.left_out[weight.name] = reason
             plan.kept[weight.name] = base.load
             kept = KeepBase(
-                inputs=_only(inputs, recipe.base), base=recipe.base, dtype=dtype, basis=node
+                inputs=base_only(inputs, recipe.base), base=recipe.base, dtype=dtype, basis=node
             )
             result.append((weight, kept))
             continue
@@ -290,7 +303,7 @@ def _count_once(
     plan.counted_as[place] = weight.name
     load: Loads
     if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        load = _Changed(weight.name, inputs, recipe, plan.tokenizers)
+        load = Changed(weight.name, inputs, recipe, plan.tokenizers)
     else:
         loads = [sources[model].load for model in order]
 
@@ -302,107 +315,6 @@ def _count_once(
     numel = torch.Size(base.shape).numel() if base.shape is not None else 0
     plan.slots.append(Slot(weight.name, numel, sum(sources[m].nbytes for m in order), load))
     plan.sources[weight.name] = [sources[model].name for model in order]
-
-
-@dataclass
-class _Changed:
-    """A vocabulary tensor that mergekit's own tasks change before merging: run them, whole."""
-
-    name: str
-    inputs: Any
-    recipe: Recipe
-    tokenizers: dict[Any, Any]  # the plan's: building one takes seconds
-
-    def __call__(self) -> tuple[Tensor, Sequence[Tensor]]:
-        universe = TaskUniverse()
-        wanted = universe.add_task(self.inputs)
-        known = {}
-        if isinstance(self.inputs, PermutedVocabulary):
-            task = self.inputs.tokenizer_task
-            if task not in self.tokenizers:
-                self.tokenizers[task] = task.execute()
-            self._check_tokens(self.tokenizers[task])
-            known[universe.add_task(task)] = self.tokenizers[task]
-        ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
-        return tensors[self.recipe.base], [tensors[model] for model in self.recipe.models]
-
-    def _check_tokens(self, info: Any) -> None:
-        rows = info.permutations[self.recipe.base]
-        added = [token for token, new in info.tokenizer.get_vocab().items() if rows[new] < 0]
-        if added:
-            raise UserError(
-                f"tensor `{self.name}`: the recipe's tokenizer has {len(added):,} tokens that the "
-                f"base lacks (such as {added[0]!r}), so their rows have no task vector; use "
-                "`tokenizer_source: base`, or leave the tensor to the base with `exclude`"
-            )
-
-
-def _graph_sources(
-    plan: Plan, weight: WeightInfo, task: ExecuteMergeMethodTask
-) -> dict[ModelReference, Source]:
-    """Where a tensor planned by `MergePlanner` comes from, by the rules of its `LoadTensor`."""
-    inputs = task.gather_tensors
-    gather = inputs if isinstance(inputs, GatherTensors) else inputs.gather_tensors
-    changed = inputs is not gather
-    found = {}
-    for model, info in gather.weight_info.items():
-        checkpoint = plan.checkpoints.get(model)
-        if checkpoint is None:
-            raise UserError(f"`base_model` of a slice is {model}; a merge has one base")
-        names = [info.name, *(info.aliases or ()), *(info.tied_names or ())]
-        name = next((n for n in names if n in checkpoint.tensors), None)
-        if name is not None:
-            source = mapped(checkpoint, name)
-            found[model] = replace(source, shape=None) if changed else source
-            continue
-        kind = model.config(trust_remote_code=plan.options.trust_remote_code).model_type
-        able = any(can_convert_checkpoint_keys(kind, set(checkpoint.tensors), n) for n in names)
-        load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases)
-        found[model] = Source(None, able, None, None, 0, load.execute)
-    return found
-
-
-def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
-    """The tensor `name` of a checkpoint as a source; None: the checkpoint lacks it."""
-    if name is None:
-        return Source(None, False, None, None, 0, _absent)
-    stored = checkpoint.tensors[name]
-    load = functools.partial(checkpoint.tensor, name)
-    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load)
-
-
-def _absent() -> Tensor:
-    raise AssertionError("a tensor that a checkpoint lacks takes no part")
-
-
-def _stored_dtypes(inputs: Any) -> Any:
-    """The same inputs without mergekit's cast to `dtype` at loading: a task vector formed after a
-    cast to 16 bits would be mostly rounding."""
-    if isinstance(inputs, GatherTensors):
-        return inputs.model_copy(update={"dtype": None})
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        return inputs.model_copy(update={"gather_tensors": _stored_dtypes(inputs.gather_tensors)})
-    tensors = {
-        model: load.model_copy(update={"dtype": None}) for model, load in inputs.tensors.items()
-    }
-    return inputs.model_copy(update={"tensors": immutables.Map(tensors)})
-
-
-def _only(inputs: Any, base: ModelReference) -> Any:
-    """The base's part of the inputs; all of them where a tokenizer must see all."""
-    if isinstance(inputs, GatherTensors):
-        info = {base: dict(inputs.weight_info.items())[base]}
-        return inputs.model_copy(update={"weight_info": immutables.Map(info)})
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        return inputs
-    return inputs.model_copy(update={"tensors": immutables.Map({base: dict(inputs.tensors.items())[base]})})
-
-
-def _output_bytes(base: Source, dtype: str | None) -> int:
-    if base.shape is None or base.dtype is None or not base.dtype.is_floating_point:
-        return base.nbytes
-    itemsize = (torch_dtype(dtype) or base.dtype).itemsize
-    return torch.Size(base.shape).numel() * itemsize
 
 
 def _tied_by_config(plan: Plan) -> bool:
@@ -444,14 +356,6 @@ def _note_unused(plan: Plan) -> None:
             name,
             model,
         )
-
-
-def _tokenizer_stamps(checkpoints: Iterable[Checkpoint]) -> list[list[object]]:
-    patterns = ("*token*", "*vocab*", "merges.txt")
-    files: list[Path] = []
-    for checkpoint in checkpoints:
-        files += sorted(f for pattern in patterns for f in checkpoint.folder.glob(pattern))
-    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
 def _listed(names: Sequence[str]) -> str:

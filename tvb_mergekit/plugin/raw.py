@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +17,11 @@ from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
 from tvb_mergekit.plugin.loaders import MappedLoader
-from tvb_mergekit.plugin.planning import Plan, Source, mapped, replace_tasks
+from tvb_mergekit.plugin.planning import Plan, devices_of, replace_tasks
 from tvb_mergekit.plugin.reading import input_folders, read_recipe
 from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.plugin.running import finish, warn_of_stale_parts, wrap_command
+from tvb_mergekit.plugin.sources import Source, mapped
 from tvb_mergekit.recipe import METHODS
 
 
@@ -28,12 +30,12 @@ class Publish(Task[None]):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    finalize: Task  # type: ignore[type-arg]
+    finalize: Task
     stage: StagedFolder
     plan: Plan
     started: float
 
-    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+    def arguments(self) -> dict[str, Task]:
         return {"done": self.finalize}
 
     def execute(self, **_kwargs: Any) -> None:
@@ -61,11 +63,15 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
         config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
     ) -> list[Task[Any]]:
         if config.merge_method not in METHODS:
-            return original(config, out_path, tensor_union, tensor_intersection, options)
+            tasks: list[Task[Any]] = original(
+                config, out_path, tensor_union, tensor_intersection, options
+            )
+            return tasks
         started = time.perf_counter()
         with refusing():
             recipe = read_recipe(config)
             check_output_folder(out_path, input_folders(recipe))
+            devices = devices_of(options)
             checkpoints = {m: _open(m) for m in (recipe.base, *recipe.models)}
             loaders = module.SimpleLoaderCache().loaders
             loaders.clear()  # an earlier merge of this process may have seen other files
@@ -74,10 +80,12 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             warn_of_stale_parts(out_path)
             stage = StagedFolder(out_path)
             planned = original(config, str(stage.path), tensor_union, tensor_intersection, options)
-            plan = Plan(recipe, options, checkpoints, config.out_dtype or config.dtype)
+            dtype = config.out_dtype or config.dtype
+            plan = Plan(recipe, options, devices, checkpoints, dtype)
             *saves, finalize = planned
             pairs = [(save.tensor_task.output_weight, save.tensor_task) for save in saves]
-            replaced = {w.name: task for w, task in replace_tasks(plan, pairs, _file_sources)}
+            made = replace_tasks(plan, pairs, lambda task: _file_sources(checkpoints, task))
+            replaced = {weight.name: task for weight, task in made}
             check_disk(out_path, plan.output_bytes)
             kept = [
                 save.model_copy(update={"tensor_task": replaced[save.tensor_name]})
@@ -89,7 +97,7 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             return [*kept, finalize, publish]
 
     plan_flat_merge.tvb_mergekit = True  # type: ignore[attr-defined]
-    module.plan_flat_merge = plan_flat_merge
+    vars(module)["plan_flat_merge"] = plan_flat_merge
     wrap_command(module.main, schema=module.RawPyTorchMergeConfig)
 
 
@@ -100,8 +108,11 @@ def _open(model: ModelReference) -> Checkpoint:
     return Checkpoint.open(path)
 
 
-def _file_sources(plan: Plan, weight: Any, task: Any) -> dict[ModelReference, Source]:
+def _file_sources(
+    checkpoints: Mapping[ModelReference, Checkpoint], task: Any
+) -> dict[ModelReference, Source]:
+    name = task.output_weight.name
     return {
-        model: mapped(checkpoint, weight.name if weight.name in checkpoint.tensors else None)
-        for model, checkpoint in plan.checkpoints.items()
+        model: mapped(checkpoint, name if name in checkpoint.tensors else None)
+        for model, checkpoint in checkpoints.items()
     }

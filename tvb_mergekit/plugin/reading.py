@@ -1,4 +1,4 @@
-"""mergekit's configuration to a recipe: models, tasks, weights, settings, checked before reading."""
+"""mergekit's configuration to a recipe: models, tasks, weights and settings, all checked."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def check_local_files(recipe: Recipe, lora_cache: str | None) -> None:
                 )
             Checkpoint.open(path)
         elif os.path.isfile(path):
-            raise UserError(f"model {path} is a file; expected a model folder (or mergekit-pytorch)")
+            raise UserError(
+                f"model {path} is a file; expected a model folder (or mergekit-pytorch)"
+            )
         elif path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise UserError(f"model {path}: no such folder (from {os.getcwd()})")
 
@@ -290,7 +292,9 @@ def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
         )
     path = model.lora.path
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
-        raise UserError(f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter")
+        raise UserError(
+            f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
+        )
     if not os.path.isdir(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"adapter {path}: no such folder (from {os.getcwd()})")
     fused = Path(lora_cache) / f"{model.model._unique_id()}_{model.lora._unique_id()}"

@@ -49,7 +49,8 @@ def wrap_run_merge(module: ModuleType) -> None:
         config_source: str | None = None,
     ) -> None:
         if merge_config.merge_method not in METHODS:
-            return original(merge_config, out_path, options, config_source)
+            original(merge_config, out_path, options, config_source)
+            return
         with refusing():
             recipe = read_recipe(merge_config)
             check_output_folder(out_path, input_folders(recipe))
@@ -62,7 +63,7 @@ def wrap_run_merge(module: ModuleType) -> None:
                 finish(stage, running.plan, started, card=options.write_model_card)
 
     run_merge.tvb_mergekit = True  # type: ignore[attr-defined]
-    module.run_merge = run_merge
+    vars(module)["run_merge"] = run_merge
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class BuildBasis(Task[Basis]):
 
     build: Callable[[], Basis]
 
-    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+    def arguments(self) -> dict[str, Task]:
         return {}
 
     def execute(self, **_kwargs: Any) -> Basis:
@@ -48,7 +48,7 @@ class MergeTensor(Task[Tensor]):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     name: str
-    inputs: Task  # type: ignore[type-arg]
+    inputs: Task
     basis: BuildBasis
     base: ModelReference
     models: tuple[ModelReference, ...]
@@ -56,13 +56,16 @@ class MergeTensor(Task[Tensor]):
     dtype: str | None  # None: what the inputs' dtypes promote to
     device: str
 
-    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+    def arguments(self) -> dict[str, Task]:
         return {"tensors": self.inputs, "basis": self.basis}
 
     def group_label(self) -> str | None:
-        return self.inputs.group_label()
+        label: str | None = self.inputs.group_label()
+        return label
 
-    def execute(self, tensors: dict[ModelReference, Tensor], basis: Basis, **_kwargs: Any) -> Tensor:
+    def execute(
+        self, tensors: dict[ModelReference, Tensor], basis: Basis, **_kwargs: Any
+    ) -> Tensor:
         base = tensors[self.base]
         models = [tensors[model] for model in self.models]
         dtype = torch_dtype(self.dtype) or promoted(base, *models)
@@ -78,16 +81,17 @@ class KeepBase(Task[Tensor]):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    inputs: Task  # type: ignore[type-arg]
+    inputs: Task
     base: ModelReference
     dtype: str | None
     basis: BuildBasis  # so that nothing is written before the inputs are known to be good
 
-    def arguments(self) -> dict[str, Task]:  # type: ignore[type-arg]
+    def arguments(self) -> dict[str, Task]:
         return {"tensors": self.inputs, "basis": self.basis}
 
     def group_label(self) -> str | None:
-        return self.inputs.group_label()
+        label: str | None = self.inputs.group_label()
+        return label
 
     def execute(self, tensors: dict[ModelReference, Tensor], **_kwargs: Any) -> Tensor:
         tensor = tensors[self.base]

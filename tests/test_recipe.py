@@ -1,0 +1,247 @@
+"""The recipe's keys: what is resolved, and what every mistake says."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from tvb_mergekit import recipe
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.recipe import (
+    GLOBAL_KEYS,
+    METHODS,
+    MODEL_KEYS,
+    VARYING_KEYS,
+    Settings,
+    check_tasks,
+    check_value,
+    default_task_name,
+    nearest,
+    ratio_to_bases,
+    resolve_settings,
+    unknown_key,
+)
+
+TASKS = ["math", "code", "safety", "7", "law", "med", "chat", "wiki"]
+FORGET = {"forget": "math", "alpha": 0.5}
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    settings = resolve_settings("basis_ta", {}, TASKS)
+    assert settings.model_dump() == {
+        "method": "basis_ta",
+        "basis": "ae",
+        "num_bases": None,
+        "basis_ratio": 0.5,
+        "energy": None,
+        "solver": "adam",
+        "temperature": 5.0,
+        "steps": 4000,
+        "learning_rate": 0.01,
+        "weight_decay": 1e-6,
+        "anneal_every": 0,
+        "anneal_factor": 0.9,
+        "seed": 0,
+        "exclude": None,
+        "lambda_scale": "bases",
+        "trim": "model",
+        "merge_func": "sum",
+        "forget": (),
+    }
+    assert [VARYING_KEYS["lambda"].default_for(method) for method in METHODS] == [0.4, 0.4, 0.0]
+    assert VARYING_KEYS["density"].default == 0.2
+    assert MODEL_KEYS["weight"].default == 1.0
+    assert VARYING_KEYS["alpha"].default is None
+
+
+def test_settings_fields_are_the_global_keys() -> None:
+    assert set(Settings.model_fields) == {"method", *GLOBAL_KEYS}
+    assert set(recipe.__all__) >= {"Settings", "resolve_settings", "check_value", "check_tasks"}
+    for key in (GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS).values():
+        assert key.help
+        assert key.default is None or check_value(key.name, key.default) == key.default
+
+
+def test_settings_are_frozen() -> None:
+    settings = resolve_settings("basis_ta", {}, TASKS)
+    with pytest.raises(ValidationError):
+        settings.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tasks", "bases"),
+    [(0.5, 8, 4), (0.5, 5, 3), (0.5, 1, 1), (0.01, 8, 1), (0.3, 8, 2), (1.0, 8, 8), (0.25, 10, 3)],
+)
+def test_ratio_to_bases_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
+    assert ratio_to_bases(ratio, tasks) == bases
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "expected"),
+    [
+        ("basis_ta", {"learning_rate": "1e-3"}, {"learning_rate": 1e-3}),
+        ("basis_ta", {"num_bases": "3"}, {"num_bases": 3, "basis_ratio": None}),
+        ("basis_ta", {"num_bases": 8}, {"num_bases": 8}),
+        ("basis_ta", {"steps": 100.0, "energy": "0.9"}, {"steps": 100, "energy": 0.9}),
+        ("basis_ta", {"basis": "linear_ae", "solver": "adam", "steps": 5}, {"steps": 5}),
+        ("basis_ta", {"basis": "none"}, {"basis": "none", "basis_ratio": None}),
+        ("basis_ta", {"basis": "none", "num_bases": 8}, {"num_bases": 8}),
+        ("basis_ta", {"basis": "none", "basis_ratio": 1}, {"basis_ratio": 1.0}),
+        ("basis_ta", {"basis": "pca", "seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+        ("basis_ta", {"anneal_every": 500, "anneal_factor": 0.8}, {"anneal_factor": 0.8}),
+        ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, {"exclude": "embed|head"}),
+        ("basis_ties", {"density": {"value": 0.5}, "trim": "tensor"}, {"trim": "tensor"}),
+        (
+            "basis_ties",
+            {"lambda": [{"filter": "mlp", "value": [0.1, 0.4]}, {"value": 1}]},
+            {"merge_func": "sum"},
+        ),
+        ("basis_negate", {"forget": " math , 7", "alpha": 0}, {"forget": ("math", "7")}),
+        ("basis_negate", {"forget": 7, "alpha": "0.3"}, {"forget": ("7",)}),
+        ("basis_negate", FORGET | {"basis": "rand_proj"}, {"basis": "rand_proj"}),
+    ],
+)
+def test_resolves(method: str, given: dict[str, object], expected: dict[str, object]) -> None:
+    resolved = resolve_settings(method, given, TASKS).model_dump()
+    assert {key: resolved[key] for key in expected} == expected
+    assert all(type(resolved[key]) is type(value) for key, value in expected.items())
+
+
+BAD = [
+    ("basis_ta", {"lamda": 1}, "unknown key `lamda` under parameters: did you mean `lambda`?"),
+    ("basis_ta", {"Basis": "ae"}, "did you mean `basis`?"),
+    ("basis_ta", {"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, num_bases"),
+    ("basis_ta", {"a\nb": 1}, "unknown key `a\\nb`"),
+    ("basis_ta", {"weight": 1}, "`weight` belongs under the parameters of one model"),
+    ("basis_tb", {}, "unknown method `basis_tb`: expected one of basis_ta"),
+    ("basis_ta", {"basis": "blanced"}, "`basis` is 'blanced': expected one of ae"),
+    ("basis_ta", {"basis": "blanced"}, "(did you mean `balanced`?)"),
+    ("basis_ta", {"basis": None}, "`basis` is empty: expected one of"),
+    ("basis_ta", {"num_bases": 9}, "`num_bases` is 9 but the recipe lists 8 models"),
+    ("basis_ta", {"num_bases": True}, "`num_bases` is True: expected a whole number >= 1"),
+    ("basis_ta", {"num_bases": 2.5}, "`num_bases` is 2.5: expected a whole number >= 1"),
+    ("basis_ta", {"num_bases": 0}, "`num_bases` is 0: expected a whole number >= 1"),
+    ("basis_ta", {"num_bases": [1, 2]}, "`num_bases` is [1, 2]: expected a whole number >= 1"),
+    ("basis_ta", {"num_bases": 2, "energy": 0.9}, "`num_bases` and `energy` both set"),
+    ("basis_ta", {"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
+    ("basis_ta", {"basis_ratio": 50}, "`basis_ratio` is 50: expected a number in (0, 1]"),
+    ("basis_ta", {"energy": 1.1}, "`energy` is 1.1: expected a number in (0, 1]"),
+    ("basis_ta", {"energy": "nan"}, "`energy` is 'nan': expected a number in (0, 1]"),
+    ("basis_ta", {"basis": "none", "num_bases": 4}, "`basis` is none, which keeps all 8 tasks"),
+    ("basis_ta", {"basis": "none", "energy": 0.9}, "leave out `energy`"),
+    ("basis_ta", {"temperature": 0}, "`temperature` is 0: expected a number > 0"),
+    ("basis_ta", {"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
+    ("basis_ta", {"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
+    ("basis_ta", {"steps": 10**400}, "`steps` is 1000"),
+    ("basis_ta", {"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
+    ("basis_ta", {"weight_decay": -1}, "`weight_decay` is -1: expected a number >= 0"),
+    ("basis_ta", {"anneal_every": -1}, "`anneal_every` is -1: expected a whole number >= 0"),
+    ("basis_ta", {"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
+    ("basis_ta", {"anneal_factor": 0.8, "anneal_every": 0}, "needs `anneal_every`"),
+    ("basis_ta", {"anneal_every": 9, "anneal_factor": 0}, "expected a number > 0"),
+    ("basis_ta", {"seed": -1}, "`seed` is -1: expected a whole number >= 0"),
+    ("basis_ta", {"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number >= 0"),
+    ("basis_ta", {"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
+    ("basis_ta", {"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae"),
+    ("basis_ta", {"basis": "balanced", "solver": "exact"}, "`solver` belongs to basis ae"),
+    ("basis_ta", {"basis": "linear_ae", "solver": "exact"}, "linear_ae takes adam only"),
+    ("basis_ta", {"basis": "rand_proj"}, "only basis_negate takes it, not basis_ta"),
+    ("basis_ta", {"exclude": "["}, "unterminated character set"),
+    ("basis_ta", {"exclude": ""}, "`exclude` is empty"),
+    ("basis_ta", {"lambda_scale": "task"}, "(did you mean `tasks`?)"),
+    ("basis_ta", {"lambda": "inf"}, "`lambda` is 'inf': expected a number"),
+    ("basis_ta", {"lambda": [0.1, None]}, "`lambda` is empty: expected a number"),
+    ("basis_ta", {"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
+    ("basis_ta", {"density": 0.5}, "`density` belongs to basis_ties, not to basis_ta"),
+    ("basis_negate", FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
+    ("basis_ties", {"density": 0}, "`density` is 0: expected a number in (0, 1]"),
+    ("basis_ties", {"merge_func": True}, "`merge_func` is True: expected one of sum, mean, max"),
+    ("basis_ties", {"forget": "math"}, "`forget` belongs to basis_negate, not to basis_ties"),
+    ("basis_ties", {"alpha": 1}, "`alpha` belongs to basis_negate"),
+    ("basis_negate", {}, "basis_negate needs `forget: task` and `alpha: number`"),
+    ("basis_negate", {"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
+    ("basis_negate", {"forget": "math", "alpha": -1}, "`alpha` is -1: expected a number >= 0"),
+    ("basis_negate", FORGET | {"forget": True}, "quote it"),
+    ("basis_negate", FORGET | {"forget": ""}, "`forget` is empty"),
+    ("basis_negate", FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
+    ("basis_negate", FORGET | {"forget": "math, math"}, "'math' is there twice"),
+    ("basis_negate", FORGET | {"forget": "mth"}, "unknown task 'mth': did you mean 'math'? Tasks:"),
+    ("basis_negate", FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
+]
+
+
+@pytest.mark.parametrize(("method", "given", "fragment"), BAD)
+def test_mistakes_are_told_in_one_line(
+    method: str, given: dict[str, object], fragment: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_settings(method, given, TASKS)
+    message = str(caught.value)
+    assert fragment in message
+    assert "\n" not in message
+
+
+def test_a_recipe_without_models_is_refused() -> None:
+    with pytest.raises(UserError, match="lists no models"):
+        resolve_settings("basis_ta", {}, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fragment"),
+    [
+        ("weight", 0, "`weight` is 0: expected a number other than 0"),
+        ("weight", "nan", "`weight` is 'nan'"),
+        ("weight", False, "`weight` is False"),
+        ("task", " ", "`task` is empty"),
+        ("wieght", 1, "did you mean `weight`?"),
+    ],
+)
+def test_check_value_refuses(key: str, value: object, fragment: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_value(key, value)
+    assert fragment in str(caught.value)
+
+
+def test_check_value_returns_the_type() -> None:
+    assert check_value("weight", "-0.5") == -0.5
+    assert check_value("task", 12) == "12"
+
+
+def test_names_of_tasks_from_paths() -> None:
+    assert default_task_name("./models/math/") == "math"
+    assert default_task_name("org/math-7b@main", None) == "math-7b"
+    assert default_task_name("org/math@refs/pr/1") == "math"
+    assert default_task_name("./base", "./adapters/code//") == "code"
+    assert default_task_name("math") == "math"
+    assert default_task_name("/") == "/"
+
+
+@pytest.mark.parametrize(
+    ("names", "fragment"),
+    [
+        (["math", "math"], "models ./a and ./b have the same task name 'math': give them `task:`"),
+        (["math", ""], "model ./b has an empty task name"),
+        (["a,b", "c"], "'a,b' of model './a' has a comma"),
+        (["math", " code"], "an outer blank"),
+        (["math", "co\nde"], "control character"),
+    ],
+)
+def test_check_tasks_refuses(names: list[str], fragment: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_tasks(names, ["./a", "./b"])
+    assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_check_tasks_accepts() -> None:
+    check_tasks(["math", "math 2"], ["./a", "./b"])
+
+
+def test_nearest_and_unknown_key() -> None:
+    assert nearest("LAMDA", ["lambda", "alpha"]) == "lambda"
+    assert nearest("zzz", ["lambda"]) is None
+    error = unknown_key("wieght", MODEL_KEYS, "the parameters of ./math")
+    assert str(error) == (
+        "unknown key `wieght` under the parameters of ./math: did you mean `weight`? "
+        "Known keys: task, weight"
+    )

@@ -1,0 +1,147 @@
+"""Where the tensors of mergekit's plan come from, and what its own tasks do to them on the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import immutables
+import torch
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference
+from mergekit.graph import Executor, TaskUniverse
+from mergekit.io.tasks import GatherTensors, LoadTensor
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
+from torch import Tensor
+
+from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.reading import Recipe
+from tvb_mergekit.plugin.tasks import torch_dtype
+
+
+@dataclass(frozen=True)
+class Source:
+    """One model's part in one tensor: where it is and how to get it (CPU, mapped if possible)."""
+
+    name: str | None  # in the model's files; None where mergekit converts other tensors into it
+    present: bool
+    shape: tuple[int, ...] | None  # None: known only when loaded
+    dtype: torch.dtype | None
+    nbytes: int
+    load: Callable[[], Tensor]
+
+
+def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
+    """The tensor `name` of a checkpoint as a source; None: the checkpoint lacks it."""
+    if name is None:
+        return Source(None, False, None, None, 0, _absent)
+    stored = checkpoint.tensors[name]
+    load = functools.partial(checkpoint.tensor, name)
+    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load)
+
+
+def _absent() -> Tensor:
+    raise AssertionError("a tensor that a checkpoint lacks takes no part")
+
+
+def graph_sources(
+    checkpoints: Mapping[ModelReference, Checkpoint], task: Any, trust_remote_code: bool
+) -> dict[ModelReference, Source]:
+    """Where a tensor planned by `MergePlanner` comes from, by the rules of its `LoadTensor`."""
+    inputs = task.gather_tensors
+    gather = inputs if isinstance(inputs, GatherTensors) else inputs.gather_tensors
+    changed = inputs is not gather
+    found = {}
+    for model, info in gather.weight_info.items():
+        checkpoint = checkpoints.get(model)
+        if checkpoint is None:
+            raise UserError(f"`base_model` of a slice is {model}; a merge has one base")
+        names = [info.name, *(info.aliases or ()), *(info.tied_names or ())]
+        name = next((n for n in names if n in checkpoint.tensors), None)
+        if name is not None:
+            source = mapped(checkpoint, name)
+            found[model] = replace(source, shape=None) if changed else source
+            continue
+        kind = model.config(trust_remote_code=trust_remote_code).model_type
+        able = any(can_convert_checkpoint_keys(kind, set(checkpoint.tensors), n) for n in names)
+        load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases)
+        found[model] = Source(None, able, None, None, 0, load.execute)
+    return found
+
+
+@dataclass
+class Changed:
+    """A vocabulary tensor that mergekit's own tasks change before merging: run them, whole."""
+
+    name: str
+    inputs: Any
+    recipe: Recipe
+    tokenizers: dict[Any, Any]  # the plan's: building one takes seconds
+
+    def __call__(self) -> tuple[Tensor, Sequence[Tensor]]:
+        universe = TaskUniverse()
+        wanted = universe.add_task(self.inputs)
+        known = {}
+        if isinstance(self.inputs, PermutedVocabulary):
+            task = self.inputs.tokenizer_task
+            if task not in self.tokenizers:
+                self.tokenizers[task] = task.execute()
+            self._check_tokens(self.tokenizers[task])
+            known[universe.add_task(task)] = self.tokenizers[task]
+        ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
+        return tensors[self.recipe.base], [tensors[model] for model in self.recipe.models]
+
+    def _check_tokens(self, info: Any) -> None:
+        rows = info.permutations[self.recipe.base]
+        added = [token for token, new in info.tokenizer.get_vocab().items() if rows[new] < 0]
+        if added:
+            raise UserError(
+                f"tensor `{self.name}`: the recipe's tokenizer has {len(added):,} tokens that the "
+                f"base lacks (such as {added[0]!r}), so their rows have no task vector; use "
+                "`tokenizer_source: base`, or leave the tensor to the base with `exclude`"
+            )
+
+
+def stored_dtypes(inputs: Any) -> Any:
+    """The same inputs without mergekit's cast to `dtype` at loading: a task vector formed after a
+    cast to 16 bits would be mostly rounding."""
+    if isinstance(inputs, GatherTensors):
+        return inputs.model_copy(update={"dtype": None})
+    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
+        return inputs.model_copy(update={"gather_tensors": stored_dtypes(inputs.gather_tensors)})
+    tensors = {
+        model: load.model_copy(update={"dtype": None}) for model, load in inputs.tensors.items()
+    }
+    return inputs.model_copy(update={"tensors": immutables.Map(tensors)})
+
+
+def base_only(inputs: Any, base: ModelReference) -> Any:
+    """The base's part of the inputs; all of them where a tokenizer must see all."""
+    if isinstance(inputs, GatherTensors):
+        info = {base: dict(inputs.weight_info.items())[base]}
+        return inputs.model_copy(update={"weight_info": immutables.Map(info)})
+    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
+        return inputs
+    return inputs.model_copy(
+        update={"tensors": immutables.Map({base: dict(inputs.tensors.items())[base]})}
+    )
+
+
+def output_bytes(base: Source, dtype: str | None) -> int:
+    if base.shape is None or base.dtype is None or not base.dtype.is_floating_point:
+        return base.nbytes
+    itemsize = (torch_dtype(dtype) or base.dtype).itemsize
+    return torch.Size(base.shape).numel() * itemsize
+
+
+def tokenizer_stamps(checkpoints: Iterable[Checkpoint]) -> list[list[object]]:
+    patterns = ("*token*", "*vocab*", "merges.txt")
+    files: list[Path] = []
+    for checkpoint in checkpoints:
+        files += sorted(f for pattern in patterns for f in checkpoint.folder.glob(pattern))
+    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]

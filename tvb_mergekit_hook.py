@@ -1,0 +1,201 @@
+"""Makes the stock mergekit commands know tvb-mergekit's merge methods.
+
+mergekit 0.1.5 has no entry points. So `tvb_mergekit.pth` (from Python 3.15 on `tvb_mergekit.start`)
+calls `install()` when Python starts. That puts one finder on `sys.meta_path`, which does nothing
+until one of mergekit's modules below is imported; then it hands the module, freshly executed, to
+`tvb_mergekit.plugin.on_import`, before its importer can take a name from it.
+
+This module runs at every start of Python in the environment. It imports nothing but `sys` (already
+loaded), and whatever goes wrong costs one line on stderr: never a traceback, never mergekit itself.
+
+    TVB_MERGEKIT_DISABLE=1   leaves mergekit as it is
+    TVB_MERGEKIT_DEBUG=1     shows the traceback of a plugin that failed
+
+Where Python does not read `.pth` files (`python -S`, `pip install --target`), call `install()`.
+"""
+
+import sys
+
+TYPE_CHECKING = False  # typing is not imported, nor __future__: hence the quoted annotations
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+MERGEKIT_RANGE = ">=0.1.5,<0.1.6"  # tested versions: the same as in pyproject.toml
+METHODS = "basis_ta, basis_ties and basis_negate"
+
+# The modules handed to the plugin, in the order in which mergekit's own imports execute them.
+MODULES = (
+    "mergekit.merge_methods.registry",
+    "mergekit.plan",
+    "mergekit.merge",
+    "mergekit.scripts.merge_raw_pytorch",
+    "mergekit.scripts.run_yaml",
+    "mergekit.scripts.multimerge",
+)
+# The first one is not handed over. Every mergekit has it, so that a wrong version is noticed.
+WATCHED = ("mergekit.merge_methods", *MODULES)
+
+
+def install() -> None:
+    """Make mergekit know the merge methods. May be called any number of times; never raises."""
+    try:
+        if _env("TVB_MERGEKIT_DISABLE"):
+            return
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+        if "mergekit" in sys.modules:
+            _FINDER.catch_up()
+    except Exception as error:
+        _FINDER.give_up(error)
+
+
+def _env(name: str) -> bool:
+    import os
+
+    return os.environ.get(name, "") not in ("", "0")
+
+
+class TvbMergekitFinder:
+    """Finds what the finders after it find; of the watched modules, wraps the loader."""
+
+    def __init__(self) -> None:
+        self.watched = frozenset(WATCHED)
+        self.handed_over: dict[str, ModuleType] = {}  # what the plugin has seen
+        self.checked = False
+        self.stopped = False
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
+        if name not in self.watched or self.stopped:
+            return None
+        finders = list(sys.meta_path)
+        if self in finders:
+            finders = finders[finders.index(self) + 1 :]
+        for finder in finders:
+            find_spec = getattr(finder, "find_spec", None)
+            if find_spec is None or finder is self:
+                continue
+            spec: Any = find_spec(name, path, target)
+            if spec is not None:
+                # It is wrapped already if another finder got the spec by way of this one.
+                if hasattr(spec.loader, "exec_module") and type(spec.loader) is not _Loader:
+                    spec.loader = _Loader(spec.loader, self)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+    def catch_up(self) -> None:
+        """Hand over what was imported before install() was called."""
+        for name in WATCHED:
+            module = sys.modules.get(name)
+            spec = getattr(module, "__spec__", None)
+            # One that is being imported right now is handed over at its end.
+            if module is not None and not getattr(spec, "_initializing", False):
+                self.before()
+                if self.handed_over.get(name) is not module:
+                    self.after(module)
+
+    def before(self) -> None:
+        """Look at mergekit's version, once, before its first watched module is executed."""
+        if self.checked or self.stopped:
+            return
+        self.checked = True
+        try:
+            if _env("TVB_MERGEKIT_DISABLE"):
+                self.stopped = True
+                return
+            from importlib.metadata import PackageNotFoundError, version
+
+            from packaging.specifiers import SpecifierSet
+
+            try:
+                found = version("mergekit")
+                problem = f"mergekit {found} is installed"
+            except PackageNotFoundError:
+                found = None
+                problem = "mergekit was not installed by a package manager, its version is unknown"
+            if found is None or found not in SpecifierSet(MERGEKIT_RANGE):
+                self.stop(
+                    f"{METHODS} are not available: {problem}, {MERGEKIT_RANGE} is needed; "
+                    f"pip install 'mergekit{MERGEKIT_RANGE}'"
+                )
+        except Exception as error:
+            self.give_up(error)
+
+    def after(self, module: "ModuleType") -> None:
+        """Hand the executed module to the plugin."""
+        name = module.__name__
+        if self.stopped or name not in MODULES:
+            return
+        try:
+            from tvb_mergekit.plugin import on_import
+
+            on_import(module)
+            self.handed_over[name] = module
+        except Exception as error:
+            self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (
+            "tvb_mergekit",
+            "tvb_mergekit.plugin",
+        )
+        if missing:
+            self.stop(
+                f"{METHODS} are not available: the package tvb_mergekit is missing; pip install "
+                "--force-reinstall --no-deps tvb-mergekit, or pip uninstall tvb-mergekit"
+            )
+        else:
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            self.stop(
+                f"{METHODS} do not work: {message} (TVB_MERGEKIT_DEBUG=1 shows the traceback, "
+                "TVB_MERGEKIT_DISABLE=1 leaves mergekit as it is)",
+                error,
+            )
+
+    def stop(self, line: str, error: "Exception | None" = None) -> None:
+        """Leave mergekit alone from now on. The line is written once in a process."""
+        if self.stopped:
+            return
+        self.stopped = True
+        try:
+            from tvb_mergekit import __version__
+
+            name = f"tvb-mergekit {__version__}"
+        except Exception:
+            name = "tvb-mergekit"
+        try:
+            sys.stderr.write(f"{name}: {line}\n")
+            if error is not None and _env("TVB_MERGEKIT_DEBUG"):
+                import traceback
+
+                traceback.print_exception(type(error), error, error.__traceback__)
+        except Exception:  # no stderr, or a closed one
+            pass
+
+
+class _Loader:
+    """Stands in for the loader of one module until that module is executed."""
+
+    def __init__(self, loader: "Any", finder: "TvbMergekitFinder") -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> "Any":
+        if name in ("_loader", "_finder"):  # not set yet, in a copy: no recursion
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        # From here on nothing of this class is left in the module.
+        spec: Any = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+        self._finder.before()
+        self._loader.exec_module(module)
+        self._finder.after(module)
+
+
+_FINDER = TvbMergekitFinder()
