@@ -61,7 +61,7 @@ class Basis:
     def sketch_weights(self, lambda_: float, alpha: float) -> Tensor:
         """For rand_proj: the merged delta is Omega @ these weights, [M] float64."""
         assert self.encoding.mixing is not None
-        inner = torch.full((self.encoding.num_bases,), lambda_ * self.scale, dtype=torch.float64)
+        inner = torch.full_like(self.encoding.decoder[:, 0], lambda_ * self.scale)
         inner -= alpha * self.encoding.decoder[:, self._forgotten].sum(1)
         return self.encoding.mixing @ inner
 
@@ -69,7 +69,8 @@ class Basis:
     def weighted_encoder(self) -> Tensor:
         """W_e with the models' weights folded in: B = [theta_i - theta_0] @ this, [T, M]."""
         assert self.encoding.encoder is not None
-        return torch.tensor(self.weights, dtype=torch.float64)[:, None] * self.encoding.encoder
+        weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
+        return weights[:, None] * self.encoding.encoder
 
     def thresholds(self, density: float) -> Tensor:
         """`trim: model`: the threshold of each basis for this density, [M] float32."""

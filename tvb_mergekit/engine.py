@@ -137,7 +137,7 @@ def merge_tensor(
         blocks = _buffers(len(models), device, basis.encoding.num_bases)
         encoder = basis.weighted_encoder
         if tunables.density >= 1:
-            thresholds = torch.zeros(encoder.shape[1])
+            thresholds = torch.zeros(encoder.shape[1], device="cpu")
         elif settings.trim == "model":
             thresholds = basis.thresholds(tunables.density)
         else:

@@ -62,7 +62,7 @@ class GramSums:
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The same sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
-        w = torch.tensor(weights, dtype=torch.float64)
+        w = torch.tensor(weights, dtype=torch.float64, device="cpu")
         tasks = None if self.sketch_tasks is None else self.sketch_tasks * w
         gram = self.gram * torch.outer(w, w)
         return GramSums(gram, self.base_norm_squared, self.num_parameters, self.sketch_gram, tasks)
@@ -283,10 +283,14 @@ def each_slot(
 
 
 def _zeros(tasks: int, sketch: Sketch | None) -> GramSums:
-    sums = GramSums(torch.zeros(tasks, tasks, dtype=torch.float64))
+    sums = GramSums(torch.zeros(tasks, tasks, dtype=torch.float64, device="cpu"))
     if sketch is not None:
-        sums.sketch_gram = torch.zeros(sketch.columns, sketch.columns, dtype=torch.float64)
-        sums.sketch_tasks = torch.zeros(sketch.columns, tasks, dtype=torch.float64)
+        sums.sketch_gram = torch.zeros(
+            sketch.columns, sketch.columns, dtype=torch.float64, device="cpu"
+        )
+        sums.sketch_tasks = torch.zeros(
+            sketch.columns, tasks, dtype=torch.float64, device="cpu"
+        )
     return sums
 
 

@@ -21,7 +21,7 @@ class MagnitudeHistogram:
     """Counts of |x| for `rows` streams of values (one per basis), 8 MB each, float32 input."""
 
     def __init__(self, rows: int) -> None:
-        self.counts = torch.zeros(rows, BINS, dtype=torch.int64)
+        self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device="cpu")
 
     def add(self, values: Tensor) -> None:
         """Count `values` [rows, n], float32, on any device."""
@@ -49,7 +49,7 @@ def bin_numbers(values: Tensor) -> Tensor:
 def bin_edges(number: Tensor) -> Tensor:
     """The smallest magnitude in each bin; 0 for the lowest."""
     pattern = ((number + _FIRST) << _SHIFT).to(torch.int32)
-    return torch.where(number > 0, pattern.view(torch.float32), torch.zeros(()))
+    return pattern.view(torch.float32).masked_fill(number == 0, 0.0)
 
 
 def exact_thresholds(
@@ -73,7 +73,7 @@ def exact_thresholds(
             if number[row] > 0:
                 mine = bin_numbers(values[row]) == number[row]
                 found[row].append(values[row][mine].abs().cpu())
-    result = torch.zeros(rows)
+    result = torch.zeros(rows, device="cpu")
     for row in range(rows):
         if number[row] > 0:
             larger = int(above[row, number[row] + 1]) if number[row] + 1 < BINS else 0

@@ -38,10 +38,10 @@ def _train(
     """
     size = gram.size
     target = torch.from_numpy(gram.matrix.astype(np.float32))
-    identity = torch.eye(size)
+    identity = torch.eye(size, device="cpu")
     generator = torch.Generator().manual_seed(settings.seed)
-    logits = torch.randn(size, num_bases, generator=generator).requires_grad_()
-    decoder = torch.zeros(num_bases, size).requires_grad_()
+    logits = torch.randn(size, num_bases, generator=generator, device="cpu").requires_grad_()
+    decoder = torch.zeros(num_bases, size, device="cpu").requires_grad_()
     optimizer = torch.optim.Adam(
         [logits, decoder], lr=settings.learning_rate, weight_decay=settings.weight_decay
     )

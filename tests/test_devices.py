@@ -1,0 +1,126 @@
+"""What can be shown of accelerators without one: placement, partition, and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mergekit import multigpu_executor
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.merge import _model_out_config, run_merge
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
+from tiny import family
+
+from tvb_mergekit.engine import Tunables, build_basis, merge_tensor
+from tvb_mergekit.gram import Slot, gram_pass
+from tvb_mergekit.plugin.tasks import BuildBasis
+from tvb_mergekit.recipe import resolve_settings
+
+CPU = torch.device("cpu")
+TASKS = ["a", "b", "c", "d"]
+
+
+@pytest.fixture
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> MergeConfiguration:
+    base, models = family(tmp_path_factory.mktemp("models"))
+    listed = [{"model": str(model)} for model in models]
+    return MergeConfiguration.model_validate(
+        {"merge_method": "basis_ta", "base_model": str(base), "models": listed}
+    )
+
+
+def tensors(count: int = 3, numel: int = 5000) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for index in range(count):
+        base = torch.randn(numel, generator=generator)
+        models = [base + 0.01 * torch.randn(numel, generator=generator) for _ in TASKS]
+        made[f"layer.{index}.weight"] = (base, models)
+    return made
+
+
+def slots_of(made: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> list[Slot]:
+    return [
+        Slot(name, base.numel(), 4 * base.numel() * 5, lambda pair=(base, models): pair)
+        for name, (base, models) in made.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("basis_ta", {"basis": "balanced"}),
+        ("basis_ties", {"basis": "none"}),
+        ("basis_ties", {"basis": "none", "trim": "tensor"}),
+        ("basis_negate", {"basis": "rand_proj", "forget": "a", "alpha": 1}),
+    ],
+)
+def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, object]) -> None:
+    """mergekit's GPU workers run under `torch.device(cuda:i)`: a tensor made without a device
+    would land there. On this machine `meta` stands for it."""
+    made = tensors()
+    settings = resolve_settings(method, given, TASKS)
+    results = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            basis = build_basis(settings, TASKS, [1.0] * 4, slots_of(made))
+            tunables = Tunables(0.4, 1.0, 0.2)
+            for name, (base, models) in made.items():
+                out = merge_tensor(basis, name, base, models, tunables, torch.float32, CPU)
+                results.append(out)
+    half = len(results) // 2
+    assert all(torch.equal(a, b) for a, b in zip(results[:half], results[half:], strict=True))
+
+
+def test_two_workers_sum_to_the_same_gram_matrix() -> None:
+    slots = slots_of(tensors(count=7))
+    one = gram_pass(slots, TASKS, devices=[CPU])
+    two = gram_pass(slots, TASKS, devices=[CPU, CPU])
+    assert torch.equal(one.gram, two.gram)
+    assert one.base_norm_squared == two.base_norm_squared
+
+
+def test_an_error_in_one_worker_stops_the_others() -> None:
+    made = tensors(count=6)
+    made["layer.2.weight"][1][1][17] = float("nan")
+    with pytest.raises(ValueError, match=r"layer\.2\.weight.*`b` holds 1 NaN"):
+        gram_pass(slots_of(made), TASKS, devices=[CPU, CPU])
+
+
+def test_multi_gpu_islands_stay_balanced(
+    monkeypatch: pytest.MonkeyPatch, recipe: MergeConfiguration
+) -> None:
+    """The basis is one node on the main thread, so the tensors remain independent islands that
+    four devices share; checked on the partition, without running it."""
+    options = MergeOptions()
+    arch = get_architecture_info(recipe, options)
+    planner = MergePlanner(recipe, arch, options, _model_out_config(recipe, arch))
+    targets = planner.plan_to_disk("unused")
+    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_type", lambda: "cuda")
+    executor = multigpu_executor.MultiGPUExecutor(targets, num_gpus=4)
+    leading = [handle.task() for handle in executor.leading_main_handles]
+    assert sum(isinstance(task, BuildBasis) for task in leading) == 1
+    counts = [len(island) for island in executor.gpu_assignments.values()]
+    assert len(counts) == 4
+    assert max(counts) <= 1.5 * min(counts)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"cuda": True}, "--device cuda cannot be used here"),
+        ({"device": "cuda:1"}, "--device cuda:1 cannot be used here"),
+        ({"device": "cdua"}, "--device cdua cannot be used here"),
+        ({"multi_gpu": True}, "--multi-gpu: PyTorch sees no accelerator"),
+    ],
+)
+def test_a_missing_device_is_refused_before_reading(
+    options: dict[str, object], wanted: str, recipe: MergeConfiguration, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=wanted):
+        run_merge(recipe, str(tmp_path / "out"), MergeOptions(**options))
+    assert list(tmp_path.iterdir()) == []
