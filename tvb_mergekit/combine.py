@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import CPU_CHUNK, Sketch, TaskVectorBlocks
@@ -91,21 +92,29 @@ def trim_elect_merge(
     `sum`, the `mean` or the entry of largest magnitude (`max`) over the entries of that sign.
     """
     flat = out.view(-1)
-    limit = thresholds.to(blocks.device).unsqueeze(1)
+    # hardshrink drops |x| <= its limit, Trim |x| < the threshold: the float32 just below.
+    limits = torch.nextafter(thresholds.cpu(), thresholds.cpu().neg()).clamp(min=0).tolist()
     weights = encoder.T.to(blocks.device, torch.float32)
     for start, stop, base32, tau in blocks.walk(base, models):
         bases = weights @ tau
-        bases *= bases.abs() >= limit  # Trim
+        for row, limit in zip(bases, limits, strict=True):
+            row.copy_(hardshrink(row, limit))  # Trim
         sign = bases.sum(0).sign_()  # Elect
-        bases *= bases.sign() == sign
-        if merge_func == "max":
-            merged = bases.abs().amax(0) * sign
-        else:
-            merged = bases.sum(0)
-            if merge_func == "mean":
-                merged /= (bases != 0).sum(0).clamp_(min=1)
+        up = _merge(bases.clamp(min=0), merge_func)
+        down = _merge(bases.clamp_(max=0), merge_func)
+        merged = (up * sign.clamp(min=0)).addcmul_(down, sign.clamp_(max=0), value=-1)
         flat[start:stop].copy_(base32.add_(merged, alpha=scale))
     return out
+
+
+def _merge(agreeing: Tensor, merge_func: str) -> Tensor:
+    """Merge entries of one sign [M, n], the others being 0."""
+    if merge_func == "max":
+        return agreeing.amax(0) + agreeing.amin(0)  # one of them is 0
+    total = agreeing.sum(0)
+    if merge_func == "mean":
+        total /= (agreeing != 0).sum(0).clamp_(min=1)
+    return total
 
 
 def _bases(

@@ -21,7 +21,7 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 
 BLOCK = 2048  # columns that one float32 matrix product sums over
-CPU_CHUNK = 2**18  # elements: chunks of T x 1 MB stay in the processor's cache
+CPU_CHUNK = 2**17  # elements: chunks of T x 0.5 MB stay in the processor's cache
 BUDGET_VARIABLE = "TVB_MERGEKIT_BLOCK_MB"
 DEFAULT_BUDGET = 256 * 2**20  # bytes
 
@@ -288,9 +288,7 @@ def _zeros(tasks: int, sketch: Sketch | None) -> GramSums:
         sums.sketch_gram = torch.zeros(
             sketch.columns, sketch.columns, dtype=torch.float64, device="cpu"
         )
-        sums.sketch_tasks = torch.zeros(
-            sketch.columns, tasks, dtype=torch.float64, device="cpu"
-        )
+        sums.sketch_tasks = torch.zeros(sketch.columns, tasks, dtype=torch.float64, device="cpu")
     return sums
 
 

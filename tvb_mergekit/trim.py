@@ -25,8 +25,11 @@ class MagnitudeHistogram:
 
     def add(self, values: Tensor) -> None:
         """Count `values` [rows, n], float32, on any device."""
-        for row, bins in zip(self.counts, bin_numbers(values), strict=True):
-            row += torch.bincount(bins, minlength=BINS).cpu()
+        for row, bins in zip(self.counts, bin_numbers(values).long(), strict=True):
+            if bins.device.type == "cpu":  # a new table for each chunk would cost ten times more
+                row.scatter_add_(0, bins, torch.ones_like(bins))
+            else:
+                row += torch.bincount(bins, minlength=BINS).cpu()
 
     def thresholds(self, density: float) -> Tensor:
         """For each row the t whose share of |x| >= t is nearest to `density`: [rows] float32.
@@ -41,9 +44,9 @@ class MagnitudeHistogram:
 
 
 def bin_numbers(values: Tensor) -> Tensor:
-    """The bin of each magnitude, int64, same shape as `values` (float32)."""
-    pattern = values.abs().contiguous().view(torch.int32)
-    return ((pattern >> _SHIFT) - _FIRST).clamp_(0, BINS - 1).long()
+    """The bin of each magnitude, int32, same shape as `values` (float32)."""
+    pattern = values.contiguous().view(torch.int32) & 0x7FFFFFFF
+    return pattern.bitwise_right_shift_(_SHIFT).sub_(_FIRST).clamp_(0, BINS - 1)
 
 
 def bin_edges(number: Tensor) -> Tensor:
