@@ -110,7 +110,7 @@ def trim_elect_merge(
 def _merge(agreeing: Tensor, merge_func: str) -> Tensor:
     """Merge entries of one sign [M, n], the others being 0."""
     if merge_func == "max":
-        return agreeing.amax(0) + agreeing.amin(0)  # one of them is 0
+        return agreeing.amax(0).clamp_(min=0) + agreeing.amin(0).clamp_(max=0)  # one is 0
     total = agreeing.sum(0)
     if merge_func == "mean":
         total /= (agreeing != 0).sum(0).clamp_(min=1)
