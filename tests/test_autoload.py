@@ -160,8 +160,8 @@ def test_parts_of_the_plugin_may_be_imported_first(make_venv, wheel):
             import numpy, scipy.optimize, torch, transformers  # what takes long, once
 
             folders = [os.path.join(path, "plugin") for path in tvb_mergekit.__path__]
-            names = [module.name for module in pkgutil.iter_modules(folders, "tvb_mergekit.plugin.")]
-            for name in ["tvb_mergekit.plugin", *names]:
+            parts = pkgutil.iter_modules(folders, "tvb_mergekit.plugin.")
+            for name in ["tvb_mergekit.plugin", *(part.name for part in parts)]:
                 pid = os.fork()
                 if not pid:
                     __import__(name)

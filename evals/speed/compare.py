@@ -1,0 +1,341 @@
+"""Whole `mergekit-yaml` commands, ours against mergekit's own, in pairs: see README.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+import measure
+import models
+import yaml
+from tables import Row, render, summarize
+
+HERE = Path(__file__).parent
+PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One merge method with its settings."""
+
+    method: str
+    parameters: dict[str, Any]
+    per_model: dict[str, Any]
+    cached: bool = False  # whether the Gram matrix comes from the cache
+
+    @property
+    def ours(self) -> bool:
+        return self.method.startswith("basis_")
+
+    def recipe(self, base: Path, tasks: Sequence[Path]) -> str:
+        inputs = [{"model": str(path), "parameters": self.per_model} for path in tasks]
+        if not self.per_model:
+            inputs = [{"model": str(path)} for path in tasks]
+        document = {
+            "merge_method": self.method,
+            "base_model": str(base),
+            "models": inputs,
+            "parameters": self.parameters,
+            "dtype": "bfloat16",
+        }
+        return yaml.safe_dump(document, sort_keys=False)
+
+
+def ours(method: str, cached: bool = False, **more: Any) -> Merge:
+    balanced = {"basis": "balanced", "basis_ratio": 0.5, "lambda": 0.4}
+    return Merge(method, {**balanced, **more}, {}, cached)
+
+
+ADD = {"lambda_scale": "tasks"}  # then a balanced basis gives task arithmetic's own result
+TASK_ARITHMETIC = Merge("task_arithmetic", {"lambda": 0.4, "normalize": False}, {"weight": 1.0})
+TIES = Merge("ties", {"lambda": 0.4, "normalize": False}, {"weight": 1.0, "density": 0.2})
+PAIRS = {
+    "addition": (ours("basis_ta", **ADD), TASK_ARITHMETIC),
+    "cached": (ours("basis_ta", cached=True, **ADD), TASK_ARITHMETIC),
+    "ties": (ours("basis_ties", density=0.2, trim="model"), TIES),
+}
+
+
+class Bench:
+    """The inputs, the environment of the children, and the rows measured so far."""
+
+    def __init__(self, inputs: Path, run: Path, tasks: int, threads: int | None) -> None:
+        self.base = inputs / "base"
+        self.tasks = [inputs / f"task-{index}" for index in range(tasks)]
+        self.files = [path / "model.safetensors" for path in (self.base, *self.tasks)]
+        self.input_bytes = sum(path.stat().st_size for path in self.files)
+        self.run_folder = run
+        self.rows: list[Row] = []
+        self.start_up = {True: 0.0, False: 0.0}  # of ours, of mergekit's: this round's
+        # Settings of the caller's shell must not decide: threads least of all.
+        dropped = ("TVB_", "OMP_", "MKL_", "OPENBLAS_", "PYTHON")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+        self.env |= {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
+        if threads:
+            self.env["OMP_NUM_THREADS"] = str(threads)
+
+    def environment(self, ours: bool, cached: bool = False) -> dict[str, str]:
+        if not ours:  # mergekit as it is without this package, its imports included
+            return {**self.env, "TVB_MERGEKIT_DISABLE": "1"}
+        return {
+            **self.env,
+            "TVB_MERGEKIT_CACHE": str(self.run_folder / "gram") if cached else "off",
+        }
+
+    def measured(self, command: Sequence[str], env: dict[str, str], state: str | None) -> Row:
+        """Run one command with its inputs in the page cache, out of it, or (None) as they are."""
+        if state == "cold":
+            os.sync()  # a dirty page cannot be dropped
+            measure.evict(self.files)
+        elif state == "warm" and measure.resident(self.files) < 1:
+            measure.warm(self.files)
+        os.sync()  # nor may the last command's output be written during this one
+        held = measure.resident(self.files) if state else None
+        usage = measure.run(command, env, self.run_folder / "log")
+        return {"cache": state, "resident_before": held, **asdict(usage)}
+
+    def note_start_up(self, about: Row) -> None:
+        """Both kinds of command up to the end of their imports."""
+        for kind in (True, False):
+            row = self.measured([script("mergekit-yaml"), "--help"], self.environment(kind), None)
+            self.start_up[kind] = row["wall_s"]
+            self.rows.append({**about, "what": "start-up", "ours": kind, **row})
+
+    def read(self, about: Row, state: str) -> None:
+        command = [sys.executable, str(HERE / "read.py"), *map(str, self.files)]
+        row = self.measured(command, self.env, state)
+        told = json.loads((self.run_folder / "log").read_text().splitlines()[-1])
+        speed = self.input_bytes / told["seconds"] / 1e9
+        self.rows.append({**about, "what": "read", **row, **told, "gb_per_s": speed})
+
+    def merge(self, about: Row, merge: Merge, state: str | None) -> Row:
+        recipe, out = self.run_folder / "recipe.yml", self.run_folder / "out"
+        recipe.write_text(merge.recipe(self.base, self.tasks))
+        command = [script("mergekit-yaml"), str(recipe), str(out), "--no-copy-tokenizer"]
+        env = self.environment(merge.ours, merge.cached)
+        try:
+            row = {**about, "what": "merge", "method": merge.method, "ours": merge.ours}
+            row |= self.measured(command, env, state)
+            row["net_s"] = row["wall_s"] - self.start_up[merge.ours]
+            written = [p for p in out.glob("*.safetensors") if p.name != "basis.safetensors"]
+            row["output_mb"] = sum(path.stat().st_size for path in written) / measure.MB
+            if merge.ours:
+                facts = json.loads((out / "basis.json").read_text())
+                row |= {"phases": facts["seconds"], "gram_cached": facts["gram_cached"]}
+                if not facts["gram_cached"]:
+                    used = facts["num_parameters"] * 2 * len(self.files)
+                    row["gram_gb_per_s"] = used / max(facts["seconds"]["gram"], 1e-9) / 1e9
+        finally:
+            shutil.rmtree(out, ignore_errors=True)
+        return row
+
+    def pair(self, about: Row, name: str, state: str) -> None:
+        pair = [self.merge({**about, "pair": name}, merge, state) for merge in PAIRS[name]]
+        a, b = pair
+        if a["gram_cached"] != PAIRS[name][0].cached:
+            raise click.ClickException(f"{name}: the Gram cache was not as the benchmark wants it")
+        if abs(a["output_mb"] - b["output_mb"]) > 0.01 * b["output_mb"] + 0.1:
+            raise click.ClickException(f"{name}: the two commands wrote models of different sizes")
+        self.rows += pair
+        tell(f"  {name}, {state}: ours {a['wall_s']:.1f} s, mergekit's {b['wall_s']:.1f} s")
+
+
+def script(name: str) -> str:
+    """A command of the environment that runs this."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise click.ClickException(f"no {name} beside {sys.executable}: install tvb-mergekit there")
+    return str(path)
+
+
+def tell(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def machine() -> Row:
+    names = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), "")
+    return {
+        "cpu": cpu or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "date": time.strftime("%Y-%m-%d"),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def save(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def run_rounds(
+    bench: Bench,
+    names: Sequence[str],
+    states: Sequence[str],
+    rounds: int,
+    warm_up: int,
+    after: Callable[[], None],
+) -> None:
+    """A B A B: each round runs every pair once in each state of the page cache."""
+    if any(PAIRS[name][0].cached for name in names):
+        tell("filling the Gram cache")
+        bench.merge({}, PAIRS["cached"][0], None)
+    for number in range(-warm_up, rounds):
+        about: Row = {"round": number, "counted": number >= 0}
+        tell(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up, not counted")
+        bench.note_start_up(about)
+        for state in states:
+            bench.read(about, state)
+            for name in names:
+                bench.pair(about, name, state)
+        after()
+
+
+@click.command(
+    epilog="Example: python evals/speed/compare.py --only addition --only ties --rounds 3 --keep"
+)
+@click.option(
+    "--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs to run; default: all."
+)
+@click.option(
+    "--cache",
+    type=click.Choice(["both", "warm", "cold"]),
+    default="both",
+    show_default=True,
+    help="Start with the inputs in the page cache, or not.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option(
+    "--warm-up",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Rounds before those, not counted.",
+)
+@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
+@click.option(
+    "--megabytes",
+    type=click.IntRange(1),
+    default=500,
+    show_default=True,
+    help="Size of each model, about.",
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    default="speed-work",
+    show_default=True,
+    help="Folder for models, outputs and results.json.",
+)
+@click.option("--keep", is_flag=True, help="Keep the generated models for the next time.")
+def main(
+    only: tuple[str, ...],
+    cache: str,
+    rounds: int,
+    warm_up: int,
+    tasks: int,
+    megabytes: int,
+    seed: int,
+    threads: int | None,
+    work: Path,
+    keep: bool,
+) -> None:
+    """Time whole mergekit-yaml commands, ours and mergekit's own in turn, and print the ratios."""
+    if sys.platform != "linux":
+        raise click.ClickException("this needs Linux: /proc, posix_fadvise and mincore")
+    script("mergekit-yaml")
+    facts = machine()
+    if facts["load_before"] > 0.3:
+        tell(
+            f"warning: other work is running (load {facts['load_before']:.1f}); times will mislead"
+        )
+    work = work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    inputs = work / models.folder_name(tasks, megabytes, seed)
+    found = models.whole(inputs)
+    if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:
+        raise click.ClickException(f"{work} has no room for {tasks + 3} x {megabytes} MB")
+    try:
+        if not found:  # in a process of its own: see measure.py on memory
+            tell(f"writing models to {inputs}")
+            numbers = ["--tasks", tasks, "--megabytes", megabytes, "--seed", seed]
+            command = [sys.executable, HERE / "models.py", inputs, *numbers]
+            subprocess.run([str(part) for part in command], check=True)
+        with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
+            bench = Bench(inputs, Path(run), tasks, threads)
+            if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:
+                tell("warning: the models fill half of the memory; they may not stay cached")
+            settings = {
+                "tasks": tasks,
+                "megabytes": megabytes,
+                "input_bytes": bench.input_bytes,
+                "rounds": rounds,
+                "warm_up": warm_up,
+                "threads": threads,
+                "seed": seed,
+            }
+
+            def after() -> None:
+                if any(row["counted"] for row in bench.rows):
+                    summary = summarize(bench.rows)
+                    result = {"format_version": 1, "machine": facts, "settings": settings}
+                    result |= {**summary, "runs": bench.rows}
+                    save(work / "results.json", json.dumps(result, indent=1, allow_nan=False))
+                    save(work / "results.md", render(summary, settings))
+
+            names = only or tuple(PAIRS)
+            run_rounds(
+                bench,
+                names,
+                ["warm", "cold"] if cache == "both" else [cache],
+                rounds,
+                warm_up,
+                after,
+            )
+        click.echo((work / "results.md").read_text())
+        doubts(bench.rows)
+        tell(f"Written to {work / 'results.json'}")
+    except (measure.CommandFailed, subprocess.CalledProcessError) as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        if not keep and not found:
+            shutil.rmtree(inputs, ignore_errors=True)
+
+
+def doubts(rows: Sequence[Row]) -> None:
+    """Say which runs were not what they were meant to be."""
+    counted = [row for row in rows if row["counted"]]
+    cold = [row for row in counted if row["cache"] == "cold" and row["resident_before"] > 0.01]
+    warm = [row for row in counted if row["cache"] == "warm" and row["resident_before"] < 0.99]
+    busy = [row for row in counted if row["others_cpu_s"] > 0.1 * row["wall_s"]]
+    for found, what in (
+        (cold, "began with inputs in the page cache though they should be cold"),
+        (warm, "began without all inputs in the page cache though they should be warm"),
+        (busy, "shared the processors with other work (more than 0.1 CPUs)"),
+    ):
+        if found:
+            tell(f"warning: {len(found)} of {len(counted)} counted runs {what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Rows of single runs in, medians and pairwise ratios and Markdown tables out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import measure
+
+QUANTITIES = {  # what is compared: its heading, decimals
+    "wall_s": ("whole, s", 2),
+    "net_s": ("net, s", 2),
+    "cpu_s": ("CPU, s", 2),
+    "peak_rss_mb": ("peak RSS, MB", 0),
+    "peak_rss_anon_mb": ("peak RssAnon, MB", 0),
+}
+PHASES = ("gram", "encode", "trim", "merge")
+Row = dict[str, Any]
+
+
+def spread(values: Iterable[float | None]) -> Row | None:
+    """Median, least and largest; None where a value is missing or makes no sense."""
+    found = list(values)
+    if not found or any(value is None for value in found):
+        return None
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def ratio(a: float, b: float) -> float | None:
+    """a / b; None where the start-up's noise has eaten a net time."""
+    return a / b if a > 0 and b > 0 else None
+
+
+def summarize(rows: Sequence[Row]) -> Row:
+    """Medians of each command, and ratios of the two runs of each pair."""
+    counted = [row for row in rows if row["counted"]]
+    merges = [row for row in counted if row["what"] == "merge"]
+    reads = {(row["round"], row["cache"]): row for row in counted if row["what"] == "read"}
+    medians, ratios, gram = [], [], []
+    for name, state in dict.fromkeys((row["pair"], row["cache"]) for row in merges):
+        here = [row for row in merges if (row["pair"], row["cache"]) == (name, state)]
+        a, b = here[::2], here[1::2]
+        for runs in (a, b):
+            entry = {"pair": name, "cache": state, "method": runs[0]["method"]}
+            more = ("read_mb", "resident_before", "others_cpu_s", "output_mb")
+            for key in (*QUANTITIES, *more):
+                entry[key] = statistics.median(row[key] for row in runs)
+            if runs is a:
+                phases = [row["phases"] for row in runs]
+                entry["phases"] = {
+                    key: statistics.median(each[key] for each in phases) for key in phases[0]
+                }
+            medians.append(entry)
+        entry = {"pair": name, "cache": state, "rounds": len(a)}
+        for key in QUANTITIES:
+            entry[key] = spread(ratio(x[key], y[key]) for x, y in zip(a, b, strict=True))
+        ratios.append(entry)
+        both = [(row, reads.get((row["round"], state))) for row in a if "gram_gb_per_s" in row]
+        if both and all(read for _, read in both):
+            speeds = [(row["gram_gb_per_s"], read["gb_per_s"]) for row, read in both if read]
+            entry = {"pair": name, "cache": state}
+            entry["gram_gb_per_s"] = spread(x for x, _ in speeds)
+            entry["read_gb_per_s"] = spread(y for _, y in speeds)
+            entry["ratio"] = spread(x / y for x, y in speeds)
+            gram.append(entry)
+    start_up = {
+        key: spread(
+            row["wall_s"] for row in counted if row["what"] == "start-up" and row["ours"] == kind
+        )
+        for key, kind in (("ours", True), ("mergekit", False))
+    }
+    return {"start_up_s": start_up, "medians": medians, "ratios": ratios, "gram": gram}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 2) -> str:
+    """Markdown; all but the first `words` columns are numbers."""
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)) + "\n"
+
+
+def between(value: Row | None, digits: int = 2) -> str:
+    if value is None:
+        return "-"
+    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f}..{value['max']:.{digits}f})"
+
+
+def render(summary: Row, settings: Row) -> str:
+    """The tables."""
+    gigabytes = settings["input_bytes"] / 1e9
+    rounds = summary["ratios"][0]["rounds"]
+    start_up = summary["start_up_s"]
+    parts = [
+        f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in bf16. Medians of {rounds} "
+        f"rounds. Start-up (imports only), taken off for `net`: ours {between(start_up['ours'])} "
+        f"s, mergekit's {between(start_up['mergekit'])} s. RssAnon is polled every "
+        f"{1000 * measure.POLL:.0f} ms.\n"
+    ]
+    heads = [title for title, _ in QUANTITIES.values()]
+    rows = [
+        [row["pair"], row["cache"], f"`{row['method']}`"]
+        + [f"{row[key]:.{digits}f}" for key, (_, digits) in QUANTITIES.items()]
+        + [f"{100 * row['resident_before']:.1f} %", f"{row['read_mb']:.0f}"]
+        + [f"{row['others_cpu_s']:.2f}"]
+        for row in summary["medians"]
+    ]
+    head = ["pair", "page cache", "method", *heads]
+    head += ["input cached before", "read from disk, MB", "others' CPU, s"]
+    parts.append(table(head, rows, 3))
+    parts.append("Ratios, ours / mergekit's, pair by pair: median (least..largest).\n")
+    titles = [title.split(",")[0] for title in heads]
+    rows = [
+        [row["pair"], row["cache"], *(between(row[key]) for key in QUANTITIES)]
+        for row in summary["ratios"]
+    ]
+    parts.append(table(["pair", "page cache", *titles], rows))
+    parts.append("Seconds of our commands' phases, from `basis.json`.\n")
+    rows = [
+        [row["pair"], row["cache"]]
+        + [f"{row['phases'][p]:.2f}" if p in row["phases"] else "-" for p in PHASES]
+        for row in summary["medians"]
+        if "phases" in row
+    ]
+    parts.append(table(["pair", "page cache", *PHASES], rows))
+    if summary["gram"]:
+        parts.append("The Gram pass against a plain read of the same files, round by round.\n")
+        keys = ("gram_gb_per_s", "read_gb_per_s", "ratio")
+        rows = [
+            [r["pair"], r["cache"], *(between(r[key]) for key in keys)] for r in summary["gram"]
+        ]
+        parts.append(table(["pair", "page cache", "Gram, GB/s", "read, GB/s", "ratio"], rows))
+    return "\n".join(parts)

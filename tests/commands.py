@@ -1,0 +1,178 @@
+"""Running mergekit's commands for the tests, and reading what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import yaml
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from tiny import load
+from torch import Tensor
+
+MODULES = {
+    "mergekit-yaml": "mergekit.scripts.run_yaml",
+    "mergekit-multi": "mergekit.scripts.multimerge",
+    "mergekit-pytorch": "mergekit.scripts.merge_raw_pytorch",
+}
+
+
+def recipe(
+    method: str,
+    base: Path,
+    models: Sequence[Path | str],
+    own: Mapping[int, Mapping[str, Any]] | None = None,
+    dtype: str | None = "float32",
+    extra: Mapping[str, Any] | None = None,
+    **parameters: Any,
+) -> dict[str, Any]:
+    """A `models` recipe; `own` gives the parameters of single models, `extra` top-level keys."""
+    listed: list[dict[str, Any]] = [{"model": str(model)} for model in models]
+    for index, values in (own or {}).items():
+        listed[index]["parameters"] = dict(values)
+    made: dict[str, Any] = {"merge_method": method, "base_model": str(base), "models": listed}
+    if parameters:
+        made["parameters"] = {key.rstrip("_"): value for key, value in parameters.items()}
+    if dtype:
+        made["dtype"] = dtype
+    return made | dict(extra or {})
+
+
+@dataclass
+class Result:
+    """The output folder of a merge."""
+
+    folder: Path
+    output: str = ""
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        if "tensors" not in self._cache:
+            self._cache["tensors"] = load(self.folder)
+        tensors: dict[str, Tensor] = self._cache["tensors"]
+        return tensors
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads((self.folder / "basis.json").read_text())
+        return read
+
+    @property
+    def basis(self) -> dict[str, NDArray[np.float64]]:
+        held = load_file(self.folder / "basis.safetensors")
+        assert all(tensor.dtype == torch.float64 for tensor in held.values())
+        return {name: tensor.numpy() for name, tensor in held.items()}
+
+
+def write(recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]], out: Path) -> Path:
+    """The recipe (several: YAML documents) in a file beside the output folder."""
+    path = out.with_name(f"{out.name}.yml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    documents = [recipes] if isinstance(recipes, Mapping) else list(recipes)
+    path.write_text(yaml.safe_dump_all([dict(d) for d in documents], sort_keys=False))
+    return path
+
+
+def settings(cache: Path | str | None, out: Path, more: Mapping[str, str] | None) -> dict[str, str]:
+    where = str(cache) if cache else str(out.parent / "gram-cache")
+    return {"TVB_MERGEKIT_CACHE": where, "HF_HUB_OFFLINE": "1", **(more or {})}
+
+
+def merge(
+    recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    out: Path,
+    *args: str,
+    command: str = "mergekit-yaml",
+    cache: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    fails: bool = False,
+) -> Result:
+    """Run a command's `main` with its arguments within this process."""
+    import importlib
+
+    main = importlib.import_module(MODULES[command]).main
+    words = [str(write(recipes, out)), str(out), "--quiet", *args]
+    with mock.patch.dict(os.environ, settings(cache, out, env)):
+        done = CliRunner().invoke(main, words, prog_name=command)
+    if fails:
+        assert done.exit_code == 1, f"exit code {done.exit_code}: {done.output}"
+        assert not out.exists()
+    elif done.exit_code:
+        raise AssertionError(f"{command} failed: {done.output}") from done.exception
+    return Result(out, done.output)
+
+
+def merge_outside(
+    recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    out: Path,
+    *args: str,
+    command: str = "mergekit-yaml",
+    cache: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Result:
+    """Run the command itself, as a process of its own."""
+    script = Path(sys.executable).with_name(command)
+    head = [str(script)] if script.exists() else [sys.executable, "-m", MODULES[command]]
+    done = run([*head, str(write(recipes, out)), str(out), "--quiet", *args], out, cache, env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Result(out, done.stdout + done.stderr)
+
+
+def run(
+    words: Sequence[str],
+    out: Path,
+    cache: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    whole = os.environ | {"OMP_NUM_THREADS": "1"} | settings(cache, out, env)
+    return subprocess.run(
+        list(words),
+        env=whole,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+
+
+def assert_close(
+    merged: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    skip: Mapping[str, Tensor] | None = None,
+    strict: float = 1e-5,
+) -> None:
+    """float32 weights against float64 ones: 1e-6 of their norm, and the delta 1e-5 of its own.
+
+    The looser second limit is rounding: a float32 weight is off by up to 2^-24 of itself, which is
+    (norm of the weights / norm of the delta) times as much of the delta; that ratio is at most 25
+    in these tests. Entries where `skip` is true are left out of both.
+    """
+    numbers = {"weights": [0.0, 0.0], "delta": [0.0, 0.0]}
+    for name, want in expected.items():
+        found = merged[name].double()
+        assert found.shape == want.shape, name
+        start = base[name].double()
+        mask = torch.ones_like(want) if skip is None else (~skip[name]).double()
+        error = float(((found - want) * mask).square().sum())
+        numbers["weights"][0] += error
+        numbers["weights"][1] += float((want * mask).square().sum())
+        numbers["delta"][0] += error
+        numbers["delta"][1] += float(((want - start) * mask).square().sum())
+        scale = float(want.abs().max()) or 1.0
+        assert float(((found - want) * mask).abs().max()) <= 1e-5 * scale, name
+    ratios = {key: (error / norm) ** 0.5 for key, (error, norm) in numbers.items()}
+    assert ratios["weights"] <= 1e-6, ratios
+    assert ratios["delta"] <= strict, ratios

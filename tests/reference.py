@@ -1,0 +1,275 @@
+"""A dense reference in float64, written from the formulas and from nothing of this package.
+
+The matrix of task vectors T [d, T] is held as a whole, each encoder is written out naively, Trim
+sorts. Only three things are taken from a merge's own files, because the formulas leave them open:
+which columns `rand_select` drew, the rotation of `balanced`, and the encoder of `solver: exact`;
+what the formulas do say of them is checked by `check_encoder`. Omega of `rand_proj` is a definition
+(seed and tensor name to numbers), so it comes from `gram.Sketch`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+State = Mapping[str, Tensor]
+Value = float | Callable[[str], float]
+
+
+@dataclass
+class Dense:
+    """Base and models as flat float64 vectors over `names`, the tensors that take part."""
+
+    base: State
+    models: Sequence[State]
+    names: Sequence[str]
+    weights: Sequence[float] = ()
+    theta: Array = field(init=False)  # [d]
+    tau: Array = field(init=False)  # [d, T], scaled by the weights
+
+    def __post_init__(self) -> None:
+        self.theta = flat(self.base, self.names)
+        columns = [flat(model, self.names) - self.theta for model in self.models]
+        self.tau = np.stack(columns, axis=1) * np.array(self.weights or [1.0] * len(columns))
+
+    @property
+    def gram(self) -> Array:
+        return self.tau.T @ self.tau
+
+    def spread(self, value: Value) -> Array | float:
+        """A number, or one number per tensor, as something to multiply a [d] vector by."""
+        if not callable(value):
+            return value
+        return np.concatenate([np.full(self.base[n].numel(), value(n)) for n in self.names])
+
+    def split(self, vector: Array) -> dict[str, Tensor]:
+        """[d] back to named float64 tensors."""
+        result, start = {}, 0
+        for name in self.names:
+            size = self.base[name].numel()
+            piece = torch.from_numpy(vector[start : start + size])
+            result[name] = piece.reshape(self.base[name].shape)
+            start += size
+        return result
+
+
+def flat(state: State, names: Sequence[str]) -> Array:
+    return np.concatenate([state[n].double().reshape(-1).numpy() for n in names])
+
+
+# Number of bases
+
+
+def number_of_bases(
+    gram: Array,
+    num_bases: int | None = None,
+    basis_ratio: float | None = None,
+    energy: float | None = None,
+) -> int:
+    size = len(gram)
+    if num_bases is not None:
+        return num_bases
+    if energy is not None:
+        eigenvalues = np.sort(np.linalg.eigvalsh(gram))[::-1]
+        for count in range(1, size + 1):
+            if eigenvalues[:count].sum() >= energy * np.trace(gram) * (1 - 1e-12):
+                return count
+        return size
+    return max(1, math.floor((0.5 if basis_ratio is None else basis_ratio) * size + 0.5))
+
+
+# Encoders: W_e [T, M], W_d [M, T] and the whole map R [T, T] with T_hat = T R
+
+
+@dataclass
+class Coefficients:
+    encoder: Array
+    decoder: Array
+    reconstruction: Array
+
+
+def least_squares(gram: Array, encoder: Array) -> Array:
+    """W_d = (W_e^T G W_e)^-1 W_e^T G."""
+    return np.linalg.solve(encoder.T @ gram @ encoder, encoder.T @ gram)
+
+
+def identity(size: int) -> Coefficients:
+    return Coefficients(np.eye(size), np.eye(size), np.eye(size))
+
+
+def pca(tau: Array, count: int) -> Coefficients:
+    """From the SVD of the centred task vectors: B = U_M S_M = (T J) V_M."""
+    size = tau.shape[1]
+    centering = np.eye(size) - np.ones((size, size)) / size
+    vectors = np.linalg.svd(tau @ centering, full_matrices=False)[2].T[:, :count]
+    for column in vectors.T:
+        if column[np.argmax(np.abs(column))] < 0:
+            column *= -1
+    encoder = centering @ vectors
+    mean = np.ones((size, size)) / size
+    return Coefficients(encoder, vectors.T, encoder @ vectors.T + mean)
+
+
+def adam(
+    gram: Array,
+    count: int,
+    *,
+    softmax: bool = True,
+    seed: int = 0,
+    steps: int = 4000,
+    learning_rate: float = 0.01,
+    weight_decay: float = 1e-6,
+    temperature: float = 5.0,
+    anneal_every: int = 0,
+    anneal_factor: float = 0.9,
+) -> Coefficients:
+    """The authors' training, with autograd and PyTorch's global seed."""
+    size = len(gram)
+    target = torch.tensor(gram, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        logits = torch.nn.Parameter(torch.randn(size, count))
+    decoder = torch.nn.Parameter(torch.zeros(count, size))
+    optimizer = torch.optim.Adam([logits, decoder], lr=learning_rate, weight_decay=weight_decay)
+    for step in range(1, steps + 1):
+        scaled = logits / temperature
+        encoder = torch.softmax(scaled, dim=0) if softmax else scaled
+        error = encoder @ decoder - torch.eye(size)
+        loss = torch.trace(error.T @ target @ error) / size**2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if anneal_every and step % anneal_every == 0:
+            temperature = max(0.1, temperature * anneal_factor)
+    scaled = (logits / temperature).detach()
+    if not softmax:
+        encoder64 = scaled.double().numpy()
+        learned = least_squares(gram, encoder64)
+    else:
+        encoder64 = torch.softmax(scaled, dim=0).double().numpy()
+        learned = decoder.detach().double().numpy()
+    return Coefficients(encoder64, learned, encoder64 @ learned)
+
+
+def from_encoder(gram: Array, encoder: Array) -> Coefficients:
+    """What the formulas make of an encoder that they leave open."""
+    decoder = least_squares(gram, encoder)
+    return Coefficients(encoder, decoder, encoder @ decoder)
+
+
+def loss(gram: Array, reconstruction: Array) -> float:
+    error = reconstruction - np.eye(len(gram))
+    return float(np.trace(error.T @ gram @ error))
+
+
+def spectral_bound(gram: Array, count: int) -> float:
+    return float(np.sort(np.linalg.eigvalsh(gram))[::-1][count:].sum())
+
+
+def balanced_bound(gram: Array, count: int) -> float:
+    ones = np.ones(len(gram))
+    deflated = gram - np.outer(gram @ ones, gram @ ones) / (ones @ gram @ ones)
+    return float(np.sort(np.linalg.eigvalsh(deflated))[::-1][count - 1 :].sum())
+
+
+def check_encoder(basis: str, gram: Array, encoder: Array) -> None:
+    """What must hold of an encoder that the formulas do not give entry by entry."""
+    size, count = encoder.shape
+    if basis == "rand_select":
+        assert set(np.unique(encoder)) <= {0.0, 1.0}
+        assert (encoder.sum(axis=0) == 1).all() and (encoder.sum(axis=1) <= 1).all()
+        return
+    assert encoder.min() >= 0
+    np.testing.assert_allclose(encoder.sum(axis=0), 1, atol=1e-12)
+    reached = loss(gram, from_encoder(gram, encoder).reconstruction)
+    if basis == "balanced":
+        np.testing.assert_allclose(encoder.sum(axis=1), count / size, rtol=1e-12)
+        assert reached <= balanced_bound(gram, count) * (1 + 1e-9) + 1e-12 * np.trace(gram)
+    else:
+        assert reached >= spectral_bound(gram, count) * (1 - 1e-9)
+
+
+# Merging
+
+
+def addition(dense: Dense, bases: Array, lambda_: Value) -> Array:
+    return dense.theta + dense.spread(lambda_) * bases.sum(axis=1)
+
+
+def negation(dense: Dense, bases: Array, forgotten: Array, lambda_: Value, alpha: Value) -> Array:
+    """`forgotten` [d, number of tasks to forget]: their reconstructed task vectors."""
+    gone = dense.spread(alpha) * forgotten.sum(axis=1)
+    return addition(dense, bases, lambda_) - gone
+
+
+def kth_largest(values: Array, k: int) -> float:
+    return float(np.sort(np.abs(values))[::-1][max(1, k) - 1])
+
+
+@dataclass
+class Trimmed:
+    """Result of `ties`, and the entries whose fate rests on rounding (`boundary`, [d] bool)."""
+
+    merged: Array
+    boundary: NDArray[np.bool_]
+
+
+def ties(
+    dense: Dense,
+    bases: Array,
+    lambda_: Value,
+    density: Value = 0.2,
+    trim: str = "model",
+    merge_func: str = "sum",
+) -> Trimmed:
+    """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 (`model`,
+    whose threshold comes from bins of a relative width of 6e-5) or 1e-6 (`tensor`) of its threshold.
+    """
+    width = 2e-4 if trim == "model" else 1e-6
+    thresholds = np.empty_like(bases)
+    start = 0
+    for name in dense.names:
+        size = dense.base[name].numel()
+        share = density(name) if callable(density) else density
+        for column in range(bases.shape[1]):
+            piece = bases[start : start + size, column]
+            if share >= 1:
+                limit = 0.0
+            elif trim == "tensor":
+                limit = kth_largest(piece, int(share * size))
+            else:
+                limit = kth_largest(bases[:, column], round(share * len(bases)))
+            thresholds[start : start + size, column] = limit
+        start += size
+    boundary = (np.abs(np.abs(bases) - thresholds) <= width * thresholds).any(axis=1)
+    kept = np.where(np.abs(bases) >= thresholds, bases, 0.0)
+    elected = np.sign(kept.sum(axis=1))
+    agreeing = np.where(np.sign(kept) == elected[:, None], kept, 0.0)
+    if merge_func == "max":
+        merged = elected * np.abs(agreeing).max(axis=1)
+    else:
+        merged = agreeing.sum(axis=1)
+        if merge_func == "mean":
+            merged = merged / np.maximum((agreeing != 0).sum(axis=1), 1)
+    return Trimmed(dense.theta + dense.spread(lambda_) * merged, boundary)
+
+
+def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array]:
+    """Q [d, M], orthonormal columns from the Gaussian Omega by QR, and Q^T T [M, T]."""
+    from tvb_mergekit.gram import Sketch
+
+    sketch, rows = Sketch(count, seed), []
+    for name in dense.names:
+        size = dense.base[name].numel()
+        drawn = sketch.rows(sketch.stream(name), size, torch.device("cpu"))
+        rows.append(drawn.T.double().numpy())
+    ortho, upper = np.linalg.qr(np.concatenate(rows))
+    ortho = ortho * np.sign(np.diag(upper))
+    return ortho, ortho.T @ dense.tau

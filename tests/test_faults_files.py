@@ -1,0 +1,339 @@
+"""Damaged, missing and unfit files, and output folders: found before or during the merge."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_faults import Case, Outcome, check, outcomes, recipe, tiny_models  # noqa: F401
+from tiny import llama, save_tokenizer
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM, HEAD, MLP = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"
+EMBED = "model.embed_tokens.weight"
+SHARDED = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+Setup = Callable[[Path], object]
+
+
+def rewrite(file: Path, content: bytes) -> None:
+    """Replace a file that may be a hard link to another case's."""
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+
+
+def write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file.unlink(missing_ok=True)
+    if file.suffix == ".safetensors":
+        save_file(tensors, file, {"format": "pt"})
+    else:
+        torch.save(tensors, file)
+
+
+def edited(model: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Setup:
+    """Let `change` act on the tensors of one model."""
+
+    def setup(folder: Path) -> None:
+        tensors = load_file(folder / model / WEIGHTS)
+        change(tensors)
+        write(folder / model / WEIGHTS, tensors)
+
+    return setup
+
+
+def filled(model: str, name: str, count: int, value: float) -> Setup:
+    return edited(model, lambda tensors: tensors[name].view(-1)[:count].fill_(value))
+
+
+def configured(model: str, **changes: Any) -> Setup:
+    def setup(folder: Path) -> None:
+        file = folder / model / "config.json"
+        rewrite(file, json.dumps(json.loads(file.read_text()) | changes).encode())
+
+    return setup
+
+
+def cut(name: str, keep: float | int) -> Setup:
+    """Cut a file to `keep` bytes, or to a share of its size."""
+
+    def setup(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        rewrite(
+            folder / name, content[: keep if isinstance(keep, int) else int(len(content) * keep)]
+        )
+
+    return setup
+
+
+def both(*setups: Setup) -> Setup:
+    return lambda folder: [setup(folder) for setup in setups]
+
+
+def sharded(folder: Path) -> None:
+    """Split the weights of b into two shards with an index."""
+    tensors = load_file(folder / "b" / WEIGHTS)
+    (folder / "b" / WEIGHTS).unlink()
+    names = sorted(tensors)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    for shard, half in zip(SHARDED, halves, strict=True):
+        write(folder / "b" / shard, {name: tensors[name] for name in half})
+    places = {name: shard for shard, half in zip(SHARDED, halves, strict=True) for name in half}
+    text = json.dumps({"metadata": {}, "weight_map": places})
+    (folder / "b" / INDEX).write_text(text)
+
+
+def indexed(**places: Any) -> Setup:
+    """Shards of which the index says something else; `norm` stands for NORM."""
+
+    def setup(folder: Path) -> None:
+        sharded(folder)
+        index = json.loads((folder / "b" / INDEX).read_text())
+        index["weight_map"] |= {NORM if k == "norm" else k: v for k, v in places.items()}
+        (folder / "b" / INDEX).write_text(json.dumps(index))
+
+    return setup
+
+
+def removed(name: str) -> Setup:
+    return lambda folder: (folder / name).unlink()
+
+
+def as_bin(folder: Path) -> None:
+    write(folder / "b" / "pytorch_model.bin", load_file(folder / "b" / WEIGHTS))
+    (folder / "b" / WEIGHTS).unlink()
+
+
+class Payload:
+    """Creates the file `executed` in the current folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, ("executed", "w")
+
+
+def payload(folder: Path, *, old: bool = False) -> None:
+    """Code in the weights of b, as PyTorch writes them since 1.6 or wrote them before."""
+    (folder / "b" / WEIGHTS).unlink()
+    file = folder / "b" / "pytorch_model.bin"
+    torch.save({NORM: Payload()}, file, _use_new_zipfile_serialization=not old)
+
+
+def header(change: Callable[[dict[str, Any]], object], model: str = "b") -> Setup:
+    """Rewrite the safetensors header, data unchanged."""
+
+    def setup(folder: Path) -> None:
+        content = (folder / model / WEIGHTS).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        new = len(text).to_bytes(8, "little") + text + content[8 + length :]
+        rewrite(folder / model / WEIGHTS, new)
+
+    return setup
+
+
+def gpt(folder: Path) -> None:
+    from tiny import gpt2
+
+    shutil.rmtree(folder / "b")
+    gpt2().save_pretrained(folder / "b")
+
+
+def other_base(folder: Path) -> None:
+    torch.manual_seed(99)
+    model = llama()
+    for parameter in model.parameters():
+        parameter.data.add_(0.5 * torch.randn_like(parameter))
+    shutil.rmtree(folder / "b")
+    model.save_pretrained(folder / "b")
+
+
+def new_tokens(folder: Path) -> None:
+    """c knows two tokens more, and has rows for them."""
+    tensors = load_file(folder / "c" / WEIGHTS)
+    for name in (EMBED, HEAD):
+        tensors[name] = torch.cat([tensors[name], tensors[name][:2]])
+    write(folder / "c" / WEIGHTS, tensors)
+    configured("c", vocab_size=98)(folder)
+    for file in (folder / "c").glob("token*"):
+        file.unlink()
+    save_tokenizer(folder / "c", 96, ["<x>", "<y>"])
+
+
+def adapter(folder: Path) -> None:
+    """b becomes a PEFT adapter."""
+    shutil.rmtree(folder / "b")
+    (folder / "b").mkdir()
+    text = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
+    (folder / "b" / "adapter_config.json").write_text(text)
+    save_file({"x": torch.zeros(2)}, folder / "b" / "adapter_model.safetensors")
+
+
+def half_fused(folder: Path) -> None:
+    from mergekit.common import ModelReference
+
+    adapter(folder)
+    model = ModelReference.model_validate("./base+./b")
+    name = f"{model.model._unique_id()}_{model.lora._unique_id()}"
+    (folder / "cache" / name).mkdir(parents=True)
+    (folder / "cache" / name / "config.json").write_text("{}")
+
+
+def widen(entries: dict[str, Any]) -> None:
+    entries[NORM]["shape"] = [33]
+
+
+LORA = ("./a", "./base+./b", "./c")
+HALF = {"dtype": "float16"}
+CASES = {
+    # values
+    "nan": Case(setup=filled("b", MLP, 3, float("nan")), wants=(MLP, "`b`", "3 NaN", "exclude")),
+    "inf": Case(setup=filled("c", NORM, 1, float("inf")), wants=(NORM, "`c`", "1 infinite")),
+    "nan base": Case(
+        setup=filled("base", HEAD, 2, float("nan")), wants=(HEAD, "the base", "2 NaN")
+    ),
+    "nan excluded base": Case(
+        recipe({"exclude": "lm_head"}),
+        ("lm_head", "the base", "2 NaN"),
+        filled("base", HEAD, 2, float("nan")),
+    ),
+    "nan excluded model": Case(
+        recipe({"exclude": "lm_head"}), (), filled("b", HEAD, 2, float("nan")), ok=True
+    ),
+    "overflow": Case(
+        recipe(**HALF),
+        (MLP, "float16", "bfloat16"),
+        both(*(filled(m, MLP, 1, 7e4) for m in ("base", "a", "b", "c"))),
+    ),
+    "overflow excluded": Case(
+        recipe({"exclude": "lm_head"}, **HALF),
+        (HEAD, "float16", "bfloat16"),
+        filled("base", HEAD, 1, 7e4),
+    ),
+    "identical": Case(
+        setup=lambda f: rewrite(f / "b" / WEIGHTS, (f / "base" / WEIGHTS).read_bytes()),
+        wants=("`b`", "zero", "identical to the base"),
+    ),
+    "other base": Case(
+        setup=other_base,
+        wants=(r"`b` \(\./b\).*norm is [\d.]+, the base's [\d.]+", "this base"),
+        ok=True,
+    ),
+    "shape": Case(
+        setup=edited("b", lambda t: t.update({MLP: torch.ones(60, 32)})),
+        wants=(MLP, "`b`", r"\[60, 32\]", r"\[64, 32\]", "exclude"),
+    ),
+    "tensor lost in a model": Case(
+        setup=edited("b", lambda t: t.pop(MLP)), wants=(MLP, "b: it stays"), ok=True
+    ),
+    "tensor lost in base": Case(setup=edited("base", lambda t: t.pop(MLP)), wants=(MLP, "base")),
+    "fp8 base": Case(
+        recipe({"exclude": "lm_head"}, dtype="bfloat16"),
+        (),
+        edited("base", lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
+        ok=True,
+    ),
+    # files
+    "data cut": Case(
+        setup=cut(f"b/{WEIGHTS}", 0.7), wants=(f"b/{WEIGHTS}", "truncated", "download")
+    ),
+    "header cut": Case(
+        setup=cut(f"b/{WEIGHTS}", 100), wants=(f"b/{WEIGHTS}", "truncated", "100 bytes")
+    ),
+    "empty": Case(
+        setup=cut(f"base/{WEIGHTS}", 0), wants=(f"base/{WEIGHTS}", "truncated", "0 bytes")
+    ),
+    "header wrong": Case(setup=header(widen), wants=(f"b/{WEIGHTS}", "download")),
+    "header type": Case(
+        setup=header(lambda e: e[NORM].update(dtype="F99")), wants=(f"b/{WEIGHTS}", "F99")
+    ),
+    "page for weights": Case(
+        setup=lambda f: rewrite(f / "b" / WEIGHTS, b"<!DOCTYPE html>" * 40),
+        wants=(f"b/{WEIGHTS}", "not a safetensors"),
+    ),
+    "pointer for weights": Case(
+        setup=lambda f: rewrite(f / "b" / WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"),
+        wants=(f"b/{WEIGHTS}", "not a safetensors"),
+    ),
+    "no weights": Case(setup=removed(f"b/{WEIGHTS}"), wants=("b: no model weights", WEIGHTS)),
+    "shard missing": Case(
+        setup=both(sharded, removed(f"b/{SHARDED[1]}")), wants=("b: shard", SHARDED[1], "missing")
+    ),
+    "shard cut": Case(
+        setup=both(sharded, cut(f"b/{SHARDED[0]}", 0.5)), wants=(f"b/{SHARDED[0]}", "truncated")
+    ),
+    "shard above": Case(
+        setup=indexed(norm="../a/model.safetensors"), wants=(INDEX, r"`\.\./a", "outside")
+    ),
+    "shard absolute": Case(
+        setup=indexed(norm="/etc/x.safetensors"), wants=(INDEX, "`/etc/x", "outside")
+    ),
+    "shard lacks": Case(
+        setup=indexed(norm=SHARDED[0]), wants=("b: the index", f"`{NORM}`", SHARDED[0])
+    ),
+    "shard number": Case(setup=indexed(norm=5), wants=(INDEX, "shard")),
+    "index empty": Case(
+        setup=both(sharded, lambda f: (f / "b" / INDEX).write_text('{"weight_map": {}}')),
+        wants=(INDEX,),
+    ),
+    "index cut": Case(setup=both(sharded, cut(f"b/{INDEX}", 0.5)), wants=(INDEX, "download")),
+    "bin": Case(setup=as_bin, ok=True),
+    "bin cut": Case(
+        setup=both(as_bin, cut("b/pytorch_model.bin", 0.5)),
+        wants=("b/pytorch_model.bin", "truncated"),
+    ),
+    "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
+    "bin code before 1.6": Case(
+        setup=functools.partial(payload, old=True),
+        wants=("b/pytorch_model.bin", "running code", "safetensors"),
+    ),
+    "no config": Case(setup=removed("b/config.json"), wants=("./b", "no config.json", WEIGHTS)),
+    "config cut": Case(setup=cut("b/config.json", 0.5), wants=("b/config.json", "JSON")),
+    "config strange": Case(setup=configured("b", model_type="nope"), wants=("./b", "nope")),
+    "weights of a model": Case(
+        recipe(models=("./a", f"./b/{WEIGHTS}")), (f"./b/{WEIGHTS}", "is a file", "folder")
+    ),
+    "architectures": Case(setup=gpt, wants=("./b", "GPT2|gpt2", "Llama|llama")),
+    "adapter as a model": Case(
+        setup=adapter, wants=("./b", "no config.json", "adapter_model.safetensors")
+    ),
+    "adapter without cache": Case(
+        recipe(models=LORA), (r"\./base\+\./b", "--lora-merge-cache"), adapter
+    ),
+    "half fused": Case(
+        recipe(models=LORA),
+        (r"\./base\+\./b", "cache/", "delete"),
+        half_fused,
+        ("--quiet", "--lora-merge-cache", "cache"),
+    ),
+    "adapter cut": Case(
+        recipe(models=LORA),
+        (r"\./b",),
+        both(adapter, cut("b/adapter_model.safetensors", 50)),
+        ("--quiet", "--lora-merge-cache", "cache"),
+    ),
+    "tokens": Case(
+        recipe(tokenizer_source="union"),
+        ("2 tokens", "<[xy]>", "tokenizer_source: base"),
+        new_tokens,
+    ),
+    "vocabulary": Case(
+        setup=new_tokens,
+        wants=("embed_tokens|lm_head", r"\[98, 32\]", r"\[96, 32\]", "tokenizer_source"),
+    ),
+    "tokenizer of nobody": Case(recipe(tokenizer_source="./nope"), ("tokenizer_source", "./nope")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files(name: str, outcomes: dict[str, Outcome]) -> None:  # noqa: F811
+    check(outcomes[name], CASES[name])

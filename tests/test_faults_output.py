@@ -1,0 +1,337 @@
+"""Output folders, full disks, interruptions, odd but right settings, and the other commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from test_faults import (  # noqa: F401
+    Case,
+    Outcome,
+    alone,
+    check,
+    check_merged,
+    console_script,
+    multi,
+    outcomes,
+    recipe,
+    tiny_models,
+)
+from test_faults_files import (
+    HEAD,
+    MLP,
+    WEIGHTS,
+    Setup,
+    both,
+    configured,
+    cut,
+    edited,
+    filled,
+    payload,
+    rewrite,
+)
+
+
+def made(*names: str) -> Setup:
+    def setup(folder: Path) -> None:
+        for name in names:
+            rewrite(folder / name, b"mine")
+
+    return setup
+
+
+def linked(name: str, target: str) -> Setup:
+    return lambda folder: (folder / name).symlink_to(target)
+
+
+def raw(parameters: dict[str, Any] | None = None, models: Any = None, **top: Any) -> dict[str, Any]:
+    files = models or [
+        {"model": f"./{name}/{WEIGHTS}", "parameters": {"task": name}} for name in "abc"
+    ]
+    sizes = {"num_bases": min(2, len(files))} | (parameters or {})
+    return recipe(sizes, models=files, base_model=f"./base/{WEIGHTS}", **top)
+
+
+RAW, MULTI = "mergekit-pytorch", "mergekit-multi"
+FIRST = recipe({"num_bases": 1}, models=("./a", "./b")) | {"name": "first"}
+CASES = {
+    # the output
+    "output is an input": Case(out="a/", wants=("output", "a/", "input ./a", "another folder")),
+    "output is the base": Case(
+        out="link", setup=linked("link", "base"), wants=("link", "input ./base")
+    ),
+    "output holds weights": Case(
+        out="old",
+        setup=made("old/model-00003-of-00004.safetensors", "old/notes.txt"),
+        wants=("old", "model-00003-of-00004.safetensors", "delete"),
+    ),
+    "output holds a .pth": Case(
+        out="old", setup=made("old/consolidated.00.pth"), wants=("consolidated.00.pth",)
+    ),
+    "output is a file": Case(out="recipe.yml", wants=("recipe.yml", "is a file", "folder")),
+    "output below a file": Case(
+        out="recipe.yml/out", wants=("recipe.yml", "[Nn]ot a directory|is a file")
+    ),
+    "unwritable": Case(out="/proc/nope/out", wants=("/proc/nope", "output")),
+    "disk": Case(patch="disk(1000)", wants=("out", "GB", "free")),
+    "disk full": Case(
+        patch='on_call(2, "safetensors.torch.save_file", full)',
+        args=("--quiet", "--out-shard-size", "20K"),
+        wants=("No space left", r"\bout\b"),
+    ),
+    # what safetensors raises when a write fails; a limit on the size of files stands for the disk
+    "disk full really": Case(patch="small_files(20000)", wants=(r"\bout\b", "File too large")),
+    "disk full at the report": Case(
+        patch='on_call(1, "tvb_mergekit.report.write_files", full)',
+        wants=("No space left", r"\bout\b"),
+    ),
+    "no graphics card": Case(args=("--quiet", "--cuda"), wants=("[Cc][Uu][Dd][Aa]",)),
+    "interrupted in the Gram pass": Case(
+        patch='on_call(3, "tvb_mergekit.gram.tensor_sums", send(signal.SIGINT))',
+        wants=("Aborted!$",),
+        foreign=True,
+    ),
+    "interrupted while writing": Case(
+        patch='on_call(2, "safetensors.torch.save_file", send(signal.SIGINT))',
+        args=("--quiet", "--out-shard-size", "20K"),
+        wants=("Aborted!$",),
+        foreign=True,
+    ),
+    # other settings that work
+    "spaces": Case(
+        recipe(models=("./my model", "./b")),
+        setup=lambda f: (f / "a").rename(f / "my model"),
+        out="my out",
+        ok=True,
+    ),
+    "unicode": Case(
+        recipe(
+            {"forget": "数学, é", "alpha": 1, "num_bases": 2},
+            method="basis_negate",
+            models=(
+                {"model": "./a", "parameters": {"task": "数学"}},
+                {"model": "./b", "parameters": {"task": "é"}},
+                "./c",
+            ),
+        ),
+        ok=True,
+    ),
+    "slash": Case(recipe(models=("./a/", "b//", "c")), out="out/", ok=True),
+    "one model": Case(recipe({"num_bases": 1}, models=("./a",)), ok=True),
+    "one basis": Case(recipe({"num_bases": 1}), ok=True),
+    "one model by default": Case(recipe({"basis": "ae"}, models=("./a",)), ok=True),
+    "many": Case(
+        recipe({"num_bases": 9}, models=[f"./m{i}" for i in range(72)]),
+        setup=lambda f: [
+            shutil.copytree(f / "abc"[i % 3], f / f"m{i}", copy_function=os.link) for i in range(72)
+        ],
+        wants=("the same task vector",),
+        ok=True,
+    ),
+    "base of another dtype": Case(
+        recipe(dtype="bfloat16"),
+        setup=edited("base", lambda t: t.update({k: v.bfloat16() for k, v in t.items()})),
+        ok=True,
+    ),
+    "here": Case(out=".", ok=True),
+    "inside an input": Case(out="a/merged", wants=("a/merged", r"\./a")),
+    "notes": Case(out="out", setup=made("out/notes.txt", "out/sub/x"), ok=True),
+    "link to empty": Case(
+        out="link", setup=both(lambda f: (f / "far").mkdir(), linked("link", "far")), ok=True
+    ),
+    "link to nothing": Case(out="link", setup=linked("link", "far"), ok=True),
+    "link to elsewhere": Case(
+        out="link", setup=both(made("far/notes.txt"), linked("link", "far")), ok=True
+    ),
+    # a mount, as in a container: it cannot be removed, and what is beside it is another disk
+    "mount": Case(
+        out="out",
+        setup=lambda f: (f / "out").mkdir(),
+        ok=True,
+        patch='on_call(1, "pathlib.Path.rmdir", fail(OSError(errno.EBUSY, "Busy")))',
+    ),
+    "another disk beside": Case(
+        out="out",
+        setup=made("out/notes.txt"),
+        ok=True,
+        patch='on_call(1, "os.replace", fail(OSError(errno.EXDEV, "Invalid cross-device link")))',
+    ),
+    "only the output is writable": Case(
+        out="shut/out",
+        ok=True,
+        patch="unprivileged()",
+        setup=lambda f: [(f / "shut/out").mkdir(parents=True), (f / "shut").chmod(0o555)],
+    ),
+    "shut parent": Case(
+        out="shut/out",
+        patch="unprivileged()",
+        wants=("shut", "Permission denied", "output"),
+        setup=lambda f: (f / "shut").mkdir(mode=0o555),
+    ),
+    "shut input": Case(patch="unprivileged()", setup=lambda f: (f / "b").chmod(0o555), ok=True),
+    "secret input": Case(
+        patch="unprivileged()",
+        wants=(f"b/{WEIGHTS}", "Permission denied"),
+        setup=lambda f: [
+            rewrite(f / "b" / WEIGHTS, (f / "b" / WEIGHTS).read_bytes()),
+            (f / "b" / WEIGHTS).chmod(0),
+        ],
+    ),
+    "tokenizer of a base without": Case(
+        recipe(tokenizer_source="base"),
+        ("base", "tokenizer"),
+        lambda f: [x.unlink() for x in f.glob("*/token*")],
+    ),
+    "chat template": Case(
+        recipe(chat_template="chatmll", tokenizer_source="base"), ("chat_?template", "chatmll")
+    ),
+    "float32 overflow": Case(recipe({"lambda": 1e39}), ("lambda", "float32")),
+    "byte order mark": Case(
+        "\ufeff" + yaml.safe_dump(recipe({"lambda": "1e-1"})).replace("\n", "\r\n"), ok=True
+    ),
+    "tied base": Case(
+        setup=both(
+            configured("base", tie_word_embeddings=True), edited("base", lambda t: t.pop(HEAD))
+        ),
+        wants=("lm_head",),
+        ok=True,
+    ),
+    "verbose": Case(args=("-v", "-v"), wants=("Gram matrix",), ok=True),
+    "block budget": Case(
+        patch='mock.patch.dict(os.environ, TVB_MERGEKIT_BLOCK_MB="lots")',
+        wants=("TVB_MERGEKIT_BLOCK_MB", "`lots`"),
+    ),
+    "cache full": Case(ok=True, leaves="cache", patch="full_cache()"),
+    "cache is a file": Case(
+        patch='mock.patch.dict(os.environ, TVB_MERGEKIT_CACHE="recipe.yml")', ok=True
+    ),
+    "stale": Case(
+        setup=lambda f: (f / "out.partial-x").mkdir(), wants=("out.partial-x", "delete"), ok=True
+    ),
+    "two runs": Case(  # another merge finishes first
+        patch='on_call(1, "tvb_mergekit.report.write_files", lambda: shutil.copytree("a", "out"))',
+        wants=("out", "weight files", WEIGHTS),
+        leaves="out",
+    ),
+    # mergekit-pytorch
+    "raw": Case(raw(), command=RAW, ok=True),
+    "raw misspelt": Case(raw({"lamda": 0.5}), ("`lamda`", r"`lambda`\?"), command=RAW),
+    "raw misspelt top": Case(raw(bse_model="x"), ("`bse_model`", r"`base_model`\?"), command=RAW),
+    "raw slices": Case(raw(slices=[]), ("`slices`",), command=RAW),
+    "raw missing": Case(
+        raw(models=("./a/model.safetensors", "./a/nope.bin")),
+        ("a/nope.bin", "no such file"),
+        command=RAW,
+    ),
+    "raw folder": Case(raw(models=("./a",)), (r"\./a", "weight file"), command=RAW),
+    "raw nan": Case(
+        raw(), (MLP, "3 NaN", "task `b`|`model"), filled("b", MLP, 3, float("nan")), command=RAW
+    ),
+    "raw cut": Case(raw(), (f"b/{WEIGHTS}", "truncated"), cut(f"b/{WEIGHTS}", 0.7), command=RAW),
+    "raw code": Case(
+        raw(models=("./a/model.safetensors", "./b/pytorch_model.bin")),
+        ("b/pytorch_model.bin", "running code"),
+        payload,
+        command=RAW,
+    ),
+    "raw tensor lost": Case(raw(), (MLP, "b/"), edited("b", lambda t: t.pop(MLP)), command=RAW),
+    "raw output": Case(
+        raw(), ("old", "x.safetensors"), made("old/x.safetensors"), out="old", command=RAW
+    ),
+    "raw output is the folder of an input": Case(
+        raw(), ("output", "a/model.safetensors"), out="a", command=RAW
+    ),
+    "raw shape": Case(
+        raw(),
+        (MLP, r"\[60, 32\]", r"\[64, 32\]"),
+        edited("b", lambda t: t.update({MLP: torch.ones(60, 32)})),
+        command=RAW,
+    ),
+    "raw disk full": Case(
+        raw(),
+        ("No space left", r"\bout\b"),
+        command=RAW,
+        patch='on_call(1, "safetensors.torch.save_file", full)',
+    ),
+    "raw interrupted": Case(
+        raw(),
+        ("Aborted!$",),
+        command=RAW,
+        foreign=True,
+        patch='on_call(1, "safetensors.torch.save_file", send(signal.SIGINT))',
+    ),
+    # mergekit-multi
+    "multi": Case(
+        multi(FIRST, recipe(models=("first", "./c"))), command=MULTI, leaves="between", ok=True
+    ),
+    "multi misspelt": Case(
+        multi(FIRST, recipe({"lamda": 1})), ("`lamda`", r"`lambda`\?"), command=MULTI
+    ),
+    "multi misspelt model key": Case(
+        multi(FIRST, recipe(first={"parameters": {"wieght": 1}})),
+        ("`wieght`", r"`weight`\?"),
+        command=MULTI,
+    ),
+    "multi misspelt top": Case(
+        multi(FIRST, recipe(paramters={})), ("`paramters`", r"`parameters`\?"), command=MULTI
+    ),
+    "multi M > T": Case(
+        multi(FIRST, recipe({"num_bases": 7})), ("`num_bases` is 7",), command=MULTI
+    ),
+    "multi no base": Case(multi(FIRST, recipe(base_model=...)), ("`base_model`",), command=MULTI),
+    "multi path": Case(
+        multi(FIRST, recipe(models=("first", "./nope"))),
+        (r"\./nope", "no such"),
+        command=MULTI,
+        leaves="between",
+    ),
+    "multi end": Case(
+        multi(FIRST, recipe(models=("first", "./c"))) + "---\n",
+        command=MULTI,
+        leaves="between",
+        foreign=True,
+    ),
+    "multi output": Case(
+        multi(FIRST, recipe(models=("first", "./c"))),
+        ("old", "x.safetensors"),
+        made("old/x.safetensors"),
+        out="old",
+        command=MULTI,
+        leaves="between",
+    ),
+}
+
+
+if torch.cuda.is_available():
+    del CASES["no graphics card"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output(name: str, outcomes: dict[str, Outcome]) -> None:  # noqa: F811
+    check(outcomes[name], CASES[name])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_while_writing(
+    number: signal.Signals,
+    tmp_path: Path,
+    tiny_models: Path,  # noqa: F811
+) -> None:
+    """No OUT that passes for a model; the next run warns of what is left, and works."""
+    patch = f'on_call(2, "safetensors.torch.save_file", send({int(number)}))'
+    case = Case(args=("--quiet", "--out-shard-size", "20K"), patch=patch)
+    killed = alone(tmp_path, tiny_models, case)
+    assert killed.code == -number
+    assert all(path.startswith("out.partial-") for path in killed.changed)
+    assert killed.changed or number != signal.SIGKILL
+    if number == signal.SIGKILL:
+        again = console_script(killed, "out", "--quiet")
+        (left,) = killed.folder.glob("out.partial-*")
+        check_merged(again, Case(wants=(re.escape(left.name) + ".*delete",)))

@@ -1,0 +1,289 @@
+"""Every recipe is valid, runs through the stock mergekit-yaml, and does what its comments promise.
+
+The recipes of Hub models run on stand-ins: tiny random models at `FOLDER/<Hub name>`, so that
+nothing else of the recipe changes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from mergekit.config import MergeConfiguration
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedModel,
+)
+
+from tvb_mergekit.recipe import (
+    GLOBAL_KEYS,
+    MODEL_KEYS,
+    VARYING_KEYS,
+    default_task_name,
+    resolve_settings,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+QUICKSTART = RECIPES / "quickstart"
+MODELS = QUICKSTART / "models"
+SHIPPED = ["base", "copy", "reverse", "sort", "upper", "shift", "max", "double", "sum"]
+BIN = Path(sys.executable).parent
+
+MERGEBENCH = ["instruction", "math", "coding", "multilingual", "safety"]
+ADAPTERS = ["gsm8k", "magicoder", "conllpp", "cnn", "agnews_explained"]
+# recipe -> its tasks, and M (None: the recipe leaves it to the data)
+PROMISED: dict[str, tuple[list[str], int | None]] = {
+    "quickstart.yml": (SHIPPED[1:], 4),
+    "quickstart-ae.yml": (SHIPPED[1:], 4),
+    "quickstart-ties.yml": (SHIPPED[1:], 4),
+    "quickstart-forget.yml": (SHIPPED[1:], 6),
+    "mergebench-llama3.2-3b-ae.yml": (MERGEBENCH, 2),
+    "mergebench-llama3.2-3b-balanced.yml": (MERGEBENCH, 2),
+    "mergebench-llama3.2-3b-ties.yml": (MERGEBENCH, 2),
+    "mergebench-llama3.2-3b-forget.yml": (MERGEBENCH, 3),
+    "mergebench-llama3.2-3b-energy.yml": (MERGEBENCH, None),
+    "mistral-7b-qlora.yml": (ADAPTERS, 2),
+}
+OURS = [name for name in PROMISED if name.startswith("quickstart")]
+HUB = [name for name in PROMISED if name not in OURS]
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((RECIPES / name).read_text())
+
+
+def task_names(recipe: Mapping[str, Any]) -> list[str]:
+    return [
+        model.get("parameters", {}).get("task") or default_task_name(*model["model"].split("+"))
+        for model in recipe["models"]
+    ]
+
+
+def options(name: str) -> list[str]:
+    """The options of the mergekit-yaml command in the recipe's comments."""
+    text = (RECIPES / name).read_text()
+    command = re.search(rf"^# +mergekit-yaml recipes/{re.escape(name)} \./merged(.*)$", text, re.M)
+    assert command, "the recipe's comments give the command that runs it"
+    line = command[1]
+    if line.endswith("\\"):
+        following = text[command.end() :].splitlines()[1]
+        line = line[:-1] + following.removeprefix("#")
+    return shlex.split(line)
+
+
+def run(command: list[str | Path], cwd: Path) -> str:
+    env = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, (
+        f"{command[0]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
+    return done.stdout
+
+
+def check_output(name: str, out: Path) -> None:
+    """The output loads, and its basis is the promised one."""
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+    AutoTokenizer.from_pretrained(out)
+
+    tasks, num_bases = PROMISED[name]
+    basis = json.loads((out / "basis.json").read_text())
+    if num_bases is None:
+        eigenvalues = load_file(out / "basis.safetensors")["eigenvalues"]
+        held = (eigenvalues.cumsum(0) / eigenvalues.sum()).tolist()
+        energy = read(name)["parameters"]["energy"]
+        num_bases = next(m for m, share in enumerate(held, 1) if share >= energy)
+    assert basis["tasks"] == tasks
+    assert basis["num_bases"] == num_bases
+
+
+# ----------------------------------------------------------------------------- the files themselves
+
+
+def test_every_recipe_is_known_here_and_in_the_readme() -> None:
+    names = {path.name for path in RECIPES.glob("*.yml")}
+    assert names == set(PROMISED)
+    readme = (RECIPES / "README.md").read_text()
+    assert [name for name in sorted(names) if f"[{name}]({name})" not in readme] == []
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_recipe_is_valid(name: str) -> None:
+    recipe = read(name)
+    MergeConfiguration.model_validate(recipe)
+    # mergekit drops top-level keys that it does not know
+    assert set(recipe) <= set(MergeConfiguration.model_fields)
+    assert set(recipe["parameters"]) <= set(GLOBAL_KEYS) | set(VARYING_KEYS)
+    for model in recipe["models"]:
+        assert set(model) <= {"model", "parameters"}
+        assert set(model.get("parameters", {})) <= set(MODEL_KEYS)
+    assert task_names(recipe) == PROMISED[name][0]
+    resolve_settings(recipe["merge_method"], recipe["parameters"], task_names(recipe))
+    options(name)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_quickstart_recipes_read_the_shipped_models(name: str) -> None:
+    recipe = read(name)
+    paths = [recipe["base_model"], *(model["model"] for model in recipe["models"])]
+    # "./" and more than one slash: such paths are local to mergekit's model card, which asks no Hub
+    assert paths == [f"./recipes/quickstart/models/{model}" for model in SHIPPED]
+
+
+# ------------------------------------------------------------------------------- the shipped models
+
+
+def test_shipped_models_are_small_llamas() -> None:
+    for name in SHIPPED:
+        model = AutoModelForCausalLM.from_pretrained(MODELS / name)
+        assert isinstance(model, LlamaForCausalLM)
+        assert 400_000 <= sum(p.numel() for p in model.parameters()) <= 600_000
+        tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+        assert tokenizer.decode(tokenizer("reverse:stone=")["input_ids"]) == "reverse:stone="
+        assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert {path.name for path in MODELS.iterdir()} == set(SHIPPED)
+    shipped = sum(path.stat().st_size for path in QUICKSTART.rglob("*") if path.is_file())
+    assert shipped < 8_000_000
+
+
+def load_make_models() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_models", QUICKSTART / "make_models.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_models"] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_held_out_items_are_right_and_disjoint() -> None:
+    tasks = load_make_models().TASKS
+    split_of = load_make_models().split_of
+    assert list(tasks) == SHIPPED[1:]
+    for task, functions in tasks.items():
+        for split, suffix, count in (("test", "", 200), ("val", ".val", 100)):
+            lines = (
+                (QUICKSTART / "eval" / "data" / f"{task}{suffix}.jsonl").read_text().splitlines()
+            )
+            items = [json.loads(line) for line in lines]
+            texts = [item["prompt"].removeprefix(f"{task}:").removesuffix("=") for item in items]
+            assert len(set(texts)) == count
+            assert {split_of(text) for text in texts} == {
+                split
+            }  # training draws from "train" alone
+            assert [item["answer"] for item in items] == [functions.right(text) for text in texts]
+
+
+@pytest.mark.slow
+def test_make_models_writes_loadable_models(tmp_path: Path) -> None:
+    run([sys.executable, QUICKSTART / "make_models.py", "--quick", "--threads", "1",
+         "--test-items", "20", "--out", tmp_path / "models", "--data", tmp_path / "data"],
+        tmp_path)  # fmt: skip
+    assert {path.name for path in (tmp_path / "models").iterdir()} == set(SHIPPED)
+    for name in SHIPPED:
+        fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / name).config.to_dict()
+        shipped = AutoModelForCausalLM.from_pretrained(MODELS / name).config.to_dict()
+        fresh.pop("_name_or_path"), shipped.pop("_name_or_path")
+        assert fresh == shipped
+        AutoTokenizer.from_pretrained(tmp_path / "models" / name)
+    val = (tmp_path / "data" / "sort.val.jsonl").read_text()
+    assert val == (QUICKSTART / "eval" / "data" / "sort.val.jsonl").read_text()
+
+
+# ---------------------------------------------------------------------------------- running recipes
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_quickstart_recipe_runs(name: str, tmp_path: Path) -> None:
+    run([BIN / "mergekit-yaml", RECIPES / name, tmp_path / "merged", *options(name)], ROOT)
+    check_output(name, tmp_path / "merged")
+
+
+@pytest.mark.slow
+def test_quickstart_merge_beats_its_base(tmp_path: Path) -> None:
+    run([BIN / "mergekit-yaml", RECIPES / "quickstart.yml", tmp_path / "merged"], ROOT)
+    score = {}
+    for name, model in (("base", MODELS / "base"), ("merged", tmp_path / "merged")):
+        # from another folder than the README's commands: the tasks find their data themselves
+        run([BIN / "lm_eval", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32",
+             "--tasks", "quickstart", "--include_path", QUICKSTART / "eval", "--batch_size", "64",
+             "--device", "cpu", "--limit", "50", "--output_path", tmp_path / f"{name}.json"],
+            tmp_path)  # fmt: skip
+        (results,) = tmp_path.glob(f"{name}*.json")
+        groups = json.loads(results.read_text())["groups"]
+        score[name] = groups["quickstart"]["exact_match,none"]
+    assert score["merged"] > score["base"] + 0.3
+
+
+# ------------------------------------------------------------------------- Hub recipes on stand-ins
+
+
+def tiny_model(hub_name: str, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    # tied and untied like the real ones
+    kind, tied = (MistralConfig, False) if "mistral" in hub_name else (LlamaConfig, True)
+    return AutoModelForCausalLM.from_config(
+        kind(vocab_size=72, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+             num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied)
+    )  # fmt: skip
+
+
+def save_stand_in(folder: Path, base: str, name: str, seed: int, adapter: bool) -> None:
+    model = tiny_model(base, seed=0)
+    torch.manual_seed(seed)
+    if adapter:
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if name != base and parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    model.save_pretrained(folder / name)
+    if not adapter:
+        AutoTokenizer.from_pretrained(MODELS / "base").save_pretrained(folder / name)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hub_recipe_runs_on_stand_ins(name: str, tmp_path: Path) -> None:
+    recipe = read(name)
+    hub, base = tmp_path / "hub", recipe["base_model"]
+    save_stand_in(hub, base, base, seed=0, adapter=False)
+    for seed, model in enumerate(recipe["models"], 1):
+        *fused_into, last = model["model"].split("+")
+        save_stand_in(hub, base, last, seed, adapter=bool(fused_into))
+        model["model"] = "+".join(f"{hub}/{part}" for part in [*fused_into, last])
+    recipe["base_model"] = f"{hub}/{base}"
+    (tmp_path / name).write_text(yaml.safe_dump(recipe))
+
+    run([BIN / "mergekit-yaml", name, "merged", *options(name)], tmp_path)
+    check_output(name, tmp_path / "merged")
