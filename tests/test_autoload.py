@@ -364,7 +364,7 @@ def test_threads_that_import_at_the_same_time(stand_in):
             """
             import importlib, sys, threading, tvb_mergekit_hook
             sys.setswitchinterval(1e-6)
-            start = threading.Barrier(12)
+            start = threading.Barrier(10)
             errors = []
             def work(name):
                 start.wait()
@@ -372,7 +372,9 @@ def test_threads_that_import_at_the_same_time(stand_in):
                     importlib.import_module(name)
                 except BaseException as error:
                     errors.append(error)
-            names = tvb_mergekit_hook.MODULES * 2
+            # Not the registry: its package imports it, and Python itself (with no hook) may find a
+            # deadlock where one thread imports a package and another a module in it.
+            names = tvb_mergekit_hook.MODULES[1:] * 2
             threads = [threading.Thread(target=work, args=[name]) for name in names]
             for t in threads: t.start()
             for t in threads: t.join()

@@ -76,6 +76,7 @@ def store(key: str, sums: GramSums, tasks: list[str], models: list[str]) -> None
         "tasks": tasks,
         "models": models,
     }
+    beside = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=folder, suffix=".part")
@@ -83,8 +84,9 @@ def store(key: str, sums: GramSums, tasks: list[str], models: list[str]) -> None
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, beside, metadata={"tvb_mergekit": json.dumps(note)})
         os.replace(beside, folder / f"{key}.safetensors")
-    except OSError:
-        return
+    except (OSError, safetensors.SafetensorError):
+        if beside:
+            Path(beside).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import Any
 
 import safetensors
 import torch
@@ -74,7 +76,7 @@ class Checkpoint:
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _open: dict[str, object] = field(default_factory=dict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -95,10 +97,9 @@ class Checkpoint:
         tensors: dict[str, TensorInfo] = {}
         opened: dict[str, object] = {}
         for shard, listed in names.items():
-            if shard.endswith(".safetensors"):
-                held = _read_safetensors_header(folder / shard)
-            else:
-                opened[shard], held = _map_pickle(folder / shard)
+            mapping, held = _open_file(folder / shard)
+            if mapping is not None:
+                opened[shard] = mapping
             for name in held if listed is None else listed:
                 if name not in held:
                     raise UserError(
@@ -157,6 +158,17 @@ class Checkpoint:
         return rows
 
 
+def check_weight_file(path: str | os.PathLike[str]) -> None:
+    """Raise UserError if one safetensors or PyTorch file cannot be read whole and safely."""
+    _open_file(Path(path))
+
+
+def _open_file(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, TensorInfo]]:
+    if path.name.endswith(".safetensors"):
+        return None, _read_safetensors_header(path)
+    return _map_pickle(path)
+
+
 def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the files in `folder` that a loader could take for a model's weights."""
     endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
@@ -183,7 +195,9 @@ def _index(folder: Path) -> dict[str, list[str] | None]:
 def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
+        shards = sorted({str(PurePath(shard)) for shard in weight_map.values()})
+        if not shards:
+            raise ValueError("it lists no tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{index}: not a shard index ({type(error).__name__}: {error}); download it again"
@@ -213,10 +227,7 @@ def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            infos = {
-                name: TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], path.name)
-                for name, entry in header.items()
-            }
+            infos = {name: _tensor_info(entry, path.name) for name, entry in header.items()}
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -231,6 +242,16 @@ def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     return infos
 
 
+def _tensor_info(entry: dict[str, Any], shard: str) -> TensorInfo:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {entry['dtype']} is not supported")
+    info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], shard)
+    start, stop = entry["data_offsets"]
+    if stop - start != info.nbytes:
+        raise ValueError(f"shape {entry['shape']} does not fit {stop - start} bytes")
+    return info
+
+
 def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
     """Map a PyTorch file without running code from it: `weights_only`, storages by mmap."""
     try:
@@ -242,9 +263,10 @@ def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
             # The format before PyTorch 1.6 cannot be mapped: this file is held in memory.
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+        called = re.search(r"Unsupported (?:global|class).*?(\w[\w.]+\.\w+)", str(error))
+        reason = f" (it calls {called[1]})" if called else ""
         raise UserError(
-            f"{path}: cannot be read without running code that it carries ({reason}); "
+            f"{path}: cannot be read without running code that it carries{reason}; "
             "convert it to safetensors"
         ) from error
     except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here

@@ -126,9 +126,11 @@ def _bases(
 
 
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
-    """Raise UserError where the cast to the output dtype overflowed (float16 above 65504)."""
-    if merged.dtype.itemsize < 4 and not torch.isfinite(merged).all():
-        raise UserError(
-            f"tensor `{name}`: merged values overflow {str(dtype).removeprefix('torch.')}; "
-            "set `dtype: bfloat16` or `float32`, or a smaller lambda"
-        )
+    """Raise UserError where a value overflowed (float16 does above 65504)."""
+    # A sum is not finite if an entry is not, and takes one pass without a mask.
+    if torch.isfinite(merged.sum(dtype=torch.float32)) or torch.isfinite(merged).all():
+        return
+    raise UserError(
+        f"tensor `{name}`: values overflow {str(dtype).removeprefix('torch.')} in the output; "
+        "set `dtype: bfloat16` or `float32`, or a smaller lambda"
+    )

@@ -308,8 +308,14 @@ def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[
     )
 
 
-def not_finite(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> str:
-    """The message that says which of the inputs of one tensor holds NaN or infinity."""
+def not_finite(
+    name: str, base: Tensor, models: Sequence[Tensor] = (), tasks: Sequence[str] = ()
+) -> str:
+    """The message that says which of the inputs of one tensor holds NaN or infinity.
+
+    Without `models` the tensor is one that stays the base's.
+    """
+    remedy = "take another, or leave the tensor out with `exclude`" if models else "take another"
     for who, tensor in [
         ("the base", base),
         *((f"task `{t}`", m) for t, m in zip(tasks, models, strict=True)),
@@ -319,7 +325,7 @@ def not_finite(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequenc
             return (
                 f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of "
                 f"{tensor.numel():,}; this checkpoint is damaged or its training diverged: "
-                "take another, or leave the tensor out with `exclude`"
+                f"{remedy}"
             )
     return (
         f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
@@ -331,6 +337,8 @@ def count_not_finite(tensor: Tensor) -> tuple[int, int]:
     """Numbers of NaN and of infinite entries, counted in chunks of bounded size."""
     nan = inf = 0
     for piece in tensor.reshape(-1).split(CPU_CHUNK):
+        if piece.dtype.itemsize == 1:  # no comparisons are defined for 8-bit floats
+            piece = piece.float()
         if not torch.isfinite(piece).all():
             nan += int(torch.isnan(piece).sum())
             inf += int(torch.isinf(piece).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import glob
 import os
 import shutil
 import tempfile
@@ -12,12 +13,16 @@ from pathlib import Path
 from tvb_mergekit.checkpoints import weight_files
 from tvb_mergekit.errors import UserError
 
+# What a merge writes besides weights; in an output folder that exists they would be overwritten.
+WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis.json", "tokenizer.json")
 
-def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str]) -> None:
-    """Refuse an output folder in which two models would mix.
+
+def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """Refuse an output folder in which two models would mix, or files of the user's be lost.
 
     Raises:
-        UserError: it is (or lies in, or holds) one of the inputs, holds weight files, or is a file.
+        UserError: it is, or lies in, one of the inputs, or holds an input file; it holds weight
+            files or a file that the merge writes; it is a file.
     """
     target = os.path.realpath(out)
     for path in inputs:
@@ -26,15 +31,27 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str]) -> N
             raise UserError(f"the output folder {out} is the input {path}; name another folder")
         if os.path.isfile(source) and os.path.dirname(source) == target:
             raise UserError(f"the output folder {out} holds the input {path}; name another folder")
-    if os.path.exists(target) and not os.path.isdir(target):
-        raise UserError(f"the output {out} is a file; name a folder")
-    found = weight_files(target)
-    if found:
-        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        if target.startswith(source + os.sep):
+            raise UserError(f"the output folder {out} lies in the input {path}; name another")
+    for place in (target, *map(str, Path(target).parents)):
+        if os.path.exists(place):
+            if not os.path.isdir(place):
+                raise UserError(f"the output {out}: {place} is a file; name a folder")
+            break
+    if found := weight_files(target):
         raise UserError(
-            f"the output folder {out} holds weight files of another model ({shown}); delete them "
-            "or name another folder: loaders would mix old shards with new ones"
+            f"the output folder {out} already holds weight files ({_some(found)}); delete them or "
+            "name another folder: loaders would mix old shards with new ones"
         )
+    if found := [name for name in WRITTEN if os.path.exists(os.path.join(target, name))]:
+        raise UserError(
+            f"the output folder {out} already holds {_some(found)}, which the merge would "
+            "overwrite; name another folder"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
@@ -46,41 +63,56 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
     needed = nbytes + nbytes // 100 + 2**20
     if free < needed:
         raise UserError(
-            f"too little disk for {out}: the merged model takes {needed / 1e9:.3g} GB, "
-            f"{free / 1e9:.3g} GB are free; free some, or write elsewhere"
+            f"too little disk for {out}: the merged model takes {megabytes(needed)}, "
+            f"{megabytes(free)} are free; free some, or write elsewhere"
         )
+
+
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 class StagedFolder:
     """A folder that appears under its name only when it is whole.
 
-    `path` is `OUT.partial-XXXX/<last part of OUT>`, on the same disk; `publish()` moves what is in
-    it to OUT. Whatever ends the process by an exception or a signal that Python sees leaves
-    nothing; a kill leaves `OUT.partial-XXXX`, which may be deleted.
+    `path` lies in `OUT.partial-XXXX` beside OUT, or, where OUT exists already (it may be a mount
+    point, or its parent not writable), in `OUT/.partial-XXXX`. `publish()` renames what is in it.
+    Whatever ends the process by an exception leaves nothing; a kill leaves the partial folder,
+    which may be deleted.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        self.out = Path(os.path.abspath(out))
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=f"{self.out.name}.partial-", dir=self.out.parent)
+        self.out = Path(os.path.realpath(out))
+        inside = self.out.is_dir()
+        parent = self.out if inside else self.out.parent
+        prefix = ".partial-" if inside else f"{self.out.name}.partial-"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            made = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        except OSError as error:
+            raise UserError(
+                f"cannot make the output folder {out}: {error.strerror} ({parent})"
+            ) from error
         self._outer = Path(made)
         atexit.register(self.discard)
         self.path = self._outer / self.out.name
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Rename into place: whole if OUT does not exist or is empty, else file by file, with
-        the weights' index and config.json last."""
-        if self.out.is_dir() and not any(self.out.iterdir()):
-            self.out.rmdir()
+        """Rename into place: the whole folder if OUT does not exist, else file by file with
+        config.json last, so that a half-moved model cannot be loaded.
+
+        Raises:
+            UserError: another run has written a model there meanwhile.
+        """
+        check_output_folder(self.out)
         for entry in self._outer.iterdir():  # mergekit may have put a second folder beside it
             target = self.out.parent / entry.name
             if not target.exists():
                 os.rename(entry, target)
                 continue
-            files = sorted(entry.iterdir(), key=lambda f: (f.name == "config.json", f.name))
-            for file in files:
-                os.replace(file, target / file.name)
+            for file in sorted(entry.iterdir(), key=lambda f: (f.name == "config.json", f.name)):
+                shutil.move(str(file), str(target / file.name))
         self.discard()
 
     def discard(self) -> None:
@@ -91,8 +123,9 @@ class StagedFolder:
 
 def stale_parts(out: str | os.PathLike[str]) -> list[str]:
     """Folders that killed merges into `out` left behind."""
-    target = Path(os.path.abspath(out))
-    if not target.parent.is_dir():
-        return []
-    prefix = f"{target.name}.partial-"
-    return sorted(str(p) for p in target.parent.iterdir() if p.name.startswith(prefix))
+    target = Path(os.path.realpath(out))
+    found = [
+        *target.parent.glob(f"{glob.escape(target.name)}.partial-*"),
+        *target.glob(".partial-*"),
+    ]
+    return sorted(map(str, found))

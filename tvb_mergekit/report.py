@@ -86,7 +86,7 @@ def facts(
 
 
 def write_files(folder: str | os.PathLike[str], basis: Basis, facts: Mapping[str, Any]) -> None:
-    """Write `basis.json` and `basis.safetensors`, each beside its place and then renamed."""
+    """Write `basis.json` and `basis.safetensors` into `folder`, which is not yet published."""
     encoding = basis.encoding
     tensors = {
         "gram": basis.sums.gram,
@@ -97,16 +97,10 @@ def write_files(folder: str | os.PathLike[str], basis: Basis, facts: Mapping[str
         "mixing": encoding.mixing,
     }
     present = {name: t.contiguous() for name, t in tensors.items() if t is not None}
-    target = Path(folder) / "basis.safetensors"
-    beside = target.with_suffix(".part")
     metadata = {"format": "pt", "format_version": str(FORMAT_VERSION)}
-    save_file(present, beside, metadata=metadata)
-    os.replace(beside, target)
-    target = Path(folder) / "basis.json"
-    beside = target.with_suffix(".part")
+    save_file(present, Path(folder) / "basis.safetensors", metadata=metadata)
     text = json.dumps(facts, indent=2, allow_nan=False)
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, target)
+    (Path(folder) / "basis.json").write_text(text + "\n", encoding="utf-8")
 
 
 def add_card_section(card: str | os.PathLike[str], basis: Basis, facts: Mapping[str, Any]) -> None:

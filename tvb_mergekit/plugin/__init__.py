@@ -1,13 +1,16 @@
 """The adapter: the only package that knows mergekit (0.1.5).
 
 `on_import` is called by the start-up hook after each of mergekit's modules below has run, before
-its importer has taken names from it. Every part is imported only then: importing this package
-imports nothing of mergekit.
+its importer has taken names from it. Every part is imported only then.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+
+# First of all: a part imported before mergekit would start the import of mergekit's registry, and
+# that, through the hook, the import of the same part a second time.
+import mergekit.merge_methods  # noqa: F401
 
 
 def on_import(module: ModuleType) -> None:

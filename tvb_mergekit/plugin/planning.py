@@ -75,6 +75,7 @@ class Plan:
     output_bytes: int = 0
     basis: Basis | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
+    untied: bool = False  # the base ties its output embedding, a model does not
     tunables: dict[str, set[float]] = field(default_factory=dict)  # values of lambda, alpha ...
 
     def build(self) -> Basis:
@@ -82,7 +83,7 @@ class Plan:
         with refusing():
             for name, load in self.kept.items():
                 if (tensor := load()).is_floating_point() and any(count_not_finite(tensor)):
-                    raise UserError(not_finite(name, tensor, [], []))
+                    raise UserError(not_finite(name, tensor))
             self.basis = build_basis(
                 self.recipe.settings,
                 self.recipe.tasks,
@@ -228,15 +229,34 @@ def replace_tasks(
             plan.left_out[weight.name] = reason
             plan.kept[weight.name] = base.load
             kept = KeepBase(
-                inputs=base_only(inputs, recipe.base), base=recipe.base, dtype=dtype, basis=node
+                name=weight.name,
+                inputs=base_only(inputs, recipe.base),
+                base=recipe.base,
+                dtype=dtype,
+                basis=node,
             )
             result.append((weight, kept))
             continue
         _count_once(plan, weight, inputs, sources, tied)
+        names = [sources[model].name for model in recipe.models]
+        if weight.tied_names and base.name != weight.name and weight.name in names:
+            plan.untied = True
+            LOG.warning(
+                "`%s` is tied in the base and not in %s: the merged model is written untied",
+                weight.name,
+                _listed(
+                    [t for t, name in zip(recipe.tasks, names, strict=True) if name == weight.name]
+                ),
+            )
         values = dict(task.parameters.items())
         for key in VARYING_KEYS:
             if values.get(key) is not None:
                 plan.tunables.setdefault(key, set()).add(values[key])
+            elif key in values:
+                raise UserError(
+                    f"`{key}` has no value for tensor `{weight.name}`, which matches none of its "
+                    "filters; add an entry without `filter`"
+                )
         merge = MergeTensor(
             name=weight.name,
             inputs=inputs,
@@ -248,6 +268,9 @@ def replace_tasks(
             device=plan.options.device or "cpu",
         )
         result.append((weight, merge))
+    exclude = recipe.settings.exclude
+    if exclude and "excluded by the recipe" not in plan.left_out.values():
+        LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
     return result
 
 

@@ -16,9 +16,10 @@ from pydantic import ConfigDict
 from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
+from tvb_mergekit.plugin.files import input_folders
 from tvb_mergekit.plugin.loaders import MappedLoader
 from tvb_mergekit.plugin.planning import Plan, devices_of, replace_tasks
-from tvb_mergekit.plugin.reading import input_folders, read_recipe
+from tvb_mergekit.plugin.reading import read_recipe
 from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.plugin.running import finish, warn_of_stale_parts, wrap_command
 from tvb_mergekit.plugin.sources import Source, mapped
@@ -39,7 +40,7 @@ class Publish(Task[None]):
         return {"done": self.finalize}
 
     def execute(self, **_kwargs: Any) -> None:
-        with refusing():
+        with refusing(out=str(self.stage.out)):
             finish(self.stage, self.plan, self.started, card=False)
 
     def main_thread_only(self) -> bool:
@@ -68,7 +69,7 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             )
             return tasks
         started = time.perf_counter()
-        with refusing():
+        with refusing(planning=lambda: True):
             recipe = read_recipe(config)
             check_output_folder(out_path, input_folders(recipe))
             devices = devices_of(options)
@@ -77,6 +78,8 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             loaders.clear()  # an earlier merge of this process may have seen other files
             for model, checkpoint in checkpoints.items():
                 loaders[model.model.path] = MappedLoader(checkpoint)
+            if not (tensor_union or tensor_intersection):
+                _check_same_tensors(checkpoints)
             warn_of_stale_parts(out_path)
             stage = StagedFolder(out_path)
             planned = original(config, str(stage.path), tensor_union, tensor_intersection, options)
@@ -101,10 +104,21 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
     wrap_command(module.main, schema=module.RawPyTorchMergeConfig)
 
 
+def _check_same_tensors(checkpoints: Mapping[ModelReference, Checkpoint]) -> None:
+    every = {name for checkpoint in checkpoints.values() for name in checkpoint.tensors}
+    for model, checkpoint in checkpoints.items():
+        for name in sorted(every - set(checkpoint.tensors)):
+            raise UserError(
+                f"tensor `{name}` is not in {model}, but in others; merge what all have with "
+                "--tensor-intersection, or keep the base's with --tensor-union"
+            )
+
+
 def _open(model: ModelReference) -> Checkpoint:
     path = model.model.path
     if not os.path.isfile(path):
-        raise UserError(f"model {path}: no such file; mergekit-pytorch takes one weight file each")
+        found = "is a folder" if os.path.isdir(path) else "no such file"
+        raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
     return Checkpoint.open(path)
 
 

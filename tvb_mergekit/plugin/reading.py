@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
 from pydantic import BaseModel
 
-from tvb_mergekit.checkpoints import Checkpoint, weight_files
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import (
     GLOBAL_KEYS,
@@ -21,10 +20,13 @@ from tvb_mergekit.recipe import (
     check_tasks,
     check_value,
     default_task_name,
+    nearest,
     resolve_settings,
     shown,
     unknown_key,
 )
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def read_recipe(config: BaseModel) -> Recipe:
     """
     sections = list(_sections(config))
     method = config.merge_method  # type: ignore[attr-defined]
+    _check_dtypes(config)
+    _check_chat_template(getattr(config, "chat_template", None))
     base = _reference(config.base_model)  # type: ignore[attr-defined]
     if base is None:
         raise UserError(
@@ -74,32 +78,6 @@ def read_recipe(config: BaseModel) -> Recipe:
     return Recipe(resolve_settings(method, given, tasks), base, models, tasks, weights)
 
 
-def check_local_files(recipe: Recipe, lora_cache: str | None) -> None:
-    """Open what lies on this disk, before anything else is downloaded or planned.
-
-    Raises:
-        UserError: a folder, its configuration or its weights are missing or damaged.
-    """
-    for model in (recipe.base, *recipe.models):
-        path = model.model.path
-        if model.lora is not None:
-            _check_adapter(model, lora_cache)
-        if os.path.isdir(path):
-            if not os.path.isfile(os.path.join(path, "config.json")):
-                found = ", ".join(weight_files(path)) or "no weight file"
-                raise UserError(
-                    f"model {path}: no config.json in this folder (found {found}); expected a "
-                    "Hugging Face model folder"
-                )
-            Checkpoint.open(path)
-        elif os.path.isfile(path):
-            raise UserError(
-                f"model {path} is a file; expected a model folder (or mergekit-pytorch)"
-            )
-        elif path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise UserError(f"model {path}: no such folder (from {os.getcwd()})")
-
-
 def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the recipe") -> None:
     """Refuse keys that mergekit would drop in silence, anywhere in the recipe's own text.
 
@@ -111,6 +89,10 @@ def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the r
         return
     for key, value in raw.items():
         if key not in schema.model_fields:
+            if key in GLOBAL_KEYS or key in VARYING_KEYS or key in MODEL_KEYS:
+                raise UserError(
+                    f"`{key}` under {where} would be ignored: it belongs under `parameters` there"
+                )
             raise unknown_key(str(key), tuple(schema.model_fields), where)
         inner = _model_class(schema.model_fields[key].annotation)
         if inner is None or inner is ModelReference:
@@ -133,6 +115,28 @@ def _model_class(annotation: Any) -> type[BaseModel] | None:
         if (found := _model_class(inner)) is not None:
             return found
     return None
+
+
+def _check_dtypes(config: Any) -> None:
+    for key in ("dtype", "out_dtype"):
+        name = getattr(config, key)
+        if name is not None and name.removeprefix("torch.") not in DTYPES:
+            raise UserError(f"`{key}` is {shown(name)}: expected one of {', '.join(DTYPES)}")
+
+
+def _check_chat_template(template: str | None) -> None:
+    """mergekit notices a misspelt template after the weights are merged."""
+    if not template or template == "auto" or (len(template) >= 20 and "{" in template):
+        return
+    files = importlib.resources.files("mergekit._data.chat_templates").iterdir()
+    known = sorted(f.name.removesuffix(".jinja") for f in files if f.name.endswith(".jinja"))
+    if template not in known:
+        guess = nearest(template, known)
+        hint = f"did you mean `{guess}`? " if guess else ""
+        raise UserError(
+            f"`chat_template` is {shown(template)}: {hint}Expected auto, a Jinja template, or one "
+            f"of {', '.join(known)}"
+        )
 
 
 def _reference(model: Any) -> ModelReference | None:
@@ -179,13 +183,19 @@ def _models(config: Any, base: ModelReference) -> tuple[ModelReference, ...]:
         assert model is not None
         listed = lists.setdefault(where.rpartition("[")[0], [])
         if _same(model, base):
+            if in_slice and model != base:
+                raise UserError(
+                    f"`{where}` writes the base as {model}, `base_model` as {base}: mergekit takes "
+                    "them for two models; write both alike"
+                )
             if not in_slice:
                 raise UserError(
                     f"`{where}` is the base model {base}: list only fine-tuned models; the base "
                     "stands under `base_model`"
                 )
-        elif any(_same(model, other) for other in listed):
-            raise UserError(f"`{where}` lists {model} a second time: list each model once")
+        elif twin := next((other for other in listed if _same(model, other)), None):
+            also = "" if str(twin) == str(model) else f" (it is the same folder as {twin})"
+            raise UserError(f"`{where}` lists {model} a second time{also}: list each model once")
         listed.append(model)
     first: tuple[ModelReference, ...] = ()
     for where, listed in lists.items():
@@ -281,36 +291,3 @@ def _one_value(key: str, setting: Any, where: str) -> Any:
 
 def _default_task(model: ModelReference) -> str:
     return default_task_name(model.model.path, model.lora.path if model.lora else None)
-
-
-def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
-    assert model.lora is not None
-    if not lora_cache:
-        raise UserError(
-            f"model {model} has an adapter: say where its fused copy may be kept, "
-            "--lora-merge-cache DIR (it takes a base model's size per adapter)"
-        )
-    path = model.lora.path
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
-        raise UserError(
-            f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
-        )
-    if not os.path.isdir(path) and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"adapter {path}: no such folder (from {os.getcwd()})")
-    fused = Path(lora_cache) / f"{model.model._unique_id()}_{model.lora._unique_id()}"
-    if fused.exists():
-        try:
-            Checkpoint.open(fused)
-        except UserError as error:
-            # mergekit makes the folder first and would take a half-written one for whole.
-            raise UserError(
-                f"model {model}: its fused copy in {fused} was cut while it was written; "
-                f"delete that folder ({error})"
-            ) from error
-
-
-def input_folders(recipe: Recipe) -> Sequence[str]:
-    """Every local folder that the merge reads."""
-    paths = [model.model.path for model in (recipe.base, *recipe.models)]
-    paths += [model.lora.path for model in recipe.models if model.lora]
-    return [path for path in paths if os.path.exists(path)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import click
 import pydantic
+import safetensors
 
 from tvb_mergekit.errors import UserError
+
+LOG = logging.getLogger(__name__)
 
 
 class MergeRefused(click.ClickException, RuntimeError):
@@ -16,26 +21,70 @@ class MergeRefused(click.ClickException, RuntimeError):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Turn what a user can mend into `MergeRefused`; all else passes with its traceback."""
+def refusing(
+    planning: Callable[[], bool] = lambda: False, out: str = "the output"
+) -> Iterator[None]:
+    """Turn what a user can mend into `MergeRefused`; all else passes with its traceback.
+
+    Args:
+        planning: whether mergekit still plans. Until then its RuntimeError and ValueError are
+            about the recipe (no such architecture, no tokenizer ...); `-v` shows the traceback.
+        out: what is being written, for the message of a full disk.
+    """
     try:
         yield
+    except MergeRefused:
+        raise
     except UserError as error:
         raise MergeRefused(str(error)) from error
     except pydantic.ValidationError as error:
-        raise MergeRefused(_first_lines(error)) from error
-    except (OSError, MemoryError) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise MergeRefused(text) from error
+        raise MergeRefused(_complaints(error)) from error
+    except (OSError, MemoryError, safetensors.SafetensorError) as error:
+        raise MergeRefused(_of_the_machine(error, out)) from error
+    except (RuntimeError, ValueError) as error:
+        if not planning():
+            raise
+        LOG.info("refused while planning", exc_info=error)
+        raise MergeRefused(f"mergekit cannot plan this merge: {_one_line(error)}") from error
 
 
-def _first_lines(error: pydantic.ValidationError) -> str:
-    """Each complaint as `key: what (found ...)`; of alternatives for one key only the first."""
+def _of_the_machine(error: BaseException, out: str) -> str:
+    text = _one_line(error)
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "serializing" in text:
+        return (
+            f"cannot write {out}: {text}; nothing was left behind: free some disk, or write "
+            "elsewhere"
+        )
+    return text
+
+
+_ALTERNATIVES = ("ConditionalParameter", "bool", "int", "float", "str")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _complaints(error: pydantic.ValidationError) -> str:
+    """Each complaint as `key` under `section`: what was found and what mergekit expects there."""
     seen: dict[str, str] = {}
     for item in error.errors(include_url=False):
-        parts = [str(part) for part in item["loc"]]
-        key = ".".join(part for part in parts if part.isidentifier() or part.isdigit())
-        root = ".".join(parts[:2])
-        message = item["msg"].removeprefix("Value error, ")
-        seen.setdefault(root, f"`{key}`: {message} (found {item['input']!r:.60})")
+        # mergekit's alternatives for one key (filter, list, number) come as parts of the place.
+        parts = [str(p) for p in item["loc"] if str(p).isidentifier() or str(p).isdigit()]
+        parts = [
+            p for p in parts if p not in ("ConditionalParameter", "bool", "int", "float", "str")
+        ]
+        place = ".".join(parts)
+        if "parameters" in parts[:-1]:
+            cut = parts.index("parameters") + 1
+            key, where = parts[cut], ".".join(parts[:cut])
+            found = "empty" if item["input"] is None else f"{item['input']!r:.60}"
+            seen.setdefault(
+                f"{where}.{key}",
+                f"`{key}` under `{where}` is {found}: expected a number or text; leave the key out "
+                "for its default",
+            )
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            seen.setdefault(place, f"`{place}`: {message} (found {item['input']!r:.60})")
     return f"the recipe is not valid: {'; '.join(seen.values())}"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
+import re
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,15 +25,16 @@ from mergekit.options import MergeOptions
 from pydantic import BaseModel
 
 from tvb_mergekit import report
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import StagedFolder, check_output_folder, stale_parts
+from tvb_mergekit.plugin.files import (
+    check_local_files,
+    check_tokenizer_source,
+    input_folders,
+)
 from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan, Session, session
-from tvb_mergekit.plugin.reading import (
-    check_local_files,
-    check_unknown_keys,
-    input_folders,
-    read_recipe,
-)
+from tvb_mergekit.plugin.reading import check_unknown_keys, read_recipe
 from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.recipe import METHODS
 
@@ -51,15 +58,19 @@ def wrap_run_merge(module: ModuleType) -> None:
         if merge_config.merge_method not in METHODS:
             original(merge_config, out_path, options, config_source)
             return
-        with refusing():
+        running = Session(out_path)
+        with refusing(planning=lambda: running.plan is None, out=out_path):
             recipe = read_recipe(merge_config)
             check_output_folder(out_path, input_folders(recipe))
-            check_local_files(recipe, options.lora_merge_cache)
+            check_local_files(recipe, options)
+            check_tokenizer_source(merge_config)
             warn_of_stale_parts(out_path)
             started = time.perf_counter()
-            with staged(out_path) as (stage, running), fresh_loaders(), _local_cards():
+            with staged(running) as stage, fresh_loaders(), _local_cards(), unwinding():
                 original(merge_config, str(stage.path), options, config_source)
                 assert running.plan is not None, "run_merge returned without planning"
+                if running.plan.untied:
+                    write_untied(stage.path / "config.json")
                 finish(stage, running.plan, started, card=options.write_model_card)
 
     run_merge.tvb_mergekit = True  # type: ignore[attr-defined]
@@ -67,13 +78,12 @@ def wrap_run_merge(module: ModuleType) -> None:
 
 
 @contextmanager
-def staged(out_path: str) -> Iterator[tuple[StagedFolder, Session]]:
-    """A staged folder and the session that the planner adds its plan to; on an error, no folder."""
-    stage = StagedFolder(out_path)
-    running = Session(out_path)
+def staged(running: Session) -> Iterator[StagedFolder]:
+    """A staged folder, and `running` where the planner adds its plan; on an error, no folder."""
+    stage = StagedFolder(running.out)
     token = session.set(running)
     try:
-        yield stage, running
+        yield stage
     finally:
         session.reset(token)
         stage.discard()
@@ -101,6 +111,29 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
         report.print_summary(basis, facts, str(stage.out))
 
 
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let SIGTERM (a scheduler, `docker stop`) end a merge as Ctrl-C does: nothing is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def write_untied(path: Path) -> None:
+    """Let loaders of the merged model read its own output embedding, which the base ties."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def warn_of_stale_parts(out_path: str) -> None:
     for path in stale_parts(out_path):
         LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
@@ -126,11 +159,9 @@ def wrap_command(
         path = kwargs.get("config_file") or kwargs.get("config_path")
         if not (path and os.path.isfile(path) and uses_our_methods(path)):
             return original(*args, **kwargs)
-        with refusing():
-            for document in _documents(path):
-                if multiple:
-                    document.pop("name", None)
-                check_unknown_keys(document, schema)
+        with refusing(planning=lambda: True):
+            check_documents(path, schema, multiple)
+        with refusing(out=str(kwargs.get("out_path"))):
             return original(*args, **kwargs)
 
     callback.tvb_mergekit = True  # type: ignore[attr-defined]
@@ -138,19 +169,65 @@ def wrap_command(
 
 
 def uses_our_methods(path: str) -> bool:
-    """Whether a document of this recipe asks for one of our methods; a file that is no YAML does
-    not, and gets mergekit's own complaint."""
+    """Whether the recipe's text asks for one of our methods; it need not be YAML for that."""
+    text = Path(path).read_bytes().decode("utf-8", errors="replace")
+    return re.search(rf"merge_method:\s*[\"']?({'|'.join(METHODS)})\b", text) is not None
+
+
+def check_documents(path: str, schema: type[BaseModel], multiple: bool) -> None:
+    """Check each document of ours as a recipe, before mergekit works on the first.
+
+    Raises:
+        UserError: no YAML, a key twice, an unknown key, or what `read_recipe` refuses.
+        pydantic.ValidationError, RuntimeError: mergekit's own complaint.
+    """
+    documents = load_documents(path)
+    for document in documents:
+        if not isinstance(document, dict):
+            raise UserError(
+                f"{path}: a {type(document).__name__}, expected a mapping with `merge_method`"
+            )
+        if document.get("merge_method") not in METHODS:
+            continue
+        if multiple:
+            document = {key: value for key, value in document.items() if key != "name"}
+        check_unknown_keys(document, schema)
+        read_recipe(schema.model_validate(document))
+
+
+def load_documents(path: str) -> list[Any]:
+    """The YAML documents of a recipe.
+
+    Raises:
+        UserError: the text is no YAML, or a mapping has a key twice (YAML keeps the last).
+    """
     try:
-        return bool(_documents(path))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return False
+        with open(path, encoding="utf-8") as file:
+            return list(yaml.load_all(file, Loader=_StrictLoader))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no UTF-8 text ({error})") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        tab = "; YAML is indented by spaces, not tabs" if "\\t" in str(error.problem) else ""
+        raise UserError(f"{path}{line}: {error.problem}{tab}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: no YAML ({' '.join(str(error).split())})") from error
 
 
-def _documents(path: str) -> list[dict[str, Any]]:
-    """The recipe's documents that use our methods."""
-    with open(path, encoding="utf-8") as file:
-        documents = list(yaml.safe_load_all(file))
-    return [d for d in documents if isinstance(d, dict) and d.get("merge_method") in METHODS]
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key twice in one mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _value in node.value:
+            key = (key_node.tag, key_node.value) if isinstance(key_node.value, str) else None
+            if key is not None and key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"`{key_node.value}` stands here a second time", key_node.start_mark
+                )
+            seen.add(key)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 @contextmanager

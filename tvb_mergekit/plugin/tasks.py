@@ -12,7 +12,9 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from tvb_mergekit.basis import Basis
+from tvb_mergekit.combine import check_output
 from tvb_mergekit.engine import Tunables, merge_tensor
+from tvb_mergekit.plugin.refusals import refusing
 
 
 class BuildBasis(Task[Basis]):
@@ -73,7 +75,8 @@ class MergeTensor(Task[Tensor]):
         if device.type == "cpu":  # move block by block, not the T + 1 tensors at once
             inner = torch.get_default_device()  # the worker's own under --multi-gpu
             device = inner if inner.type != "cpu" else torch.device(self.device)
-        return merge_tensor(basis, self.name, base, models, self.tunables, dtype, device)
+        with refusing():
+            return merge_tensor(basis, self.name, base, models, self.tunables, dtype, device)
 
 
 class KeepBase(Task[Tensor]):
@@ -81,6 +84,7 @@ class KeepBase(Task[Tensor]):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
+    name: str
     inputs: Task
     base: ModelReference
     dtype: str | None
@@ -96,7 +100,12 @@ class KeepBase(Task[Tensor]):
     def execute(self, tensors: dict[ModelReference, Tensor], **_kwargs: Any) -> Tensor:
         tensor = tensors[self.base]
         dtype = torch_dtype(self.dtype)
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        if dtype is None or not tensor.is_floating_point():
+            return tensor
+        cast = tensor.to(dtype)
+        with refusing():
+            check_output(self.name, cast, dtype)
+        return cast
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:

@@ -1,0 +1,162 @@
+"""What lies on this disk of a recipe's models: looked at before anything is read or downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+
+from tvb_mergekit.checkpoints import Checkpoint, check_weight_file, weight_files
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.reading import Recipe
+
+
+def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
+    """Open what lies on this disk, before anything else is downloaded or planned.
+
+    Raises:
+        UserError: a folder, its configuration or its weights are missing or damaged.
+    """
+    for model in (recipe.base, *recipe.models):
+        path = model.model.path
+        if model.lora is not None:
+            _check_adapter(model, options.lora_merge_cache)
+        if os.path.isdir(path):
+            if not os.path.isfile(os.path.join(path, "config.json")):
+                found = ", ".join(weight_files(path)) or "no weight file"
+                adapter = os.path.isfile(os.path.join(path, "adapter_config.json"))
+                hint = "; an adapter is listed as BASE+ADAPTER" if adapter else ""
+                raise UserError(
+                    f"model {path}: no config.json in this folder (found {found}); expected a "
+                    f"Hugging Face model folder{hint}"
+                )
+            if not options.allow_crimes:
+                _check_architecture(path, recipe.base.model.path)
+            try:
+                model.config(trust_remote_code=options.trust_remote_code)
+            except (ValueError, KeyError, OSError) as error:
+                reason = str(error).split(". ")[0].splitlines()[0]
+                raise UserError(
+                    f"model {path}: transformers cannot read its config.json: {reason}"
+                ) from error
+            Checkpoint.open(path)
+        elif os.path.isfile(path):
+            raise UserError(
+                f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
+            )
+        elif not _may_be_on_the_hub(path):
+            hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
+            raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
+        elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+            _check_hub_cache(path)
+
+
+def check_tokenizer_source(config: MergeConfiguration) -> None:
+    """A tokenizer may come from a model that is not merged: its folder must exist.
+
+    Raises:
+        UserError: it does not, or a folder that should give a tokenizer has none.
+    """
+    key = "tokenizer.source" if config.tokenizer else "tokenizer_source"
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    if source is None:
+        return
+    models = config.referenced_models() if source in ("union", "base") else [source]
+    for model in models:
+        path = model.model.path
+        if not os.path.isdir(path) and not _may_be_on_the_hub(path):
+            raise UserError(f"`{key}` is {source}: no such folder {path} (from {os.getcwd()})")
+        if os.path.isdir(path) and not _tokenizer_files(path):
+            raise UserError(
+                f"`{key}` is {source}: model {path} has no tokenizer files (tokenizer.json, "
+                "tokenizer.model or vocab.json); copy them there, or leave the key out"
+            )
+
+
+def _tokenizer_files(path: str) -> list[str]:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    return [name for name in (*names, "tokenizer_config.json") if os.path.isfile(f"{path}/{name}")]
+
+
+def _may_be_on_the_hub(path: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
+
+
+def _check_hub_cache(path: str) -> None:
+    """Offline, a name that is no folder must be in the Hub's cache on this disk."""
+    if huggingface_hub.try_to_load_from_cache(path, "config.json") is None:
+        raise UserError(
+            f"model {path}: no such folder (from {os.getcwd()}), and not in this machine's "
+            "Hugging Face cache (HF_HUB_OFFLINE is set)"
+        )
+
+
+def _check_architecture(path: str, base: str) -> None:
+    """The model's class must be the base's; mergekit's own complaint names neither."""
+    found, expected = _architectures(path), _architectures(base)
+    if found and expected and found != expected:
+        raise UserError(
+            f"model {path} is a {', '.join(found)}, the base {base} a {', '.join(expected)}: a "
+            "task vector needs one architecture (--allow-crimes tries all the same)"
+        )
+
+
+def _architectures(path: str) -> list[str]:
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        return []
+    try:
+        with open(file, encoding="utf-8") as stream:
+            names = json.load(stream).get("architectures") or []
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file} is not JSON ({error}); download it again") from error
+    return [str(name) for name in names]
+
+
+def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
+    assert model.lora is not None
+    if not lora_cache:
+        raise UserError(
+            f"model {model} has an adapter: say where its fused copy may be kept, "
+            "--lora-merge-cache DIR (it takes a base model's size per adapter)"
+        )
+    path = model.lora.path
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
+        raise UserError(
+            f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
+        )
+    if not os.path.isdir(path) and not _may_be_on_the_hub(path):
+        raise UserError(
+            f"adapter {path}: no such folder (from {os.getcwd()}); mergekit reads `+` in a model "
+            "as MODEL+ADAPTER"
+        )
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if os.path.isfile(os.path.join(path, name)):
+            try:
+                check_weight_file(os.path.join(path, name))
+            except UserError as error:
+                raise UserError(f"model {model}: {error}") from error
+    fused = Path(lora_cache) / f"{model.model._unique_id()}_{model.lora._unique_id()}"
+    if fused.exists():
+        try:
+            Checkpoint.open(fused)
+        except UserError as error:
+            # mergekit makes the folder first and would take a half-written one for whole.
+            raise UserError(
+                f"model {model}: its fused copy in {fused} was cut while it was written; "
+                f"delete that folder ({error})"
+            ) from error
+
+
+def input_folders(recipe: Recipe) -> Sequence[str]:
+    """Every local folder that the merge reads."""
+    paths = [model.model.path for model in (recipe.base, *recipe.models)]
+    paths += [model.lora.path for model in recipe.models if model.lora]
+    return [path for path in paths if os.path.exists(path)]
