@@ -273,3 +273,79 @@ def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array
     ortho, upper = np.linalg.qr(np.concatenate(rows))
     ortho = ortho * np.sign(np.diag(upper))
     return ortho, ortho.T @ dense.tau
+
+
+# A whole merge
+
+
+@dataclass
+class Expected:
+    """Named float64 tensors; `boundary` (Trim) are the entries that rounding may turn."""
+
+    tensors: dict[str, Tensor]
+    boundary: dict[str, Tensor] | None = None
+
+
+ADAM_KEYS = ("seed", "steps", "learning_rate", "weight_decay", "temperature")
+ADAM_KEYS += ("anneal_every", "anneal_factor")
+
+
+def coefficients(
+    dense: Dense, parameters: Mapping[str, object], stored: Mapping[str, Array]
+) -> Coefficients:
+    """W_e, W_d and R of the recipe's `parameters`; `stored` is its basis.safetensors."""
+    basis = parameters.get("basis", "ae")
+    gram = dense.gram
+    sizes = {key: parameters.get(key) for key in ("num_bases", "basis_ratio", "energy")}
+    count = number_of_bases(gram, **sizes)  # type: ignore[arg-type]
+    if basis == "none":
+        return identity(len(gram))
+    if basis == "pca":
+        return pca(dense.tau, count)
+    if basis == "linear_ae" or (basis == "ae" and parameters.get("solver") != "exact"):
+        given = {key: parameters[key] for key in ADAM_KEYS if key in parameters}
+        return adam(gram, count, softmax=basis == "ae", **given)  # type: ignore[arg-type]
+    encoder = stored["encoder"]
+    assert encoder.shape == (len(gram), count)
+    check_encoder(str(basis), gram, encoder)
+    return from_encoder(gram, encoder)
+
+
+def expect(
+    dense: Dense,
+    method: str,
+    parameters: Mapping[str, object],
+    stored: Mapping[str, Array],
+    tasks: Sequence[str],
+    varying: Mapping[str, Value] | None = None,
+) -> Expected:
+    """The merged tensors of a recipe; `varying` gives lambda, alpha or density tensor by tensor."""
+    size = dense.tau.shape[1]
+    chosen: dict[str, Value] = {"lambda": 0.0 if method == "basis_negate" else 0.4, "density": 0.2}
+    chosen |= {k: parameters[k] for k in ("lambda", "alpha", "density") if k in parameters}  # type: ignore[misc]
+    chosen |= varying or {}
+    if parameters.get("basis") == "rand_proj":
+        count = number_of_bases(dense.gram, parameters.get("num_bases"))  # type: ignore[arg-type]
+        bases, inner = random_projection(dense, count, int(parameters.get("seed", 0)))  # type: ignore[call-overload]
+        rebuilt = bases @ inner
+    else:
+        found = coefficients(dense, parameters, stored)
+        bases, rebuilt = dense.tau @ found.encoder, dense.tau @ found.reconstruction
+    factor = size / bases.shape[1] if parameters.get("lambda_scale") == "tasks" else 1.0
+    given = chosen["lambda"]
+    scaled: Value = (lambda name: factor * given(name)) if callable(given) else factor * given
+    if method == "basis_ta":
+        return Expected(dense.split(addition(dense, bases, scaled)))
+    if method == "basis_negate":
+        names = [name.strip() for name in str(parameters["forget"]).split(",")]
+        columns = rebuilt[:, [list(tasks).index(name) for name in names]]
+        return Expected(dense.split(negation(dense, bases, columns, scaled, chosen["alpha"])))
+    result = ties(
+        dense,
+        bases,
+        scaled,
+        chosen["density"],
+        str(parameters.get("trim", "model")),
+        str(parameters.get("merge_func", "sum")),
+    )
+    return Expected(dense.split(result.merged), dense.split(result.boundary))
