@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tvb_mergekit.gram import Sketch
+
 Array = NDArray[np.float64]
 State = Mapping[str, Tensor]
 Value = float | Callable[[str], float]
@@ -62,9 +64,6 @@ class Dense:
 
 def flat(state: State, names: Sequence[str]) -> Array:
     return np.concatenate([state[n].double().reshape(-1).numpy() for n in names])
-
-
-# Number of bases
 
 
 def number_of_bases(
@@ -196,9 +195,6 @@ def check_encoder(basis: str, gram: Array, encoder: Array) -> None:
         assert reached >= spectral_bound(gram, count) * (1 - 1e-9)
 
 
-# Merging
-
-
 def addition(dense: Dense, bases: Array, lambda_: Value) -> Array:
     return dense.theta + dense.spread(lambda_) * bases.sum(axis=1)
 
@@ -229,14 +225,15 @@ def ties(
     trim: str = "model",
     merge_func: str = "sum",
 ) -> Trimmed:
-    """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 (`model`,
-    whose threshold comes from bins of a relative width of 6e-5) or 1e-6 (`tensor`) of its threshold.
-    """
+    """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 of its
+    threshold (`model`, found from bins of a relative width of 6e-5) or 1e-6 (`tensor`)."""
     width = 2e-4 if trim == "model" else 1e-6
     thresholds = np.empty_like(bases)
     start = 0
     for name in dense.names:
         size = dense.base[name].numel()
+        if not size:
+            continue
         share = density(name) if callable(density) else density
         for column in range(bases.shape[1]):
             piece = bases[start : start + size, column]
@@ -263,11 +260,11 @@ def ties(
 
 def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array]:
     """Q [d, M], orthonormal columns from the Gaussian Omega by QR, and Q^T T [M, T]."""
-    from tvb_mergekit.gram import Sketch
-
     sketch, rows = Sketch(count, seed), []
     for name in dense.names:
         size = dense.base[name].numel()
+        if not size:
+            continue
         drawn = sketch.rows(sketch.stream(name), size, torch.device("cpu"))
         rows.append(drawn.T.double().numpy())
     ortho, upper = np.linalg.qr(np.concatenate(rows))

@@ -32,9 +32,7 @@ def llama(**changes: object) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4
-    )
+    config = transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -97,3 +95,21 @@ def load(folder: Path) -> dict[str, Tensor]:
     for shard in shards:
         merged |= load_file(folder / shard)
     return merged
+
+
+def as_bin(folder: Path, shards: int = 1, extra: dict[str, Tensor] | None = None) -> None:
+    """Rewrite a checkpoint in PyTorch's format, as older models on the Hub are."""
+    state = load(folder) | (extra or {})
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    weight_map = {}
+    for number in range(shards):
+        name = f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin"
+        part = {key: state[key] for key in list(state)[number::shards]}
+        torch.save(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))

@@ -131,7 +131,7 @@ def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
             )
     cosines = basis.cosines
     for i, j in torch.triu_indices(len(basis.tasks), len(basis.tasks), 1).T.tolist():
-        if cosines[i, j] > 1 - 1e-9:
+        if cosines[i, j] > 1 - 1e-6:
             lines.append(
                 f"tasks `{basis.tasks[i]}` and `{basis.tasks[j]}` have the same task vector up to "
                 "scale: one model under two names?"

@@ -51,15 +51,15 @@ def load(key: str) -> GramSums | None:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             note = json.loads(file.metadata()["tvb_mergekit"])
+        return GramSums(
+            tensors["gram"],
+            note["base_norm_squared"],
+            note["num_parameters"],
+            tensors.get("sketch_gram"),
+            tensors.get("sketch_tasks"),
+        )
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
         return None
-    return GramSums(
-        tensors["gram"],
-        note["base_norm_squared"],
-        note["num_parameters"],
-        tensors.get("sketch_gram"),
-        tensors.get("sketch_tasks"),
-    )
 
 
 def store(key: str, sums: GramSums, tasks: list[str], models: list[str]) -> None:
@@ -110,18 +110,18 @@ def entries() -> list[Entry]:
             with safetensors.safe_open(path, framework="pt") as file:
                 note = json.loads(file.metadata()["tvb_mergekit"])
             stat = path.stat()
+            found.append(
+                Entry(
+                    path,
+                    stat.st_size,
+                    stat.st_mtime,
+                    note["tasks"],
+                    note["models"],
+                    note["num_parameters"],
+                )
+            )
         except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
             continue
-        found.append(
-            Entry(
-                path,
-                stat.st_size,
-                stat.st_mtime,
-                note["tasks"],
-                note["models"],
-                note["num_parameters"],
-            )
-        )
     return sorted(found, key=lambda entry: -entry.modified)
 
 

@@ -53,7 +53,7 @@ def list_entries() -> None:
             written, shown, f"{entry.num_parameters:,}", f"{entry.nbytes:,}", entry.path.name[:12]
         )
     if found:
-        Console(soft_wrap=True).print(table)
+        Console(soft_wrap=True, markup=False).print(table)
     click.echo(f"{len(found)} Gram matrices in {folder}")
 
 

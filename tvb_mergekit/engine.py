@@ -24,6 +24,7 @@ from tvb_mergekit.gram import (
     Sketch,
     Slot,
     TaskVectorBlocks,
+    block_budget,
     each_slot,
     gram_pass,
 )
@@ -156,11 +157,6 @@ def merge_tensor(
 def _sketch(settings: Settings, tasks: int) -> Sketch | None:
     if settings.basis != "rand_proj":
         return None
-    if settings.energy is not None:
-        raise UserError(
-            "`energy` with `basis: rand_proj`: random directions hold no share of the energy to "
-            "choose M by; give `num_bases` or `basis_ratio`"
-        )
     columns = settings.num_bases or ratio_to_bases(settings.basis_ratio or 0.5, tasks)
     return Sketch(columns, settings.seed)
 
@@ -199,9 +195,10 @@ _local = threading.local()
 
 def _buffers(tasks: int, device: torch.device, bases: int = 0) -> TaskVectorBlocks:
     """This thread's buffers for merging: allocated once, since fresh pages cost more than sums."""
-    key = (tasks, device, bases)
+    budget = block_budget()
+    key = (tasks, device, bases, budget)
     if getattr(_local, "key", None) != key:
         _local.key = key
-        _local.blocks = TaskVectorBlocks(tasks, device, DEFAULT_BUDGET, extra_rows=3 * bases)
+        _local.blocks = TaskVectorBlocks(tasks, device, budget, extra_rows=4 * bases)
     blocks: TaskVectorBlocks = _local.blocks
     return blocks

@@ -181,12 +181,18 @@ def tensor_sums(
             assert sums.sketch_gram is not None and sums.sketch_tasks is not None
             sums.sketch_gram += _block_products(omega, omega)
             sums.sketch_tasks += _block_products(omega, tau)
-    sums.gram = sums.gram.cpu()
+    sums.gram = _symmetric(sums.gram)
     if sums.sketch_gram is not None and sums.sketch_tasks is not None:
-        sums.sketch_gram, sums.sketch_tasks = sums.sketch_gram.cpu(), sums.sketch_tasks.cpu()
+        sums.sketch_gram = _symmetric(sums.sketch_gram)
+        sums.sketch_tasks = sums.sketch_tasks.cpu()
     sums.base_norm_squared = float(norm)
     sums.num_parameters = base.numel()
     return sums
+
+
+def _symmetric(square: Tensor) -> Tensor:
+    # Not every matrix product gives X X^T symmetric to the bit (AVX2 and cuBLAS do not).
+    return ((square + square.T) / 2).cpu()
 
 
 def _block_products(left: Tensor, right: Tensor) -> Tensor:
@@ -262,24 +268,27 @@ def each_slot(
     failed = Event()
 
     def run(device: torch.device) -> None:
-        act = work(device)
-        while not failed.is_set():
-            try:
+        try:
+            act = work(device)
+            while not failed.is_set():
                 slot = todo.get_nowait()
-            except Empty:
-                return
-            try:
                 act(slot)
-            except BaseException:
-                failed.set()
-                raise
-            progress(slot.nbytes)
+                progress(slot.nbytes)
+        except Empty:
+            return
+        except BaseException:
+            failed.set()
+            raise
 
     if len(devices) == 1:
         return run(devices[0])
     with ThreadPoolExecutor(len(devices)) as pool:
-        for done in [pool.submit(run, device) for device in devices]:
-            done.result()
+        try:
+            for done in [pool.submit(run, device) for device in devices]:
+                done.result()
+        except BaseException:  # Ctrl-C too: the pool waits for its threads
+            failed.set()
+            raise
 
 
 def _zeros(tasks: int, sketch: Sketch | None) -> GramSums:

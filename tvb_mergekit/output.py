@@ -106,13 +106,13 @@ class StagedFolder:
             UserError: another run has written a model there meanwhile.
         """
         check_output_folder(self.out)
-        for entry in self._outer.iterdir():  # mergekit may have put a second folder beside it
-            target = self.out.parent / entry.name
-            if not target.exists():
-                os.rename(entry, target)
-                continue
-            for file in sorted(entry.iterdir(), key=lambda f: (f.name == "config.json", f.name)):
-                shutil.move(str(file), str(target / file.name))
+        if not self.out.exists():
+            os.rename(self.path, self.out)
+        else:
+            for file in sorted(
+                self.path.iterdir(), key=lambda f: (f.name == "config.json", f.name)
+            ):
+                shutil.move(str(file), str(self.out / file.name))
         self.discard()
 
     def discard(self) -> None:

@@ -166,6 +166,11 @@ def _check_combination(method: str, values: Mapping[str, Any]) -> None:
             f"`basis` is rand_proj, whose bases are no sums of tasks: only basis_negate takes it, "
             f"not {method}"
         )
+    if basis == "rand_proj" and "energy" in values:
+        raise UserError(
+            "`energy` with basis rand_proj: random directions hold no share of the energy to "
+            "choose M by; give `num_bases` or `basis_ratio`"
+        )
     for key in values:
         spec = GLOBAL_KEYS[key]
         if basis not in spec.bases:

@@ -97,8 +97,8 @@ def write_files(folder: str | os.PathLike[str], basis: Basis, facts: Mapping[str
         "mixing": encoding.mixing,
     }
     present = {name: t.contiguous() for name, t in tensors.items() if t is not None}
-    metadata = {"format": "pt", "format_version": str(FORMAT_VERSION)}
-    save_file(present, Path(folder) / "basis.safetensors", metadata=metadata)
+    # One metadata entry: safetensors writes several in an order that changes from run to run.
+    save_file(present, Path(folder) / "basis.safetensors", metadata={"format": "pt"})
     text = json.dumps(facts, indent=2, allow_nan=False)
     (Path(folder) / "basis.json").write_text(text + "\n", encoding="utf-8")
 
@@ -128,7 +128,12 @@ def card_section(basis: Basis, facts: Mapping[str, Any]) -> str:
         lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for task, row in zip(basis.tasks, encoding.encoder.tolist(), strict=True):
             model = facts["models"][list(basis.tasks).index(task)]
-            cells = [task, f"`{model}`", *(f"{w:.3f}" for w in row), f"{sum(row):.3f}"]
+            cells = [
+                task.replace("|", "\\|"),
+                f"`{model}`",
+                *(f"{w:.3f}" for w in row),
+                f"{sum(row):.3f}",
+            ]
             lines.append("| " + " | ".join(cells) + " |")
     else:
         lines += [f"* {task}: `{m}`" for task, m in zip(basis.tasks, facts["models"], strict=True)]
@@ -159,13 +164,13 @@ def print_summary(
         names = [f"B{m}" for m in range(encoding.num_bases)]
         _print_table(console, "Encoder weights", tasks, names, encoding.encoder)
     for line in _measures(basis, facts):
-        console.print(line, markup=False)
+        console.print(line)
     if facts["left_out"]:
-        console.print(f"{len(facts['left_out'])} tensors left out: see basis.json", markup=False)
+        console.print(f"{len(facts['left_out'])} tensors left out: see basis.json")
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in facts["seconds"].items())
     cached = " (Gram matrix from the cache)" if basis.cached else ""
-    console.print(f"{seconds}{cached}", markup=False)
-    console.print(f"Written to {out}", markup=False)
+    console.print(f"{seconds}{cached}")
+    console.print(f"Written to {out}")
 
 
 def _measures(basis: Basis, facts: Mapping[str, Any]) -> list[str]:

@@ -60,26 +60,23 @@ def exact_thresholds(
 ) -> Tensor:
     """The k-th largest magnitude of each row, k = max(1, int(density * numel)): [rows] float32.
 
-    mergekit's rule for one tensor (`trim: tensor`), by two sweeps over `blocks()`: a histogram,
-    then the values of the one bin that holds the k-th. Values of a lowest bin are not collected:
-    there the threshold is 0 and all are kept.
+    mergekit's rule for one tensor (`trim: tensor`), by two sweeps over `blocks()`: a histogram of
+    the leading bits, then one of the remaining bits of the values in the bin that holds the k-th.
+    In the lowest bin, which has no single width, the threshold is 0 and all are kept.
     """
     histogram = MagnitudeHistogram(rows)
     for values in blocks():
         histogram.add(values)
     k = max(1, int(density * numel))
-    above = histogram.counts.flip(1).cumsum(1).flip(1)
+    above = histogram.counts.flip(1).cumsum(1).flip(1)  # values in this bin or a higher one
     number = (above >= k).sum(1) - 1  # the bin of the k-th largest
-    found: list[list[Tensor]] = [[] for _ in range(rows)]
+    fine = torch.zeros(rows, 1 << _SHIFT, dtype=torch.int64, device="cpu")
     for values in blocks():
+        mine = bin_numbers(values) == number.to(values.device)[:, None]
+        rest = values.contiguous().view(torch.int32) & ((1 << _SHIFT) - 1)
         for row in range(rows):
-            if number[row] > 0:
-                mine = bin_numbers(values[row]) == number[row]
-                found[row].append(values[row][mine].abs().cpu())
-    result = torch.zeros(rows, device="cpu")
-    for row in range(rows):
-        if number[row] > 0:
-            larger = int(above[row, number[row] + 1]) if number[row] + 1 < BINS else 0
-            ordered = torch.cat(found[row]).sort(descending=True).values
-            result[row] = ordered[k - larger - 1]
-    return result
+            fine[row] += torch.bincount(rest[row][mine[row]], minlength=1 << _SHIFT).cpu()
+    higher = above.gather(1, number[:, None]) - fine.sum(1, keepdim=True)
+    last = (higher + fine.flip(1).cumsum(1).flip(1) >= k).sum(1) - 1
+    pattern = ((number + _FIRST) << _SHIFT) + last
+    return pattern.to(torch.int32).view(torch.float32).masked_fill(number == 0, 0.0)

@@ -92,7 +92,7 @@ class Gram:
             raise UserError(
                 f"the Gram matrix is not finite in rows {bad}: a task vector there holds NaN or Inf"
             )
-        if np.abs(matrix - matrix.T).max() > 1e-9 * np.abs(matrix).max():
+        if np.abs(matrix - matrix.T).max() > 1e-6 * np.abs(matrix).max():
             raise UserError("the Gram matrix is not symmetric: expected T^T T of one set of tasks")
         return cls.from_array((matrix + matrix.T) / 2)
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from mergekit.common import ModelReference
@@ -15,6 +16,7 @@ from mergekit.options import MergeOptions
 
 from tvb_mergekit.checkpoints import Checkpoint, check_weight_file, weight_files
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.output import check_disk
 from tvb_mergekit.plugin.reading import Recipe
 
 
@@ -39,6 +41,12 @@ def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
                 )
             if not options.allow_crimes:
                 _check_architecture(path, recipe.base.model.path)
+            if scheme := _config(path).get("quantization_config"):
+                kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+                raise UserError(
+                    f"model {path} is stored quantized ({kind}): its tensors are codes, not "
+                    "weights; take an unquantized checkpoint (an adapter goes as BASE+ADAPTER)"
+                )
             try:
                 model.config(trust_remote_code=options.trust_remote_code)
             except (ValueError, KeyError, OSError) as error:
@@ -68,7 +76,10 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source is None:
         return
-    models = config.referenced_models() if source in ("union", "base") else [source]
+    if source == "union":
+        models = config.referenced_models()
+    else:
+        models = [config.base_model if source == "base" else source]
     for model in models:
         path = model.model.path
         if not os.path.isdir(path) and not _may_be_on_the_hub(path):
@@ -109,15 +120,19 @@ def _check_architecture(path: str, base: str) -> None:
 
 
 def _architectures(path: str) -> list[str]:
+    return [str(name) for name in _config(path).get("architectures") or []]
+
+
+def _config(path: str) -> dict[str, Any]:
     file = os.path.join(path, "config.json")
     if not os.path.isfile(file):
-        return []
+        return {}
     try:
         with open(file, encoding="utf-8") as stream:
-            names = json.load(stream).get("architectures") or []
-    except (ValueError, AttributeError) as error:
+            values = json.load(stream)
+    except ValueError as error:
         raise UserError(f"{file} is not JSON ({error}); download it again") from error
-    return [str(name) for name in names]
+    return values if isinstance(values, dict) else {}
 
 
 def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
@@ -144,15 +159,54 @@ def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
             except UserError as error:
                 raise UserError(f"model {model}: {error}") from error
     fused = Path(lora_cache) / f"{model.model._unique_id()}_{model.lora._unique_id()}"
-    if fused.exists():
-        try:
-            Checkpoint.open(fused)
-        except UserError as error:
-            # mergekit makes the folder first and would take a half-written one for whole.
-            raise UserError(
-                f"model {model}: its fused copy in {fused} was cut while it was written; "
-                f"delete that folder ({error})"
-            ) from error
+    if not fused.exists():
+        if os.path.isdir(model.model.path):
+            check_disk(lora_cache, Checkpoint.open(model.model.path).nbytes)
+        return
+    try:
+        Checkpoint.open(fused)
+    except UserError as error:
+        # mergekit makes the folder first and would take a half-written one for whole.
+        raise UserError(
+            f"model {model}: its fused copy in {fused} was cut while it was written; "
+            f"delete that folder ({error})"
+        ) from error
+    mark = fused / FUSED_MARK
+    now = _origin(model)
+    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) != now:
+        raise UserError(
+            f"model {model}: its fused copy in {fused} was made from other files than are there "
+            "now (trained again, or another folder of that name); delete that folder"
+        )
+    newest = max((stamp[2] for stamps in now.values() for stamp in stamps), default=0)
+    if not mark.exists() and newest > max(f.stat().st_mtime_ns for f in fused.iterdir()):
+        raise UserError(
+            f"model {model}: its fused copy in {fused} is older than the adapter or the base; "
+            "delete that folder"
+        )
+
+
+FUSED_MARK = "tvb_fused_from.json"
+
+
+def mark_fused(folder: str, model: ModelReference) -> None:
+    """Note beside a copy that mergekit has fused what it was made from: mergekit itself never
+    looks whether the adapter has changed since."""
+    mark = Path(folder) / FUSED_MARK
+    if not mark.exists():
+        mark.write_text(json.dumps(_origin(model)), encoding="utf-8")
+
+
+def _origin(model: ModelReference) -> dict[str, list[list[Any]]]:
+    """Folder -> [weight file, size, mtime] of the base and the adapter, where they are local."""
+    found = {}
+    for part in (model.model, model.lora):
+        if part is not None and os.path.isdir(part.path):
+            files = [Path(part.path) / name for name in weight_files(part.path)]
+            found[os.path.realpath(part.path)] = [
+                [f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files
+            ]
+    return found
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:

@@ -17,6 +17,7 @@ from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
 from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.plugin.files import mark_fused
 
 
 class MappedLoader(LazyTensorLoader):
@@ -24,6 +25,7 @@ class MappedLoader(LazyTensorLoader):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
+        self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
         shards = [
             ShardInfo(shard, [name for name in paths if paths[name] == shard])
@@ -43,6 +45,7 @@ class MappedLoader(LazyTensorLoader):
     ) -> Tensor | None:
         for name in (key, *(aliases or ())):
             if name in self.index.tensor_paths:
+                self.read.add(name)
                 return self.checkpoint.tensor(name).to(torch.device(device))
         if raise_on_missing:
             raise KeyError(key)
@@ -52,7 +55,7 @@ class MappedLoader(LazyTensorLoader):
         """Nothing is held."""
 
 
-def install_loader(model: ModelReference) -> Checkpoint:
+def install_loader(model: ModelReference) -> MappedLoader:
     """Open `model` anew (downloading it or fusing its adapter as mergekit does) and map it."""
     LoaderCache.loaders.pop(model, None)
     stock = LoaderCache()
@@ -62,9 +65,11 @@ def install_loader(model: ModelReference) -> Checkpoint:
         lora_merge_dtype=stock.lora_merge_dtype,
     )
     path = merged.local_path(cache_dir=stock.hf_cache_dir)
-    checkpoint = Checkpoint.open(path)
-    LoaderCache.loaders[model] = MappedLoader(checkpoint)
-    return checkpoint
+    if model.lora is not None:
+        mark_fused(path, model)
+    loader = MappedLoader(Checkpoint.open(path))
+    LoaderCache.loaders[model] = loader
+    return loader
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,6 @@ from mergekit.merge_methods.base import (
 from mergekit.merge_methods.dtype import promoted_dtype
 from torch import Tensor
 
-from tvb_mergekit.basis import Basis
 from tvb_mergekit.engine import Tunables, build_basis, merge_tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import Slot, block_budget
@@ -59,19 +57,20 @@ class BasisMethod(MergeMethod):
     """
 
     def __init__(self, name: str) -> None:
+        # A global key that is not given must look so: `resolve_settings` applies its default.
         specs = [
+            Parameter(key.name, Any, ParameterScope.SHARED, None, key.help)
+            for key in GLOBAL_KEYS.values()
+            if name in key.methods
+        ]
+        specs += [
             Parameter(key.name, Any, ParameterScope.SHARED, key.default_for(name), key.help)
-            for key in (GLOBAL_KEYS | VARYING_KEYS).values()
+            for key in VARYING_KEYS.values()
             if name in key.methods
         ]
         specs += [
             Parameter(key.name, Any, ParameterScope.NON_BASE, key.default, key.help)
             for key in MODEL_KEYS.values()
-        ]
-        # A global key that is not given must look not given: its default is applied by `recipe`.
-        specs = [
-            Parameter(p.name, Any, p.scope, None, p.description) if p.name in GLOBAL_KEYS else p
-            for p in specs
         ]
         self.spec = MergeMethodSpec(
             name=name,
@@ -115,48 +114,51 @@ class BasisMethod(MergeMethod):
             tasks = [bound[0]["task"][key] or str(key) for key in ids]
         settings = resolve_settings(self.spec.name, given, tasks)
         weights = [bound[0]["weight"][key] for key in ids]
-        merged = [not settings.excludes(group.metadata.name or "") for group in groups]
-        slots = [_memory_slot(group) for group in itertools.compress(groups, merged)]
+        labels = [group.metadata.name or f"tensor {i}" for i, group in enumerate(groups)]
+        counted = _counted_names(groups, labels)
+        slots = [
+            _memory_slot(label, group)
+            for label, group in zip(labels, groups, strict=True)
+            if counted[label] == label and not settings.excludes(label)
+        ]
         device = groups[0].entries[0].tensor.device
+        results = []
         with torch.no_grad():
             basis = build_basis(
                 settings, tasks, weights, slots, devices=[device], budget=block_budget()
             )
-            return tuple(
-                self._merge_group(basis, group, values, out_dtype or dtype or promoted_dtype(group))
-                if takes_part
-                else group.base.tensor.to(out_dtype or dtype or promoted_dtype(group), copy=True)
-                for group, values, takes_part in zip(groups, bound, merged, strict=True)
-                if group.base is not None
-            )
-
-    def _merge_group(
-        self,
-        basis: Basis,
-        group: TensorGroup,
-        values: Mapping[str, Any],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        assert group.base is not None
-        return merge_tensor(
-            basis,
-            group.metadata.name or "",
-            group.base.tensor,
-            [entry.tensor for entry in group.non_base],
-            Tunables.of(values),
-            dtype,
-            group.base.tensor.device,
-        )
+            for label, group, values in zip(labels, groups, bound, strict=True):
+                assert group.base is not None
+                base, models = group.base.tensor, [entry.tensor for entry in group.non_base]
+                to = out_dtype or dtype or promoted_dtype(group)
+                if settings.excludes(label):
+                    results.append(base.to(to, copy=True))
+                    continue
+                tunables = Tunables.of(values)
+                results.append(
+                    merge_tensor(basis, counted[label], base, models, tunables, to, base.device)
+                )
+        return tuple(results)
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         raise AssertionError("__call__ does not come here")
 
 
-def _memory_slot(group: TensorGroup) -> Slot:
+def _counted_names(groups: Sequence[TensorGroup], labels: Sequence[str]) -> dict[str, str]:
+    """Each label -> the first label with the same storages: tied tensors count once."""
+    first: dict[tuple[object, ...], str] = {}
+    names = {}
+    for group, label in zip(groups, labels, strict=True):
+        place = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in group.tensors)
+        names[label] = first.setdefault(place, label) if group.tensors[0].numel() else label
+    return names
+
+
+def _memory_slot(label: str, group: TensorGroup) -> Slot:
     assert group.base is not None
     base, models = group.base.tensor, [entry.tensor for entry in group.non_base]
     nbytes = sum(tensor.nbytes for tensor in group.tensors)
-    return Slot(group.metadata.name or "", base.numel(), nbytes, lambda: (base, models))
+    return Slot(label, base.numel(), nbytes, lambda: (base, models))
 
 
 def register(registry: ModuleType) -> None:

@@ -36,7 +36,7 @@ from tvb_mergekit.engine import Tunables, build_basis
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import Slot, block_budget, count_not_finite, not_finite, shapes_differ
 from tvb_mergekit.output import check_disk
-from tvb_mergekit.plugin.loaders import install_loader
+from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
 from tvb_mergekit.plugin.reading import Recipe, read_recipe
 from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.plugin.sources import (
@@ -46,12 +46,13 @@ from tvb_mergekit.plugin.sources import (
     graph_sources,
     output_bytes,
     stored_dtypes,
-    tokenizer_stamps,
 )
-from tvb_mergekit.plugin.tasks import BuildBasis, KeepBase, MergeTensor
+from tvb_mergekit.plugin.tasks import BuildBasis, KeepBase, MergeTensor, torch_dtype
 from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 
 LOG = logging.getLogger(__name__)
+
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 Loads = Callable[[], tuple[Tensor, Sequence[Tensor]]]
 
@@ -63,9 +64,9 @@ class Plan:
     recipe: Recipe
     options: MergeOptions
     devices: Sequence[torch.device]
-    checkpoints: Mapping[ModelReference, Checkpoint]
+    loaders: Mapping[ModelReference, MappedLoader]
     out_dtype: str | None
-    tokenizer: object = None  # what the recipe says of it, and whether embeddings are truncated
+    tied: bool = False  # all configurations say that the output embedding is the input embedding
     slots: list[Slot] = field(default_factory=list)
     sources: dict[str, list[str | None]] = field(default_factory=dict)  # of each slot
     kept: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # tensors left to the base
@@ -77,6 +78,36 @@ class Plan:
     fingerprints: dict[str, str] = field(default_factory=dict)
     untied: bool = False  # the base ties its output embedding, a model does not
     tunables: dict[str, set[float]] = field(default_factory=dict)  # values of lambda, alpha ...
+
+    @property
+    def checkpoints(self) -> dict[ModelReference, Checkpoint]:
+        return {model: loader.checkpoint for model, loader in self.loaders.items()}
+
+    def note_unread(self) -> None:
+        """After the merge: name the stored tensors that nothing asked for."""
+        base = self.loaders[self.recipe.base]
+        unread = {
+            name: self.recipe.base for name in base.checkpoint.tensors if name not in base.read
+        }
+        for model in self.recipe.models:
+            names = self.checkpoints[model].tensors
+            extra = (n for n in names if n not in base.checkpoint.tensors)
+            unread |= {n: model for n in extra if n not in self.loaders[model].read}
+        unread = {name: model for name, model in unread.items() if name not in self.left_out}
+        for name, model in unread.items():
+            self.left_out[name] = (
+                f"in {model}, but not used by this recipe or not in mergekit's definition of the "
+                "architecture; not written"
+            )
+        if unread:
+            name, model = next(iter(unread.items()))
+            LOG.warning(
+                "%d tensors, such as `%s` of %s, are not used by this recipe or unknown to "
+                "mergekit's definition of the architecture: they are not in the merged model",
+                len(unread),
+                name,
+                model,
+            )
 
     def build(self) -> Basis:
         """Passes 1 and 2; called by the graph, once, on the main thread."""
@@ -121,9 +152,9 @@ class Plan:
         return {
             "fingerprints": list(self.fingerprints.values()),
             "stamps": [checkpoint.stamp() for checkpoint in opened],
-            "slots": [[slot.name, slot.numel, self.sources[slot.name]] for slot in self.slots],
+            "slots": sorted([slot.name, self.sources[slot.name]] for slot in self.slots),
             "kept": sorted(self.kept),
-            "tokenizer": self.tokenizer,
+            "changed": [s.load.identity() for s in self.slots if isinstance(s.load, Changed)],
         }
 
 
@@ -155,8 +186,12 @@ def devices_of(options: MergeOptions) -> list[torch.device]:
     name = options.device or "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch's own words, without their traceback
+        torch.empty(0, dtype=torch.float64, device=device)  # which some accelerators lack
+    except (
+        RuntimeError,
+        AssertionError,
+        TypeError,
+    ) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
     return [device]
@@ -176,20 +211,15 @@ def wrap_planner(module: ModuleType) -> None:
         with refusing():
             recipe = read_recipe(self.config)
             devices = devices_of(self.options)
-            checkpoints = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
+            loaders = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
             original(self)
-            config = self.config
-            tokenizer = (config.tokenizer_source, config.tokenizer)
-            plan = Plan(
-                recipe, self.options, devices, checkpoints, config.out_dtype or config.dtype
-            )
-            if any(tokenizer) or self.options.unsafe_truncate_embeddings:
-                plan.tokenizer = [repr(tokenizer), tokenizer_stamps(checkpoints.values())]
             trust = self.options.trust_remote_code
+            dtype = self.config.out_dtype or self.config.dtype
+            plan = Plan(recipe, self.options, devices, loaders, dtype)
+            plan.tied = _tied_by_config(loaders, trust)
             self._tensors = replace_tasks(
-                plan, self._tensors, lambda task: graph_sources(checkpoints, task, trust)
+                plan, self._tensors, lambda task: graph_sources(plan.checkpoints, task, trust)
             )
-            _note_unused(plan)
             if (running := session.get()) is not None:
                 check_disk(running.out, plan.output_bytes)
                 running.plan = plan
@@ -210,7 +240,6 @@ def replace_tasks(
     """
     recipe = plan.recipe
     node = BuildBasis(build=plan.build)
-    tied = _tied_by_config(plan)
     result: list[tuple[WeightInfo, Task[Any]]] = []
     for weight, task in planned:
         sources = sources_of(task)
@@ -237,9 +266,13 @@ def replace_tasks(
             )
             result.append((weight, kept))
             continue
-        _count_once(plan, weight, inputs, sources, tied)
+        counted_as = _count_once(plan, weight, inputs, sources)
         names = [sources[model].name for model in recipe.models]
-        if weight.tied_names and base.name != weight.name and weight.name in names:
+        if plan.tied or not weight.tied_names:
+            pass
+        elif base.name == weight.name and base.name not in names:
+            LOG.warning("`%s` of every model is tied, but not of the base", weight.name)
+        elif base.name != weight.name and weight.name in names:
             plan.untied = True
             LOG.warning(
                 "`%s` is tied in the base and not in %s: the merged model is written untied",
@@ -259,6 +292,7 @@ def replace_tasks(
                 )
         merge = MergeTensor(
             name=weight.name,
+            counted_as=counted_as,
             inputs=inputs,
             basis=node,
             base=recipe.base,
@@ -268,6 +302,12 @@ def replace_tasks(
             device=plan.options.device or "cpu",
         )
         result.append((weight, merge))
+    base_tensors = plan.checkpoints[recipe.base].tensors
+    if any(None in names for names in plan.sources.values()):  # converted: sizes are not known yet
+        wide = (torch_dtype(plan.out_dtype) or torch.float32).itemsize
+        plan.output_bytes = max(
+            plan.output_bytes, wide * sum(info.numel for info in base_tensors.values())
+        )
     exclude = recipe.settings.exclude
     if exclude and "excluded by the recipe" not in plan.left_out.values():
         LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
@@ -279,9 +319,16 @@ def _reason_to_keep(
 ) -> str | None:
     """Why a tensor stays the base's, or None if it takes part."""
     recipe = plan.recipe
+    order = (recipe.base, *recipe.models)
     if recipe.settings.excludes(weight.name):
         return "excluded by the recipe"
     base = sources[recipe.base]
+    for who, source in zip(("the base", *recipe.tasks), map(sources.get, order), strict=True):
+        if source is not None and source.dtype is not None and source.dtype in QUANTIZED:
+            raise UserError(
+                f"tensor `{weight.name}` of {who} is stored as {source.dtype}: quantized codes are "
+                "no weights; take an unquantized checkpoint, or leave it out with `exclude`"
+            )
     missing = [
         task
         for task, model in zip(recipe.tasks, recipe.models, strict=True)
@@ -305,16 +352,18 @@ def _count_once(
     weight: WeightInfo,
     inputs: Task[Any],
     sources: Mapping[ModelReference, Source],
-    tied: bool,
-) -> None:
-    """Give the tensor a slot in the Gram matrix unless the same stored tensors already have one."""
+) -> str:
+    """Give the tensor a slot in the Gram matrix unless the same stored tensors already have one.
+
+    Returns the name under which it counts.
+    """
     recipe = plan.recipe
     order = (recipe.base, *recipe.models)
     place = tuple(
         None if (name := sources[model].name) is None else plan.checkpoints[model].canonical(name)
         for model in order
     )
-    if tied and weight.tied_names:
+    if plan.tied and weight.tied_names:
         place = (weight.tied_names[0],) * len(order)
     if None in place:
         place = (weight.name, *place)
@@ -322,7 +371,7 @@ def _count_once(
         plan.left_out[weight.name] = (
             f"the same tensor as {plan.counted_as[place]}: merged with it, counted once"
         )
-        return
+        return plan.counted_as[place]
     plan.counted_as[place] = weight.name
     load: Loads
     if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
@@ -338,47 +387,13 @@ def _count_once(
     numel = torch.Size(base.shape).numel() if base.shape is not None else 0
     plan.slots.append(Slot(weight.name, numel, sum(sources[m].nbytes for m in order), load))
     plan.sources[weight.name] = [sources[model].name for model in order]
+    return str(weight.name)
 
 
-def _tied_by_config(plan: Plan) -> bool:
-    """Whether base and models all say that their output embedding is the input embedding."""
-    if plan.checkpoints is None:
-        return False
-    models = (plan.recipe.base, *plan.recipe.models)
-    try:
-        configs = [m.config(trust_remote_code=plan.options.trust_remote_code) for m in models]
-    except (OSError, ValueError):  # mergekit-pytorch: files without a configuration
-        return False
+def _tied_by_config(models: Iterable[ModelReference], trust_remote_code: bool) -> bool:
+    """Whether all models say that their output embedding is the input embedding."""
+    configs = [model.config(trust_remote_code=trust_remote_code) for model in models]
     return all(getattr(config, "tie_word_embeddings", False) for config in configs)
-
-
-def _note_unused(plan: Plan) -> None:
-    """Name the stored tensors that mergekit's definition of the architecture does not know."""
-    used: dict[ModelReference, set[str]] = {model: set() for model in plan.checkpoints}
-    order = (plan.recipe.base, *plan.recipe.models)
-    for names in plan.sources.values():
-        if None in names:
-            return  # a converted architecture: its stored names are not the merge's
-        for model, name in zip(order, names, strict=True):
-            used[model].add(str(name))
-    known = set(plan.left_out) | {slot.name for slot in plan.slots}
-    unused = {
-        name: model
-        for model in order
-        for name in plan.checkpoints[model].tensors
-        if name not in used[model] and name not in known
-    }
-    for name, model in unused.items():
-        plan.left_out[name] = f"in {model}, but not in mergekit's definition of this architecture"
-    if unused:
-        name, model = next(iter(unused.items()))
-        LOG.warning(
-            "%d tensors, such as `%s` of %s, are not in mergekit's definition of this "
-            "architecture: they are not merged and not written",
-            len(unused),
-            name,
-            model,
-        )
 
 
 def _listed(names: Sequence[str]) -> str:

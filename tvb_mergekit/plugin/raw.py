@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +35,7 @@ class Publish(Task[None]):
     stage: StagedFolder
     plan: Plan
     started: float
+    forget: Callable[[], None]  # our loaders, which a later merge must not find
 
     def arguments(self) -> dict[str, Task]:
         return {"done": self.finalize}
@@ -42,6 +43,7 @@ class Publish(Task[None]):
     def execute(self, **_kwargs: Any) -> None:
         with refusing(out=str(self.stage.out)):
             finish(self.stage, self.plan, self.started, card=False)
+        self.forget()
 
     def main_thread_only(self) -> bool:
         return True
@@ -74,18 +76,19 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             check_output_folder(out_path, input_folders(recipe))
             devices = devices_of(options)
             checkpoints = {m: _open(m) for m in (recipe.base, *recipe.models)}
-            loaders = module.SimpleLoaderCache().loaders
-            loaders.clear()  # an earlier merge of this process may have seen other files
-            for model, checkpoint in checkpoints.items():
-                loaders[model.model.path] = MappedLoader(checkpoint)
+            loaders = {model: MappedLoader(checkpoint) for model, checkpoint in checkpoints.items()}
+            known = module.SimpleLoaderCache().loaders
+            known.clear()  # an earlier merge of this process may have seen other files
+            known.update({model.model.path: loader for model, loader in loaders.items()})
             if not (tensor_union or tensor_intersection):
                 _check_same_tensors(checkpoints)
             warn_of_stale_parts(out_path)
             stage = StagedFolder(out_path)
             planned = original(config, str(stage.path), tensor_union, tensor_intersection, options)
             dtype = config.out_dtype or config.dtype
-            plan = Plan(recipe, options, devices, checkpoints, dtype)
+            plan = Plan(recipe, options, devices, loaders, dtype)
             *saves, finalize = planned
+            saves.sort(key=lambda save: save.tensor_name)  # mergekit's order is that of a set
             pairs = [(save.tensor_task.output_weight, save.tensor_task) for save in saves]
             made = replace_tasks(plan, pairs, lambda task: _file_sources(checkpoints, task))
             replaced = {weight.name: task for weight, task in made}
@@ -96,7 +99,9 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
                 if save.tensor_name in replaced
             ]
             finalize = finalize.model_copy(update={"tensor_save_tasks": tuple(kept)})
-            publish = Publish(finalize=finalize, stage=stage, plan=plan, started=started)
+            publish = Publish(
+                finalize=finalize, stage=stage, plan=plan, started=started, forget=known.clear
+            )
             return [*kept, finalize, publish]
 
     plan_flat_merge.tvb_mergekit = True  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ def read_recipe(config: BaseModel) -> Recipe:
     """The recipe in a MergeConfiguration or RawPyTorchMergeConfig of one of our methods.
 
     Raises:
-        UserError: see issue by issue below; nothing of the models has been read by then.
+        UserError: a key, value, model or task name is wrong or missing. Nothing of the models has
+            been read by then.
     """
     sections = list(_sections(config))
     method = config.merge_method  # type: ignore[attr-defined]
@@ -70,8 +71,9 @@ def read_recipe(config: BaseModel) -> Recipe:
             f"`base_model` is missing: {method} needs the model that all others are fine-tuned from"
         )
     models = _models(config, base)
-    given = _global_values(section for section in sections if section.model is None)
-    own = _model_values((section for section in sections if section.model is not None), base)
+    given = _global_values(sections)
+    own = _model_values(sections, base)
+    _check_same_everywhere(config, sections)
     tasks = tuple(own.get((model, "task")) or _default_task(model) for model in models)
     check_tasks(tasks, [str(model) for model in models])
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
@@ -160,9 +162,8 @@ def _inputs(config: Any) -> Iterator[tuple[str, Any, bool]]:
 
 def _sections(config: Any) -> Iterator[_Section]:
     def section(where: str, part: Any, model: ModelReference | None = None) -> Iterator[_Section]:
-        values = part.model_dump().get("parameters")
-        if values:
-            yield _Section(f"{where}parameters", values, model)
+        values = part.model_dump().get("parameters") or {}
+        yield _Section(f"{where}parameters", values, model)
 
     yield from section("", config)
     for where, item, _in_slice in _inputs(config):
@@ -224,10 +225,11 @@ def _same(a: ModelReference, b: ModelReference) -> bool:
     return identity(a.model) == identity(b.model) and identity(a.lora) == identity(b.lora)
 
 
-def _global_values(sections: Iterator[_Section]) -> dict[str, Any]:
+def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
     """key -> value (varying keys: all settings of it in a list) of the whole merge."""
     found: dict[str, Any] = {}
-    for section in sections:
+    shared = [section for section in sections if section.model is None]
+    for section in shared:
         for key, setting in section.values.items():
             if key in MODEL_KEYS:
                 raise UserError(
@@ -237,22 +239,31 @@ def _global_values(sections: Iterator[_Section]) -> dict[str, Any]:
                 found.setdefault(key, []).append(setting)
                 continue
             value = _one_value(key, setting, section.where)
-            if key in found and found[key] != value:
+            # A part's own parameters are the whole merge's only if every part says the same.
+            parts = [s for s in shared if _list_of(s.where) == _list_of(section.where)]
+            same = [s for s in parts if _one_value(key, s.values.get(key), s.where) == value]
+            if len(same) < len(parts) or found.setdefault(key, value) != value:
                 raise UserError(
-                    f"`{key}` is {shown(found[key])} in one place and {shown(value)} under "
-                    f"`{section.where}`: it must be one value for the whole merge"
+                    f"`{key}` under `{section.where}` would hold for the whole merge: it belongs "
+                    "under the recipe's own `parameters`"
                 )
-            found[key] = value
     return found
 
 
+def _list_of(where: str) -> str:
+    """The list or mapping that a section is an entry of: `slices`, `modules`, or nothing."""
+    head = where.removesuffix("parameters").rstrip(".")
+    return head.rpartition("[")[0] or head.partition(".")[0]
+
+
 def _model_values(
-    sections: Iterator[_Section], base: ModelReference
+    sections: Sequence[_Section], base: ModelReference
 ) -> dict[tuple[ModelReference, str], Any]:
     found: dict[tuple[ModelReference, str], Any] = {}
     for section in sections:
         model = section.model
-        assert model is not None
+        if model is None:
+            continue
         for key, setting in section.values.items():
             if key in GLOBAL_KEYS or key in VARYING_KEYS:
                 raise UserError(
@@ -270,6 +281,20 @@ def _model_values(
                     f"{shown(value)} under `{section.where}`: it must be one value"
                 )
     return found
+
+
+def _check_same_everywhere(config: Any, sections: Sequence[_Section]) -> None:
+    """A model's weight and task hold for all slices, so each place that lists it must say them."""
+    for where, item, _in_slice in _inputs(config):
+        model = _reference(item.model)
+        here = {key for s in sections if s.where == f"{where}.parameters" for key in s.values}
+        for section in sections:
+            missing = [key for key in section.values if section.model == model and key not in here]
+            if missing:
+                raise UserError(
+                    f"`{missing[0]}` of {model} stands under `{section.where}` but not under "
+                    f"`{where}`: it holds for the whole merge, so say it in both"
+                )
 
 
 def _one_value(key: str, setting: Any, where: str) -> Any:

@@ -66,7 +66,7 @@ def wrap_run_merge(module: ModuleType) -> None:
             check_tokenizer_source(merge_config)
             warn_of_stale_parts(out_path)
             started = time.perf_counter()
-            with staged(running) as stage, fresh_loaders(), _local_cards(), unwinding():
+            with unwinding(), staged(running) as stage, fresh_loaders(), _local_cards():
                 original(merge_config, str(stage.path), options, config_source)
                 assert running.plan is not None, "run_merge returned without planning"
                 if running.plan.untied:
@@ -93,6 +93,7 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
     """Write our files into the staged folder, publish it, and print the summary."""
     basis = plan.basis
     assert basis is not None, "the graph ended without building the basis"
+    plan.note_unread()
     basis.seconds["merge"] = time.perf_counter() - started - sum(basis.seconds.values())
     facts = report.facts(
         basis,
@@ -108,7 +109,10 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
         report.add_card_section(stage.path / "README.md", basis, facts)
     stage.publish()
     if not plan.options.quiet:
-        report.print_summary(basis, facts, str(stage.out))
+        try:
+            report.print_summary(basis, facts, str(stage.out))
+        except Exception as error:  # a closed pipe, a terminal without the characters
+            LOG.warning("the merge is whole, but its summary cannot be printed: %s", error)
 
 
 @contextmanager
@@ -161,7 +165,7 @@ def wrap_command(
             return original(*args, **kwargs)
         with refusing(planning=lambda: True):
             check_documents(path, schema, multiple)
-        with refusing(out=str(kwargs.get("out_path"))):
+        with refusing(out=str(kwargs.get("out_path"))), unwinding():
             return original(*args, **kwargs)
 
     callback.tvb_mergekit = True  # type: ignore[attr-defined]
@@ -169,9 +173,22 @@ def wrap_command(
 
 
 def uses_our_methods(path: str) -> bool:
-    """Whether the recipe's text asks for one of our methods; it need not be YAML for that."""
+    """Whether the recipe asks for one of our methods; a text that is no YAML may do so too."""
     text = Path(path).read_bytes().decode("utf-8", errors="replace")
-    return re.search(rf"merge_method:\s*[\"']?({'|'.join(METHODS)})\b", text) is not None
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError:
+        pattern = rf"merge_method[\"']?\s*:\s*[\"']?({'|'.join(METHODS)})\b"
+        return re.search(pattern, text) is not None
+    methods = [_method(document) for document in documents]
+    return any(method in METHODS for method in methods)
+
+
+def _method(document: Any) -> object:
+    """What a document says under `merge_method`, also in a list by mistake."""
+    if isinstance(document, list) and document:
+        document = document[0]
+    return document.get("merge_method") if isinstance(document, dict) else None
 
 
 def check_documents(path: str, schema: type[BaseModel], multiple: bool) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import immutables
@@ -83,16 +83,32 @@ class Changed:
     recipe: Recipe
     tokenizers: dict[Any, Any]  # the plan's: building one takes seconds
 
+    def identity(self) -> str:
+        """What the change depends on besides the checkpoints, for the key of the Gram cache."""
+        if not isinstance(self.inputs, PermutedVocabulary):
+            return f"{self.name}: truncated"
+        info = self._tokenizer(self.inputs.tokenizer_task)
+        digest = hashlib.sha256(repr(sorted(info.tokenizer.get_vocab().items())).encode())
+        for model in (self.recipe.base, *self.recipe.models):
+            digest.update(repr(sorted(info.permutations[model].items())).encode())
+        rest = (self.inputs.tokens, self.inputs.pad_to_multiple_of)
+        tokens = sorted(rest[0].items()) if rest[0] else []
+        return f"{self.name}: {digest.hexdigest()} {tokens!r} {rest[1]}"
+
+    def _tokenizer(self, task: Any) -> Any:
+        if task not in self.tokenizers:
+            self.tokenizers[task] = task.execute()
+        return self.tokenizers[task]
+
     def __call__(self) -> tuple[Tensor, Sequence[Tensor]]:
         universe = TaskUniverse()
         wanted = universe.add_task(self.inputs)
         known = {}
         if isinstance(self.inputs, PermutedVocabulary):
             task = self.inputs.tokenizer_task
-            if task not in self.tokenizers:
-                self.tokenizers[task] = task.execute()
-            self._check_tokens(self.tokenizers[task])
-            known[universe.add_task(task)] = self.tokenizers[task]
+            info = self._tokenizer(task)
+            self._check_tokens(info)
+            known[universe.add_task(task)] = info
         ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
         return tensors[self.recipe.base], [tensors[model] for model in self.recipe.models]
 
@@ -137,11 +153,3 @@ def output_bytes(base: Source, dtype: str | None) -> int:
         return base.nbytes
     itemsize = (torch_dtype(dtype) or base.dtype).itemsize
     return torch.Size(base.shape).numel() * itemsize
-
-
-def tokenizer_stamps(checkpoints: Iterable[Checkpoint]) -> list[list[object]]:
-    patterns = ("*token*", "*vocab*", "merges.txt")
-    files: list[Path] = []
-    for checkpoint in checkpoints:
-        files += sorted(f for pattern in patterns for f in checkpoint.folder.glob(pattern))
-    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]

@@ -50,6 +50,7 @@ class MergeTensor(Task[Tensor]):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     name: str
+    counted_as: str  # the name under which the Gram pass saw these tensors, once
     inputs: Task
     basis: BuildBasis
     base: ModelReference
@@ -76,7 +77,7 @@ class MergeTensor(Task[Tensor]):
             inner = torch.get_default_device()  # the worker's own under --multi-gpu
             device = inner if inner.type != "cpu" else torch.device(self.device)
         with refusing():
-            return merge_tensor(basis, self.name, base, models, self.tunables, dtype, device)
+            return merge_tensor(basis, self.counted_as, base, models, self.tunables, dtype, device)
 
 
 class KeepBase(Task[Tensor]):
