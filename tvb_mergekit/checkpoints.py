@@ -29,6 +29,7 @@ from tvb_mergekit.errors import UserError
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_READ_AHEAD = 2**20  # bytes; Linux cuts longer requests to the device's limit
 _SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
 
 _DTYPES = {
@@ -64,6 +65,12 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def sample(self, start: int) -> tuple[int, int]:
+        """Place in the shard and size, in bytes, of the sample from element `start` on."""
+        assert self.offset is not None
+        size = self.dtype.itemsize
+        return self.offset + start * size, min(_SAMPLE, self.numel) * size
 
 
 @dataclass
@@ -126,6 +133,20 @@ class Checkpoint:
         assert isinstance(tensor, Tensor)
         return tensor
 
+    def prefetch(self, name: str) -> None:
+        """Ask the operating system to read the tensor's pages soon; returns at once.
+
+        A mapped file is otherwise read in small pieces, when its pages are touched.
+        """
+        info = self.tensors[name]
+        if info.offset is None or not hasattr(os, "posix_fadvise"):
+            return
+        with (self.folder / info.shard).open("rb", buffering=0) as file:
+            stop = info.offset + info.nbytes
+            for start in range(info.offset, stop, _READ_AHEAD):  # a call reads no more than that
+                length = min(_READ_AHEAD, stop - start)
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
+
     def canonical(self, name: str) -> str:
         """The name under which a tensor that is stored once and named twice is counted."""
         return self.tensors[name].alias_of or name
@@ -141,25 +162,32 @@ class Checkpoint:
         The sample is 1024 elements at the start, the middle and the end of each tensor.
         """
         digest = hashlib.sha256()
+        samples = []
+        for name in sorted(self.tensors):
+            last = max(0, self.tensors[name].numel - _SAMPLE)
+            samples += [(name, start) for start in sorted({0, last // 2, last})]
         with ExitStack() as stack:
             files = {
                 shard: stack.enter_context(_open_for_samples(self.folder / shard))
                 for shard in self.shards
                 if shard.endswith(".safetensors")
             }
-            for name in sorted(self.tensors):
+            for name, start in samples:  # all requests first: a cold disk answers them together
+                info = self.tensors[name]
+                if info.offset is not None and hasattr(os, "posix_fadvise"):
+                    place, size = info.sample(start)
+                    advice = os.POSIX_FADV_WILLNEED
+                    os.posix_fadvise(files[info.shard].fileno(), place, size, advice)
+            for name, start in samples:
                 info = self.tensors[name]
                 digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
-                last = max(0, info.numel - _SAMPLE)
-                for start in sorted({0, last // 2, last}):
-                    count = min(_SAMPLE, info.numel)
-                    if info.offset is not None:
-                        size = info.dtype.itemsize
-                        files[info.shard].seek(info.offset + start * size)
-                        digest.update(files[info.shard].read(count * size))
-                    else:
-                        piece = self.tensor(name).reshape(-1)[start : start + count]
-                        digest.update(piece.contiguous().view(torch.uint8).numpy().tobytes())
+                if info.offset is not None:
+                    place, size = info.sample(start)
+                    files[info.shard].seek(place)
+                    digest.update(files[info.shard].read(size))
+                else:
+                    piece = self.tensor(name).reshape(-1)[start : start + _SAMPLE]
+                    digest.update(piece.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def stamp(self) -> list[list[int | str]]:

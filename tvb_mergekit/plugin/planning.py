@@ -83,6 +83,12 @@ class Plan:
     def checkpoints(self) -> dict[ModelReference, Checkpoint]:
         return {model: loader.checkpoint for model, loader in self.loaders.items()}
 
+    def place(self, slot: Slot) -> tuple[str, int]:
+        """Where the base's tensor of a slot lies: shard and offset."""
+        name = self.sources[slot.name][0]
+        info = None if name is None else self.checkpoints[self.recipe.base].tensors[name]
+        return ("", 0) if info is None else (info.shard, info.offset or 0)
+
     def note_unread(self) -> None:
         """After the merge: name the stored tensors that nothing asked for."""
         base = self.loaders[self.recipe.base]
@@ -308,6 +314,7 @@ def replace_tasks(
         plan.output_bytes = max(
             plan.output_bytes, wide * sum(info.numel for info in base_tensors.values())
         )
+    plan.slots.sort(key=plan.place)  # as they lie on the disk
     exclude = recipe.settings.exclude
     if exclude and "excluded by the recipe" not in plan.left_out.values():
         LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
@@ -385,7 +392,9 @@ def _count_once(
 
     base = sources[recipe.base]
     numel = torch.Size(base.shape).numel() if base.shape is not None else 0
-    plan.slots.append(Slot(weight.name, numel, sum(sources[m].nbytes for m in order), load))
+    nbytes = sum(sources[m].nbytes for m in order)
+    asks = [sources[model].prefetch for model in order]
+    plan.slots.append(Slot(weight.name, numel, nbytes, load, lambda: [ask() for ask in asks]))
     plan.sources[weight.name] = [sources[model].name for model in order]
     return str(weight.name)
 

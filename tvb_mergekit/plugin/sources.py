@@ -34,6 +34,7 @@ class Source:
     dtype: torch.dtype | None
     nbytes: int
     load: Callable[[], Tensor]
+    prefetch: Callable[[], None] = lambda: None
 
 
 def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
@@ -42,7 +43,8 @@ def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
         return Source(None, False, None, None, 0, _absent)
     stored = checkpoint.tensors[name]
     load = functools.partial(checkpoint.tensor, name)
-    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load)
+    ask = functools.partial(checkpoint.prefetch, name)
+    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load, ask)
 
 
 def _absent() -> Tensor:
