@@ -32,7 +32,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> MergeConfiguration:
     )
 
 
-def tensors(count: int = 3, numel: int = 5000) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
+def tensors(
+    count: int = 3, numel: int = 5000
+) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
     generator = torch.Generator().manual_seed(0)
     made = {}
     for index in range(count):
@@ -42,7 +44,7 @@ def tensors(count: int = 3, numel: int = 5000) -> dict[str, tuple[torch.Tensor, 
     return made
 
 
-def slots_of(made: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> list[Slot]:
+def slots_of(made: Family) -> list[Slot]:
     return [
         Slot(name, base.numel(), 4 * base.numel() * 5, lambda pair=(base, models): pair)
         for name, (base, models) in made.items()

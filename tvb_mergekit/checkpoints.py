@@ -29,7 +29,6 @@ from tvb_mergekit.errors import UserError
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
-_READ_AHEAD = 2**20  # bytes; Linux cuts longer requests to the device's limit
 _SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
 
 _DTYPES = {
@@ -132,20 +131,6 @@ class Checkpoint:
         tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
         assert isinstance(tensor, Tensor)
         return tensor
-
-    def prefetch(self, name: str) -> None:
-        """Ask the operating system to read the tensor's pages soon; returns at once.
-
-        A mapped file is otherwise read in small pieces, when its pages are touched.
-        """
-        info = self.tensors[name]
-        if info.offset is None or not hasattr(os, "posix_fadvise"):
-            return
-        with (self.folder / info.shard).open("rb", buffering=0) as file:
-            stop = info.offset + info.nbytes
-            for start in range(info.offset, stop, _READ_AHEAD):  # a call reads no more than that
-                length = min(_READ_AHEAD, stop - start)
-                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
 
     def canonical(self, name: str) -> str:
         """The name under which a tensor that is stored once and named twice is counted."""

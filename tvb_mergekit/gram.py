@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import Event, Lock
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from tvb_mergekit.errors import UserError
 
 BLOCK = 2048  # columns that one float32 matrix product sums over
 CPU_CHUNK = 2**17  # elements: chunks of T x 0.5 MB stay in the processor's cache
-READ_AHEAD = 2**28  # bytes asked for ahead of the slot in work
 BUDGET_VARIABLE = "TVB_MERGEKIT_BLOCK_MB"
 DEFAULT_BUDGET = 256 * 2**20  # bytes
 
@@ -39,7 +38,6 @@ class Slot:
     numel: int
     nbytes: int  # of base and models together, as stored
     load: Callable[[], tuple[Tensor, Sequence[Tensor]]]
-    prefetch: Callable[[], object] = lambda: None  # ask for its bytes to be read soon
 
 
 @dataclass
@@ -268,14 +266,12 @@ def each_slot(
     for slot in slots:
         todo.put(slot)
     failed = Event()
-    ahead = _ReadAhead(slots)
 
     def run(device: torch.device) -> None:
         try:
             act = work(device)
             while not failed.is_set():
                 slot = todo.get_nowait()
-                ahead.advance(slot.nbytes)
                 act(slot)
                 progress(slot.nbytes)
         except Empty:
@@ -293,26 +289,6 @@ def each_slot(
         except BaseException:  # Ctrl-C too: the pool waits for its threads
             failed.set()
             raise
-
-
-class _ReadAhead:
-    """Asks for the slots to come, in order, as far as READ_AHEAD bytes beyond those begun."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._coming = iter(slots)
-        self._asked = self._begun = 0
-        self._lock = Lock()
-
-    def advance(self, nbytes: int) -> None:
-        """Call when a slot of `nbytes` is begun."""
-        with self._lock:
-            self._begun += nbytes
-            while self._asked < self._begun + READ_AHEAD:
-                slot = next(self._coming, None)
-                if slot is None:
-                    return
-                slot.prefetch()
-                self._asked += max(1, slot.nbytes)
 
 
 def _zeros(tasks: int, sketch: Sketch | None) -> GramSums:

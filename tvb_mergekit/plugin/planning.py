@@ -393,8 +393,7 @@ def _count_once(
     base = sources[recipe.base]
     numel = torch.Size(base.shape).numel() if base.shape is not None else 0
     nbytes = sum(sources[m].nbytes for m in order)
-    asks = [sources[model].prefetch for model in order]
-    plan.slots.append(Slot(weight.name, numel, nbytes, load, lambda: [ask() for ask in asks]))
+    plan.slots.append(Slot(weight.name, numel, nbytes, load))
     plan.sources[weight.name] = [sources[model].name for model in order]
     return str(weight.name)
 

@@ -34,7 +34,6 @@ class Source:
     dtype: torch.dtype | None
     nbytes: int
     load: Callable[[], Tensor]
-    prefetch: Callable[[], None] = lambda: None
 
 
 def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
@@ -43,8 +42,7 @@ def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
         return Source(None, False, None, None, 0, _absent)
     stored = checkpoint.tensors[name]
     load = functools.partial(checkpoint.tensor, name)
-    ask = functools.partial(checkpoint.prefetch, name)
-    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load, ask)
+    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load)
 
 
 def _absent() -> Tensor:
