@@ -21,6 +21,7 @@ from tvb_mergekit.recipe import resolve_settings
 
 CPU = torch.device("cpu")
 TASKS = ["a", "b", "c", "d"]
+Family = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 @pytest.fixture
