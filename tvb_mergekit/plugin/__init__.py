@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-# First of all: a part imported before mergekit would start the import of mergekit's registry, and
-# that, through the hook, the import of the same part a second time.
-import mergekit.merge_methods  # noqa: F401
-
 
 def on_import(module: ModuleType) -> None:
     """Register our methods in, or wrap the functions of, one freshly imported mergekit module."""
@@ -36,3 +32,8 @@ def on_import(module: ModuleType) -> None:
         from tvb_mergekit.plugin.running import wrap_command
 
         wrap_command(module.main, multiple=name.endswith("multimerge"))
+
+
+# Before any part of this package: a part imported first would start the import of mergekit's
+# registry, and that, through the hook, the import of the same part a second time.
+import mergekit.merge_methods  # noqa: E402, F401
