@@ -193,11 +193,7 @@ def devices_of(options: MergeOptions) -> list[torch.device]:
     try:
         device = torch.device(name)
         torch.empty(0, dtype=torch.float64, device=device)  # which some accelerators lack
-    except (
-        RuntimeError,
-        AssertionError,
-        TypeError,
-    ) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
     return [device]
