@@ -1,3 +1,25 @@
-"""Task Vector Bases for mergekit."""
+"""Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `reconstruct`, `merge`.
+
+Importing the package is cheap; the library behind these names is imported when one is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tvb_mergekit.api import add, build, load, merge, reconstruct
+    from tvb_mergekit.errors import UserError
+    from tvb_mergekit.store import Bases
 
 __version__ = "0.1.0"
+__all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct"]
+
+_HOME = {"Bases": "store", "UserError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tvb_mergekit.{_HOME.get(name, 'api')}"), name)

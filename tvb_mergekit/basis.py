@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,30 +22,70 @@ WRONG_BASE_RATIO = 0.5
 
 
 @dataclass
-class Basis:
-    """What the merge of every tensor needs to know, and what the report tells.
+class Combination:
+    """What merging a tensor needs to know of the vectors that are combined.
 
-    `sums` are those of the weighted task vectors. `histogram` (TIES with `trim: model`) counts
-    the magnitudes of each basis over the whole vector.
+    The vectors are the task vectors of T models (`Basis`) or the M bases of a store
+    (`StoredBases`). `histogram` (TIES with `trim: model`) counts the magnitudes of each basis over
+    the whole vector.
     """
 
     settings: Settings
     tasks: Sequence[str]
-    sums: GramSums
-    encoding: Encoding
-    weights: Sequence[float]
-    sketch: Sketch | None = None
-    histogram: MagnitudeHistogram | None = None
-    cached: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-    _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False)
+    histogram: MagnitudeHistogram | None = field(default=None, kw_only=True)
+    seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
+    _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+
+    num_inputs: ClassVar[int]  # vectors that are read
+    num_bases: ClassVar[int]  # M
+    deltas: ClassVar[int] = 0  # how many inputs are differences from the base already
 
     @property
     def scale(self) -> float:
         """What lambda is multiplied by: T / M with `lambda_scale: tasks`, else 1."""
         if self.settings.lambda_scale == "bases":
             return 1.0
-        return len(self.tasks) / self.encoding.num_bases
+        return len(self.tasks) / self.num_bases
+
+    def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
+        """Of each input in the merged model, [num_inputs]."""
+        raise NotImplementedError
+
+    @property
+    def weighted_encoder(self) -> Tensor:
+        """The bases from the inputs: B = inputs @ this, [num_inputs, M] float64."""
+        raise NotImplementedError
+
+    def thresholds(self, density: float) -> Tensor:
+        """`trim: model`: the threshold of each basis for this density, [M] float32."""
+        assert self.histogram is not None
+        if density not in self._thresholds:
+            self._thresholds[density] = self.histogram.thresholds(density)
+        return self._thresholds[density]
+
+    @property
+    def forgotten(self) -> list[int]:
+        """The columns of the tasks to forget."""
+        return [list(self.tasks).index(name) for name in self.settings.forget]
+
+
+@dataclass
+class Basis(Combination):
+    """A basis of the T models of a recipe. `sums` are those of the weighted task vectors."""
+
+    sums: GramSums
+    encoding: Encoding
+    weights: Sequence[float]
+    sketch: Sketch | None = None
+    cached: bool = False
+
+    @property
+    def num_inputs(self) -> int:  # type: ignore[override]
+        return len(self.weights)
+
+    @property
+    def num_bases(self) -> int:  # type: ignore[override]
+        return self.encoding.num_bases
 
     def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
         """Of each model's raw task vector theta_i - theta_0 in the merged model, [T].
@@ -55,14 +96,14 @@ class Basis:
         assert encoding.encoder is not None and encoding.reconstruction is not None
         total = lambda_ * self.scale * encoding.encoder.sum(1)
         if self.settings.forget:
-            total = total - alpha * encoding.reconstruction[:, self._forgotten].sum(1)
+            total = total - alpha * encoding.reconstruction[:, self.forgotten].sum(1)
         return [c * w for c, w in zip(total.tolist(), self.weights, strict=True)]
 
     def sketch_weights(self, lambda_: float, alpha: float) -> Tensor:
         """For rand_proj: the merged delta is Omega @ these weights, [M] float64."""
         assert self.encoding.mixing is not None
         inner = torch.full_like(self.encoding.decoder[:, 0], lambda_ * self.scale)
-        inner -= alpha * self.encoding.decoder[:, self._forgotten].sum(1)
+        inner -= alpha * self.encoding.decoder[:, self.forgotten].sum(1)
         return self.encoding.mixing @ inner
 
     @property
@@ -72,22 +113,51 @@ class Basis:
         weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
         return weights[:, None] * self.encoding.encoder
 
-    def thresholds(self, density: float) -> Tensor:
-        """`trim: model`: the threshold of each basis for this density, [M] float32."""
-        assert self.histogram is not None
-        if density not in self._thresholds:
-            self._thresholds[density] = self.histogram.thresholds(density)
-        return self._thresholds[density]
-
-    @property
-    def _forgotten(self) -> list[int]:
-        return [list(self.tasks).index(name) for name in self.settings.forget]
-
     @property
     def cosines(self) -> Tensor:
         """Cosines between the task vectors, [T, T]."""
         norms = self.sums.gram.diagonal().sqrt()
         return self.sums.gram / torch.outer(norms, norms)
+
+
+@dataclass
+class StoredBases(Combination):
+    """The bases of a store in the place of models: no Gram matrix, and M vectors are read.
+
+    Attributes:
+        shares: v [M], what each basis counts in the sum (`Bases.shares` times the recipe's
+            `weight`).
+        reconstruction: [M, T] or, with PCA's mean as the last input, [M + 1, T]: each tau_hat.
+    """
+
+    shares: Tensor
+    reconstruction: Tensor
+
+    @property
+    def num_inputs(self) -> int:  # type: ignore[override]
+        return len(self.reconstruction)
+
+    @property
+    def num_bases(self) -> int:  # type: ignore[override]
+        return len(self.shares)
+
+    @property
+    def deltas(self) -> int:  # type: ignore[override]
+        return self.num_inputs
+
+    def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
+        """lambda * v_m - alpha * sum_{j in forget} W_d[m, j], [num_inputs]."""
+        total = torch.zeros(self.num_inputs, dtype=torch.float64)
+        total[: self.num_bases] = lambda_ * self.scale * self.shares
+        total -= alpha * self.reconstruction[:, self.forgotten].sum(1)
+        return total.tolist()
+
+    @property
+    def weighted_encoder(self) -> Tensor:
+        """diag(v) [num_inputs, M]: no row of the mean is in a basis."""
+        encoder = torch.zeros(self.num_inputs, self.num_bases, dtype=torch.float64)
+        encoder[: self.num_bases] = torch.diag(self.shares)
+        return encoder
 
 
 def build(
@@ -123,7 +193,7 @@ def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     base_norm = math.sqrt(basis.sums.base_norm_squared)
     for index, task in enumerate(basis.tasks):
         norm = math.sqrt(float(basis.sums.gram[index, index])) / abs(basis.weights[index])
-        if norm > WRONG_BASE_RATIO * base_norm:
+        if base_norm and norm > WRONG_BASE_RATIO * base_norm:  # 0: adapters, the base was not read
             lines.append(
                 f"task `{task}` ({models[task]}): its task vector's norm is {norm:.4g}, the base's "
                 f"{base_norm:.4g}; fine-tuning moves a model by a few percent: is it fine-tuned "

@@ -1,4 +1,4 @@
-"""Gram matrices kept between merges, by what entered them.
+"""Gram matrices kept between merges, by what entered them; and which files were verified.
 
 Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
 safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +26,23 @@ VARIABLE = "TVB_MERGEKIT_CACHE"
 FORMAT = "1"
 
 
+_off = ContextVar("tvb_mergekit_cache_off", default=False)
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """No cache for what runs within."""
+    token = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
 def cache_folder() -> Path | None:
     """Where entries live: $TVB_MERGEKIT_CACHE, else the user's cache folder; None if `off`."""
+    if _off.get():
+        return None
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("off", "0", "none"):
         return None
@@ -42,11 +59,13 @@ def key_of(parts: Mapping[str, object]) -> str:
 
 
 def load(key: str) -> GramSums | None:
-    """The sums stored under `key`, or None; a file that cannot be read counts as absent."""
+    """The sums stored under `key`, or None."""
     folder = cache_folder()
-    if folder is None:
-        return None
-    path = folder / f"{key}.safetensors"
+    return None if folder is None else read_sums(folder / f"{key}.safetensors")
+
+
+def read_sums(path: Path) -> GramSums | None:
+    """The sums in a file; one that cannot be read counts as absent."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -62,31 +81,38 @@ def load(key: str) -> GramSums | None:
         return None
 
 
-def store(key: str, sums: GramSums, tasks: list[str], models: list[str]) -> None:
-    """Write an entry beside its place, then rename. A cache that cannot be written is no error."""
+def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
+    """Write an entry. A cache that cannot be written is no error."""
     folder = cache_folder()
     if folder is None:
         return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sums(folder / f"{key}.safetensors", sums, tasks, models)
+    except (OSError, safetensors.SafetensorError):
+        return
+
+
+def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
+    """Write beside `path`, then rename."""
     tensors = {"gram": sums.gram}
     if sums.sketch_gram is not None and sums.sketch_tasks is not None:
         tensors |= {"sketch_gram": sums.sketch_gram, "sketch_tasks": sums.sketch_tasks}
     note = {
         "base_norm_squared": sums.base_norm_squared,
         "num_parameters": sums.num_parameters,
-        "tasks": tasks,
-        "models": models,
+        "tasks": list(tasks),
+        "models": list(models),
     }
-    beside = ""
+    handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=folder, suffix=".part")
-        os.close(handle)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, beside, metadata={"tvb_mergekit": json.dumps(note)})
-        os.replace(beside, folder / f"{key}.safetensors")
-    except (OSError, safetensors.SafetensorError):
-        if beside:
-            Path(beside).unlink(missing_ok=True)
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)
@@ -133,4 +159,42 @@ def clear() -> int:
         for path in [*folder.glob("*.safetensors"), *folder.glob("*.part")]:
             path.unlink(missing_ok=True)
             count += path.suffix == ".safetensors"
+        for path in (folder / "verified").glob("*"):
+            path.unlink(missing_ok=True)
     return count
+
+
+def is_verified(path: Path, digest: str) -> bool:
+    """Whether this file, unchanged since, has been seen to have this checksum."""
+    note = _note(path)
+    try:
+        return note is not None and note.read_text(encoding="utf-8") == _stamp(path, digest)
+    except OSError:
+        return False
+
+
+def note_verified(path: Path, digest: str) -> None:
+    """Remember that a file has this checksum; a cache that cannot be written is no error."""
+    note = _note(path)
+    if note is None:
+        return
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        beside = note.with_suffix(f".{os.getpid()}.part")
+        beside.write_text(_stamp(path, digest), encoding="utf-8")
+        os.replace(beside, note)
+    except OSError:
+        return
+
+
+def _note(path: Path) -> Path | None:
+    folder = cache_folder()
+    if folder is None:
+        return None
+    name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
+    return folder / "verified" / name[:32]
+
+
+def _stamp(path: Path, digest: str) -> str:
+    stat = path.stat()
+    return f"{digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"

@@ -84,6 +84,7 @@ class Checkpoint:
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _open: dict[str, object] = field(default_factory=dict, repr=False)
+    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -132,6 +133,41 @@ class Checkpoint:
         assert isinstance(tensor, Tensor)
         return tensor
 
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor `name`, as a view of `out`.
+
+        Args:
+            out: 1-D, in the stored dtype, at least `stop - start` elements; overwritten.
+
+        Reads the file instead of mapping it, so that what was read does not stay resident.
+        Thread-safe.
+
+        Raises:
+            UserError: the file ends before, which it did not when it was opened.
+        """
+        info = self.tensors[name]
+        piece = out[: stop - start]
+        if info.offset is None:
+            return piece.copy_(self.tensor(name).reshape(-1)[start:stop])
+        place = info.offset + start * info.dtype.itemsize
+        view = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        file = self._file(info.shard)
+        while view:
+            count = _read_at(file, view, place)
+            if not count:
+                raise UserError(
+                    f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
+                    "while it was read"
+                )
+            view, place = view[count:], place + count
+        return piece
+
+    def _file(self, shard: str) -> BinaryIO:
+        with self._lock:
+            if shard not in self._files:
+                self._files[shard] = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
+            return self._files[shard]
+
     def canonical(self, name: str) -> str:
         """The name under which a tensor that is stored once and named twice is counted."""
         return self.tensors[name].alias_of or name
@@ -149,8 +185,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         samples = []
         for name in sorted(self.tensors):
-            last = max(0, self.tensors[name].numel - _SAMPLE)
-            samples += [(name, start) for start in sorted({0, last // 2, last})]
+            samples += [(name, start) for start, _ in sample_starts(self.tensors[name].numel)]
         with ExitStack() as stack:
             files = {
                 shard: stack.enter_context(_open_for_samples(self.folder / shard))
@@ -184,6 +219,23 @@ class Checkpoint:
         return rows
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    """The metadata in the header of a safetensors file; empty where it has none or is damaged."""
+    if not path.name.endswith(".safetensors"):
+        return {}
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, safetensors.SafetensorError):
+        return {}
+
+
+def sample_starts(numel: int) -> list[tuple[int, int]]:
+    """The ranges of elements of a tensor that enter a fingerprint: start, middle and end."""
+    last = max(0, numel - _SAMPLE)
+    return [(start, min(start + _SAMPLE, numel)) for start in sorted({0, last // 2, last})]
+
+
 def check_weight_file(path: str | os.PathLike[str]) -> None:
     """Raise UserError if one safetensors or PyTorch file cannot be read whole and safely."""
     _open_file(Path(path))
@@ -201,6 +253,17 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+
+
+_seeking = threading.Lock()
+
+
+def _read_at(file: BinaryIO, view: memoryview, place: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [view], place)
+    with _seeking:  # Windows: one position per file
+        file.seek(place)
+        return file.readinto(view)  # type: ignore[attr-defined,no-any-return]
 
 
 def _open_for_samples(path: Path) -> BinaryIO:

@@ -1,24 +1,417 @@
-"""The `tvb` command."""
+"""The `tvb` command: thin; each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+import os
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from tvb_mergekit import __version__, cache
+from tvb_mergekit.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tvb_mergekit.inspection import Inspection
+    from tvb_mergekit.plugin.inputs import Options
+    from tvb_mergekit.store import Bases
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @click.group()
 @click.version_option(__version__, prog_name="tvb")
 def main() -> None:
-    """Task Vector Bases for mergekit.
+    """Task Vector Bases for mergekit: keep M vectors in the place of T fine-tuned models.
 
     Merging itself is mergekit's: `mergekit-yaml recipe.yml OUT` with `merge_method: basis_ta`,
-    `basis_ties` or `basis_negate`.
+    `basis_ties` or `basis_negate`, over models or over the bases of a store.
+
+    \b
+    Example:
+      tvb check recipe.yml                    look before the work
+      tvb build recipe.yml ./store            T models -> M bases
+      tvb inspect ./store --plot store.png
+      mergekit-yaml ./store/recipes/add.yml ./merged
+      tvb add ./store ./new-model --task new
+      tvb export ./store ./math --task math
+
+    Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+
+
+def _careful(out: str = "") -> Callable[[Command], Command]:
+    """Turn what a user can mend into one line and exit code 1; `out` names the argument that is
+    written to."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            from tvb_mergekit.refusals import refusing, unwinding
+
+            place = str(values.get(out, "the output"))
+            try:
+                with refusing(out=place), unwinding():
+                    return command(**values)
+            except KeyboardInterrupt:
+                click.echo("Interrupted.", err=True)
+                sys.exit(130)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_device = click.option(
+    "--device", default="auto", show_default=True, help="Where to compute: cpu, cuda, cuda:1 ..."
+)
+_quiet = click.option("--quiet", is_flag=True, help="No progress bars.")
+_base = click.option(
+    "--base", help="The base model, where it is no longer in the place that the store names."
+)
+_models = _options(
+    click.option("--trust-remote-code", is_flag=True, help="Let models run their own code."),
+    click.option("--allow-crimes", is_flag=True, help="mergekit's: architectures may differ."),
+    click.option("--lora-merge-cache", metavar="DIR", help="Where --fuse keeps fused models."),
+    click.option("--transformers-cache", metavar="DIR", help="Where models are downloaded to."),
+    click.option("--fuse", is_flag=True, help="Fuse adapters into models before anything else."),
+)
+_dtypes = click.Choice(["float32", "bfloat16", "float16"])
+
+
+def _device_of(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, dtype=torch.float64, device=device)  # which some accelerators lack
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here: {reason}") from error
+    return device
+
+
+def _model_options(values: dict[str, Any]) -> Options:
+    from tvb_mergekit.plugin.inputs import Options
+
+    names = ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache", "fuse")
+    return Options(**{name: values[name] for name in names})
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
+@click.argument("store", type=click.Path())
+@click.option("--dtype", type=_dtypes, default="float32", show_default=True, help="Of the bases.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted build.")
+@click.option("--adapters", is_flag=True, help="Store the bases of LoRA adapters as adapters.")
+@click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
+@_device
+@_models
+@_quiet
+@_careful("store")
+def build(recipe: str, store: str, **values: Any) -> None:
+    """Compress the models of RECIPE into the bases of a new folder STORE.
+
+    RECIPE is what `mergekit-yaml` (or, for weight files, `mergekit-pytorch`) takes. The models may
+    be deleted afterwards; the base may not.
+
+    \b
+    Example: tvb build recipe.yml ./store --dtype bfloat16
+    """
+    from tvb_mergekit.adapters import build_adapters
+    from tvb_mergekit.building import build_store
+    from tvb_mergekit.plugin.inputs import read_document, read_inputs
+    from tvb_mergekit.progress import bars
+    from tvb_mergekit.store import DTYPES
+
+    if values["rank"] and not values["adapters"]:
+        raise UserError("--rank belongs to --adapters")
+    device = _device_of(values["device"])
+    inputs = read_inputs(read_document(recipe), _model_options(values))
+    dtype = DTYPES[values["dtype"]]
+    if values["adapters"]:
+        bases = build_adapters(inputs, store, dtype=dtype, rank=values["rank"])
+    else:
+        bases = build_store(
+            inputs,
+            store,
+            dtype=dtype,
+            device=device,
+            resume=values["resume"],
+            progress=bars(values["quiet"]),
+        )
+    _say_built(bases)
+
+
+def _say_built(bases: Bases) -> None:
+    from tvb_mergekit.output import megabytes
+
+    facts = bases.facts
+    size = sum(entry["bytes"] for entry in facts["store"]["files"].values())
+    saved = facts["store"]["model_bytes"] - size
+    energy = facts["retained_energy"]
+    click.echo(
+        f"{bases.path}: {bases.num_bases} bases of {len(bases.tasks)} tasks, {megabytes(size)}"
+        + (f", {megabytes(saved)} less than the models" if saved > 0 else "")
+        + ("" if energy is None else f"; retained energy {100 * energy:.2f} %")
+    )
+    click.echo(f"Ready recipes: {bases.path}/recipes")
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@click.option("--json", "as_text", is_flag=True, help="JSON on standard output.")
+@click.option("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
+@_device
+@_models
+@_quiet
+@_careful("plot")
+def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
+    """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
+
+    \b
+    Example: tvb inspect ./store --plot store.png
+    """
+    from tvb_mergekit.inspection import as_json, print_inspection
+
+    found = _inspection(path, values)
+    if plot is not None:
+        from tvb_mergekit.plots import plot as draw
+
+        draw(found, plot)
+    if as_text:
+        click.echo(json.dumps(as_json(found), indent=2))
+    else:
+        print_inspection(found, Console(highlight=False))
+
+
+def _inspection(path: str, values: dict[str, Any]) -> Inspection:
+    from tvb_mergekit.inspection import Inspection
+    from tvb_mergekit.store import is_store, load, read_output
+
+    if os.path.isfile(path):
+        from tvb_mergekit.building import inspect_inputs
+        from tvb_mergekit.plugin.inputs import read_document, read_inputs
+        from tvb_mergekit.progress import bars
+
+        document = read_document(path)
+        if document.recipe.store is None:
+            inputs = read_inputs(document, _model_options(values))
+            device = _device_of(values["device"])
+            return Inspection(*inspect_inputs(inputs, device, bars(values["quiet"])))
+        path = str(document.recipe.store.path)
+    if os.path.isdir(path) and (Path(path) / "basis.json").is_file() and not is_store(path):
+        return Inspection(*read_output(path))
+    bases = load(path)
+    return Inspection(bases.facts, bases.tensors)
+
+
+@main.command()
+@click.argument("store", type=click.Path())
+@click.argument("model")
+@click.option("--task", required=True, help="The new task's name.")
+@click.option("--weight", type=float, default=1.0, show_default=True, help="Of its task vector.")
+@click.option("--budget", type=int, metavar="M", help="The most bases that STORE may hold.")
+@click.option(
+    "--compress",
+    type=click.Choice(["ae", "balanced"]),
+    help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
+)
+@click.option("--dtype", type=_dtypes, default="float32", show_default=True, help="Of a new STORE.")
+@_base
+@_device
+@_models
+@_quiet
+@_careful("store")
+def add(store: str, model: str, task: str, **values: Any) -> None:
+    """Add the task of a fine-tuned MODEL to STORE, within its budget of bases.
+
+    Below the budget the new task vector becomes a basis; at the budget the bases are compressed by
+    one first (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before.
+    A STORE that does not exist is made: give --base and --budget.
+
+    \b
+    Example: tvb add ./store ./new-model --task new --budget 4
+    """
+    from tvb_mergekit.grow import Growth, add_to_store
+    from tvb_mergekit.plugin.inputs import from_mapping, read_inputs
+    from tvb_mergekit.progress import bars
+    from tvb_mergekit.store import DTYPES, load
+
+    device = _device_of(values["device"])
+    bases = load(store, verify=False) if os.path.isdir(store) else None
+    base = values["base"]
+    if base is None:
+        if bases is None:
+            raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
+        base = str(bases.facts["base_model"])
+    parameters: dict[str, Any] = {"num_bases": 1}
+    if bases is not None:
+        if bases.settings.exclude is not None:
+            parameters["exclude"] = bases.settings.exclude
+    elif values["compress"]:
+        parameters["basis"] = values["compress"]
+    listed = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
+    recipe = {
+        "merge_method": "basis_ta",
+        "base_model": base,
+        "models": [listed],
+        "parameters": parameters,
+    }
+    names = None if bases is None else bases.names
+    inputs = read_inputs(from_mapping(recipe), _model_options(values), names)
+    growth = Growth(values["budget"], values["compress"], DTYPES[values["dtype"]])
+    grown = add_to_store(store, inputs, growth, device=device, progress=bars(values["quiet"]))
+    worst = max(grown.facts["errors"].items(), key=lambda entry: entry[1]["at_most"])
+    click.echo(
+        f"{grown.path}: {len(grown.tasks)} tasks in {grown.num_bases} of at most "
+        f"{grown.facts['store']['budget']} bases; largest relative error of a task at most "
+        f"{worst[1]['at_most']:.3f} ({worst[0]})"
+    )
+
+
+@main.command()
+@click.argument("store", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
+@click.option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
+@click.option("--all-bases", is_flag=True, help="A model for each basis, OUT/basis-000 ...")
+@click.option("--dtype", type=_dtypes, help="Of the model; the base's by default.")
+@_base
+@_device
+@_quiet
+@_careful("out")
+def export(store: str, out: str, **values: Any) -> None:
+    """Write full Hugging Face models from the bases in STORE, for any use and any merge method.
+
+    \b
+    Example: tvb export ./store ./math --task math
+    """
+    from tvb_mergekit import export as exporting
+    from tvb_mergekit.plugin.inputs import open_base
+    from tvb_mergekit.progress import bars
+    from tvb_mergekit.store import DTYPES, basis_folder, load
+
+    task, basis, every = values["task"], values["basis"], values["all_bases"]
+    if (task is not None) + (basis is not None) + every != 1:
+        raise UserError("give one of --task NAME, --basis K and --all-bases")
+    device = _device_of(values["device"])
+    bases = load(store)
+    if task is not None:
+        matrix, folders = exporting.task_column(bases, task), [""]
+        what = [f"{task}, reconstructed"]
+    else:
+        indices = list(range(bases.num_bases)) if every else [basis]
+        matrix = exporting.basis_columns(bases, indices)
+        folders = [basis_folder(m) for m in indices] if every else [""]
+        what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
+    weights, folder = open_base(values["base"] or str(bases.facts["base_model"]))
+    bases.check_base(weights, values["base"] or str(bases.facts["base_model"]))
+    exporting.export(
+        bases,
+        weights,
+        folder,
+        matrix,
+        folders,
+        out,
+        what=what,
+        dtype=DTYPES[values["dtype"]] if values["dtype"] else None,
+        device=device,
+        progress=bars(values["quiet"]),
+    )
+    click.echo(f"Written to {out}")
+
+
+@main.command()
+@click.argument("recipe", type=click.Path())
+@click.option("--deep", is_flag=True, help="Read every tensor: NaN, zero task vectors, wrong base.")
+@click.option("--out", type=click.Path(), help="Where the output will lie, to look at its disk.")
+@_device
+@_models
+@_quiet
+@_careful()
+def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
+    """Look for all that would stop a merge or a build of RECIPE, and estimate what they take.
+
+    RECIPE may also be a store: then its files are compared with their checksums.
+
+    \b
+    Example: tvb check recipe.yml --deep
+    """
+    from tvb_mergekit.store import is_store, load
+
+    if os.path.isdir(recipe):
+        if not is_store(recipe):
+            raise UserError(f"{recipe} is no store and no recipe")
+        with cache.off():
+            bases = load(recipe)
+        click.echo(f"{recipe}: {len(bases.facts['store']['files'])} files as they were written")
+        return
+    from tvb_mergekit.plugin.checks import check_recipe
+    from tvb_mergekit.progress import bars
+
+    device = _device_of(values["device"])
+    progress = bars(values["quiet"])
+    for line in check_recipe(recipe, _model_options(values), deep, out, device, progress):
+        click.echo(line)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.argument("store", type=click.Path())
+@click.option("--base", required=True, help="The model that the task vectors are differences from.")
+@click.option("--dtype", type=_dtypes, default="float32", show_default=True, help="Of the bases.")
+@click.option("--prefix", default="", help="What their tensor names have before the base's names.")
+@_quiet
+@_careful("store")
+def convert(folder: str, store: str, **values: Any) -> None:
+    """Turn bases that the paper's authors published (FOLDER with basis_vectors.pt) into a STORE.
+
+    Nothing in the files is run (torch.load with weights_only).
+
+    \b
+    Example: tvb convert ./AutoencoderBasisMethod_M4 ./store --base ./zeroshot.pt
+    """
+    from tvb_mergekit.converting import convert_published
+    from tvb_mergekit.plugin.inputs import open_base
+    from tvb_mergekit.progress import bars
+    from tvb_mergekit.store import DTYPES
+
+    weights, place = open_base(values["base"])
+    bases = convert_published(
+        folder,
+        store,
+        weights,
+        values["base"],
+        place,
+        dtype=DTYPES[values["dtype"]],
+        prefix=values["prefix"],
+        progress=bars(values["quiet"]),
+    )
+    _say_built(bases)
 
 
 @main.group("cache")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import cache, combine
-from tvb_mergekit.basis import Basis, build
+from tvb_mergekit.basis import Basis, Combination, build
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import (
     DEFAULT_BUDGET,
@@ -28,10 +28,9 @@ from tvb_mergekit.gram import (
     each_slot,
     gram_pass,
 )
+from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.recipe import Settings, ratio_to_bases
 from tvb_mergekit.trim import MagnitudeHistogram
-
-Progress = Callable[[str, int], Callable[[int], object]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def build_basis(
     budget: int = DEFAULT_BUDGET,
     key: Mapping[str, object] | None = None,
     models: Sequence[str] = (),
-    progress: Progress = lambda title, total: lambda nbytes: None,
+    progress: Progress = silent,
 ) -> Basis:
     """Everything that must be known before the first tensor is merged.
 
@@ -80,7 +79,7 @@ def build_basis(
             "no tensor takes part: every floating-point tensor is excluded or missing in a model"
         )
     total = sum(slot.nbytes for slot in slots)
-    sketch = _sketch(settings, len(tasks))
+    sketch = sketch_of(settings, len(tasks))
     started = time.perf_counter()
     entry = None
     if key is not None:
@@ -103,14 +102,29 @@ def build_basis(
     encoded = time.perf_counter()
     basis.cached = cached
     basis.seconds = {"gram": summed - started, "encode": encoded - summed}
-    if settings.method == "basis_ties" and settings.trim == "model":
-        basis.histogram = _count(basis, slots, devices, budget, progress("Trim thresholds", total))
-        basis.seconds["trim"] = time.perf_counter() - encoded
+    count_if_needed(basis, slots, devices=devices, budget=budget, progress=progress)
     return basis
 
 
+def count_if_needed(
+    basis: Combination,
+    slots: Sequence[Slot],
+    *,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
+    budget: int = DEFAULT_BUDGET,
+    progress: Progress = silent,
+) -> None:
+    """Pass 2: the histogram of the bases' magnitudes, for TIES with `trim: model`."""
+    if basis.settings.method != "basis_ties" or basis.settings.trim != "model":
+        return
+    started = time.perf_counter()
+    total = sum(slot.nbytes for slot in slots)
+    basis.histogram = _count(basis, slots, devices, budget, progress("Trim thresholds", total))
+    basis.seconds["trim"] = time.perf_counter() - started
+
+
 def merge_tensor(
-    basis: Basis,
+    basis: Combination,
     name: str,
     base: Tensor,
     models: Sequence[Tensor],
@@ -121,7 +135,8 @@ def merge_tensor(
     """One tensor of the merged model, in `dtype`, on the base tensor's device.
 
     Args:
-        base: any floating dtype and device, never modified; `models` likewise, T of one shape.
+        base: any floating dtype and device, never modified.
+        models: likewise, the inputs that `basis` combines, in order, all of one shape.
         device: where to compute.
 
     Raises:
@@ -131,11 +146,11 @@ def merge_tensor(
     out = torch.empty(base.shape, dtype=dtype, device=base.device)
     if base.numel() == 0:
         return out
-    if basis.sketch is not None:
+    if isinstance(basis, Basis) and basis.sketch is not None:
         inner = basis.sketch_weights(tunables.lambda_, tunables.alpha)
         combine.add_sketch(name, base, basis.sketch, inner, device, out)
     elif settings.method == "basis_ties":
-        blocks = _buffers(len(models), device, basis.encoding.num_bases)
+        blocks = _buffers(len(models), device, basis.num_bases, basis.deltas)
         encoder = basis.weighted_encoder
         if tunables.density >= 1:
             thresholds = torch.zeros(encoder.shape[1], device="cpu")
@@ -149,12 +164,14 @@ def merge_tensor(
         )
     else:
         coefficients = basis.coefficients(tunables.lambda_, tunables.alpha)
-        combine.add_task_vectors(base, models, coefficients, _buffers(len(models), device), out)
+        blocks = _buffers(len(models), device, deltas=basis.deltas)
+        combine.add_task_vectors(base, models, coefficients, blocks, out)
     combine.check_output(name, out, dtype)
     return out
 
 
-def _sketch(settings: Settings, tasks: int) -> Sketch | None:
+def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
+    """The random directions of rand_proj, which the Gram pass must know; None for the others."""
     if settings.basis != "rand_proj":
         return None
     columns = settings.num_bases or ratio_to_bases(settings.basis_ratio or 0.5, tasks)
@@ -162,7 +179,7 @@ def _sketch(settings: Settings, tasks: int) -> Sketch | None:
 
 
 def _count(
-    basis: Basis,
+    basis: Combination,
     slots: Sequence[Slot],
     devices: Sequence[torch.device],
     budget: int,
@@ -174,7 +191,7 @@ def _count(
     lock = threading.Lock()
 
     def work(device: torch.device) -> Callable[[Slot], None]:
-        blocks = TaskVectorBlocks(len(basis.tasks), device, budget, extra_rows=5 * rows)
+        blocks = TaskVectorBlocks(basis.num_inputs, device, budget, 5 * rows, basis.deltas)
 
         def count(slot: Slot) -> None:
             base, models = slot.load()
@@ -193,12 +210,14 @@ def _count(
 _local = threading.local()
 
 
-def _buffers(tasks: int, device: torch.device, bases: int = 0) -> TaskVectorBlocks:
+def _buffers(
+    inputs: int, device: torch.device, bases: int = 0, deltas: int = 0
+) -> TaskVectorBlocks:
     """This thread's buffers for merging: allocated once, since fresh pages cost more than sums."""
     budget = block_budget()
-    key = (tasks, device, bases, budget)
+    key = (inputs, device, bases, deltas, budget)
     if getattr(_local, "key", None) != key:
         _local.key = key
-        _local.blocks = TaskVectorBlocks(tasks, device, budget, extra_rows=4 * bases)
+        _local.blocks = TaskVectorBlocks(inputs, device, budget, 4 * bases, deltas)
     blocks: TaskVectorBlocks = _local.blocks
     return blocks

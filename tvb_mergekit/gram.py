@@ -127,28 +127,43 @@ class TaskVectorBlocks:
     """Walks one tensor in chunks of task vectors, in buffers that are allocated once.
 
     Each step yields (start, stop, base32 [n], tau [T, n]) in float32 on `device`; both are views
-    of buffers that the next step overwrites. One instance per thread.
+    of buffers that the next step overwrites. One instance per thread. The first `deltas` models
+    are differences from the base already, as the bases of a store are.
     """
 
-    def __init__(self, tasks: int, device: torch.device, budget: int, extra_rows: int = 0) -> None:
+    def __init__(
+        self,
+        tasks: int,
+        device: torch.device,
+        budget: int,
+        extra_rows: int = 0,
+        deltas: int = 0,
+    ) -> None:
         self.device = device
+        self.deltas = deltas
         self.chunk = chunk_length(tasks + 2 + extra_rows, device, budget)
         self._tau = torch.empty(tasks, self.chunk, dtype=torch.float32, device=device)
         self._base = torch.empty(self.chunk, dtype=torch.float32, device=device)
 
     def walk(
-        self, base: Tensor, models: Sequence[Tensor]
+        self, base: Tensor | None, models: Sequence[Tensor]
     ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield the chunks of one tensor; see the class."""
-        base = base.reshape(-1)
+        """Yield the chunks of one tensor; see the class. Without a base, which only deltas can do
+        without, base32 is zero."""
         flat = [model.reshape(-1) for model in models]
-        for start in range(0, base.numel(), self.chunk):
-            stop = min(start + self.chunk, base.numel())
+        whole = flat[0] if base is None else base.reshape(-1)
+        for start in range(0, whole.numel(), self.chunk):
+            stop = min(start + self.chunk, whole.numel())
             base32 = self._base[: stop - start]
-            base32.copy_(self._near(base[start:stop]))
+            if base is None:
+                base32.zero_()
+            else:
+                base32.copy_(self._near(whole[start:stop]))
             tau = self._tau[:, : stop - start]
-            for row, model in zip(tau, flat, strict=True):
-                row.copy_(self._near(model[start:stop])).sub_(base32)
+            for index, (row, model) in enumerate(zip(tau, flat, strict=True)):
+                row.copy_(self._near(model[start:stop]))
+                if index >= self.deltas:
+                    row.sub_(base32)
             yield start, stop, base32, tau
 
     def _near(self, piece: Tensor) -> Tensor:
@@ -158,18 +173,21 @@ class TaskVectorBlocks:
 
 def tensor_sums(
     name: str,
-    base: Tensor,
+    base: Tensor | None,
     models: Sequence[Tensor],
     blocks: TaskVectorBlocks,
     sketch: Sketch | None = None,
+    generator: torch.Generator | None = None,
 ) -> GramSums:
-    """The share of one tensor in the sums, unweighted. Not finite where an input is not finite."""
+    """The share of one tensor in the sums, unweighted. Not finite where an input is not finite.
+
+    A tensor may come in pieces of whole BLOCKs, with one `generator` (`sketch.stream`) for all.
+    """
     tasks, device = len(models), blocks.device
     sums = GramSums(torch.zeros(tasks, tasks, dtype=torch.float64, device=device))
     norm = torch.zeros((), dtype=torch.float64, device=device)
-    generator = None
     if sketch is not None:
-        generator = sketch.stream(name)
+        generator = generator or sketch.stream(name)
         rank = sketch.columns
         sums.sketch_gram = torch.zeros(rank, rank, dtype=torch.float64, device=device)
         sums.sketch_tasks = torch.zeros(rank, tasks, dtype=torch.float64, device=device)
@@ -186,7 +204,7 @@ def tensor_sums(
         sums.sketch_gram = _symmetric(sums.sketch_gram)
         sums.sketch_tasks = sums.sketch_tasks.cpu()
     sums.base_norm_squared = float(norm)
-    sums.num_parameters = base.numel()
+    sums.num_parameters = (models[0] if base is None else base).numel()
     return sums
 
 
@@ -246,7 +264,7 @@ def gram_pass(
         return add
 
     each_slot(slots, devices, work, progress)
-    total = _zeros(len(tasks), sketch)
+    total = zero_sums(len(tasks), sketch)
     for slot in slots:  # in the order of the slots: the same sum however the work was shared
         total.add(shares[slot.name])
     return total
@@ -291,7 +309,7 @@ def each_slot(
             raise
 
 
-def _zeros(tasks: int, sketch: Sketch | None) -> GramSums:
+def zero_sums(tasks: int, sketch: Sketch | None) -> GramSums:
     sums = GramSums(torch.zeros(tasks, tasks, dtype=torch.float64, device="cpu"))
     if sketch is not None:
         sums.sketch_gram = torch.zeros(

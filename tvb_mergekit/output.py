@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import errno
 import glob
 import os
 import shutil
@@ -119,6 +121,40 @@ class StagedFolder:
         """Delete what was not published."""
         shutil.rmtree(self._outer, ignore_errors=True)
         atexit.unregister(self.discard)
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Give the folder `new` the name of `old`, and delete what was `old`; both lie in one folder.
+
+    One step on Linux, so that whoever looks, or whatever kills the process, finds one or the other
+    whole. Where the system cannot exchange two names, a kill between two renames leaves `old` under
+    the name `.NAME.replaced`.
+    """
+    if not _exchange(new, old):
+        aside = old.with_name(f".{old.name}.replaced")
+        os.rename(old, aside)
+        try:
+            os.rename(new, old)
+        except OSError:
+            os.rename(aside, old)
+            raise
+        new = aside
+    shutil.rmtree(new, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """renameat2(2) with RENAME_EXCHANGE; False where there is no such call."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if call(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(b))
 
 
 def stale_parts(out: str | os.PathLike[str]) -> list[str]:

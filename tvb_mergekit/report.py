@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tvb_mergekit.basis import Basis
+from tvb_mergekit.basis import Basis, StoredBases
 
 FORMAT_VERSION = 1
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
@@ -57,10 +58,7 @@ def facts(
     norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
     return {
         "format_version": FORMAT_VERSION,
-        "versions": {
-            name: _version(name)
-            for name in ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
-        },
+        "versions": versions(),
         "method": settings.method,
         "parameters": parameters,
         "tasks": list(basis.tasks),
@@ -85,8 +83,39 @@ def facts(
     }
 
 
-def write_files(folder: str | os.PathLike[str], basis: Basis, facts: Mapping[str, Any]) -> None:
-    """Write `basis.json` and `basis.safetensors` into `folder`, which is not yet published."""
+def facts_over_store(
+    built: Mapping[str, Any],
+    basis: StoredBases,
+    *,
+    store: str,
+    weights: Sequence[float],
+    left_out: Mapping[str, str],
+    tunables: Mapping[str, set[float]],
+    dtype: str | None,
+) -> dict[str, Any]:
+    """`basis.json` of a merge over the bases of a store, from that of the store."""
+    merging = ("lambda", "alpha", "density", "trim", "merge_func", "forget", "lambda_scale")
+    parameters = {k: v for k, v in built["parameters"].items() if k not in merging}
+    in_force = basis.settings.in_force()
+    parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
+    for key, values in tunables.items():
+        parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
+    parameters["basis_weights"] = list(weights)
+    return {
+        **{key: value for key, value in built.items() if key != "store"},
+        "versions": versions(),
+        "method": basis.settings.method,
+        "parameters": parameters,
+        "dtype": dtype,
+        "left_out": dict(left_out),
+        "from_store": store,
+        "gram_cached": False,
+        "seconds": {phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
+    }
+
+
+def tensors_of(basis: Basis) -> dict[str, Tensor]:
+    """All of `basis.safetensors`."""
     encoding = basis.encoding
     tensors = {
         "gram": basis.sums.gram,
@@ -96,38 +125,50 @@ def write_files(folder: str | os.PathLike[str], basis: Basis, facts: Mapping[str
         "reconstruction": encoding.reconstruction if encoding.basis == "pca" else None,
         "mixing": encoding.mixing,
     }
-    present = {name: t.contiguous() for name, t in tensors.items() if t is not None}
+    return {name: t.contiguous() for name, t in tensors.items() if t is not None}
+
+
+def write_files(
+    folder: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write `basis.safetensors` and `basis.json` into `folder`, which is not yet published."""
     # One metadata entry: safetensors writes several in an order that changes from run to run.
-    save_file(present, Path(folder) / "basis.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), Path(folder) / "basis.safetensors", metadata={"format": "pt"})
+    write_facts(folder, facts)
+
+
+def write_facts(folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
+    """Write `basis.json` alone."""
     text = json.dumps(facts, indent=2, allow_nan=False)
     (Path(folder) / "basis.json").write_text(text + "\n", encoding="utf-8")
 
 
-def add_card_section(card: str | os.PathLike[str], basis: Basis, facts: Mapping[str, Any]) -> None:
+def add_card_section(
+    card: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     """Append our section to the model card that mergekit wrote."""
     path = Path(card)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(text.rstrip() + "\n\n" + card_section(basis, facts), encoding="utf-8")
+    path.write_text(text.rstrip() + "\n\n" + card_section(facts, tensors), encoding="utf-8")
 
 
-def card_section(basis: Basis, facts: Mapping[str, Any]) -> str:
+def card_section(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """Markdown: tasks, encoder weights, loss against the bounds, and what to cite."""
-    encoding = basis.encoding
-    names = [f"B{m}" for m in range(encoding.num_bases)]
+    names = [f"B{m}" for m in range(facts["num_bases"])]
     lines = [
         "## Task vector bases",
         "",
-        f"The task vectors of {len(basis.tasks)} models were compressed into "
-        f"{encoding.num_bases} basis vectors (`basis: {encoding.basis}`) by "
+        f"The task vectors of {len(facts['tasks'])} models were compressed into "
+        f"{facts['num_bases']} basis vectors (`basis: {facts['parameters']['basis']}`) by "
         "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/).",
         "",
     ]
-    if encoding.encoder is not None:
+    if "encoder" in tensors:
         head = ["task", "model", *names, "sum"]
         lines += ["Encoder weights (each basis is this combination of the task vectors):", ""]
         lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        for task, row in zip(basis.tasks, encoding.encoder.tolist(), strict=True):
-            model = facts["models"][list(basis.tasks).index(task)]
+        rows = zip(facts["tasks"], facts["models"], tensors["encoder"].tolist(), strict=True)
+        for task, model, row in rows:
             cells = [
                 task.replace("|", "\\|"),
                 f"`{model}`",
@@ -136,55 +177,63 @@ def card_section(basis: Basis, facts: Mapping[str, Any]) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
     else:
-        lines += [f"* {task}: `{m}`" for task, m in zip(basis.tasks, facts["models"], strict=True)]
-    lines += ["", *(f"* {line}" for line in _measures(basis, facts)), ""]
-    if basis.settings.forget:
-        lines += [f"Forgotten: {', '.join(basis.settings.forget)}.", ""]
+        pairs = zip(facts["tasks"], facts["models"], strict=True)
+        lines += [f"* {task}: `{model}`" for task, model in pairs]
+    lines += ["", *(f"* {line}" for line in _measures(facts)), ""]
+    if forgotten := facts["parameters"].get("forget"):
+        lines += [f"Forgotten: {', '.join(forgotten)}.", ""]
     lines += ["If you use this model, please cite:", "", CITATION, ""]
     return "\n".join(lines)
 
 
 def print_summary(
-    basis: Basis, facts: Mapping[str, Any], out: str, console: Console | None = None
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    out: str,
+    console: Console | None = None,
 ) -> None:
     """Cosines, M, retained energy and encoder on the terminal (standard output)."""
     console = console or Console(soft_wrap=True, highlight=False)
-    tasks, encoding = list(basis.tasks), basis.encoding
-    cosines = basis.cosines
-    if len(tasks) <= WIDE:
-        _print_table(console, "Cosines between the task vectors", tasks, tasks, cosines)
-    else:
-        pairs = [(float(cosines[i, j]), i, j) for i in range(len(tasks)) for j in range(i)]
-        low, high = min(pairs), max(pairs)
-        console.print(
-            f"Cosines between the {len(tasks)} task vectors: {low[0]:.3f} ({tasks[low[1]]}, "
-            f"{tasks[low[2]]}) to {high[0]:.3f} ({tasks[high[1]]}, {tasks[high[2]]})"
-        )
-    if encoding.encoder is not None and encoding.num_bases <= WIDE:
-        names = [f"B{m}" for m in range(encoding.num_bases)]
-        _print_table(console, "Encoder weights", tasks, names, encoding.encoder)
-    for line in _measures(basis, facts):
+    tasks, encoder = facts["tasks"], tensors.get("encoder")
+    if "gram" in tensors:
+        norms = tensors["gram"].diagonal().sqrt()
+        cosines = tensors["gram"] / torch.outer(norms, norms)
+        if len(tasks) <= WIDE:
+            _print_table(console, "Cosines between the task vectors", tasks, tasks, cosines)
+        else:
+            pairs = [(float(cosines[i, j]), i, j) for i in range(len(tasks)) for j in range(i)]
+            low, high = min(pairs), max(pairs)
+            console.print(
+                f"Cosines between the {len(tasks)} task vectors: {low[0]:.3f} ({tasks[low[1]]}, "
+                f"{tasks[low[2]]}) to {high[0]:.3f} ({tasks[high[1]]}, {tasks[high[2]]})"
+            )
+    if encoder is not None and encoder.shape[1] <= WIDE:
+        names = [f"B{m}" for m in range(encoder.shape[1])]
+        _print_table(console, "Encoder weights", tasks, names, encoder)
+    for line in _measures(facts):
         console.print(line)
     if facts["left_out"]:
         console.print(f"{len(facts['left_out'])} tensors left out: see basis.json")
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in facts["seconds"].items())
-    cached = " (Gram matrix from the cache)" if basis.cached else ""
+    cached = " (Gram matrix from the cache)" if facts["gram_cached"] else ""
     console.print(f"{seconds}{cached}")
     console.print(f"Written to {out}")
 
 
-def _measures(basis: Basis, facts: Mapping[str, Any]) -> list[str]:
-    encoding = basis.encoding
-    gap = facts["relative_gap"]
+def _measures(facts: Mapping[str, Any]) -> list[str]:
+    gap, loss = facts["relative_gap"], facts["loss"]
     lines = [
-        f"M = {encoding.num_bases} bases of {len(basis.tasks)} task vectors, "
+        f"M = {facts['num_bases']} bases of {len(facts['tasks'])} task vectors, "
         f"{facts['num_parameters']:,} parameters each",
-        f"Retained energy {100 * encoding.retained_energy:.2f} %: reconstruction loss "
-        f"{encoding.loss:.6g}, spectral lower bound {encoding.spectral_bound:.6g}"
-        + ("" if gap is None else f" (relative gap {gap:.2e})"),
     ]
-    if encoding.balanced_bound is not None:
-        lines.append(f"Balanced bound {encoding.balanced_bound:.6g}")
+    if loss is not None:
+        lines.append(
+            f"Retained energy {100 * facts['retained_energy']:.2f} %: reconstruction loss "
+            f"{loss:.6g}, spectral lower bound {facts['spectral_bound']:.6g}"
+            + ("" if gap is None else f" (relative gap {gap:.2e})")
+        )
+    if facts["balanced_bound"] is not None:
+        lines.append(f"Balanced bound {facts['balanced_bound']:.6g}")
     return lines
 
 
@@ -198,6 +247,12 @@ def _print_table(
     for name, row in zip(rows, values.tolist(), strict=True):
         table.add_row(name, *(f"{value:.3f}" for value in row))
     console.print(table)
+
+
+def versions() -> dict[str, str | None]:
+    """The packages that a result depends on -> their versions."""
+    packages = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
+    return {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str | None:

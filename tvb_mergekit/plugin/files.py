@@ -59,7 +59,7 @@ def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
             raise UserError(
                 f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
             )
-        elif not _may_be_on_the_hub(path):
+        elif not may_be_on_the_hub(path):
             hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
             raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
         elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
@@ -82,7 +82,7 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
         models = [config.base_model if source == "base" else source]
     for model in models:
         path = model.model.path
-        if not os.path.isdir(path) and not _may_be_on_the_hub(path):
+        if not os.path.isdir(path) and not may_be_on_the_hub(path):
             raise UserError(f"`{key}` is {source}: no such folder {path} (from {os.getcwd()})")
         if os.path.isdir(path) and not _tokenizer_files(path):
             raise UserError(
@@ -96,7 +96,8 @@ def _tokenizer_files(path: str) -> list[str]:
     return [name for name in (*names, "tokenizer_config.json") if os.path.isfile(f"{path}/{name}")]
 
 
-def _may_be_on_the_hub(path: str) -> bool:
+def may_be_on_the_hub(path: str) -> bool:
+    """Whether a path has the form of a repository's name."""
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 
@@ -147,7 +148,7 @@ def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
         raise UserError(
             f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
         )
-    if not os.path.isdir(path) and not _may_be_on_the_hub(path):
+    if not os.path.isdir(path) and not may_be_on_the_hub(path):
         raise UserError(
             f"adapter {path}: no such folder (from {os.getcwd()}); mergekit reads `+` in a model "
             "as MODEL+ADAPTER"

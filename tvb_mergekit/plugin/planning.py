@@ -8,6 +8,7 @@ graph inputs, every tensor would stay resident until the basis is known.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import tqdm
 from mergekit.architecture import WeightInfo
 from mergekit.common import (
     ModelReference,
@@ -30,29 +30,33 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch import Tensor
 
-from tvb_mergekit.basis import Basis, warnings
+from tvb_mergekit import report
+from tvb_mergekit.basis import Basis, Combination, StoredBases, warnings
 from tvb_mergekit.checkpoints import Checkpoint
-from tvb_mergekit.engine import Tunables, build_basis
+from tvb_mergekit.engine import Tunables, build_basis, count_if_needed
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import Slot, block_budget, count_not_finite, not_finite, shapes_differ
+from tvb_mergekit.inputs import QUANTIZED
 from tvb_mergekit.output import check_disk
 from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
 from tvb_mergekit.plugin.reading import Recipe, read_recipe
-from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.plugin.sources import (
     Changed,
     Source,
     base_only,
     graph_sources,
+    mapped,
     output_bytes,
     stored_dtypes,
 )
+from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.plugin.tasks import BuildBasis, KeepBase, MergeTensor, torch_dtype
+from tvb_mergekit.progress import bars
 from tvb_mergekit.recipe import METHODS, VARYING_KEYS
+from tvb_mergekit.refusals import refusing
+from tvb_mergekit.store import load as load_store
 
 LOG = logging.getLogger(__name__)
-
-QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 Loads = Callable[[], tuple[Tensor, Sequence[Tensor]]]
 
@@ -74,7 +78,8 @@ class Plan:
     tokenizers: dict[Any, Any] = field(default_factory=dict)
     counted_as: dict[tuple[str | None, ...], str] = field(default_factory=dict)
     output_bytes: int = 0
-    basis: Basis | None = None
+    basis: Combination | None = None
+    twins: dict[str, str] = field(default_factory=dict)  # base's names: second name -> counted one
     fingerprints: dict[str, str] = field(default_factory=dict)
     untied: bool = False  # the base ties its output embedding, a model does not
     tunables: dict[str, set[float]] = field(default_factory=dict)  # values of lambda, alpha ...
@@ -115,13 +120,24 @@ class Plan:
                 model,
             )
 
-    def build(self) -> Basis:
+    def build(self) -> Combination:
         """Passes 1 and 2; called by the graph, once, on the main thread."""
         with refusing():
             for name, load in self.kept.items():
                 if (tensor := load()).is_floating_point() and any(count_not_finite(tensor)):
                     raise UserError(not_finite(name, tensor))
-            self.basis = build_basis(
+            if self.recipe.store is not None:
+                stored = self.recipe.store.combination(self.recipe.settings, self.recipe.weights)
+                count_if_needed(
+                    stored,
+                    self.slots,
+                    devices=self.devices,
+                    budget=block_budget(),
+                    progress=bars(self.options.quiet),
+                )
+                self.basis = stored
+                return stored
+            basis = self.basis = build_basis(
                 self.recipe.settings,
                 self.recipe.tasks,
                 self.recipe.weights,
@@ -130,23 +146,38 @@ class Plan:
                 budget=block_budget(),
                 key=self._key(),
                 models=[str(model) for model in self.recipe.models],
-                progress=self._progress,
+                progress=bars(self.options.quiet),
             )
-            for line in warnings(self.basis, self.recipe.model_names):
+            for line in warnings(basis, self.recipe.model_names):
                 LOG.warning("%s", line)
-            return self.basis
+            return basis
 
-    def _progress(self, title: str, total: int) -> Callable[[int], object]:
-        bar = tqdm.tqdm(
-            total=total, desc=title, unit="B", unit_scale=True, disable=self.options.quiet
+    def report(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """basis.json and basis.safetensors of the merge."""
+        basis, recipe = self.basis, self.recipe
+        if isinstance(basis, Basis):
+            facts = report.facts(
+                basis,
+                base_model=str(recipe.base),
+                models=recipe.model_names,
+                left_out=self.left_out,
+                fingerprints=self.fingerprints,
+                tunables=self.tunables,
+                dtype=self.out_dtype,
+            )
+            return facts, report.tensors_of(basis)
+        assert isinstance(basis, StoredBases) and recipe.store is not None
+        bases = recipe.store.bases
+        facts = report.facts_over_store(
+            bases.facts,
+            basis,
+            store=str(recipe.store.path),
+            weights=recipe.weights,
+            left_out=self.left_out,
+            tunables=self.tunables,
+            dtype=self.out_dtype,
         )
-
-        def update(nbytes: int) -> None:
-            bar.update(nbytes)
-            if bar.n >= total:
-                bar.close()
-
-        return update
+        return facts, {name: t for name, t in bases.tensors.items() if name != "gram_bases"}
 
     def _key(self) -> dict[str, object]:
         """Everything that G depends on: contents and stamps of the files, and what was summed."""
@@ -168,7 +199,7 @@ class Plan:
 class Session:
     """One run of a command: where its output goes, and the plan that it will report on."""
 
-    out: str
+    out: str | None  # None: nothing will be written by the graph
     plan: Plan | None = None
 
 
@@ -208,12 +239,15 @@ def wrap_planner(module: ModuleType) -> None:
 
     def _plan(self: Any) -> None:
         if self.config.merge_method not in METHODS:
+            with refusing():
+                refuse_bases(self.config.referenced_models(), self.config.merge_method)
             original(self)
             return
         with refusing():
             recipe = read_recipe(self.config)
             devices = devices_of(self.options)
             loaders = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
+            check_store(recipe, loaders)
             original(self)
             trust = self.options.trust_remote_code
             dtype = self.config.out_dtype or self.config.dtype
@@ -223,11 +257,23 @@ def wrap_planner(module: ModuleType) -> None:
                 plan, self._tensors, lambda task: graph_sources(plan.checkpoints, task, trust)
             )
             if (running := session.get()) is not None:
-                check_disk(running.out, plan.output_bytes)
+                if running.out is not None:
+                    check_disk(running.out, plan.output_bytes)
                 running.plan = plan
 
     _plan.tvb_mergekit = True  # type: ignore[attr-defined]
     planner._plan = _plan
+
+
+def check_store(recipe: Recipe, loaders: Mapping[ModelReference, MappedLoader]) -> None:
+    """Before anything is read of bases: their files are those that were written, for this base.
+
+    Raises:
+        UserError: a checksum differs, or the base is another.
+    """
+    if recipe.store is not None:
+        load_store(recipe.store.path)
+        recipe.store.bases.check_base(loaders[recipe.base].checkpoint, str(recipe.base))
 
 
 def replace_tasks(
@@ -246,6 +292,11 @@ def replace_tasks(
     for weight, task in planned:
         sources = sources_of(task)
         base = sources[recipe.base]
+        if recipe.store is not None:
+            sources |= {
+                model: mapped(plan.checkpoints[model], recipe.store.bases.stored_name(base.name))
+                for model in recipe.models
+            }
         dtype = weight.force_dtype or plan.out_dtype
         if not base.present:
             if not weight.optional:
@@ -292,8 +343,13 @@ def replace_tasks(
                     f"`{key}` has no value for tensor `{weight.name}`, which matches none of its "
                     "filters; add an entry without `filter`"
                 )
+        mean = recipe.store.mean(recipe.settings) if recipe.store is not None else None
+        first = sources[recipe.models[0]]
+        more = () if mean is None else (functools.partial(mean.tensor, first.name),)
         merge = MergeTensor(
             name=weight.name,
+            bases=recipe.store is not None,
+            more=more,
             counted_as=counted_as,
             inputs=inputs,
             basis=node,
@@ -337,6 +393,9 @@ def _reason_to_keep(
         for task, model in zip(recipe.tasks, recipe.models, strict=True)
         if not sources[model].present
     ]
+    if missing and recipe.store is not None:
+        left_out = recipe.store.bases.facts["left_out"]
+        return str(left_out.get(base.name, left_out.get(weight.name, "not in the store")))
     if missing:
         LOG.warning("tensor `%s` is not in %s: it stays the base's", weight.name, _listed(missing))
         return f"missing in {_listed(missing)}"
@@ -371,6 +430,9 @@ def _count_once(
     if None in place:
         place = (weight.name, *place)
     if place in plan.counted_as:
+        twin = plan.sources[plan.counted_as[place]][0]
+        if place[0] is not None and twin is not None and sources[recipe.base].name is not None:
+            plan.twins[str(sources[recipe.base].name)] = twin
         plan.left_out[weight.name] = (
             f"the same tensor as {plan.counted_as[place]}: merged with it, counted once"
         )

@@ -18,12 +18,12 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
 from tvb_mergekit.plugin.files import input_folders
 from tvb_mergekit.plugin.loaders import MappedLoader
-from tvb_mergekit.plugin.planning import Plan, devices_of, replace_tasks
+from tvb_mergekit.plugin.planning import Plan, check_store, devices_of, replace_tasks
 from tvb_mergekit.plugin.reading import read_recipe
-from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.plugin.running import finish, warn_of_stale_parts, wrap_command
 from tvb_mergekit.plugin.sources import Source, mapped
 from tvb_mergekit.recipe import METHODS
+from tvb_mergekit.refusals import refusing
 
 
 class Publish(Task[None]):
@@ -33,7 +33,7 @@ class Publish(Task[None]):
 
     finalize: Task
     stage: StagedFolder
-    plan: Plan
+    plan: Any  # a Plan, of which pydantic would make a schema
     started: float
     forget: Callable[[], None]  # our loaders, which a later merge must not find
 
@@ -77,10 +77,11 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             devices = devices_of(options)
             checkpoints = {m: _open(m) for m in (recipe.base, *recipe.models)}
             loaders = {model: MappedLoader(checkpoint) for model, checkpoint in checkpoints.items()}
+            check_store(recipe, loaders)
             known = module.SimpleLoaderCache().loaders
             known.clear()  # an earlier merge of this process may have seen other files
             known.update({model.model.path: loader for model, loader in loaders.items()})
-            if not (tensor_union or tensor_intersection):
+            if recipe.store is None and not (tensor_union or tensor_intersection):
                 _check_same_tensors(checkpoints)
             warn_of_stale_parts(out_path)
             stage = StagedFolder(out_path)

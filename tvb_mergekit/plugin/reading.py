@@ -12,6 +12,7 @@ from mergekit.common import ModelReference
 from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.stores import StoreRecipe, find_store
 from tvb_mergekit.recipe import (
     GLOBAL_KEYS,
     MODEL_KEYS,
@@ -25,19 +26,25 @@ from tvb_mergekit.recipe import (
     shown,
     unknown_key,
 )
+from tvb_mergekit.store import basis_folder
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One merge by one of our methods, as the recipe's keys say it."""
+    """One merge by one of our methods, as the recipe's keys say it.
+
+    Where the models are the bases of a `store`, the `tasks` are the bases' names; the names of the
+    tasks that they stand for are the store's.
+    """
 
     settings: Settings
     base: ModelReference
     models: tuple[ModelReference, ...]  # in the order of the tasks
     tasks: tuple[str, ...]
     weights: tuple[float, ...]
+    store: StoreRecipe | None = None
 
     @property
     def model_names(self) -> dict[str, str]:
@@ -74,9 +81,20 @@ def read_recipe(config: BaseModel) -> Recipe:
     given = _global_values(sections)
     own = _model_values(sections, base)
     _check_same_everywhere(config, sections)
+    weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
+    store = find_store(models)
+    if store is not None:
+        for model in models:
+            if (model, "task") in own:
+                raise UserError(
+                    f"`task` of {model}: a basis stands for several tasks, whose names its store "
+                    "knows; leave it out"
+                )
+        settings = store.settings(method, given)
+        names = tuple(basis_folder(m) for m in store.order)
+        return Recipe(settings, base, models, names, weights, store)
     tasks = tuple(own.get((model, "task")) or _default_task(model) for model in models)
     check_tasks(tasks, [str(model) for model in models])
-    weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
     return Recipe(resolve_settings(method, given, tasks), base, models, tasks, weights)
 
 

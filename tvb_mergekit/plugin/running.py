@@ -7,9 +7,6 @@ import json
 import logging
 import os
 import re
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +32,8 @@ from tvb_mergekit.plugin.files import (
 from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.reading import check_unknown_keys, read_recipe
-from tvb_mergekit.plugin.refusals import refusing
 from tvb_mergekit.recipe import METHODS
+from tvb_mergekit.refusals import refusing, unwinding
 
 LOG = logging.getLogger(__name__)
 
@@ -80,6 +77,7 @@ def wrap_run_merge(module: ModuleType) -> None:
 @contextmanager
 def staged(running: Session) -> Iterator[StagedFolder]:
     """A staged folder, and `running` where the planner adds its plan; on an error, no folder."""
+    assert running.out is not None
     stage = StagedFolder(running.out)
     token = session.set(running)
     try:
@@ -95,40 +93,16 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
     assert basis is not None, "the graph ended without building the basis"
     plan.note_unread()
     basis.seconds["merge"] = time.perf_counter() - started - sum(basis.seconds.values())
-    facts = report.facts(
-        basis,
-        base_model=str(plan.recipe.base),
-        models=plan.recipe.model_names,
-        left_out=plan.left_out,
-        fingerprints=plan.fingerprints,
-        tunables=plan.tunables,
-        dtype=plan.out_dtype,
-    )
-    report.write_files(stage.path, basis, facts)
+    facts, tensors = plan.report()
+    report.write_files(stage.path, facts, tensors)
     if card:
-        report.add_card_section(stage.path / "README.md", basis, facts)
+        report.add_card_section(stage.path / "README.md", facts, tensors)
     stage.publish()
     if not plan.options.quiet:
         try:
-            report.print_summary(basis, facts, str(stage.out))
+            report.print_summary(facts, tensors, str(stage.out))
         except Exception as error:  # a closed pipe, a terminal without the characters
             LOG.warning("the merge is whole, but its summary cannot be printed: %s", error)
-
-
-@contextmanager
-def unwinding() -> Iterator[None]:
-    """Let SIGTERM (a scheduler, `docker stop`) end a merge as Ctrl-C does: nothing is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def write_untied(path: Path) -> None:

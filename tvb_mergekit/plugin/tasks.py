@@ -11,23 +11,23 @@ from mergekit.graph import Task
 from pydantic import ConfigDict
 from torch import Tensor
 
-from tvb_mergekit.basis import Basis
+from tvb_mergekit.basis import Combination
 from tvb_mergekit.combine import check_output
 from tvb_mergekit.engine import Tunables, merge_tensor
-from tvb_mergekit.plugin.refusals import refusing
+from tvb_mergekit.refusals import refusing
 
 
-class BuildBasis(Task[Basis]):
+class BuildBasis(Task[Combination]):
     """The one node that all merged tensors depend on. Equal only to itself."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    build: Callable[[], Basis]
+    build: Callable[[], Combination]
 
     def arguments(self) -> dict[str, Task]:
         return {}
 
-    def execute(self, **_kwargs: Any) -> Basis:
+    def execute(self, **_kwargs: Any) -> Combination:
         return self.build()
 
     def main_thread_only(self) -> bool:
@@ -55,9 +55,11 @@ class MergeTensor(Task[Tensor]):
     basis: BuildBasis
     base: ModelReference
     models: tuple[ModelReference, ...]
+    bases: bool = False  # of a store, and no models: their dtype is not the output's
     tunables: Tunables
     dtype: str | None  # None: what the inputs' dtypes promote to
     device: str
+    more: tuple[Callable[[], Tensor], ...] = ()  # inputs that are no models of the recipe
 
     def arguments(self) -> dict[str, Task]:
         return {"tensors": self.inputs, "basis": self.basis}
@@ -67,11 +69,12 @@ class MergeTensor(Task[Tensor]):
         return label
 
     def execute(
-        self, tensors: dict[ModelReference, Tensor], basis: Basis, **_kwargs: Any
+        self, tensors: dict[ModelReference, Tensor], basis: Combination, **_kwargs: Any
     ) -> Tensor:
         base = tensors[self.base]
         models = [tensors[model] for model in self.models]
-        dtype = torch_dtype(self.dtype) or promoted(base, *models)
+        dtype = torch_dtype(self.dtype) or promoted(base, *([] if self.bases else models))
+        models += [load() for load in self.more]
         device = base.device
         if device.type == "cpu":  # move block by block, not the T + 1 tensors at once
             inner = torch.get_default_device()  # the worker's own under --multi-gpu

@@ -1,9 +1,12 @@
-"""A user's mistake at mergekit's command line: one line, no traceback, exit code 1."""
+"""A user's mistake at a command line, mergekit's or ours: one line, no traceback, exit code 1."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -56,6 +59,22 @@ def _of_the_machine(error: BaseException, out: str) -> str:
             "elsewhere"
         )
     return text
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let SIGTERM (a scheduler, `docker stop`) end a merge as Ctrl-C does: nothing is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _ALTERNATIVES = ("ConditionalParameter", "bool", "int", "float", "str")

@@ -1,0 +1,135 @@
+"""Bases of LoRA adapters, stored as LoRA adapters: nothing of the size of a weight is ever made."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tvb_mergekit.basis import build as encode_basis
+from tvb_mergekit.building import copy_config, finish_store, store_facts, tensors_of
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.inputs import Inputs
+from tvb_mergekit.lora import (
+    CONFIG,
+    WEIGHTS,
+    Adapter,
+    Factors,
+    combine_adapters,
+    common_targets,
+    factor_gram,
+    truncate,
+    write_adapter,
+)
+from tvb_mergekit.output import check_output_folder
+from tvb_mergekit.store import Bases, basis_folder, load, note_files
+from tvb_mergekit.store import lock as store_lock
+from tvb_mergekit.writing import file_record
+
+LOG = logging.getLogger(__name__)
+
+
+def build_adapters(
+    inputs: Inputs,
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
+) -> Bases:
+    """Write the bases of adapters as a store of adapters in PEFT's format.
+
+    Args:
+        inputs: whose models are all adapters.
+        dtype: of the stored factors.
+        rank: truncate every basis to this rank by SVD; by default the ranks of a tensor's adapters
+            add up and nothing is lost. What truncation and `dtype` lose is in the reported errors.
+
+    Raises:
+        UserError: not all models are adapters, PCA or rand_proj, `out` exists.
+    """
+    if not inputs.adapters:
+        raise UserError(
+            "--adapters: only bases of adapters (models listed as BASE+ADAPTER) can be adapters"
+        )
+    if inputs.settings.basis in ("pca", "rand_proj"):
+        raise UserError(
+            f"--adapters with basis {inputs.settings.basis}: its vectors are no sums of few "
+            "adapters; leave --adapters out"
+        )
+    target = Path(os.path.realpath(out))
+    held = store_lock(target, LOG.warning)
+    work = None
+    try:
+        check_output_folder(target)
+        prefix = f".{target.name}.adding-"
+        for stale in target.parent.glob(f"{prefix}*"):  # ours alone, under the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        os.chmod(work, 0o755)
+        facts = _write(inputs, work, target, dtype, rank)
+        os.rename(work, target)
+        note_files(target, facts["store"]["files"])
+        return load(target)
+    finally:
+        if work is not None and work.exists():
+            shutil.rmtree(work, ignore_errors=True)
+        held.release()
+
+
+def _write(
+    inputs: Inputs, work: Path, out: Path, dtype: torch.dtype, rank: int | None
+) -> dict[str, Any]:
+    assert inputs.sums is not None
+    basis = encode_basis(inputs.settings, inputs.tasks, inputs.weights, inputs.sums)
+    targets = common_targets(inputs.adapters)
+    kind = _task_type(inputs)
+    files = {}
+    lost = []
+    for index, column in enumerate(basis.weighted_encoder.T):
+        exact = combine_adapters(inputs.adapters, column)
+        kept = truncate(exact, rank)[0] if rank is not None else exact
+        folder = work / basis_folder(index)
+        write_adapter(
+            folder,
+            kept,
+            targets=targets,
+            dtype=dtype,
+            base_model=inputs.base_model,
+            marker={"folder": folder.name},
+            task_type=kind,
+        )
+        copy_config(inputs.folder, folder, index)
+        for name in (WEIGHTS, CONFIG):
+            files[f"{folder.name}/{name}"] = file_record(folder / name)
+        lost.append(_distance(exact, Adapter.open(folder, inputs.base.tensors)))
+    rounding = torch.tensor(lost, dtype=torch.float64)
+    facts = store_facts(inputs, basis, dtype, files, rounding, contents="adapters")
+    facts["store"] |= {
+        "rank": rank,
+        "targets": [item.name for item in inputs.items],
+        "shapes": {name: list(info.shape) for name, info in inputs.base.tensors.items()},
+    }
+    finish_store(work, out, facts, tensors_of(basis))
+    return facts
+
+
+def _distance(exact: dict[str, Factors], stored: Adapter) -> float:
+    """||exact - stored||^2: of factors stacked side by side, the second with the sign turned."""
+    both = [Adapter(exact), stored]
+    difference = combine_adapters(both, torch.tensor([1.0, -1.0], dtype=torch.float64))
+    return float(factor_gram([Adapter(difference)]).gram.clamp(min=0))
+
+
+def _task_type(inputs: Inputs) -> str | None:
+    """PEFT's task type, which all adapters share, from the first that says it."""
+    for adapter in inputs.adapters:
+        if adapter.weights is not None:
+            text = (adapter.weights.folder / CONFIG).read_text(encoding="utf-8")
+            return json.loads(text).get("task_type")  # type: ignore[no-any-return]
+    return None

@@ -1,0 +1,258 @@
+"""The library: build, load, add, reconstruct and merge, on state dicts or paths.
+
+Models are given as state dicts (name -> tensor; vision models and the like too), as folders as
+Hugging Face writes them, or as weight files. They must name their tensors alike. All work is done
+on the CPU or on `device`, streamed: of what is on disk only pieces are held.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit import export as exporting
+from tvb_mergekit import grow, store
+from tvb_mergekit.basis import StoredBases
+from tvb_mergekit.building import build_in_memory, build_store
+from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.engine import Tunables, count_if_needed, merge_tensor
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.gram import Slot, block_budget
+from tvb_mergekit.inputs import Inputs, match
+from tvb_mergekit.keys import GLOBAL_KEYS, VARYING_KEYS, check_value
+from tvb_mergekit.recipe import check_tasks, resolve_settings
+from tvb_mergekit.store import Bases
+from tvb_mergekit.weights import StateDict, Weights
+
+Model = Mapping[str, Tensor] | str | os.PathLike[str]
+CPU = torch.device("cpu")
+
+
+def build(
+    base: Model,
+    models: Mapping[str, Model],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    weights: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> Bases:
+    """Compress T task vectors into M bases.
+
+    Args:
+        base: theta_0.
+        models: task -> its fine-tuned model, T of them; their order is that of the tasks.
+        out: write a store there; without it the bases are state dicts in memory.
+        weights: task -> scale of its task vector; 1 by default.
+        dtype: float32, bfloat16 or float16, of the bases.
+        device: where to compute.
+        settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
+
+    Returns:
+        The bases: `encoder` W_e [T, M] and `decoder` W_d [M, T] float64, `vectors`, `facts`.
+
+    Raises:
+        UserError: a wrong setting, models that do not fit the base, NaN or infinity.
+
+    Source: Zeng et al., TMLR 2026, Eqs. 4-7 (`ae`); `balanced` is ours, see the README.
+
+    >>> import torch
+    >>> base = {"w": torch.zeros(4)}
+    >>> models = {"a": {"w": torch.eye(4)[0]}, "b": {"w": torch.eye(4)[1]}}
+    >>> bases = build(base, models, basis="balanced", num_bases=1)
+    >>> bases.vectors[0].tensor("w")
+    tensor([0.5000, 0.5000, 0.0000, 0.0000])
+    """
+    inputs = _inputs(base, models, weights or {}, settings)
+    if out is None:
+        return build_in_memory(inputs, dtype=dtype, device=device)
+    return build_store(inputs, out, dtype=dtype, device=device)
+
+
+def load(path: str | os.PathLike[str]) -> Bases:
+    """The bases in a store that `build` or `tvb build` wrote; tensors stay on disk until read.
+
+    Raises:
+        UserError: no store, a newer format, or a file that was changed (its checksum differs).
+    """
+    return store.load(path)
+
+
+def add(
+    bases: Bases | str | os.PathLike[str] | None,
+    base: Model,
+    model: Model,
+    task: str,
+    *,
+    weight: float = 1.0,
+    budget: int | None = None,
+    compress: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> Bases:
+    """One more task (Algorithm 1): at the budget M the bases are compressed to M - 1 first.
+
+    Args:
+        bases: a store's path, which is updated (and made if it does not exist); or bases in
+            memory, which are left as they are; or None for none yet.
+        base: theta_0, the same that the bases were built from.
+        model: the new fine-tuned model.
+        task: its name.
+        weight: scale of its task vector.
+        budget: the most bases there may be; by default what it was before.
+        compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
+        dtype: of new bases; of existing ones it stays as it is.
+        settings: the recipe's keys, for bases that do not exist yet.
+
+    Raises:
+        UserError: see `grow.add_to_store`.
+    """
+    where = None if bases is None or isinstance(bases, Bases) else Path(bases)
+    found = bases if isinstance(bases, Bases) else None
+    if where is not None and store.is_store(where):
+        found = store.load(where)
+    if found is not None:
+        if settings:
+            raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
+        settings = {"exclude": found.settings.exclude} if found.settings.exclude else {}
+    elif compress is not None:
+        settings.setdefault("basis", compress)
+    inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
+    growth = grow.Growth(budget, compress, dtype)
+    if where is None and found is not None and found.path is not None:
+        where = found.path
+    if where is not None:
+        return grow.add_to_store(where, inputs, growth, device=device)
+    return grow.add_in_memory(found, inputs, growth, device=device)
+
+
+def reconstruct(
+    bases: Bases, base: Model, task: str, *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """theta_0 + tau_hat of one task, as a state dict on the CPU (paper Eq. 5: T_hat = B W_d).
+
+    Args:
+        dtype: of the floating-point tensors; the base's own by default.
+
+    Raises:
+        UserError: no such task, or another base.
+    """
+    found = _open(base)
+    bases.check_base(found, _name(base))
+    column = exporting.task_column(bases, task)[:, 0]
+    return exporting.state_dict_of(bases, found, column, dtype)
+
+
+def merge(
+    bases: Bases,
+    base: Model,
+    method: str = "basis_ta",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
+    **parameters: Any,
+) -> dict[str, Tensor]:
+    """Merge by `basis_ta`, `basis_ties` or `basis_negate`, into a state dict on the CPU.
+
+    Args:
+        bases: of `build`, `load` or `add`.
+        base: theta_0.
+        dtype: of the floating-point tensors; the base's own by default.
+        device: where to compute.
+        parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
+            name), `lambda_scale`, `density`, `trim`, `merge_func`, `forget`, `alpha`, `exclude`.
+
+    Raises:
+        UserError: a wrong parameter, another base, or an overflow of `dtype`.
+    """
+    given = {key.rstrip("_"): value for key, value in parameters.items()}
+    for key in given:
+        if key in GLOBAL_KEYS and key not in store.OPEN_KEYS:
+            raise UserError(f"`{key}`: the bases are built; leave it out")
+    if bases.basis == "rand_proj" and method != "basis_negate":
+        raise UserError(f"rand_proj bases are random directions: only basis_negate, not {method}")
+    settings = resolve_settings(method, given, bases.tasks)
+    tunables = Tunables.of(
+        {
+            key: check_value(key, given[key]) if key in given else spec.default_for(method)
+            for key, spec in VARYING_KEYS.items()
+        }
+    )
+    found = _open(base)
+    bases.check_base(found, _name(base))
+    sources = bases.sources if method == "basis_negate" else list(bases.vectors)
+    table = bases.reconstruction(bases.tasks)[: len(sources)]
+    stored = StoredBases(settings, bases.tasks, bases.shares, table)
+    names = {name: bases.stored_name(found.canonical(name)) for name in found.tensors}
+    slots = [
+        Slot(n, i.numel, i.nbytes, lambda n=n: (found.tensor(n), [v.tensor(n) for v in sources]))  # type: ignore[misc]
+        for n, i in found.tensors.items()
+        if names[n] == n and not settings.excludes(n)
+    ]
+    count_if_needed(stored, slots, devices=[device], budget=block_budget())
+    merged = {}
+    for name, info in found.tensors.items():
+        tensor, held = found.tensor(name), names[name]
+        to = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+        if held is None or settings.excludes(name):
+            merged[name] = tensor.to(to, copy=True)
+            continue
+        inputs = [source.tensor(held) for source in sources]
+        merged[name] = merge_tensor(stored, held, tensor, inputs, tunables, to, device)
+    return merged
+
+
+def _inputs(
+    base: Model,
+    models: Mapping[str, Model],
+    weights: Mapping[str, float],
+    settings: Mapping[str, Any],
+) -> Inputs:
+    tasks = list(models)
+    names = [_name(model, task) for task, model in models.items()]
+    check_tasks(tasks, names)
+    for task in weights:
+        if task not in models:
+            raise UserError(f"`weights` names the unknown task {task!r}")
+    method = "basis_ta"
+    given = dict(settings)
+    if given.get("basis") == "rand_proj":  # which no addition takes
+        method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
+    resolved = resolve_settings(method, given, tasks).model_copy(update={"forget": ()})
+    found = _open(base)
+    sources = [_open(model) for model in models.values()]
+    matched = match(found, sources, tasks, resolved)
+    scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
+    folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
+    return Inputs(
+        resolved,
+        found,
+        _name(base, "base"),
+        tasks,
+        names,
+        scales,
+        sources,
+        matched.items,
+        matched.left_out,
+        matched.twins,
+        folder=folder,
+    )
+
+
+def _open(model: Model) -> Weights:
+    if isinstance(model, Mapping):
+        return StateDict(model)
+    if not os.path.exists(model):
+        raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")
+    return Checkpoint.open(model)
+
+
+def _name(model: Model, otherwise: str = "the given state dict") -> str:
+    return otherwise if isinstance(model, Mapping) else os.fspath(model)

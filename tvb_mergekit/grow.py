@@ -1,0 +1,428 @@
+"""`tvb add`: one more task into a store, or into bases in memory, by Algorithm 1 (see `online`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit import online, report
+from tvb_mergekit.building import copy_config, finish_store
+from tvb_mergekit.encoders import Gram
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.gram import GramSums, block_budget
+from tvb_mergekit.inputs import Inputs
+from tvb_mergekit.output import check_disk, check_output_folder, replace_folder
+from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.recipe import check_tasks
+from tvb_mergekit.store import DTYPES, MARKER, Bases, basis_folder, is_store, load, note_files
+from tvb_mergekit.store import lock as store_lock
+from tvb_mergekit.stream import Item, Part, combine, gram_of
+from tvb_mergekit.weights import StateDict, Weights
+from tvb_mergekit.writing import FoldersSink, FolderWriter, MemorySink, plan_shards
+
+LOG = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How `add` works; None: as the store says.
+
+    Attributes:
+        budget: the most bases that the store may hold.
+        compress: `ae` or `balanced`.
+        dtype: of a store that is new.
+    """
+
+    budget: int | None = None
+    compress: str | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def add_to_store(
+    path: str | os.PathLike[str],
+    inputs: Inputs,
+    growth: Growth = Growth(),
+    *,
+    device: torch.device = CPU,
+    progress: Progress = silent,
+) -> Bases:
+    """Add the one model of `inputs` to the store at `path`, which is made if it does not exist.
+
+    Raises:
+        UserError: another base, tensors that differ from the store's, a task name that is there,
+            a budget that does not fit, no room. The store is as it was then.
+    """
+    store = Path(os.path.realpath(path))
+    held = store_lock(store, LOG.warning)
+    work = None
+    try:
+        for stale in store.parent.glob(f".{store.name}.adding-*"):  # ours alone, under the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        if is_store(store):
+            bases: Bases | None = load(store)
+        else:
+            check_output_folder(store)
+            bases = None
+        work = Path(tempfile.mkdtemp(prefix=f".{store.name}.adding-", dir=store.parent))
+        os.chmod(work, 0o755)
+        task = _Addition(bases, inputs, growth, device, progress)
+        facts = task.write(work, store)
+        if bases is None:
+            os.rename(work, store)
+        else:
+            replace_folder(work, store)
+        note_files(store, facts["store"]["files"])
+        return load(store)
+    except OSError as error:
+        raise UserError(f"cannot write beside {store}: {error}; the store is as it was") from error
+    finally:
+        if work is not None and work.exists():
+            shutil.rmtree(work, ignore_errors=True)
+        held.release()
+
+
+def add_in_memory(
+    bases: Bases | None,
+    inputs: Inputs,
+    growth: Growth = Growth(),
+    *,
+    device: torch.device = CPU,
+) -> Bases:
+    """The same with the new bases as state dicts; `bases` are not changed."""
+    return _Addition(bases, inputs, growth, device, silent).in_memory()
+
+
+class _Addition:
+    """One step of Algorithm 1, from the checks to the new facts."""
+
+    def __init__(
+        self,
+        bases: Bases | None,
+        inputs: Inputs,
+        growth: Growth,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        self.bases, self.inputs, self.growth = bases, inputs, growth
+        self.device, self.progress = device, progress
+        self.started = time.perf_counter()
+        old = [] if bases is None else bases.tasks
+        (task,) = inputs.tasks
+        if task in old:
+            raise UserError(
+                f"the task {task!r} is in {bases.path if bases else 'these bases'} already: give "
+                "another name with --task"
+            )
+        check_tasks([*old, task], [*([] if bases is None else bases.facts["models"]), task])
+        self.count = 0 if bases is None else bases.num_bases
+        self.dtype = growth.dtype if bases is None else bases.dtype
+        self.how, self.budget = self._how(), self._budget()
+        if bases is not None:
+            if bases.facts["store"]["contents"] == "adapters":
+                raise UserError(
+                    f"{bases.path} holds adapters, whose ranks would grow with every task: build "
+                    "a store of tensors (without --adapters) to add to"
+                )
+            bases.check_base(inputs.base, inputs.base_model)
+        self.items = self._items()
+        self.step = self._step()
+
+    def _how(self) -> str:
+        """`ae` or `balanced`."""
+        built = None if self.bases is None else self.bases.facts["store"]["compress"]
+        if self.bases is not None and built is None:
+            raise UserError(
+                f"the bases in {self.bases.path or 'memory'} are {self.bases.basis}, no convex "
+                "combinations of tasks: only ae, balanced, rand_select and none can grow"
+            )
+        how = self.growth.compress or built or self.inputs.settings.basis
+        if how not in online.COMPRESSIONS:
+            raise UserError(
+                f"`{how}` cannot compress online: expected one of {', '.join(online.COMPRESSIONS)}"
+            )
+        if how == "balanced" and self.bases is not None and self.bases.basis_weights is None:
+            raise UserError(
+                "--compress balanced keeps the sum of all tasks, and the bases in "
+                f"{self.bases.path or 'memory'} ({self.bases.basis}) do not hold it: compress by "
+                "ae, or build the store with `basis: balanced`"
+            )
+        return str(how)
+
+    def _budget(self) -> int:
+        built = None if self.bases is None else self.bases.facts["store"]["budget"]
+        budget = self.growth.budget or built
+        if budget is None:
+            raise UserError("a new store needs --budget M, the most bases that it may hold")
+        online.check_budget(int(budget), self.count)
+        return int(budget)
+
+    def _items(self) -> list[Item]:
+        """The store's tensors, with the bases and the new model as inputs."""
+        given = {item.name: item for item in self.inputs.items}
+        if self.bases is None:
+            return [replace(item, out=self.dtype) for item in self.inputs.items]
+        items = []
+        (model,) = self.inputs.models
+        left_out = self.bases.facts["left_out"]
+        for name in given:
+            known = self.bases.stored_name(name) is not None
+            if not known and not str(left_out.get(name, "")).startswith("excluded"):
+                reason = left_out.get(name, "not in the store")
+                raise UserError(
+                    f"tensor `{name}` of model {model} takes no part in {self._where} ({reason}), "
+                    "so that what was trained there would be lost: build a store with it"
+                )
+        for name in self.bases.names:
+            item = given.get(name)
+            if item is None:
+                reason = self.inputs.left_out.get(name, "not in it")
+                raise UserError(
+                    f"tensor `{name}` is in {self._where}, and model {model} does not give it "
+                    f"({reason}): a store holds one set of tensors"
+                )
+            shape = self.bases.vectors[0].tensors[name].shape
+            if shape != item.shape:
+                raise UserError(
+                    f"tensor `{name}`: {list(item.shape)} in model {model}, {list(shape)} in the "
+                    "bases"
+                )
+            parts = [Part.of(vector, name) for vector in self.bases.vectors]
+            items.append(replace(item, inputs=(*parts, *item.inputs), out=self.dtype))
+        return items
+
+    @property
+    def _where(self) -> str:
+        return str((self.bases and self.bases.path) or "the bases")
+
+    @property
+    def deltas(self) -> int:
+        return self.count + (1 if self.inputs.deltas else 0)
+
+    def _step(self) -> online.Step:
+        """Read the bases and the new model once, and find the new coefficients."""
+        names = [*(basis_folder(m) for m in range(self.count)), *self.inputs.tasks]
+        weights = torch.ones(self.count + 1, dtype=torch.float64)
+        weights[-1] = self.inputs.weights[0]
+        if self.bases is None and self.inputs.sums is not None:
+            sums: GramSums = self.inputs.sums
+        else:
+            sums = gram_of(
+                self.items,
+                names,
+                device=self.device,
+                budget=block_budget(),
+                deltas=self.deltas,
+                progress=self.progress("Gram matrix", sum(item.nbytes for item in self.items)),
+            )
+        self.sums = sums.scaled(weights.tolist())
+        square = float(self.sums.gram[-1, -1])
+        if square == 0.0:
+            raise UserError(
+                f"task `{self.inputs.tasks[0]}`: its task vector is zero: the model is identical "
+                "to the base"
+            )
+        self.norm = square**0.5
+        settings = self._settings()
+        made = online.add_task(self._buffer(), self.sums.gram, self.budget, self.how, settings)
+        self.weight = float(weights[-1])
+        return made
+
+    def _settings(self) -> Any:
+        settings = self.inputs.settings if self.bases is None else self.bases.settings
+        return settings.model_copy(update={"basis": "ae"}) if self.how == "ae" else settings
+
+    def _buffer(self) -> online.Buffer:
+        bases = self.bases
+        if bases is None:
+            return online.Buffer.empty()
+        assert bases.encoder is not None
+        norms = torch.tensor([bases.facts["norms"][t] for t in bases.tasks], dtype=torch.float64)
+        bounds = [bases.facts["errors"][task] for task in bases.tasks]
+        low = torch.tensor([bound["at_least"] for bound in bounds], dtype=torch.float64) * norms
+        high = torch.tensor([bound["at_most"] for bound in bounds], dtype=torch.float64) * norms
+        gram = bases.tensors.get("gram")
+        if "residual" in bases.tensors:
+            residual, slack = bases.tensors["residual"], bases.tensors["residual_slack"]
+        else:  # a store that was built offline
+            assert gram is not None
+            residual = online.residual_products(gram, bases.encoder, bases.decoder)
+            norms = bases.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
+            slack = torch.outer((high - low) / 2, norms)
+        return online.Buffer(
+            bases.encoder, bases.decoder, gram, bases.basis_weights, low, high, residual, slack
+        )
+
+    def _combine(self, items: list[Item], matrix: Tensor, sink: FoldersSink | MemorySink) -> None:
+        matrix = matrix.clone()
+        matrix[-1] *= self.weight
+        combine(
+            items,
+            matrix,
+            sink,
+            device=self.device,
+            budget=block_budget(),
+            deltas=len(matrix) - 1 if not self.inputs.deltas else len(matrix),
+            progress=self.progress("Bases", sum(item.nbytes for item in items)),
+        )
+
+    def in_memory(self) -> Bases:
+        sink = MemorySink(self.step.matrix.shape[1])
+        self._combine(self.items, self.step.matrix, sink)
+        vectors: list[Weights] = [StateDict(state) for state in sink.states]
+        self.step = self.step.rounded(sink.rounding.sqrt())
+        return Bases(self._facts({}), self._tensors(), vectors)
+
+    def write(self, work: Path, store: Path) -> dict[str, Any]:
+        """Write the new store into `work`; `store` is where it will lie. Returns its facts."""
+        items, matrix = self.items, self.step.matrix
+        kept = [] if self.step.compressed else [basis_folder(m) for m in range(self.count)]
+        if kept:  # nothing but the new vector is written, the others are the same files
+            items = [replace(item, inputs=item.inputs[-1:]) for item in items]
+            matrix = matrix[-1:, -1:]
+        outputs = matrix.shape[1]
+        check_disk(str(work), outputs * sum(i.numel for i in items) * self.dtype.itemsize)
+        files: dict[str, dict[str, object]] = {}
+        for name in kept:
+            assert self.bases is not None and self.bases.path is not None
+            _link_folder(self.bases.path / name, work / name)
+            old = self.bases.facts["store"]["files"]
+            files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
+        shards = plan_shards(items)
+        names = [basis_folder(m) for m in range(len(kept), len(kept) + outputs)]
+        writers = [
+            FolderWriter(work / name, shards, {"format": "pt", MARKER: name}) for name in names
+        ]
+        sink = FoldersSink(writers)
+        self._combine(items, matrix, sink)
+        for writer in writers:
+            records = writer.finish()
+            files |= {f"{writer.folder.name}/{name}": record for name, record in records.items()}
+            index = int(writer.folder.name.rpartition("-")[2])
+            copy_config(self._config_folder(), writer.folder, index)
+        rounding = torch.cat([torch.zeros(len(kept), dtype=torch.float64), sink.rounding])
+        self.step = self.step.rounded(rounding.sqrt())
+        facts = self._facts(files)
+        finish_store(work, store, facts, self._tensors())
+        return facts
+
+    def _config_folder(self) -> Path | None:
+        if self.bases is not None and self.bases.path is not None:
+            return self.bases.path / basis_folder(0)
+        return self.inputs.folder
+
+    def _tensors(self) -> dict[str, Tensor]:
+        step = self.step
+        tensors = {
+            "encoder": step.encoder,
+            "decoder": step.decoder,
+            "gram_bases": step.gram_bases,
+            "residual": step.residual,
+            "residual_slack": step.slack,
+        }
+        if step.gram is not None:
+            values = torch.from_numpy(Gram.of(step.gram).values.copy())
+            tensors |= {"gram": step.gram, "eigenvalues": values}
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+    def _facts(self, files: dict[str, dict[str, object]]) -> dict[str, Any]:
+        step, inputs = self.step, self.inputs
+        old = self._old_facts()
+        (task,) = inputs.tasks
+        settings = self._settings()
+        count = len(step.decoder)
+        facts = {
+            **old,
+            "versions": report.versions(),
+            "tasks": [*old["tasks"], task],
+            "models": [*old["models"], inputs.models[0]],
+            "num_bases": count,
+            "norms": {**old["norms"], task: self.norm},
+            "fingerprints": {**old["fingerprints"], **inputs.fingerprints},
+            "gram_cached": False,
+            "seconds": {"add": round(time.perf_counter() - self.started, 3)},
+        }
+        facts["parameters"] = {
+            **old["parameters"],
+            **(settings.in_force() if step.compressed else {}),
+            "weights": {**old["parameters"]["weights"], task: self.weight},
+        }
+        facts |= _losses(step)
+        facts["errors"] = online.relative(facts["tasks"], facts["norms"], step.low, step.high)
+        weights = step.basis_weights
+        facts["store"] = {
+            **old["store"],
+            "folders": [basis_folder(m) for m in range(count)],
+            "budget": self.budget,
+            "compress": self.how,
+            "basis_weights": None if weights is None else weights.tolist(),
+            "model_bytes": old["store"]["model_bytes"] + inputs.model_bytes,
+            "added": old["store"]["added"] + 1,
+            "files": files,
+        }
+        return facts
+
+    def _old_facts(self) -> Mapping[str, Any]:
+        if self.bases is not None:
+            return self.bases.facts
+        inputs = self.inputs
+        settings = inputs.settings.model_copy(update={"basis": self.how})
+        name = next(name for name, value in DTYPES.items() if value == self.dtype)
+        return {
+            "format_version": report.FORMAT_VERSION,
+            "versions": report.versions(),
+            "method": settings.method,
+            "parameters": {**settings.in_force(), "weights": {}, **inputs.varying},
+            "tasks": [],
+            "models": [],
+            "base_model": inputs.base_model,
+            "num_parameters": sum(item.numel for item in inputs.items),
+            "dtype": inputs.dtype,
+            "norms": {"base": self.sums.base_norm_squared**0.5},
+            "left_out": dict(inputs.left_out),
+            "fingerprints": {},
+            "store": {
+                "contents": "tensors",
+                "dtype": name,
+                "twins": dict(inputs.twins),
+                "base_fingerprint": inputs.fingerprints[inputs.base_model],
+                "model_bytes": 0,
+                "added": 0,
+            },
+        }
+
+
+def _losses(step: online.Step) -> dict[str, Any]:
+    """`loss` and the bounds, null where the Gram matrix of all tasks is not known."""
+    names = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
+    made: dict[str, Any] = dict.fromkeys(names)
+    if step.gram is not None:
+        spectrum = Gram.of(step.gram)
+        encoding = spectrum.encoding("ae", step.encoder.numpy(), step.decoder.numpy())
+        made |= {
+            "loss": encoding.loss,
+            "spectral_bound": encoding.spectral_bound,
+            "relative_gap": encoding.relative_gap,
+            "retained_energy": encoding.retained_energy,
+        }
+    return made
+
+
+def _link_folder(source: Path, target: Path) -> None:
+    """The same files under another name, or copies where the file system has no hard links."""
+    target.mkdir()
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copy2(file, target / file.name)

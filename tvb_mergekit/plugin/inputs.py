@@ -1,0 +1,320 @@
+"""From a recipe as mergekit's commands take it to the inputs of a store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mergekit.architecture import get_architecture_info
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
+from mergekit.merge import _model_out_config
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
+from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
+from torch import Tensor
+
+from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.gram import Slot
+from tvb_mergekit.inputs import Inputs, Matched, match
+from tvb_mergekit.lora import FUSE_INSTEAD, Adapter, AdapterDelta, NotPlainLora, factor_gram
+from tvb_mergekit.plugin.files import (
+    check_local_files,
+    check_tokenizer_source,
+    may_be_on_the_hub,
+)
+from tvb_mergekit.plugin.loaders import fresh_loaders
+from tvb_mergekit.plugin.planning import Plan, Session, session
+from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys, read_recipe
+from tvb_mergekit.plugin.running import load_documents
+from tvb_mergekit.plugin.sources import Changed
+from tvb_mergekit.recipe import METHODS, VARYING_KEYS
+from tvb_mergekit.refusals import refusing
+from tvb_mergekit.stream import Item, Part
+
+FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the command may get at models."""
+
+    trust_remote_code: bool = False
+    allow_crimes: bool = False
+    lora_merge_cache: str | None = None
+    transformers_cache: str | None = None
+    fuse: bool = False  # adapters, instead of working on their factors
+
+    @property
+    def mergekit(self) -> MergeOptions:
+        return MergeOptions(
+            trust_remote_code=self.trust_remote_code,
+            allow_crimes=self.allow_crimes,
+            lora_merge_cache=self.lora_merge_cache,
+            transformers_cache=self.transformers_cache,
+            quiet=True,
+        )
+
+
+@dataclass
+class Document:
+    """One recipe, read and checked; nothing of its models has been opened."""
+
+    config: Any
+    recipe: Recipe
+    raw: bool  # models are weight files, as for mergekit-pytorch
+    varying: dict[str, Any] = field(default_factory=dict)
+
+
+def read_document(path: str | os.PathLike[str]) -> Document:
+    """The recipe in a file.
+
+    Raises:
+        UserError: no recipe of ours, several documents, or a mistake in it.
+    """
+    try:
+        documents = load_documents(str(path))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        raise UserError(f"{path}: expected one recipe, a mapping with `merge_method`")
+    document = documents[0]
+    method = document.get("merge_method")
+    if method not in METHODS:
+        raise UserError(
+            f"{path}: `merge_method` is {method!r}: expected one of {', '.join(METHODS)}"
+        )
+    return from_mapping(document)
+
+
+def from_mapping(document: Mapping[str, Any]) -> Document:
+    """A recipe given as plain objects; see `read_document`."""
+    with refusing(planning=lambda: True):
+        base = document.get("base_model")
+        raw = isinstance(base, str) and os.path.isfile(base)
+        schema = RawPyTorchMergeConfig if raw else MergeConfiguration
+        check_unknown_keys(document, schema)
+        config = schema.model_validate(document)
+        parameters = document.get("parameters") or {}
+        varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
+        return Document(config, read_recipe(config), raw, varying)
+
+
+def read_inputs(document: Document, options: Options, names: Sequence[str] | None = None) -> Inputs:
+    """Open the models of a recipe, and match their tensors.
+
+    Adapters of one base are taken by their factors; nothing of the size of a weight is made.
+
+    Args:
+        names: tensors that take part although no adapter targets them: as zeros.
+
+    Raises:
+        UserError: a model is missing, damaged, quantized or does not fit the base.
+    """
+    recipe = document.recipe
+    if recipe.store is not None:
+        raise UserError(
+            f"the recipe lists the bases of {recipe.store.path}: list the fine-tuned models that a "
+            "store is to replace"
+        )
+    if document.raw:
+        found = _raw_inputs(document)
+    elif not options.fuse and all(model.lora is not None for model in recipe.models):
+        found = _adapter_inputs(document, options, names or ())
+    else:
+        found = _planned_inputs(document, options)
+    found.varying = document.varying
+    return found
+
+
+def _raw_inputs(document: Document) -> Inputs:
+    recipe = document.recipe
+    base, *sources = [Checkpoint.open(model.model.path) for model in (recipe.base, *recipe.models)]
+    return _inputs(document, base, sources, match(base, sources, recipe.tasks, recipe.settings))
+
+
+def _inputs(document: Document, base: Any, sources: Sequence[Any], matched: Matched) -> Inputs:
+    recipe = document.recipe
+    return Inputs(
+        recipe.settings,
+        base,
+        str(recipe.base),
+        recipe.tasks,
+        [str(model) for model in recipe.models],
+        recipe.weights,
+        sources,
+        matched.items,
+        matched.left_out,
+        matched.twins,
+        dtype=document.config.out_dtype or document.config.dtype,
+    )
+
+
+def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> Inputs:
+    """All models are adapters of the base: their updates, from the factors."""
+    recipe = document.recipe
+    base = _local(recipe.base, options)
+    sources = []
+    adapters = []
+    for task, model in zip(recipe.tasks, recipe.models, strict=True):
+        assert model.lora is not None
+        if ModelReference(model=model.model) != recipe.base:
+            raise UserError(
+                f"model {model} adapts {model.model}, and the base is {recipe.base}: adapters are "
+                f"taken by their factors only under their own base; {FUSE}"
+            )
+        path = ModelReference(model=model.lora).local_path(options.transformers_cache)
+        try:
+            adapters.append(Adapter.open(path, base.tensors, task, read=base.tensor))
+        except NotPlainLora as error:
+            raise UserError(str(error).replace(FUSE_INSTEAD, FUSE)) from error
+    every = {name for adapter in adapters for name in adapter.factors}.union(names)
+    settings = recipe.settings
+    left_out = {
+        name: "excluded by the recipe" if settings.excludes(name) else "no adapter targets it"
+        for name in base.tensors
+        if name not in every or settings.excludes(name)
+    }
+    targets = {name: info for name, info in base.tensors.items() if name not in left_out}
+    if not targets:
+        raise UserError("no tensor takes part: `exclude` matches all that the adapters target")
+    kept = [adapter.restricted(targets) for adapter in adapters]
+    sources = [AdapterDelta(adapter, targets, every=True) for adapter in kept]
+    items = [
+        Item(name, info.shape, None, tuple(Part.of(source, name) for source in sources))
+        for name, info in targets.items()
+    ]
+    return replace(
+        _inputs(document, base, sources, Matched(items, left_out, {})),
+        deltas=True,
+        adapters=kept,
+        sums=factor_gram(kept),
+        folder=base.folder,
+    )
+
+
+def open_base(text: str) -> tuple[Checkpoint, Path | None]:
+    """A base model by its path or Hub name, and its folder (None for a weight file).
+
+    Raises:
+        UserError: it is not there.
+    """
+    if os.path.isfile(text):
+        return Checkpoint.open(text), None
+    if os.path.isdir(text):
+        return Checkpoint.open(text), Path(text)
+    if not may_be_on_the_hub(text.partition("@")[0]):
+        raise UserError(
+            f"base {text}: no such folder (from {os.getcwd()}); say where it is with --base"
+        )
+    with refusing(planning=lambda: True):
+        checkpoint = _local(ModelReference.parse(text), Options())
+    return checkpoint, checkpoint.folder
+
+
+def _local(model: ModelReference, options: Options) -> Checkpoint:
+    """Open a model, downloading it if it is a name on the Hub."""
+    return Checkpoint.open(model.local_path(options.transformers_cache))
+
+
+def _planned_inputs(document: Document, options: Options) -> Inputs:
+    """Models as mergekit plans them: its architectures know under which names a tensor may go."""
+    recipe, config = document.recipe, document.config
+    if config.slices:
+        raise UserError(
+            "`slices`: a store holds differences from the base's own layers; list the models "
+            "under `models`"
+        )
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    if source not in (None, "base"):
+        raise UserError(
+            f"`tokenizer_source` is {source}: a store belongs to the base and its vocabulary; set "
+            "`tokenizer_source: base`"
+        )
+    plan = plan_only(document, options)
+    base = plan.checkpoints[recipe.base]
+    sources = [plan.checkpoints[model] for model in recipe.models]
+    items = []
+    for slot in plan.slots:
+        names = plan.sources[slot.name]
+        if None in names or names[0] is None:
+            raise UserError(
+                f"tensor `{slot.name}` is made of others when it is loaded (an old layout of "
+                "experts): save the models anew with a current transformers, or merge them with "
+                "mergekit-yaml"
+            )
+        shape = base.tensors[names[0]].shape
+        if isinstance(slot.load, Changed):
+            parts = _whole_parts(slot, shape, [base, *sources], list(map(str, names)))
+        else:
+            parts = [
+                Part.of(checkpoint, str(name))
+                for checkpoint, name in zip((base, *sources), names, strict=True)
+            ]
+        items.append(Item(names[0], shape, parts[0], tuple(parts[1:])))
+    matched = Matched(items, plan.left_out, plan.twins)
+    return replace(_inputs(document, base, sources, matched), folder=base.folder)
+
+
+def _whole_parts(
+    slot: Slot, shape: tuple[int, ...], checkpoints: Sequence[Checkpoint], names: Sequence[str]
+) -> list[Part]:
+    """A vocabulary tensor that mergekit aligns with the base's tokens: loaded whole, once."""
+    held: list[Tensor] = []
+    lock = threading.Lock()
+
+    def part(index: int, dtype: torch.dtype) -> Part:
+        def read(start: int, stop: int, room: Tensor) -> Tensor:
+            with lock:
+                if not held:
+                    base, models = slot.load()
+                    held.extend((base, *models))
+                    if tuple(base.shape) != shape:
+                        raise UserError(
+                            f"tensor `{slot.name}`: the recipe's tokenizer gives it the shape "
+                            f"{list(base.shape)}, the base has {list(shape)}: a store belongs to "
+                            "the base's own vocabulary"
+                        )
+                piece = held[index].reshape(-1)[start:stop]
+                if index == len(names) - 1 and stop == held[index].numel():
+                    held.clear()
+            return piece
+
+        return Part(dtype, read)
+
+    return [
+        part(index, checkpoint.tensors[name].dtype)
+        for index, (checkpoint, name) in enumerate(zip(checkpoints, names, strict=True))
+    ]
+
+
+def plan_only(document: Document, options: Options) -> Plan:
+    """mergekit's plan of a merge, with our tasks in it, that nothing will run.
+
+    Raises:
+        UserError, MergeRefused: what would refuse the merge before it starts.
+    """
+    config, settings = document.config, options.mergekit
+    running = Session(None)
+    token = session.set(running)
+    try:
+        with refusing(planning=lambda: running.plan is None), fresh_loaders():
+            check_local_files(document.recipe, settings)
+            check_tokenizer_source(config)
+            architecture = get_architecture_info(config, settings)
+            LoaderCache().setup(options=settings)
+            out = _model_out_config(
+                config, architecture, trust_remote_code=settings.trust_remote_code
+            )
+            MergePlanner(config, architecture, settings, out).plan_in_memory()
+    finally:
+        session.reset(token)
+    assert running.plan is not None, "mergekit planned without our planner"
+    return running.plan

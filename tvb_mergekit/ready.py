@@ -1,0 +1,100 @@
+"""The recipes that a store is written with: add, ties, and forget each of its tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tvb_mergekit.keys import VARYING_KEYS
+
+FOLDER = "recipes"
+_HEAD = """\
+# {what}
+#   mergekit-yaml {file} OUT
+# The paths are those of the place where the store was written; change them if it has moved.
+"""
+ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
+
+
+def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> None:
+    """Write STORE/recipes, from the settings that the store was built with.
+
+    Args:
+        folder: where the store is being written.
+        store: where it will lie.
+        facts: its basis.json.
+    """
+    place = folder / FOLDER
+    place.mkdir(exist_ok=True)
+    for name, (what, recipe) in ready(store, facts).items():
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        head = _HEAD.format(what=what, file=store / FOLDER / name)
+        (place / name).write_text(head + text, encoding="utf-8")
+
+
+def ready(store: Path, facts: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """File name -> what it does, and the recipe."""
+    made = {}
+    parameters = facts["parameters"]
+    if parameters["basis"] != "rand_proj":
+        made["add.yml"] = (
+            "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M).",
+            _recipe("basis_ta", store, facts),
+        )
+        made["ties.yml"] = (
+            "The same with less interference: TIES over the bases.",
+            _recipe("basis_ties", store, facts),
+        )
+    used: set[str] = set()
+    for task in facts["tasks"]:
+        name = slug = re.sub(r"[^\w.-]+", "-", task)
+        number = 1
+        while name.lower() in used:  # names that differ only in what a file name cannot hold
+            number += 1
+            name = f"{slug}-{number}"
+        used.add(name.lower())
+        made[f"forget-{name}.yml"] = (
+            f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
+            _recipe("basis_negate", store, facts, forget=task),
+        )
+    return made
+
+
+def _recipe(
+    method: str, store: Path, facts: Mapping[str, Any], forget: str | None = None
+) -> dict[str, Any]:
+    built = facts["parameters"]
+    same = method == facts["method"]
+    parameters: dict[str, Any] = {}
+    for key in ("lambda", "density", "alpha"):
+        spec = VARYING_KEYS[key]
+        if method in spec.methods:
+            # What the recipe said of another method is no guide for this one.
+            shared = same or {method, facts["method"]} <= {"basis_ta", "basis_ties"}
+            default = spec.default_for(method)
+            value = built.get(key, default) if shared else default
+            parameters[key] = ALPHA if value is None else value
+    parameters["lambda_scale"] = built["lambda_scale"]
+    if method == "basis_ties":
+        parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
+    if forget is not None:
+        parameters["forget"] = forget
+    base = facts["base_model"]
+    recipe: dict[str, Any] = {
+        "merge_method": method,
+        "base_model": os.path.abspath(base) if os.path.exists(base) else base,
+        "models": [
+            {"model": str(store / name)}
+            for name in facts["store"]["folders"]
+            if name.startswith("basis-")
+        ],
+        "parameters": parameters,
+    }
+    if facts["dtype"]:
+        recipe["dtype"] = facts["dtype"]
+    return recipe

@@ -1,0 +1,314 @@
+"""A basis store: what replaces T fine-tuned models on disk, and its reading.
+
+    STORE/
+      basis.json  basis.safetensors    as a merge writes them (see `report`), and what is below
+      basis-000/ ... basis-NNN/        config.json, tokenizer, model*.safetensors with B_m
+      mean/                            PCA only: the mean of the task vectors
+      recipes/                         ready to run: add, ties, forget-TASK
+
+`basis.json` has two more keys than a merge's: `store` (what is stored, a checksum of each file,
+the weights of the bases) and `errors` (bounds of each task's reconstruction error).
+`basis.safetensors` also holds `gram_bases` [M, M] = B^T B. Once tasks have been compressed online,
+the Gram matrix of all of them is no longer known: `gram` and `eigenvalues` are absent then,
+`encoder` [T, M] and `decoder` [M, T] are the products of all steps, and `residual` and
+`residual_slack` [T, M] carry what is known of the errors (see `online`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tvb_mergekit import cache
+from tvb_mergekit.checkpoints import Checkpoint, TensorInfo
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
+from tvb_mergekit.recipe import Settings, nearest
+from tvb_mergekit.report import FORMAT_VERSION
+from tvb_mergekit.weights import Weights
+from tvb_mergekit.writing import HASH, file_record
+
+__all__ = ["MARKER", "Bases", "basis_folder", "is_store", "load", "lock", "open_vector"]
+
+FACTS, TENSORS = "basis.json", "basis.safetensors"
+MEAN = "mean"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What a recipe over a store may still say; all other global keys are fixed when it is built.
+OPEN_KEYS = ("exclude", "lambda_scale", "trim", "merge_func", "forget")
+
+
+def basis_folder(index: int) -> str:
+    """The name of the folder that holds B_index."""
+    return f"basis-{index:03d}"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """M basis vectors of T tasks under one base, in a store or in memory.
+
+    Attributes:
+        facts: what basis.json says.
+        tensors: float64: `encoder` W_e [T, M] (but for rand_proj), `decoder` W_d [M, T],
+            `gram_bases` [M, M], and while all inner products are known `gram` [T, T] and
+            `eigenvalues` [T].
+        vectors: the M bases as named tensors, in the store's dtype; a tensor that is missing in
+            them stays the base's.
+        mean: PCA's mean task vector.
+        path: the store's folder; None in memory.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    vectors: Sequence[Weights]
+    mean: Weights | None = None
+    path: Path | None = None
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(self.facts["tasks"])
+
+    @property
+    def num_bases(self) -> int:
+        return len(self.vectors)
+
+    @property
+    def basis(self) -> str:
+        """How the bases were built: `ae`, `balanced`, ..."""
+        return str(self.facts["parameters"]["basis"])
+
+    @property
+    def encoder(self) -> Tensor | None:
+        """W_e [T, M]: each basis as a combination of the task vectors; None for rand_proj."""
+        return self.tensors.get("encoder")
+
+    @property
+    def decoder(self) -> Tensor:
+        """W_d [M, T]: each reconstructed task vector as a combination of the bases."""
+        return self.tensors["decoder"]
+
+    @property
+    def basis_weights(self) -> Tensor | None:
+        """w [M] with sum_m w_m B_m = the sum of all task vectors; None where there is none."""
+        weights = self.facts["store"]["basis_weights"]
+        return None if weights is None else torch.tensor(weights, dtype=torch.float64)
+
+    @property
+    def shares(self) -> Tensor:
+        """v [M], what multiplies each basis in a merge: w normalized to mean 1, or 1.
+
+        1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
+        that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
+        """
+        weights = self.basis_weights
+        if weights is None:
+            return torch.ones(self.num_bases, dtype=torch.float64)
+        return weights * (self.num_bases / weights.sum())
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that the bases hold, by the names that the base's files give them."""
+        return list(self.vectors[0].tensors)
+
+    def stored_name(self, name: str | None) -> str | None:
+        """The name under which the bases hold the base's tensor `name`; None if they do not."""
+        if name is None:
+            return None
+        counted = self.facts["store"]["twins"].get(name, name)
+        return counted if counted in self.vectors[0].tensors else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.facts["store"]["dtype"]]
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that built it, those of its size aside."""
+        known = set(Settings.model_fields)
+        given = {k: v for k, v in self.facts["parameters"].items() if k in known}
+        sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
+        return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
+
+    def index(self, task: str) -> int:
+        """The column of a task.
+
+        Raises:
+            UserError: there is no such task.
+        """
+        if task in self.tasks:
+            return self.tasks.index(task)
+        guess = nearest(task, self.tasks)
+        hint = f"did you mean {guess!r}? " if guess else ""
+        where = self.path or "these bases"
+        raise UserError(f"no task {task!r} in {where}: {hint}Tasks: {', '.join(self.tasks)}")
+
+    def reconstruction(self, tasks: Sequence[str]) -> Tensor:
+        """[M (+ 1 for the mean), len(tasks)]: each tau_hat over the bases (and the mean)."""
+        columns = self.decoder[:, [self.index(task) for task in tasks]]
+        if self.mean is None:
+            return columns
+        return torch.cat([columns, torch.ones(1, len(tasks), dtype=torch.float64)])
+
+    @property
+    def sources(self) -> list[Weights]:
+        """The bases and, for PCA, the mean: what `reconstruction` is over."""
+        return [*self.vectors, *([] if self.mean is None else [self.mean])]
+
+    def check_base(self, base: Weights, name: str) -> None:
+        """Raise UserError unless `base` is the model that the bases are differences from."""
+        if base.fingerprint() != self.facts["store"]["base_fingerprint"]:
+            raise UserError(
+                f"{self.path or 'these bases'}: belongs to the base {self.facts['base_model']}, "
+                f"and the weights of {name} are others; give the base that it was built from"
+            )
+
+
+def load(path: str | os.PathLike[str], verify: bool = True) -> Bases:
+    """Open a store.
+
+    Args:
+        verify: compare the checksum of every file that has changed since it was last compared
+            on this machine.
+
+    Raises:
+        UserError: no store, a newer format, a file missing or changed.
+    """
+    folder = Path(path)
+    facts = _read_facts(folder)
+    store = facts["store"]
+    _check_files(folder, store["files"], verify)
+    try:
+        tensors = load_file(folder / TENSORS)
+        count = len(tensors["decoder"])
+        vectors = [open_vector(folder / basis_folder(m), store) for m in range(count)]
+        mean = open_vector(folder / MEAN, store) if MEAN in store["folders"] else None
+        bases = Bases(facts, tensors, vectors, mean, folder)
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        total = len(bases.tasks)
+        if shapes["decoder"] != [count, total] or shapes.get("encoder", [total, count]) != [
+            total,
+            count,
+        ]:
+            raise UserError(f"{folder}: {TENSORS} holds {shapes}, for {total} tasks; build it anew")
+    except (OSError, KeyError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
+    return bases
+
+
+def open_vector(folder: Path, store: Mapping[str, Any]) -> Checkpoint | AdapterDelta:
+    """One basis of a store as named tensors."""
+    if store["contents"] != "adapters":
+        return Checkpoint.open(folder)
+    # Shapes of the whole base: its biases tell in which orientation it stores square matrices.
+    base = {n: TensorInfo(tuple(s), torch.float32, "") for n, s in store["shapes"].items()}
+    adapter = Adapter.open(folder, base, folder.name)
+    return AdapterDelta(adapter, {name: base[name] for name in store["targets"]}, every=True)
+
+
+def read_output(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """basis.json and basis.safetensors in the folder of a merged model.
+
+    Raises:
+        UserError: one is missing or damaged.
+    """
+    folder = Path(path)
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        _check_version(folder / FACTS, facts["format_version"])
+        return facts, load_file(folder / TENSORS)
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder}: its {FACTS} or {TENSORS} cannot be read ({error})") from error
+
+
+def is_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder's basis.json is that of a store."""
+    try:
+        return "store" in json.loads((Path(path) / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    file = folder / FACTS
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
+        raise UserError(f"{folder}: no such folder{more}")
+    if not file.is_file():
+        hint = "a merged model" if (folder / "config.json").is_file() else "no basis.json in it"
+        raise UserError(f"{folder} is not a basis store ({hint}); make one with `tvb build`")
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        version = facts["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
+    _check_version(file, version)
+    if not isinstance(facts.get("store"), dict):
+        raise UserError(f"{folder} is the output of a merge, not a basis store (see `tvb build`)")
+    return dict(facts)
+
+
+def _check_version(file: Path, version: object) -> None:
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise UserError(
+            f"{file}: format version {version}, this tvb-mergekit reads up to {FORMAT_VERSION}; "
+            "upgrade it: pip install -U tvb-mergekit"
+        )
+
+
+def _check_files(folder: Path, files: Mapping[str, Mapping[str, Any]], verify: bool) -> None:
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing from its store; restore it, or build the store anew")
+        size = path.stat().st_size
+        if size != record["bytes"]:
+            raise UserError(
+                f"{path}: {size:,} bytes, its store says {record['bytes']:,}: the file was "
+                "changed; restore it, or build the store anew"
+            )
+        if not verify or cache.is_verified(path, record[HASH]):
+            continue
+        if file_record(path)[HASH] != record[HASH]:
+            raise UserError(
+                f"{path}: its checksum is not the one in {FACTS}: the file was changed; restore "
+                "it, or build the store anew"
+            )
+        cache.note_verified(path, record[HASH])
+
+
+def note_files(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Remember that the files of a store, just written under this name, are what they should be."""
+    for name, record in files.items():
+        cache.note_verified(folder / name, record[HASH])
+
+
+def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> filelock.FileLock:
+    """The lock that every writer to a store holds, `.NAME.lock` beside it; acquired.
+
+    Raises:
+        UserError: the folder beside the store cannot be written to.
+    """
+    store = Path(os.path.realpath(path))
+    file = store.with_name(f".{store.name}.lock")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = filelock.FileLock(file)
+        try:
+            held.acquire(timeout=0)
+        except filelock.Timeout:
+            waiting(f"another process writes to {path}: waiting for it ({file})")
+            held.acquire()
+    except OSError as error:
+        raise UserError(f"cannot write beside {path}: {error.strerror} ({file})") from error
+    return held

@@ -1,0 +1,77 @@
+"""Named tensors wherever they are: what the streaming engine asks of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.checkpoints import TensorInfo, sample_starts
+
+
+class Weights(Protocol):
+    """A model's tensors: a `Checkpoint` on disk, a `StateDict` in memory, an `AdapterDelta`."""
+
+    tensors: dict[str, TensorInfo]
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor on the CPU; treat it as read-only."""
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor; `out` is room for them."""
+
+    def canonical(self, name: str) -> str:
+        """The first name of a tensor that has several."""
+
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits that the contents decide; see `Checkpoint.fingerprint`."""
+
+    def stamp(self) -> list[list[int | str]]:
+        """What changes with every write to the files; empty in memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+
+
+class StateDict:
+    """The tensors of a state dict as `Weights`; never modified, moved to the CPU when read."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
+        self.tensors: dict[str, TensorInfo] = {}
+        first: dict[tuple[object, ...], str] = {}
+        for name, value in self._state.items():
+            place = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+            owner = first.setdefault(place, name) if value.numel() else name
+            alias = None if owner == name else owner
+            self.tensors[name] = TensorInfo(tuple(value.shape), value.dtype, "", alias)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._state[name].cpu()
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        return self._state[name].reshape(-1)[start:stop].cpu()
+
+    def canonical(self, name: str) -> str:
+        return self.tensors[name].alias_of or name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            info = self.tensors[name]
+            for start, stop in sample_starts(info.numel):
+                digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
+                piece = self.read(name, start, stop, torch.empty(0)).contiguous()
+                digest.update(piece.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def stamp(self) -> list[list[int | str]]:
+        return []

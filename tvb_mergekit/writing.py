@@ -1,0 +1,234 @@
+"""Safetensors files written as their tensors come: header first, then bytes in order, hashed.
+
+The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front, so a
+file of known tensors needs no tensor to be held. Files are the same byte for byte however the
+tensors were cut into pieces, and whether or not the writing was interrupted and gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.stream import Item
+
+SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
+HASH = "xxh3_128"
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name, and its tensors in the order in which they come."""
+
+    name: str
+    items: tuple[Item, ...]
+
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """The file's first bytes: length, JSON, blanks up to a multiple of 8."""
+        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        place = 0
+        for item in self.items:
+            size = item.numel * item.out.itemsize
+            entries[item.name] = {
+                "dtype": _NAMES[item.out],
+                "shape": list(item.shape),
+                "data_offsets": [place, place + size],
+            }
+            place += size
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Cut the items, in order, into files of at most `limit` bytes (or one tensor)."""
+    groups: list[list[Item]] = [[]]
+    size = 0
+    for item in items:
+        nbytes = item.numel * item.out.itemsize
+        if groups[-1] and size + nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += nbytes
+    if len(groups) == 1:
+        return [Shard("model.safetensors", tuple(groups[0]))]
+    total = len(groups)
+    return [
+        Shard(f"model-{number + 1:05d}-of-{total:05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups)
+    ]
+
+
+@dataclass
+class FolderWriter:
+    """The tensors of one folder, written in order; `done` items are there already."""
+
+    folder: Path
+    shards: Sequence[Shard]
+    metadata: Mapping[str, str]
+    done: int = 0
+    written: dict[str, dict[str, object]] = field(default_factory=dict)  # file -> bytes, hash
+    _file: BinaryIO | None = None
+    _shard: int = -1
+    _left: int = 0  # items of the open shard that are still to come
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._digest = xxhash.xxh3_128()
+        done = self.done
+        while done:
+            shard = self.shards[self._shard + 1]
+            self._reopen(shard, min(done, len(shard.items)))
+            done -= min(done, len(shard.items))
+            if not self._left:
+                self._close()
+
+    def _reopen(self, shard: Shard, done: int) -> None:
+        """Go on after `done` tensors of a file, whose bytes so far are read again for the hash."""
+        header = shard.header(self.metadata)
+        size = len(header) + sum(i.numel * i.out.itemsize for i in shard.items[:done])
+        path = self.folder / shard.name
+        if not path.is_file() or path.stat().st_size < size:
+            raise UserError(f"{path}: shorter than was written; start anew without --resume")
+        self._shard += 1
+        self._left = len(shard.items) - done
+        self._digest.reset()
+        self._file = cast(BinaryIO, path.open("r+b", buffering=0))
+        self._file.truncate(size)
+        while block := self._file.read(2**24):
+            self._digest.update(block)
+
+    def write(self, item: Item, last: bool, values: Tensor) -> None:
+        """The next elements of the tensor whose turn it is; `last` ends it."""
+        if self._file is None:
+            self._shard += 1
+            shard = self.shards[self._shard]
+            self._left = len(shard.items)
+            self._digest.reset()
+            self._file = cast(BinaryIO, (self.folder / shard.name).open("wb", buffering=0))
+            self._put(memoryview(shard.header(self.metadata)))
+        data = values.contiguous().view(torch.uint8).numpy()
+        self._put(memoryview(data))  # type: ignore[arg-type]
+        if last:
+            self._left -= 1
+            if not self._left:
+                self._close()
+
+    def _put(self, data: memoryview) -> None:
+        assert self._file is not None
+        self._digest.update(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _close(self) -> None:
+        assert self._file is not None
+        name = self.shards[self._shard].name
+        self.written[name] = {"bytes": self._file.tell(), HASH: self._digest.hexdigest()}
+        os.fsync(self._file.fileno())  # what these files replace may be deleted soon
+        self._file.close()
+        self._file = None
+
+    def finish(self) -> dict[str, dict[str, object]]:
+        """Write the shard index where there is one; returns file -> {bytes, xxh3_128}."""
+        assert self._file is None and self._shard == len(self.shards) - 1
+        if len(self.shards) > 1:
+            where = {item.name: shard.name for shard in self.shards for item in shard.items}
+            total = sum(i.numel * i.out.itemsize for shard in self.shards for i in shard.items)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            name = "model.safetensors.index.json"
+            text = json.dumps(index, indent=2) + "\n"
+            (self.folder / name).write_text(text, encoding="utf-8")
+            self.written[name] = file_record(self.folder / name)
+        return self.written
+
+
+class FoldersSink:
+    """A `stream.Sink`: output k goes to folder k.
+
+    The journal gets a line for each tensor that is whole: how many are, and `rounding` so far.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[FolderWriter],
+        journal: Path | None = None,
+        rounding: Tensor | None = None,
+    ) -> None:
+        self.writers = writers
+        self.done = writers[0].done
+        self.rounding = torch.zeros(len(writers), dtype=torch.float64)
+        if rounding is not None:
+            self.rounding += rounding
+        self._journal = journal
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor, rounding: Tensor) -> None:
+        last = stop == item.numel
+        self.rounding += rounding
+        for writer, row in zip(self.writers, values, strict=True):
+            writer.write(item, last, row)
+        if last:
+            self.done += 1
+            if self._journal is not None:
+                line = json.dumps({"done": self.done, "rounding": self.rounding.tolist()})
+                with self._journal.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+def read_journal(path: Path) -> tuple[int, Tensor | None]:
+    """The number of tensors that were whole when the journal's writer ended, and `rounding`."""
+    if not path.is_file():
+        return 0, None
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]  # a kill may cut the last
+    if not whole:
+        return 0, None
+    note = json.loads(whole[-1])
+    return note["done"], torch.tensor(note["rounding"], dtype=torch.float64)
+
+
+class MemorySink:
+    """A `stream.Sink` that holds output k as the state dict `states[k]`."""
+
+    def __init__(self, outputs: int) -> None:
+        self.states: list[dict[str, Tensor]] = [{} for _ in range(outputs)]
+        self.rounding = torch.zeros(outputs, dtype=torch.float64)
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor, rounding: Tensor) -> None:
+        self.rounding += rounding
+        for state, row in zip(self.states, values, strict=True):
+            if start == 0:
+                state[item.name] = torch.empty(item.shape, dtype=item.out)
+            state[item.name].view(-1)[start:stop] = row
+
+
+def file_record(path: Path) -> dict[str, object]:
+    """{bytes, xxh3_128} of a file as it is."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, HASH: digest.hexdigest()}
