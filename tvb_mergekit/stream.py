@@ -7,11 +7,12 @@ few pieces of every input, whatever the sizes of tensors and models: about `budg
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,10 +31,13 @@ from tvb_mergekit.gram import (
 )
 from tvb_mergekit.weights import Weights
 
-AHEAD = 2  # pieces that are being read while one is computed
+AHEAD = 2  # pieces that are being read while others are computed
 LONGEST = 2**20  # elements: longer pieces gained nothing
+WRITES = 2  # pieces that wait to be written
+MOST_WORKERS = 8  # threads that compute on a CPU; the memory is the limit before
 
 Progress = Callable[[int], object]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -105,21 +109,39 @@ class Sink(Protocol):
         [number of outputs] float64: the squared norm of what the cast to `item.out` lost."""
 
 
-def piece_length(parts: int, width: int, budget: int) -> int:
-    """Elements per piece so that all that is read ahead takes half of the budget."""
-    length = budget // 2 // max(1, parts * width * (AHEAD + 1))
+def worker_count(device: torch.device) -> int:
+    """Threads that compute: each its own piece, since PyTorch's threads within one operation cost
+    more than they gain on pieces that fit a cache, and far more on a busy machine."""
+    return min(torch.get_num_threads(), MOST_WORKERS) if device.type == "cpu" else 1
+
+
+def piece_length(parts: int, width: int, workers: int, budget: int) -> int:
+    """Elements per piece so that all pieces that are held take half of the budget."""
+    length = budget // 2 // max(1, parts * width * (AHEAD + workers + 1))
     return max(BLOCK, min(length, LONGEST) // BLOCK * BLOCK)
 
 
-def read_ahead(items: Sequence[Item], length: int, device: torch.device) -> Iterator[Piece]:
-    """The items' pieces of at most `length` elements in order, AHEAD of them read in threads."""
+def in_order(
+    items: Sequence[Item],
+    length: int,
+    device: torch.device,
+    work: Callable[[], Callable[[Piece, int], Result]],
+    workers: int,
+) -> Iterator[Result]:
+    """What `work` makes of the items' pieces of at most `length` elements, in order.
+
+    AHEAD threads read, `workers` compute. `work()` is called once in each computing thread;
+    what it returns is called with a piece and the piece's number. A piece's tensors are overwritten
+    once its result has been taken and the next is asked for.
+    """
     parts = max((len(item.parts) for item in items), default=0)
     width = max((part.dtype.itemsize for item in items for part in item.parts), default=1)
     pinned = device.type == "cuda"  # from pinned memory the copy to the GPU overlaps
     rooms = [
         [torch.empty(length * width, dtype=torch.uint8, pin_memory=pinned) for _ in range(parts)]
-        for _ in range(AHEAD + 1)
+        for _ in range(AHEAD + workers)
     ]
+    local = threading.local()
 
     def fill(item: Item, start: int, stop: int, room: list[Tensor]) -> Piece:
         read = [
@@ -129,18 +151,34 @@ def read_ahead(items: Sequence[Item], length: int, device: torch.device) -> Iter
         base = read.pop(0) if item.base is not None else None
         return Piece(item, start, stop, base, read)
 
-    waiting: deque[Future[Piece]] = deque()
-    with ThreadPoolExecutor(AHEAD, "tvb-read") as pool:
+    def compute(piece: Future[Piece], number: int) -> Result:
+        if not hasattr(local, "act"):
+            torch.set_num_threads(1)
+            local.act = work()
+        with torch.no_grad():
+            result: Result = local.act(piece.result(), number)
+        return result
+
+    waiting: deque[Future[Result]] = deque()
+    threads = torch.get_num_threads()
+    with (
+        ThreadPoolExecutor(AHEAD, "tvb-read") as readers,
+        ThreadPoolExecutor(workers, "tvb-compute") as computers,
+    ):
         try:
             for number, (item, start, stop) in enumerate(_ranges(items, length)):
-                waiting.append(pool.submit(fill, item, start, stop, rooms[number % len(rooms)]))
-                if len(waiting) > AHEAD:
+                if len(waiting) == len(rooms):
                     yield waiting.popleft().result()
+                read = readers.submit(fill, item, start, stop, rooms[number % len(rooms)])
+                waiting.append(computers.submit(compute, read, number))
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            readers.shutdown(wait=False, cancel_futures=True)
             for future in waiting:
                 future.cancel()
+            computers.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(threads)  # part of the setting is the whole process's
 
 
 def _ranges(items: Sequence[Item], length: int) -> Iterator[tuple[Item, int, int]]:
@@ -170,16 +208,26 @@ def gram_of(
         UserError: NaN or infinity in an input: which, in which tensor, how many.
     """
     rows = len(tasks)
-    length = _length(items, rows, budget)
+    workers = worker_count(device)
     extra = 2 * sketch.columns if sketch else 0
-    blocks = TaskVectorBlocks(rows, device, budget // 4, extra, deltas)
+    streams: dict[str, torch.Generator] = {}
+    if sketch is not None:
+        workers = 1
+
+    def work() -> Callable[[Piece, int], tuple[Piece, GramSums]]:
+        blocks = TaskVectorBlocks(rows, device, budget // 4 // workers, extra, deltas)
+
+        def add(piece: Piece, number: int) -> tuple[Piece, GramSums]:
+            name = piece.item.name
+            drawn = None if sketch is None else streams.setdefault(name, sketch.stream(name))
+            return piece, tensor_sums(name, piece.base, piece.inputs, blocks, sketch, drawn)
+
+        return add
+
     total = zero_sums(rows, sketch)
-    generator = None
-    for piece in read_ahead(items, length, device):
+    length = _length(items, rows, device, budget)
+    for piece, share in in_order(items, length, device, work, workers):
         item = piece.item
-        if sketch is not None and piece.start == 0:
-            generator = sketch.stream(item.name)
-        share = tensor_sums(item.name, piece.base, piece.inputs, blocks, sketch, generator)
         if not torch.isfinite(share.gram).all():
             base = torch.zeros(1) if item.base is None else item.whole(item.base)
             models = [item.whole(part) for part in item.inputs]
@@ -215,52 +263,79 @@ def combine(
         UserError: an output overflows its dtype or is not finite.
     """
     rows, outputs = matrix.shape
-    length = _length(items, rows + outputs, budget)
-    blocks = TaskVectorBlocks(rows, device, budget // 4, outputs, deltas)
+    length = _length(items, rows + outputs, device, budget)
     weights = matrix.T.to(device, torch.float32)
-    rooms = [torch.empty(outputs, length * 4, dtype=torch.uint8) for _ in range(2)]
-    writes: deque[Future[None]] = deque()
-    generator = None
-    with ThreadPoolExecutor(1, "tvb-write") as writer:
-        for number, piece in enumerate(read_ahead(items, length, device)):
-            if len(writes) == len(rooms):  # also where an error of the writer surfaces
-                writes.popleft().result()
+    # Only one thread may draw Omega, which is one sequence in each tensor.
+    workers = 1 if sketch is not None else worker_count(device)
+    rooms = [
+        torch.empty(outputs, length * 4, dtype=torch.uint8) for _ in range(AHEAD + workers + WRITES)
+    ]
+    streams: dict[str, torch.Generator] = {}
+
+    def work() -> Callable[[Piece, int], _Done]:
+        blocks = TaskVectorBlocks(rows, device, budget // 4 // workers, 2 * outputs, deltas)
+        held = torch.empty(2, outputs, blocks.chunk, dtype=torch.float32, device=device)
+
+        def put(values: Tensor, out: Tensor, lost: Tensor) -> None:
+            out.copy_(values)
+            spare = held[1][:, : values.shape[1]]
+            if out.dtype.itemsize < 4:
+                spare.copy_(out).sub_(values)
+                for row, sum_ in zip(spare, lost, strict=True):
+                    sum_ += torch.dot(row, row)
+            else:
+                lost += 0 * values.sum(1)  # not finite where a value is not
+
+        def act(piece: Piece, number: int) -> _Done:
             item, count = piece.item, piece.stop - piece.start
             room = rooms[number % len(rooms)]
             if item.out.itemsize > 4:
                 room = torch.empty(outputs, count * item.out.itemsize, dtype=torch.uint8)
             out = room[:, : count * item.out.itemsize].view(item.out)
             lost = torch.zeros(outputs, dtype=torch.float64, device=device)
-
-            def put(start: int, values: Tensor, out: Tensor = out, lost: Tensor = lost) -> None:
-                rounded = values.to(out.dtype)
-                out[:, start : start + values.shape[1]].copy_(rounded)
-                if out.dtype.itemsize < 4:
-                    lost += (values - rounded).square_().sum(1, dtype=torch.float64)
-
             if sketch is not None:
-                if piece.start == 0:
-                    generator = sketch.stream(item.name)
-                assert generator is not None
+                generator = streams.setdefault(item.name, sketch.stream(item.name))
                 for start in range(0, count, blocks.chunk):
                     stop = min(start + blocks.chunk, count)
                     omega = sketch.rows(generator, stop - start, device)
-                    put(start, weights @ omega)
+                    put(weights @ omega, out[:, start:stop], lost)
             elif not item.inputs:
                 assert piece.base is not None
                 out.copy_(piece.base.expand(outputs, -1))
             else:
-                for start, _, base32, tau in blocks.walk(piece.base, piece.inputs):
-                    values = weights @ tau
-                    put(start, values.add_(base32) if add_base else values)
-            if item.out.is_floating_point:
+                for start, stop, base32, tau in blocks.walk(piece.base, piece.inputs):
+                    values = torch.mm(weights, tau, out=held[0][:, : stop - start])
+                    if add_base:
+                        values += base32
+                    put(values, out[:, start:stop], lost)
+            if not torch.isfinite(lost).all():
                 check_output(item.name, out, item.out)
-            writes.append(writer.submit(sink.write, item, piece.start, piece.stop, out, lost.cpu()))
+            return _Done(piece, out, lost.cpu())
+
+        return act
+
+    writes: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, "tvb-write") as writer:
+        for done in in_order(items, length, device, work, workers):
+            if len(writes) == WRITES:  # also where an error of the writer surfaces
+                writes.popleft().result()
+            piece = done.piece
+            write = (piece.item, piece.start, piece.stop, done.out, done.lost)
+            writes.append(writer.submit(sink.write, *write))
             progress(piece.nbytes)
         while writes:
             writes.popleft().result()
 
 
-def _length(items: Sequence[Item], parts: int, budget: int) -> int:
+@dataclass(frozen=True)
+class _Done:
+    """A piece's outputs, and the squared norm of what their cast lost."""
+
+    piece: Piece
+    out: Tensor
+    lost: Tensor
+
+
+def _length(items: Sequence[Item], parts: int, device: torch.device, budget: int) -> int:
     widths = [part.dtype.itemsize for item in items for part in item.parts]
-    return piece_length(parts + 1, max(widths, default=4), budget)
+    return piece_length(parts + 1, max(widths, default=4), worker_count(device), budget)
