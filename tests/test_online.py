@@ -3,15 +3,21 @@
 The dense one is written from the paper: AE_Train is autograd Adam (`reference.adam`), the rotation
 of `balanced` is open in the formulas and is taken from the product, and what they do say of it is
 checked at every step. Adam sees float32 rounding of G only: 100 to 4000 steps, 16 compressions in a
-row, left a relative difference of the bases of 1e-7 to 1e-6; 200 steps are taken, for time.
+row, left a relative difference of the bases of 1e-7 to 1e-6; 100 steps are taken, for time.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
@@ -19,18 +25,23 @@ import pytest
 import reference
 import tiny
 import torch
-from commands import Result, assert_close, run
-from hypothesis import HealthCheck, example, given, settings
+import yaml
+from click.testing import CliRunner
+from commands import assert_close, merge, recipe
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
-from safetensors.torch import load_file
+from safetensors.torch import save_file
+from test_lora import train
 from torch import Tensor
 
 import tvb_mergekit as tvb
-from tvb_mergekit import api, online
+from tvb_mergekit import api, cli, online
 from tvb_mergekit.store import Bases
 
-STEPS = 200  # of Adam
+Found = TypeVar("Found")
+
+STEPS = 100  # of Adam
 SHAPES = {"a.weight": (50, 60), "b.weight": (3000,), "c.bias": (7,)}
 State = dict[str, Tensor]
 
@@ -148,8 +159,8 @@ def off(found: Array, expected: Array) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def spied(call: Callable[[], Bases]) -> tuple[Bases, Array | None]:
-    """A step, and the W_e that `balanced` chose in it."""
+def spied(call: Callable[[], Found]) -> tuple[Found, Array | None]:
+    """What a step gives, and the W_e that `balanced` chose in it."""
     seen: list[Array] = []
     true = online.balanced
 
@@ -160,8 +171,8 @@ def spied(call: Callable[[], Bases]) -> tuple[Bases, Array | None]:
         return encoding
 
     with mock.patch.object(online, "balanced", spy):
-        bases = call()
-    return bases, seen[0] if seen else None
+        found = call()
+    return found, seen[0] if seen else None
 
 
 def check_state(bases: Bases, naive: Naive, tolerance: float = 1e-5) -> None:
@@ -228,8 +239,18 @@ def orders(tasks: int) -> list[list[int]]:
     return [list(range(tasks)), list(range(tasks))[::-1], shuffled]
 
 
-@pytest.mark.parametrize("how", ["ae", "balanced"])
-@pytest.mark.parametrize("order", range(3))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "order"),
+    [
+        ("balanced", 0),
+        ("balanced", 2),
+        ("ae", 2),
+        *(pytest.param(*case, marks=SLOW) for case in (("balanced", 1), ("ae", 0), ("ae", 1))),
+    ],
+)
 def test_twenty_tasks_from_nothing(how: str, order: int) -> None:
     base, models = family(20)
     dense = Dense(base, models, list(SHAPES))
@@ -271,7 +292,7 @@ def test_twelve_tasks_onto_bases_that_were_built_offline(
         with pytest.raises(tvb.UserError, match=r"do not hold it: compress by ae"):
             tvb.add(store, base, models[order[8]], "new", compress=how)
         return
-    last = 20 if steps == STEPS or how == "balanced" else len(first) + 3
+    last = 20 if steps == STEPS or how == "balanced" else len(first) + 2
     for index in order[len(first) : last]:
         bases, inner = spied(
             lambda i=index: tvb.add(store, base, models[i], f"t{i}", compress=how)  # type: ignore[misc]
@@ -310,46 +331,55 @@ def next_vector(kind: Any, before: list[Tensor], draw: torch.Generator, size: in
     return {"again": old, "scaled": -0.5 * old, "near": old + 1e-4 * noise}[kind[0]]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    kinds=st.lists(KINDS, min_size=2, max_size=12),
-    budget=st.integers(2, 5),
-    how=st.sampled_from(["ae", "exact", "balanced"]),
-    weights=st.lists(st.sampled_from([1.0, 0.5, 2.0, -1.0]), min_size=12, max_size=12),
-    dtype=st.sampled_from(list(DTYPES)),
-    seed=st.integers(0, 1000),
-)
-def test_properties(
-    kinds: list[Any], budget: int, how: str, weights: list[float], dtype: str, seed: int
-) -> None:
-    check_properties(kinds, budget, how, weights, dtype, seed)
+@dataclass
+class Stream:
+    """Vectors that come one after another, and what was found of them."""
 
+    kinds: list[Any]
+    weights: list[float]
+    dtype: str
+    seed: int
+    size: int = 600
+    vectors: list[Tensor] = field(init=False)
 
-def check_properties(
-    kinds: list[Any], budget: int, how: str, weights: list[float], dtype: str, seed: int
-) -> None:
-    size, draw = 600, torch.Generator().manual_seed(seed)
-    zero = {"w": torch.zeros(size)}  # so that float32 differences are exact
-    vectors: list[Tensor] = []
-    for kind in kinds:
-        vectors.append(next_vector(kind, vectors, draw, size))
-    bases: Bases | None = None
-    exact = True
-    for count, (vector, weight) in enumerate(zip(vectors, weights, strict=False), start=1):
-        more: dict[str, Any] = {}
-        if bases is None:
-            more = {"budget": budget, "compress": "ae" if how == "exact" else how}
-            more |= {"steps": 50} if how == "ae" else {"solver": "exact"} if how == "exact" else {}
-        known = bases is None or (bases.encoder is not None and bases.num_bases == count - 1)
-        compressions = max(0, count - budget)
-        bases = tvb.add(
-            bases, zero, {"w": vector}, f"t{count}", weight=weight, dtype=DTYPES[dtype], **more
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.seed)
+        self.vectors = []
+        for kind in self.kinds:
+            self.vectors.append(next_vector(kind, self.vectors, draw, self.size))
+        self.base = {"w": torch.zeros(self.size)}  # so that float32 differences are exact
+        self.unit = {"float32": 2e-7, "bfloat16": 4e-3, "float16": 5e-4}[self.dtype]
+
+    def tau(self, count: int) -> Array:
+        vectors = torch.stack(self.vectors[:count]).T.double().numpy()
+        return vectors * np.array(self.weights[:count])
+
+    def build(self, count: int, basis: str, budget: int) -> Bases:
+        size = {} if basis == "none" else {"num_bases": min(budget, count)}
+        if basis == "exact":
+            basis, size["solver"] = "ae", "exact"  # type: ignore[assignment]
+        return tvb.build(
+            self.base,
+            {f"t{i}": {"w": v} for i, v in enumerate(self.vectors[:count])},
+            weights={f"t{i}": w for i, w in enumerate(self.weights[:count])},
+            dtype=DTYPES[self.dtype],
+            basis=basis,
+            **size,
         )
-        tau = torch.stack(vectors[:count]).T.double().numpy() * np.array(weights[:count])
+
+    def add(self, bases: Bases | None, **more: Any) -> Bases:
+        index = 0 if bases is None else len(bases.tasks)
+        vector, weight = {"w": self.vectors[index]}, self.weights[index]
+        kind = DTYPES[self.dtype]
+        return tvb.add(bases, self.base, vector, f"t{index}", weight=weight, dtype=kind, **more)
+
+    def check(self, bases: Bases, known: bool, exact: bool) -> None:
+        """`known`: whether all inner products are; `exact`: whether the errors are numbers."""
+        count = len(bases.tasks)
+        tau, unit = self.tau(count), self.unit
         assert bases.encoder is not None
         stored = np.stack([v.tensor("w").double().numpy() for v in bases.vectors], axis=1)
         encoder, decoder = bases.encoder.numpy(), bases.decoder.numpy()
-        unit = {"float32": 2e-7, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
         scale = np.linalg.norm(tau)
         # convex columns
         assert encoder.min() >= 0
@@ -359,23 +389,343 @@ def check_properties(
             total = stored @ bases.basis_weights.numpy()
             assert np.linalg.norm(total - tau.sum(axis=1)) <= 4 * count**1.5 * unit * scale
             np.testing.assert_allclose(bases.basis_weights.sum(), count, rtol=1e-12)
+            merged = tvb.merge(bases, self.base, lambda_=0.5, lambda_scale="tasks")["w"]
+            arithmetic = 0.5 * tau.sum(axis=1)
+            missed = np.linalg.norm(merged.double().numpy() - arithmetic)
+            assert missed <= 4 * count**1.5 * unit * scale
         products = stored.T @ stored
         found = bases.tensors["gram_bases"].numpy()
-        assert np.linalg.norm(found - products) <= 3 * unit * np.linalg.norm(products) + 1e-30
-        # G is there while it is known
-        assert ("gram" in bases.tensors) == known
+        assert np.linalg.norm(found - products) <= 4 * unit * scale**2
+        assert ("gram" in bases.tensors) == known == (bases.facts["loss"] is not None)
         if known:
-            gram = tau.T @ tau
-            assert off(bases.tensors["gram"].numpy(), gram) <= 3 * unit
-            assert bases.facts["loss"] is not None
-        else:
-            assert bases.facts["loss"] is None
-        # the errors
+            assert off(bases.tensors["gram"].numpy(), tau.T @ tau) <= 3 * unit
         true = np.linalg.norm(stored @ decoder - tau, axis=0)
         norms = np.linalg.norm(tau, axis=0)
         for task, error, norm in zip(bases.tasks, true, norms, strict=True):
             bounds = bases.facts["errors"][task]
             low, high = bounds["at_least"], bounds["at_most"]
             assert low <= error / norm <= high, (task, low, error / norm, high)
-            if compressions <= 1 and dtype == "float32":
-                assert high - low <= 1e-4, (task, low, error / norm, high)
+            # One number, where no large terms cancel
+            steep = np.abs(decoder).max() > 3 or norms.max() > 10 * norm
+            if exact and self.dtype == "float32" and not steep:
+                assert high - low <= (1e-4 if error > 0.1 * norm else 5e-3), (task, low, high)
+
+
+STREAMS = st.builds(
+    Stream,
+    st.lists(KINDS, min_size=2, max_size=12),
+    st.lists(st.sampled_from([1.0, 0.5, 2.0, -1.0]), min_size=12, max_size=12),
+    st.sampled_from(list(DTYPES)),
+    st.integers(0, 1000),
+)
+EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@EXAMPLES
+@given(STREAMS, st.integers(2, 5), st.sampled_from(["ae", "exact", "balanced"]))
+def test_properties_from_nothing(stream: Stream, budget: int, how: str) -> None:
+    more: dict[str, Any] = {"budget": budget, "compress": "ae" if how == "exact" else how}
+    more |= {"ae": {"steps": 50}, "exact": {"solver": "exact"}}.get(how, {})
+    bases: Bases | None = None
+    for count in range(1, len(stream.vectors) + 1):
+        bases = stream.add(bases, **more)
+        more = {}
+        # G is known for as long as every basis before this step was a task vector
+        known = count <= budget + 1
+        stream.check(bases, known=known, exact=known and how != "exact")
+
+
+@EXAMPLES
+@given(STREAMS, st.integers(2, 5), st.sampled_from(["exact", "balanced", "none"]))
+def test_properties_after_a_build(stream: Stream, budget: int, basis: str) -> None:
+    total = len(stream.vectors)
+    count = min(total, budget) if basis == "none" else max(2, total // 2)
+    bases = stream.build(count, basis, budget)
+    singles = bases.num_bases == count and torch.equal(
+        bases.encoder,
+        torch.eye(count, dtype=torch.float64),  # type: ignore[arg-type]
+    )
+    how = "ae" if basis == "exact" else "balanced"
+    more: dict[str, Any] = {"budget": budget, "compress": how}
+    compressed = later = 0  # compressions; and of them, of what came after an earlier one
+    for number in range(count + 1, total + 1):
+        full = bases.num_bases == budget
+        before = int(not singles) + compressed
+        later += full and before > 0 and number > count + 1
+        compressed += full
+        known = singles and number <= budget + 1
+        bases = stream.add(bases, **more)
+        more = {}
+        stream.check(bases, known=known, exact=not later and basis != "exact")
+
+
+# The commands, on Llama checkpoints
+
+
+def tvb_command(*words: str | Path, env: Mapping[str, str] | None = None, rc: int = 0) -> str:
+    """Run `tvb` within this process; its one line of output."""
+    with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", **(env or {})}):
+        done = CliRunner().invoke(cli.main, [*map(str, words)])
+    assert done.exit_code == rc, (done.output, done.exception)
+    assert "Traceback" not in done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    tasks = [f"t{i}" for i in range(20)]
+    small = partial(tiny.llama, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    return tiny.family(tmp_path_factory.mktemp("llamas"), small, tasks, scale=0.01)
+
+
+@pytest.mark.parametrize("how", ["ae", "balanced"])
+def test_twenty_llamas_and_the_recipes_of_their_store(
+    tmp_path: Path, llamas: tuple[Path, list[Path]], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+    base, models = llamas
+    store = tmp_path / "a store" / "s[1]"
+    states = [tiny.load(path) for path in models]
+    start = tiny.load(base)
+    names = sorted(start)
+    naive = Naive(Dense(start, states, names), 4, how, 4000)
+    total = 20 if how == "balanced" else 6  # with `ae` each compression trains for a second
+    for index in range(total):
+        more = ["--base", base, "--budget", 4, "--compress", how] if index == 0 else []
+        said, inner = spied(
+            lambda m=more, i=index: tvb_command(  # type: ignore[misc]
+                "add", store, models[i], "--task", f"t{i}", "--quiet", *map(str, m)
+            )
+        )
+        assert re.search(rf"{index + 1} tasks? in {min(index + 1, 4)} of at most 4 bases", said)
+        assert said.count("\n") == 1
+        naive.add(index, inner)
+    bases = tvb.load(store)
+    assert sorted(bases.names) == names
+    check_merges(bases, start, naive)
+    assert not list(store.parent.glob(".s*adding*"))
+
+    def run_recipe(name: str, expected: Array, skip: Array | None = None) -> None:
+        ready = yaml.safe_load((store / "recipes" / name).read_text())
+        ready["dtype"] = "float32"
+        found = merge(ready, tmp_path / name.removesuffix(".yml")).tensors
+        split = naive.dense.split
+        skipped = None if skip is None else {n: m.bool() for n, m in split(skip).items()}
+        assert_close(found, split(expected), start, skip=skipped, strict=1e-5)
+
+    dense, summed = naive.dense, naive.bases * naive.shares
+    run_recipe("add.yml", reference.addition(dense, summed, 0.4))
+    want = reference.ties(dense, summed, 0.4)
+    run_recipe("ties.yml", want.merged, want.boundary.astype(float))
+    gone = naive.rebuilt[:, [1]]
+    run_recipe("forget-t1.yml", reference.negation(dense, summed, gone, 0.0, 1.0))
+    shown = tvb_command("inspect", store)
+    assert all(f"t{i}" in shown for i in range(total))
+
+
+@pytest.mark.parametrize("first", ["models", "adapters"])
+def test_adapters_join_models_and_each_other(
+    tmp_path: Path,
+    llamas: tuple[Path, list[Path]],
+    first: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+    base, models = llamas
+    start = tiny.load(base)
+    listed: list[str | Path] = list(models[:2]) if first == "models" else []
+    states = [tiny.load(path) for path in models[: len(listed)]]
+    targets = [["q_proj", "up_proj"], ["q_proj"], ["up_proj", "q_proj"]]
+    for index, names in enumerate(targets):
+        added = train(base, tmp_path / f"a{index}", seed=index, target_modules=names)
+        listed.append(f"{base}+{tmp_path}/a{index}")
+        states.append({name: start[name].double() + change for name, change in added.items()})
+    known = [n for n in start if listed[0] == models[0] or "q_proj" in n or "up_proj" in n]
+    naive = Naive(Dense(start, states, known), 3, "balanced")
+    for index, model in enumerate(listed):
+        more: list[Any] = ["--base", base, "--budget", 3, "--compress", "balanced"]
+        words = ["add", tmp_path / "s", model, "--task", f"t{index}", "--quiet"]
+        _, inner = spied(
+            lambda w=words, m=more if index == 0 else []: tvb_command(*w, *map(str, m))  # type: ignore[misc]
+        )
+        naive.add(index, inner)
+    bases = tvb.load(tmp_path / "s")
+    assert set(bases.names) == set(known)
+    naive.dense.names = bases.names
+    naive.dense.__post_init__()
+    rows = np.concatenate([np.arange(i, j) for i, j in places(start, known, bases.names)])
+    naive.bases = naive.bases[rows]
+    check_state(bases, naive)
+
+
+def places(start: State, old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """Where the tensors of `new` lie in a vector over `old`."""
+    ends = np.cumsum([start[name].numel() for name in old])
+    spans = {n: (int(e) - start[n].numel(), int(e)) for n, e in zip(old, ends, strict=True)}
+    return [spans[name] for name in new]
+
+
+# Mistakes
+
+
+def digests(store: Path) -> dict[str, tuple[int, bytes]]:
+    files = [file for file in store.parent.rglob("*") if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+
+def changed(source: Path, folder: Path, edit: Callable[[State], State]) -> Path:
+    """A copy of a model with other tensors."""
+    shutil.copytree(source, folder)
+    save_file(edit(tiny.load(source)), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def without(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if "up_proj" not in name}
+
+
+def reshaped(state: State) -> State:
+    return {n: t[:, :-1].contiguous() if "up_proj" in n else t for n, t in state.items()}
+
+
+def poisoned(state: State) -> State:
+    name = next(n for n in state if "up_proj" in n)
+    broken = state[name].clone()
+    broken[0, 0] = float("nan")
+    return state | {name: broken}
+
+
+def rewritten(store: Path, edit: Callable[[Any], object]) -> None:
+    facts = json.loads((store / "basis.json").read_text())
+    edit(facts)
+    (store / "basis.json").write_text(json.dumps(facts))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, llamas: tuple[Path, list[Path]]) -> Path:
+    """Stores: balanced, ae, pca, rand_proj, of three tasks and two bases; adapters."""
+    folder = tmp_path_factory.mktemp("built")
+    base, models = llamas
+    for basis in ("balanced", "ae", "pca", "rand_proj"):
+        more = {"steps": 20} if basis == "ae" else {}
+        three = {f"t{i}": models[i] for i in range(3)}
+        tvb.build(base, three, folder / basis, basis=basis, num_bases=2, **more)
+    for index in range(2):
+        train(base, folder / f"adapter{index}", seed=index)
+    names = [f"{base}+{folder}/adapter{index}" for index in range(2)]
+    file = folder / "adapters.yml"
+    file.write_text(yaml.safe_dump(recipe("basis_ta", base, names, basis="balanced", num_bases=1)))
+    tvb_command("build", file, folder / "adapters", "--adapters", "--quiet")
+    return folder
+
+
+MISTAKES: dict[str, tuple[str, str]] = {  # -> store, what is said
+    "another base": ("balanced", "belongs to the base"),
+    "a name that is there": ("balanced", "is in .* already"),
+    "the budget is too small": ("balanced", "the budget is 1: expected 2 or more"),
+    "no budget": ("balanced", "the budget is 0: expected 2 or more"),
+    "a negative budget": ("balanced", "the budget is -3: expected 2 or more"),
+    "a budget below the bases": ("three", "the budget is 2, and the store holds 3 bases"),
+    "a tensor is missing": ("balanced", "up_proj"),
+    "another shape": ("balanced", "up_proj"),
+    "not a number": ("balanced", "1 NaN"),
+    "identical to the base": ("balanced", "identical to the base"),
+    "balanced on ae": ("ae", "compress by ae, or build the store with `basis: balanced`"),
+    "adapters": ("adapters", "holds adapters, whose ranks would grow"),
+    "pca": ("pca", "are pca, no convex combinations"),
+    "rand_proj": ("rand_proj", "are rand_proj, no convex combinations"),
+    "a changed file": ("balanced", "the file was changed"),
+    "a missing file": ("balanced", "missing from its store"),
+    "a newer format": ("balanced", "format version 99"),
+    "a new store without a budget": ("none", "a new one needs --base BASE and --budget M"),
+    "a new store without a base": ("none", "needs --base BASE"),
+    "a name with a comma": ("balanced", "comma"),
+    "an empty name": ("balanced", "`task` is empty"),
+    "no weight": ("balanced", "weight"),
+    "a weight of infinity": ("balanced", "weight"),
+    "no such model": ("balanced", "no-such-model"),
+    "the base itself": ("balanced", "base"),
+    "a folder of other things": ("things", "is not a basis store"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_the_store_stays(
+    tmp_path: Path,
+    built: Path,
+    llamas: tuple[Path, list[Path]],
+    mistake: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+    base, models = llamas
+    kind, expected = MISTAKES[mistake]
+    place = tmp_path / "stores"
+    store = place / kind
+    place.mkdir()
+    if kind == "three":
+        shutil.copytree(built / "balanced", store)
+        tvb_command("add", store, models[4], "--task", "t4", "--budget", 3, "--quiet")
+    elif kind == "things":
+        store.mkdir()
+        (store / "thesis.txt").write_text("all my work")
+    elif kind != "none":
+        shutil.copytree(built / kind, store)
+    model, task, more = models[3], "new", list[Any]()
+    copy = tmp_path / "model"
+    match mistake:
+        case "another base":
+            more = ["--base", models[7]]
+        case "a name that is there":
+            task = "t1"
+        case "the budget is too small":
+            more = ["--budget", "1"]
+        case "no budget":
+            more = ["--budget", "0"]
+        case "a negative budget":
+            more = ["--budget", "-3"]
+        case "a budget below the bases":
+            more = ["--budget", "2"]
+        case "a tensor is missing":
+            model = changed(model, copy, without)
+        case "another shape":
+            model = changed(model, copy, reshaped)
+        case "not a number":
+            model = changed(model, copy, poisoned)
+        case "identical to the base":
+            model = changed(base, copy, lambda state: state)
+        case "balanced on ae":
+            more = ["--compress", "balanced"]
+        case "a changed file":
+            file = store / "basis-001" / "model.safetensors"
+            raw = bytearray(file.read_bytes())
+            raw[-1] ^= 1
+            file.write_bytes(raw)
+        case "a missing file":
+            (store / "basis-001" / "model.safetensors").unlink()
+        case "a newer format":
+            rewritten(store, lambda facts: facts.update(format_version=99))
+        case "a new store without a budget":
+            more = ["--base", base]
+        case "a folder of other things":
+            more = ["--base", base, "--budget", "3"]
+        case "a name with a comma":
+            task = "a,b"
+        case "an empty name":
+            task = ""
+        case "no weight":
+            more = ["--weight", "0"]
+        case "a weight of infinity":
+            more = ["--weight", "inf"]
+        case "no such model":
+            model = tmp_path / "no-such-model"
+        case "the base itself":
+            model = base
+    before = digests(store)
+    said = tvb_command("add", store, model, "--task", task, "--quiet", *more, rc=1)
+    assert said.count("\n") == 1, said
+    assert re.search(expected, said), said
+    after = {name: entry for name, entry in digests(store).items() if not name.endswith(".lock")}
+    assert after == {n: e for n, e in before.items() if not n.endswith(".lock")}
+    names = {entry.name for entry in place.iterdir()} - {store.name}
+    assert names <= {f".{store.name}.lock"}

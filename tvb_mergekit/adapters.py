@@ -7,10 +7,12 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tvb_mergekit.basis import build as encode_basis
 from tvb_mergekit.building import copy_config, finish_store, store_facts, tensors_of
@@ -20,19 +22,22 @@ from tvb_mergekit.lora import (
     CONFIG,
     WEIGHTS,
     Adapter,
-    Factors,
     combine_adapters,
     common_targets,
     factor_gram,
     truncate,
     write_adapter,
 )
-from tvb_mergekit.output import check_output_folder
+from tvb_mergekit.online import relative
+from tvb_mergekit.output import check_new_folder
 from tvb_mergekit.store import Bases, basis_folder, load, note_files
 from tvb_mergekit.store import lock as store_lock
 from tvb_mergekit.writing import file_record
 
 LOG = logging.getLogger(__name__)
+NOT_ADAPTERS = (
+    "--adapters: only bases of adapters (all models listed as BASE+ADAPTER) can be adapters"
+)
 
 
 def build_adapters(
@@ -48,15 +53,14 @@ def build_adapters(
         inputs: whose models are all adapters.
         dtype: of the stored factors.
         rank: truncate every basis to this rank by SVD; by default the ranks of a tensor's adapters
-            add up and nothing is lost. What truncation and `dtype` lose is in the reported errors.
+            add up and nothing is lost. The reported errors of the tasks are those of the adapters
+            as they are stored, truncated and rounded.
 
     Raises:
         UserError: not all models are adapters, PCA or rand_proj, `out` exists.
     """
     if not inputs.adapters:
-        raise UserError(
-            "--adapters: only bases of adapters (models listed as BASE+ADAPTER) can be adapters"
-        )
+        raise UserError(NOT_ADAPTERS)
     if inputs.settings.basis in ("pca", "rand_proj"):
         raise UserError(
             f"--adapters with basis {inputs.settings.basis}: its vectors are no sums of few "
@@ -66,7 +70,7 @@ def build_adapters(
     held = store_lock(target, LOG.warning)
     work = None
     try:
-        check_output_folder(target)
+        check_new_folder(target, [n for n in inputs.fingerprints if os.path.exists(n)])
         prefix = f".{target.name}.adding-"
         for stale in target.parent.glob(f"{prefix}*"):  # ours alone, under the lock
             shutil.rmtree(stale, ignore_errors=True)
@@ -90,10 +94,11 @@ def _write(
     targets = common_targets(inputs.adapters)
     kind = _task_type(inputs)
     files = {}
-    lost = []
+    stored = []
     for index, column in enumerate(basis.weighted_encoder.T):
-        exact = combine_adapters(inputs.adapters, column)
-        kept = truncate(exact, rank)[0] if rank is not None else exact
+        kept = combine_adapters(inputs.adapters, column)
+        if rank is not None:
+            kept, _, _ = truncate(kept, rank)
         folder = work / basis_folder(index)
         write_adapter(
             folder,
@@ -107,9 +112,11 @@ def _write(
         copy_config(inputs.folder, folder, index)
         for name in (WEIGHTS, CONFIG):
             files[f"{folder.name}/{name}"] = file_record(folder / name)
-        lost.append(_distance(exact, Adapter.open(folder, inputs.base.tensors)))
-    rounding = torch.tensor(lost, dtype=torch.float64)
-    facts = store_facts(inputs, basis, dtype, files, rounding, contents="adapters")
+        stored.append(Adapter.open(folder, inputs.base.tensors))
+    nothing = torch.zeros(len(stored), dtype=torch.float64)
+    facts = store_facts(inputs, basis, dtype, files, nothing, contents="adapters")
+    errors = _errors(inputs, stored, basis.encoding.decoder)
+    facts["errors"] = relative(inputs.tasks, facts["norms"], errors, errors)
     facts["store"] |= {
         "rank": rank,
         "targets": [item.name for item in inputs.items],
@@ -119,11 +126,14 @@ def _write(
     return facts
 
 
-def _distance(exact: dict[str, Factors], stored: Adapter) -> float:
-    """||exact - stored||^2: of factors stacked side by side, the second with the sign turned."""
-    both = [Adapter(exact), stored]
-    difference = combine_adapters(both, torch.tensor([1.0, -1.0], dtype=torch.float64))
-    return float(factor_gram([Adapter(difference)]).gram.clamp(min=0))
+def _errors(inputs: Inputs, stored: Sequence[Adapter], decoder: Tensor) -> Tensor:
+    """||tau_hat_i - tau_i|| [T]: the norms of adapters that are the differences."""
+    squares = []
+    for index, (adapter, weight) in enumerate(zip(inputs.adapters, inputs.weights, strict=True)):
+        column = torch.cat([decoder[:, index], torch.tensor([-weight], dtype=torch.float64)])
+        difference = combine_adapters([*stored, adapter], column)
+        squares.append(factor_gram([Adapter(difference)]).gram[0, 0])
+    return torch.stack(squares).clamp(min=0).sqrt()
 
 
 def _task_type(inputs: Inputs) -> str | None:

@@ -20,6 +20,7 @@ from tvb_mergekit import grow, store
 from tvb_mergekit.basis import StoredBases
 from tvb_mergekit.building import build_in_memory, build_store
 from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.combine import check_output
 from tvb_mergekit.engine import Tunables, count_if_needed, merge_tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import Slot, block_budget
@@ -190,7 +191,7 @@ def merge(
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     table = bases.reconstruction(bases.tasks)[: len(sources)]
     stored = StoredBases(settings, bases.tasks, bases.shares, table)
-    names = {name: bases.stored_name(found.canonical(name)) for name in found.tensors}
+    names = {name: bases.stored_name(name) for name in found.tensors}
     slots = [
         Slot(n, i.numel, i.nbytes, lambda n=n: (found.tensor(n), [v.tensor(n) for v in sources]))  # type: ignore[misc]
         for n, i in found.tensors.items()
@@ -203,6 +204,8 @@ def merge(
         to = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
         if held is None or settings.excludes(name):
             merged[name] = tensor.to(to, copy=True)
+            if to.is_floating_point:
+                check_output(name, merged[name], to)
             continue
         inputs = [source.tensor(held) for source in sources]
         merged[name] = merge_tensor(stored, held, tensor, inputs, tunables, to, device)
@@ -251,6 +254,11 @@ def _open(model: Model) -> Weights:
         return StateDict(model)
     if not os.path.exists(model):
         raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")
+    if store.is_basis(model):
+        raise UserError(
+            f"model {os.fspath(model)} is a basis vector of a store, a difference from its base, "
+            "and no model: `load` the store"
+        )
     return Checkpoint.open(model)
 
 

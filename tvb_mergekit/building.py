@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,8 +28,8 @@ from tvb_mergekit.engine import sketch_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, Sketch, block_budget
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.online import errors_of, relative
-from tvb_mergekit.output import check_disk, check_output_folder
+from tvb_mergekit.online import cast_loss, errors_of, relative
+from tvb_mergekit.output import check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.ready import write_recipes
 from tvb_mergekit.store import (
@@ -45,6 +46,7 @@ from tvb_mergekit.store import lock as store_lock
 from tvb_mergekit.stream import combine, gram_of
 from tvb_mergekit.weights import StateDict
 from tvb_mergekit.writing import (
+    SHARD_BYTES,
     FoldersSink,
     FolderWriter,
     MemorySink,
@@ -112,7 +114,7 @@ def build_in_memory(
     matrix = encoder_matrix(basis)
     sink = MemorySink(matrix.shape[1])
     _combine(inputs, basis, matrix, sink, 0, dtype, device, silent)
-    facts = store_facts(inputs, basis, dtype, {}, sink.rounding)
+    facts = store_facts(inputs, basis, dtype, {}, cast_losses(basis, dtype))
     vectors = [StateDict(state) for state in sink.states]
     mean = vectors.pop() if basis.settings.basis == "pca" else None
     return Bases(facts, tensors_of(basis), vectors, mean)
@@ -126,7 +128,7 @@ def inspect_inputs(
     basis = _basis(inputs, _sums(inputs, sketch, device, progress), sketch)
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         LOG.warning("%s", line)
-    facts = store_facts(inputs, basis, torch.float32, {}, torch.zeros(basis.num_bases + 1))
+    facts = store_facts(inputs, basis, torch.float32, {}, cast_losses(basis, torch.float32))
     return {key: value for key, value in facts.items() if key != "store"}, tensors_of(basis)
 
 
@@ -138,42 +140,45 @@ def _build(
     resume: bool,
     progress: Progress,
 ) -> Bases:
-    check_output_folder(out)
+    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
     partial = out.with_name(f"{out.name}.partial")
     state = {
         "key": cache.key_of({**inputs.key, "dtype": str(dtype), "weights": list(inputs.weights)}),
         "settings": inputs.settings.model_dump(mode="json"),
         "tasks": list(inputs.tasks),
     }
-    if resume and partial.is_dir():
+    going_on = resume and partial.is_dir()
+    if going_on:
         _check_same(partial, state)
-    else:
-        if resume:
-            LOG.warning("--resume: there is no %s; starting anew", partial)
-        elif partial.is_dir():
-            LOG.warning("%s, an unfinished build, is replaced (--resume would go on)", partial)
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+    elif resume:
+        LOG.warning("--resume: there is no %s; starting anew", partial)
+    elif partial.is_dir() and any(partial.iterdir()) and not (partial / STATE).is_file():
+        raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
     started = time.perf_counter()
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
-    sums = cache.read_sums(partial / SUMS) if (partial / SUMS).is_file() else None
-    if sums is None:
-        sums = _sums(inputs, sketch, device, progress)
-        cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
+    sums = cache.read_sums(partial / SUMS) if going_on else None
+    sums = sums or _sums(inputs, sketch, device, progress)
     summed = time.perf_counter()
     basis = _basis(inputs, sums, sketch)
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         LOG.warning("%s", line)
+    if not going_on:  # not before, so that inputs which are refused leave nothing
+        if partial.is_dir():
+            LOG.warning("%s, an unfinished build, is replaced (--resume would go on)", partial)
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+    cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
     encoded = time.perf_counter()
     matrix = encoder_matrix(basis)
     outputs = matrix.shape[1]
-    done, rounding = read_journal(partial / JOURNAL)
+    finished = read_journal(partial / JOURNAL)
+    done = finished.done
     size = sum(item.numel for item in inputs.items) * dtype.itemsize * outputs
     there = sum(item.numel for item in inputs.items[:done]) * dtype.itemsize * outputs
     check_disk(str(partial), size - there)
     writers = writers_of(partial, inputs, outputs, dtype, done)
-    sink = FoldersSink(writers, partial / JOURNAL, rounding)
+    sink = FoldersSink(writers, partial / JOURNAL, finished)
     _combine(inputs, basis, matrix, sink, done, dtype, device, progress)
     written = time.perf_counter()
     basis.seconds = {
@@ -188,11 +193,11 @@ def _build(
     }
     for index, writer in enumerate(writers):
         copy_config(inputs.folder, writer.folder, index)
-    facts = store_facts(inputs, basis, dtype, files, sink.rounding)
-    for name in (STATE, SUMS, JOURNAL):
-        (partial / name).unlink()
+    facts = store_facts(inputs, basis, dtype, files, cast_losses(basis, dtype))
     finish_store(partial, out, facts, tensors_of(basis))
     os.rename(partial, out)
+    for name in (STATE, SUMS, JOURNAL):  # not before: until then `resume` may need them
+        (out / name).unlink(missing_ok=True)
     note_files(out, facts["store"]["files"])
     return load(out)
 
@@ -233,10 +238,9 @@ def _sums(
 ) -> GramSums:
     if inputs.sums is not None:
         return inputs.sums
-    entry = cache.key_of(
-        {**inputs.key, "sketch": [sketch.columns, sketch.seed] if sketch else None}
-    )
-    sums = cache.load(entry)
+    drawn = [sketch.columns, sketch.seed] if sketch else None
+    entry = None if inputs.in_memory else cache.key_of({**inputs.key, "sketch": drawn})
+    sums = cache.load(entry) if entry else None
     if sums is None:
         sums = gram_of(
             inputs.items,
@@ -247,7 +251,8 @@ def _sums(
             sketch=sketch,
             progress=progress("Gram matrix", inputs.nbytes),
         )
-        cache.store(entry, sums, list(inputs.tasks), list(inputs.models))
+        if entry:
+            cache.store(entry, sums, list(inputs.tasks), list(inputs.models))
     return sums
 
 
@@ -296,7 +301,9 @@ def writers_of(
     folder: Path, inputs: Inputs, outputs: int, dtype: torch.dtype, done: int = 0
 ) -> list[FolderWriter]:
     """A writer for each basis, and for PCA's mean."""
-    shards = plan_shards([replace(item, out=dtype) for item in inputs.items])
+    # mergekit-pytorch, which takes bare weights, takes them from one file.
+    limit = SHARD_BYTES if inputs.folder is not None else sys.maxsize
+    shards = plan_shards([replace(item, out=dtype) for item in inputs.items], limit)
     count = outputs - (inputs.settings.basis == "pca")
     names = [basis_folder(m) for m in range(count)] + [MEAN] * (outputs - count)
     return [
@@ -311,9 +318,14 @@ def copy_config(source: Path | None, folder: Path, index: int) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config[MARKER] = {"folder": folder.name, "index": index}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for file in companions(source, config):
+        shutil.copyfile(file, folder / file.name)
+
+
+def companions(source: Path, config: Mapping[str, Any]) -> list[Path]:
+    """The small files beside a model's weights and configuration; its own code, if it has any."""
+    code = sorted(source.glob("*.py")) if "auto_map" in config else []
+    return [*(source / name for name in COPIED if (source / name).is_file()), *code]
 
 
 def tensors_of(basis: Basis) -> dict[str, Tensor]:
@@ -335,15 +347,27 @@ def reconstruction_errors(basis: Basis) -> Tensor:
     return lost.clamp(min=0).sqrt()
 
 
+def cast_losses(basis: Basis, dtype: torch.dtype) -> Tensor:
+    """The most that storing each basis (and PCA's mean) in `dtype` can lose, [M] or [M + 1]."""
+    squares = tensors_of(basis)["gram_bases"].diagonal()
+    if basis.settings.basis == "pca":
+        squares = torch.cat([squares, basis.sums.gram.mean().reshape(1)])
+    return cast_loss(squares.clamp(min=0).sqrt(), dtype, basis.sums.num_parameters)
+
+
 def store_facts(
     inputs: Inputs,
     basis: Basis,
     dtype: torch.dtype,
     files: dict[str, dict[str, object]],
-    rounding: Tensor,
+    lost: Tensor,
     contents: str = "tensors",
 ) -> dict[str, Any]:
-    """All of a new store's basis.json but the checksum of basis.safetensors."""
+    """All of a new store's basis.json but the checksum of basis.safetensors.
+
+    Args:
+        lost: [M], for PCA [M + 1]: the most that each stored vector can differ from the exact one.
+    """
     facts = report.facts(
         basis,
         base_model=inputs.base_model,
@@ -367,16 +391,16 @@ def store_facts(
         "budget": count,
         "compress": compress,
         "basis_weights": weights,
-        "base_fingerprint": inputs.fingerprints[inputs.base_model],
+        "base_fingerprint": inputs.base_fingerprint,
         "twins": dict(inputs.twins),
         "model_bytes": inputs.model_bytes,
         "added": 0,
         "files": files,
     }
     exact = reconstruction_errors(basis)
-    # What the cast of basis m lost moves tau_hat_i by at most |W_d[m, i]| times its norm.
-    slack = rounding[:count].sqrt() @ basis.encoding.decoder.abs()
-    slack += rounding[count:].sum().sqrt()  # PCA's mean is in every task
+    # What basis m lost moves tau_hat_i by at most |W_d[m, i]| times that.
+    slack = lost[:count] @ basis.encoding.decoder.abs()
+    slack += lost[count:].sum()  # PCA's mean is in every task
     low, high = (exact - slack).clamp(min=0), exact + slack
     facts["errors"] = relative(inputs.tasks, facts["norms"], low, high)
     return facts

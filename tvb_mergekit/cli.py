@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import os
@@ -13,15 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from tvb_mergekit import __version__, cache
+from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
+    from tvb_mergekit.checkpoints import Checkpoint
     from tvb_mergekit.inspection import Inspection
     from tvb_mergekit.plugin.inputs import Options
     from tvb_mergekit.store import Bases
@@ -49,6 +49,9 @@ def main() -> None:
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for stream in (sys.stdout, sys.stderr):  # names that an ASCII terminal lacks are escaped
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
@@ -61,7 +64,7 @@ def _careful(out: str = "") -> Callable[[Command], Command]:
         def wrapped(**values: Any) -> Any:
             from tvb_mergekit.refusals import refusing, unwinding
 
-            place = str(values.get(out, "the output"))
+            place = str(values.get(out) or "the output")
             try:
                 with refusing(out=place), unwinding():
                     return command(**values)
@@ -107,11 +110,38 @@ def _device_of(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(0, dtype=torch.float64, device=device)  # which some accelerators lack
+        torch.zeros(1, dtype=torch.float64, device=device).item()  # which some devices lack
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here: {reason}") from error
     return device
+
+
+def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
+    """The base of a store: its name, its weights and its folder.
+
+    Raises:
+        UserError: it cannot be opened, or is not the one that the store belongs to.
+    """
+    name = given or str(store.facts["base_model"])
+    hint = "" if given else f"; it is the base that {store.path} names: say with --base where it is"
+    weights, folder = _open_base(name, hint)
+    store.check_base(weights, name)
+    return name, weights, folder
+
+
+def _open_base(name: str, hint: str = "") -> tuple[Checkpoint, Path | None]:
+    from tvb_mergekit.plugin.inputs import open_base
+
+    try:
+        return open_base(name)
+    except (UserError, OSError, click.ClickException) as error:
+        opened = isinstance(error.__cause__, UserError)  # it came from the Hub, and is damaged
+        if opened or os.path.exists(name):
+            raise
+        raise UserError(
+            f"base {name}: no such file or folder (from {os.getcwd()}){hint}"
+        ) from error
 
 
 def _model_options(values: dict[str, Any]) -> Options:
@@ -141,16 +171,24 @@ def build(recipe: str, store: str, **values: Any) -> None:
     \b
     Example: tvb build recipe.yml ./store --dtype bfloat16
     """
-    from tvb_mergekit.adapters import build_adapters
+    from tvb_mergekit.adapters import NOT_ADAPTERS, build_adapters
     from tvb_mergekit.building import build_store
+    from tvb_mergekit.output import check_new_folder
+    from tvb_mergekit.plugin.files import input_folders
     from tvb_mergekit.plugin.inputs import read_document, read_inputs
     from tvb_mergekit.progress import bars
     from tvb_mergekit.store import DTYPES
 
     if values["rank"] and not values["adapters"]:
         raise UserError("--rank belongs to --adapters")
+    if values["adapters"] and (values["resume"] or values["fuse"]):
+        raise UserError("--adapters goes with neither --resume nor --fuse")
     device = _device_of(values["device"])
-    inputs = read_inputs(read_document(recipe), _model_options(values))
+    document = read_document(recipe)
+    if values["adapters"] and not all(model.lora for model in document.recipe.models):
+        raise UserError(NOT_ADAPTERS)
+    check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
+    inputs = read_inputs(document, _model_options(values))
     dtype = DTYPES[values["dtype"]]
     if values["adapters"]:
         bases = build_adapters(inputs, store, dtype=dtype, rank=values["rank"])
@@ -174,11 +212,19 @@ def _say_built(bases: Bases) -> None:
     saved = facts["store"]["model_bytes"] - size
     energy = facts["retained_energy"]
     click.echo(
-        f"{bases.path}: {bases.num_bases} bases of {len(bases.tasks)} tasks, {megabytes(size)}"
+        f"{bases.path}: {_bases(bases.num_bases)} of {_tasks(len(bases.tasks))}, {megabytes(size)}"
         + (f", {megabytes(saved)} less than the models" if saved > 0 else "")
         + ("" if energy is None else f"; retained energy {100 * energy:.2f} %")
     )
     click.echo(f"Ready recipes: {bases.path}/recipes")
+
+
+def _bases(count: int) -> str:
+    return f"{count} basis" if count == 1 else f"{count} bases"
+
+
+def _tasks(count: int) -> str:
+    return f"{count} task" if count == 1 else f"{count} tasks"
 
 
 @main.command()
@@ -195,12 +241,16 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     \b
     Example: tvb inspect ./store --plot store.png
     """
-    from tvb_mergekit.inspection import as_json, print_inspection
+    from rich.console import Console
 
+    from tvb_mergekit.inspection import as_json, print_inspection
+    from tvb_mergekit.plots import check_plot
+    from tvb_mergekit.plots import plot as draw
+
+    if plot is not None:
+        check_plot(plot)
     found = _inspection(path, values)
     if plot is not None:
-        from tvb_mergekit.plots import plot as draw
-
         draw(found, plot)
     if as_text:
         click.echo(json.dumps(as_json(found), indent=2))
@@ -210,7 +260,7 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.inspection import Inspection
-    from tvb_mergekit.store import is_store, load, read_output
+    from tvb_mergekit.store import is_store, read_output
 
     if os.path.isfile(path):
         from tvb_mergekit.building import inspect_inputs
@@ -221,12 +271,24 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
         if document.recipe.store is None:
             inputs = read_inputs(document, _model_options(values))
             device = _device_of(values["device"])
-            return Inspection(*inspect_inputs(inputs, device, bars(values["quiet"])))
+            facts, tensors = inspect_inputs(inputs, device, bars(values["quiet"]))
+            return Inspection({**facts, "built": False}, tensors)
         path = str(document.recipe.store.path)
     if os.path.isdir(path) and (Path(path) / "basis.json").is_file() and not is_store(path):
         return Inspection(*read_output(path))
-    bases = load(path)
+    bases = _load(path)
     return Inspection(bases.facts, bases.tensors)
+
+
+def _load(path: str) -> Bases:
+    """Open a store for reading, all its files compared with their checksums."""
+    from tvb_mergekit.store import is_basis, load
+
+    if os.path.isfile(path):
+        raise UserError(f"{path} is a file; expected the folder of a store")
+    if is_basis(path):
+        raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
+    return load(path)
 
 
 @main.command()
@@ -240,7 +302,7 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     type=click.Choice(["ae", "balanced"]),
     help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
 )
-@click.option("--dtype", type=_dtypes, default="float32", show_default=True, help="Of a new STORE.")
+@click.option("--dtype", type=_dtypes, help="Of a new STORE; float32 by default.")
 @_base
 @_device
 @_models
@@ -259,15 +321,19 @@ def add(store: str, model: str, task: str, **values: Any) -> None:
     from tvb_mergekit.grow import Growth, add_to_store
     from tvb_mergekit.plugin.inputs import from_mapping, read_inputs
     from tvb_mergekit.progress import bars
-    from tvb_mergekit.store import DTYPES, load
+    from tvb_mergekit.store import DTYPES
 
     device = _device_of(values["device"])
-    bases = load(store, verify=False) if os.path.isdir(store) else None
-    base = values["base"]
-    if base is None:
-        if bases is None:
-            raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
-        base = str(bases.facts["base_model"])
+    new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
+    if new and (values["base"] is None or values["budget"] is None):
+        raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
+    bases = None if new else _load(store)
+    base = values["base"] if bases is None else _base_of(bases, values["base"])[0]
+    if bases is not None and values["dtype"] not in (None, bases.facts["store"]["dtype"]):
+        raise UserError(
+            f"--dtype {values['dtype']}: {store} is there, and holds "
+            f"{bases.facts['store']['dtype']}; leave --dtype out"
+        )
     parameters: dict[str, Any] = {"num_bases": 1}
     if bases is not None:
         if bases.settings.exclude is not None:
@@ -283,11 +349,11 @@ def add(store: str, model: str, task: str, **values: Any) -> None:
     }
     names = None if bases is None else bases.names
     inputs = read_inputs(from_mapping(recipe), _model_options(values), names)
-    growth = Growth(values["budget"], values["compress"], DTYPES[values["dtype"]])
+    growth = Growth(values["budget"], values["compress"], DTYPES[values["dtype"] or "float32"])
     grown = add_to_store(store, inputs, growth, device=device, progress=bars(values["quiet"]))
     worst = max(grown.facts["errors"].items(), key=lambda entry: entry[1]["at_most"])
     click.echo(
-        f"{grown.path}: {len(grown.tasks)} tasks in {grown.num_bases} of at most "
+        f"{grown.path}: {_tasks(len(grown.tasks))} in {grown.num_bases} of at most "
         f"{grown.facts['store']['budget']} bases; largest relative error of a task at most "
         f"{worst[1]['at_most']:.3f} ({worst[0]})"
     )
@@ -311,15 +377,17 @@ def export(store: str, out: str, **values: Any) -> None:
     Example: tvb export ./store ./math --task math
     """
     from tvb_mergekit import export as exporting
-    from tvb_mergekit.plugin.inputs import open_base
+    from tvb_mergekit.output import check_new_folder
     from tvb_mergekit.progress import bars
-    from tvb_mergekit.store import DTYPES, basis_folder, load
+    from tvb_mergekit.store import DTYPES, basis_folder
 
     task, basis, every = values["task"], values["basis"], values["all_bases"]
     if (task is not None) + (basis is not None) + every != 1:
         raise UserError("give one of --task NAME, --basis K and --all-bases")
     device = _device_of(values["device"])
-    bases = load(store)
+    bases = _load(store)
+    if every:
+        check_new_folder(out)  # whose folders could be there
     if task is not None:
         matrix, folders = exporting.task_column(bases, task), [""]
         what = [f"{task}, reconstructed"]
@@ -328,8 +396,7 @@ def export(store: str, out: str, **values: Any) -> None:
         matrix = exporting.basis_columns(bases, indices)
         folders = [basis_folder(m) for m in indices] if every else [""]
         what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
-    weights, folder = open_base(values["base"] or str(bases.facts["base_model"]))
-    bases.check_base(weights, values["base"] or str(bases.facts["base_model"]))
+    _, weights, folder = _base_of(bases, values["base"])
     exporting.export(
         bases,
         weights,
@@ -361,22 +428,21 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     \b
     Example: tvb check recipe.yml --deep
     """
-    from tvb_mergekit.store import is_store, load
+    from tvb_mergekit import cache
 
     if os.path.isdir(recipe):
-        if not is_store(recipe):
-            raise UserError(f"{recipe} is no store and no recipe")
-        with cache.off():
-            bases = load(recipe)
+        with cache.off():  # which knows files that were compared before
+            bases = _load(recipe)
         click.echo(f"{recipe}: {len(bases.facts['store']['files'])} files as they were written")
         return
+    from tvb_mergekit.inspection import printable
     from tvb_mergekit.plugin.checks import check_recipe
     from tvb_mergekit.progress import bars
 
     device = _device_of(values["device"])
     progress = bars(values["quiet"])
     for line in check_recipe(recipe, _model_options(values), deep, out, device, progress):
-        click.echo(line)
+        click.echo(printable(line))
 
 
 @main.command()
@@ -396,11 +462,10 @@ def convert(folder: str, store: str, **values: Any) -> None:
     Example: tvb convert ./AutoencoderBasisMethod_M4 ./store --base ./zeroshot.pt
     """
     from tvb_mergekit.converting import convert_published
-    from tvb_mergekit.plugin.inputs import open_base
     from tvb_mergekit.progress import bars
     from tvb_mergekit.store import DTYPES
 
-    weights, place = open_base(values["base"])
+    weights, place = _open_base(values["base"])
     bases = convert_published(
         folder,
         store,
@@ -427,12 +492,18 @@ def cache_group() -> None:
 
 
 @cache_group.command("list")
+@_careful()
 def list_entries() -> None:
     """Show the stored Gram matrices, newest first.
 
     \b
     Example: tvb cache list
     """
+    from rich.console import Console
+    from rich.table import Table
+
+    from tvb_mergekit import cache
+
     folder = cache.cache_folder()
     if folder is None:
         click.echo(f"The cache is off ({cache.VARIABLE}).")
@@ -451,10 +522,13 @@ def list_entries() -> None:
 
 
 @cache_group.command("clear")
+@_careful()
 def clear_entries() -> None:
     """Delete all stored Gram matrices.
 
     \b
     Example: tvb cache clear
     """
+    from tvb_mergekit import cache
+
     click.echo(f"Deleted {cache.clear()} Gram matrices.")

@@ -17,7 +17,7 @@ from tvb_mergekit.building import copy_config, finish_store
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.inputs import Matched, match
-from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
+from tvb_mergekit.output import StagedFolder, check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.recipe import check_tasks, resolve_settings
 from tvb_mergekit.store import DTYPES, MARKER, MEAN, Bases, basis_folder, load, note_files
@@ -51,7 +51,7 @@ def convert_published(
     Raises:
         UserError: files missing, damaged or at odds with each other, tensors that the base lacks.
     """
-    check_output_folder(out, [os.fspath(folder)])
+    check_new_folder(out, [os.fspath(folder)])
     published = read_published(folder)
     check_tasks(published.tasks, published.tasks)
     vectors: list[Weights] = [
@@ -108,12 +108,20 @@ def _stripped(name: str, prefix: str) -> str:
 def _match(base: Weights, vectors: list[Weights], names: list[str]) -> Matched:
     for name, info in vectors[0].tensors.items():
         if name not in base.tensors:
-            close = next((n for n in base.tensors if n.endswith(name) or name.endswith(n)), None)
-            hint = f"; the base has `{close}`: see --prefix" if close else ""
-            raise UserError(f"tensor `{name}` of the bases is not in the base{hint}")
+            raise UserError(f"tensor `{name}` of the bases is not in the base{_hint(name, base)}")
         if info.numel and not info.dtype.is_floating_point:
             raise UserError(f"tensor `{name}` of the bases is stored as {info.dtype}")
     return match(base, vectors, names, resolve_settings("basis_ta", {}, names))
+
+
+def _hint(name: str, base: Weights) -> str:
+    longest = max((n for n in base.tensors if name.endswith(f".{n}")), key=len, default=None)
+    if longest is not None:
+        return f"; it has `{longest}`: --prefix {name.removesuffix(longest)}"
+    close = next((n for n in base.tensors if n.endswith(f".{name}")), None)
+    if close is not None:
+        return f", which has `{close}`: give the base as the authors' code names its tensors"
+    return ": give the model that they were fine-tuned from"
 
 
 def _tensors(published: Published, gram_bases: Tensor) -> dict[str, Tensor]:

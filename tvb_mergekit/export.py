@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.building import COPIED
+from tvb_mergekit.building import companions
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
@@ -35,7 +35,7 @@ def items_of(bases: Bases, base: Weights, dtype: torch.dtype | None) -> list[Ite
     items = []
     for name, info in base.tensors.items():
         out = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-        stored = bases.stored_name(base.canonical(name))
+        stored = bases.stored_name(name)
         inputs = () if stored is None else tuple(Part.of(v, stored) for v in bases.sources)
         items.append(Item(name, info.shape, Part.of(base, name), inputs, out))
     return items
@@ -155,9 +155,8 @@ def _copy_files(source: Path | None, folder: Path, dtype: torch.dtype | None) ->
         config |= {key: name for key in ("dtype", "torch_dtype") if key in config}
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    for name in COPIED:
-        if (source / name).is_file():
-            (folder / name).write_bytes((source / name).read_bytes())
+    for file in companions(source, config):
+        (folder / file.name).write_bytes(file.read_bytes())
 
 
 def _write_card(folder: Path, bases: Bases, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shutil
@@ -21,7 +22,7 @@ from tvb_mergekit.encoders import Gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, block_budget
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.output import check_disk, check_output_folder, replace_folder
+from tvb_mergekit.output import check_disk, check_new_folder, recover_folder, replace_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.recipe import check_tasks
 from tvb_mergekit.store import DTYPES, MARKER, Bases, basis_folder, is_store, load, note_files
@@ -67,12 +68,13 @@ def add_to_store(
     held = store_lock(store, LOG.warning)
     work = None
     try:
-        for stale in store.parent.glob(f".{store.name}.adding-*"):  # ours alone, under the lock
-            shutil.rmtree(stale, ignore_errors=True)
+        for stale in store.parent.glob(f".{glob.escape(store.name)}.adding-*"):
+            shutil.rmtree(stale, ignore_errors=True)  # ours alone, under the lock
+        recover_folder(store)
         if is_store(store):
             bases: Bases | None = load(store)
         else:
-            check_output_folder(store)
+            check_new_folder(store, [n for n in inputs.fingerprints if os.path.exists(n)])
             bases = None
         work = Path(tempfile.mkdtemp(prefix=f".{store.name}.adding-", dir=store.parent))
         os.chmod(work, 0o755)
@@ -83,13 +85,13 @@ def add_to_store(
         else:
             replace_folder(work, store)
         note_files(store, facts["store"]["files"])
-        return load(store)
     except OSError as error:
-        raise UserError(f"cannot write beside {store}: {error}; the store is as it was") from error
+        raise UserError(f"cannot add to {store}, which is as it was: {error}") from error
     finally:
         if work is not None and work.exists():
             shutil.rmtree(work, ignore_errors=True)
         held.release()
+    return load(store)
 
 
 def add_in_memory(
@@ -117,6 +119,11 @@ class _Addition:
         self.bases, self.inputs, self.growth = bases, inputs, growth
         self.device, self.progress = device, progress
         self.started = time.perf_counter()
+        if bases is not None and bases.facts["store"]["contents"] == "adapters":
+            raise UserError(
+                f"{bases.path} holds adapters, whose ranks would grow with every task: build "
+                "a store of tensors (without --adapters) to add to"
+            )
         old = [] if bases is None else bases.tasks
         (task,) = inputs.tasks
         if task in old:
@@ -129,11 +136,6 @@ class _Addition:
         self.dtype = growth.dtype if bases is None else bases.dtype
         self.how, self.budget = self._how(), self._budget()
         if bases is not None:
-            if bases.facts["store"]["contents"] == "adapters":
-                raise UserError(
-                    f"{bases.path} holds adapters, whose ranks would grow with every task: build "
-                    "a store of tensors (without --adapters) to add to"
-                )
             bases.check_base(inputs.base, inputs.base_model)
         self.items = self._items()
         self.step = self._step()
@@ -161,7 +163,7 @@ class _Addition:
 
     def _budget(self) -> int:
         built = None if self.bases is None else self.bases.facts["store"]["budget"]
-        budget = self.growth.budget or built
+        budget = built if self.growth.budget is None else self.growth.budget
         if budget is None:
             raise UserError("a new store needs --budget M, the most bases that it may hold")
         online.check_budget(int(budget), self.count)
@@ -236,7 +238,11 @@ class _Addition:
         settings = self._settings()
         made = online.add_task(self._buffer(), self.sums.gram, self.budget, self.how, settings)
         self.weight = float(weights[-1])
-        return made
+        sizes = made.gram_bases.diagonal().clamp(min=0).sqrt()
+        lost = online.cast_loss(sizes, self.dtype, sum(item.numel for item in self.items))
+        if not made.compressed:
+            lost[:-1] = 0  # as they were
+        return made.rounded(lost)
 
     def _settings(self) -> Any:
         settings = self.inputs.settings if self.bases is None else self.bases.settings
@@ -254,13 +260,15 @@ class _Addition:
         gram = bases.tensors.get("gram")
         if "residual" in bases.tensors:
             residual, slack = bases.tensors["residual"], bases.tensors["residual_slack"]
-        else:  # a store that was built offline
+        else:  # a store that was built offline, with bounds but for the noise of G
             assert gram is not None
-            residual = online.residual_products(gram, bases.encoder, bases.decoder)
-            norms = bases.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
-            slack = torch.outer((high - low) / 2, norms)
+            sizes = bases.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
+            lost = online.cast_loss(sizes, bases.dtype, bases.facts["num_parameters"])
+            known = online.Known.offline(gram, bases.encoder, bases.decoder, high, lost)
+            low, high, residual, slack = known.low, known.high, known.residual, known.slack
+        weights = bases.basis_weights
         return online.Buffer(
-            bases.encoder, bases.decoder, gram, bases.basis_weights, low, high, residual, slack
+            bases.encoder, bases.decoder, gram, weights, norms, low, high, residual, slack
         )
 
     def _combine(self, items: list[Item], matrix: Tensor, sink: FoldersSink | MemorySink) -> None:
@@ -280,7 +288,6 @@ class _Addition:
         sink = MemorySink(self.step.matrix.shape[1])
         self._combine(self.items, self.step.matrix, sink)
         vectors: list[Weights] = [StateDict(state) for state in sink.states]
-        self.step = self.step.rounded(sink.rounding.sqrt())
         return Bases(self._facts({}), self._tensors(), vectors)
 
     def write(self, work: Path, store: Path) -> dict[str, Any]:
@@ -310,8 +317,6 @@ class _Addition:
             files |= {f"{writer.folder.name}/{name}": record for name, record in records.items()}
             index = int(writer.folder.name.rpartition("-")[2])
             copy_config(self._config_folder(), writer.folder, index)
-        rounding = torch.cat([torch.zeros(len(kept), dtype=torch.float64), sink.rounding])
-        self.step = self.step.rounded(rounding.sqrt())
         facts = self._facts(files)
         finish_store(work, store, facts, self._tensors())
         return facts

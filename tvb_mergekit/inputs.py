@@ -32,6 +32,7 @@ class Inputs:
         folder: the base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
         dtype: the recipe's output dtype.
+        changed: what else than the files decides the tensors: how a tokenizer aligns them.
     """
 
     settings: Settings
@@ -50,7 +51,8 @@ class Inputs:
     folder: Path | None = None
     varying: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
-    _fingerprints: dict[str, str] = field(default_factory=dict)
+    changed: Sequence[str] = ()
+    _prints: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -65,19 +67,32 @@ class Inputs:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Model -> fingerprint, the base's first."""
-        if not self._fingerprints:
-            self._fingerprints[self.base_model] = self.base.fingerprint()
-            for name, source in zip(self.models, self.sources, strict=True):
-                self._fingerprints[name] = source.fingerprint()
-        return self._fingerprints
+        names = (self.base_model, *self.models)
+        return dict(zip(names, self._fingerprints(), strict=True))
+
+    @property
+    def base_fingerprint(self) -> str:
+        """The base's; a state dict may go by the same name as a task."""
+        return self._fingerprints()[0]
+
+    def _fingerprints(self) -> list[str]:
+        if not self._prints:
+            self._prints = [weights.fingerprint() for weights in (self.base, *self.sources)]
+        return self._prints
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether a state dict is among them, of which nothing tells that it has changed."""
+        return not all(source.stamp() for source in (self.base, *self.sources))
 
     @property
     def key(self) -> dict[str, object]:
         """What G depends on, for its cache."""
         return {
-            "fingerprints": list(self.fingerprints.values()),
+            "fingerprints": self._fingerprints(),
             "stamps": [source.stamp() for source in (self.base, *self.sources)],
             "items": [[item.name, list(item.shape)] for item in self.items],
+            "changed": list(self.changed),
         }
 
 

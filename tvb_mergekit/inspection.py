@@ -27,11 +27,14 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import megabytes
 from tvb_mergekit.report import WIDE
 
+NEEDED = ("tasks", "models", "num_bases", "num_parameters")  # in basis.json
+STORE_NEEDED = ("model_bytes", "files")  # in its `store`
 SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy, whose smallest M are told
 MOST_CHOICES = 20  # rows of the table of M on the terminal
 MOST_PAIRS = 5  # most similar pairs told where the matrix of cosines is too large
 NAME = 24  # characters of a task's name in the terminal's tables
 GROWN = "not known: the store has grown online"
+NOT_PUBLISHED = "not known: it is not in the files that the store was converted from"
 NOT_BUILT = "not known: the bases are not built yet"
 DIRECTIONS = "none: the bases are random directions"
 CRITERION = (
@@ -82,21 +85,25 @@ class Inspection:
     """`basis.json` and `basis.safetensors` of a merge, a store or a recipe, and what follows.
 
     Args:
-        facts: as `report.facts` gives them; a store's also have `store` and `errors`.
+        facts: as `report.facts` gives them; a store's also have `store` and `errors`; `built` is
+            false where they tell what a recipe would give.
         tensors: float64 on the CPU: `gram` [T, T] and `eigenvalues` [T] (not in a store that has
             grown online), `encoder` [T, M] (not of rand_proj), `decoder` [M, T], `reconstruction`
             [T, T] (pca), `gram_bases` [M, M] (stores), `mixing` (rand_proj). All but the first two
             are missing before the bases are built.
 
     Raises:
-        UserError: a shape does not fit the facts, a tensor is not finite, or there are neither
-            Gram matrix nor `decoder` and `gram_bases`.
+        UserError: a fact is missing, a shape does not fit the facts, a tensor is not finite, or
+            there are neither Gram matrix nor `decoder` and `gram_bases`.
     """
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
+        for facts, keys in ((self.facts, NEEDED), (self.store or {}, STORE_NEEDED)):
+            if facts and (missing := [key for key in keys if key not in facts]):
+                raise UserError(f"basis.json is not whole: `{missing[0]}` is missing in it")
         tasks, bases = len(self.tasks), self.num_bases
         shapes = {
             "gram": (tasks, tasks),
@@ -272,6 +279,8 @@ class Inspection:
             return NOT_BUILT
         if what == "encoder" and self.basis == "rand_proj":
             return DIRECTIONS
+        if (self.store or {}).get("published") is not None:
+            return NOT_PUBLISHED
         return GROWN if what == "gram" or "gram" not in self.tensors else "not known"
 
 
@@ -281,7 +290,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     Matrices are lists of rows; what goes by task is in the order of `tasks`, except `errors`.
     """
     facts, tensors = inspection.facts, inspection.tensors
-    cosines, reconstructed = inspection.cosines
+    cosines, _ = inspection.cosines
     copied = (
         *("method", "parameters", "base_model", "dtype", "num_parameters", "tasks", "models"),
         *("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy"),
@@ -297,7 +306,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "norms": inspection.norms,
         "sizes": None if sizes is None else dataclasses.asdict(sizes),
         "cosines": cosines.tolist(),
-        "cosines_of": "reconstructed task vectors" if reconstructed else "task vectors",
+        "cosines_of": cosines_of(inspection),
         "choices": [dataclasses.asdict(choice) for choice in inspection.choices],
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
         "row_sums": inspection.row_sums,
@@ -332,6 +341,14 @@ def headline(inspection: Inspection) -> str:
         f"{_plural('task vector', tasks)}{f', {dtype}' if dtype else ''}, "
         f"base {facts.get('base_model')}"
     )
+
+
+def cosines_of(inspection: Inspection) -> str:
+    """What `inspection.cosines` are the cosines of."""
+    if not inspection.cosines[1]:
+        return "task vectors"
+    pca = inspection.basis == "pca"  # whose mean is not in `gram_bases`
+    return "reconstructions less their mean" if pca else "reconstructed task vectors"
 
 
 def remarks(inspection: Inspection) -> list[str]:
@@ -438,6 +455,10 @@ class _Printer:
     def show(self, sheet: Sheet) -> None:
         if sheet.title:  # not the table's own, which would wrap at the table's width
             self.say(sheet.title, "italic")
+        for part in _blocks(sheet, self.width):
+            self.show_block(part)
+
+    def show_block(self, sheet: Sheet) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for index, column in enumerate(sheet.head):
             text = index == 0 or column in ("", "model")
@@ -579,6 +600,23 @@ def _width(sheet: Sheet) -> int:
     return sum(max(map(len, column)) + 2 for column in columns) - 2
 
 
+def _blocks(sheet: Sheet, width: int) -> list[Sheet]:
+    """The sheet, or sheets of as many of its columns as fit, each with the first one."""
+    if _width(sheet) <= width or len(sheet.head) <= 2:
+        return [sheet]
+    count = len(sheet.head) - 1
+    while count > 2 and _width(_columns(sheet, range(count))) > width:
+        count -= 1
+    rest = _columns(sheet, [0, *range(count, len(sheet.head))])
+    return [_columns(sheet, range(count)), *_blocks(rest, width)]
+
+
+def _columns(sheet: Sheet, places: Iterable[int]) -> Sheet:
+    kept = list(places)
+    rows = [tuple(row[place] for place in kept) for row in sheet.rows]
+    return Sheet(sheet.title, tuple(sheet.head[place] for place in kept), rows)
+
+
 def _thinned(inspection: Inspection) -> list[int]:
     """At most about MOST_CHOICES values of M: the current one, those that matter, some between."""
     size, current = len(inspection.tasks), inspection.num_bases
@@ -625,13 +663,13 @@ def _losses(facts: Mapping[str, Any]) -> list[str]:
 def _what(inspection: Inspection) -> str:
     if inspection.store is not None:
         return "store"
-    return "merge" if "decoder" in inspection.tensors else "recipe"
+    built = inspection.facts.get("built", "decoder" in inspection.tensors)
+    return "merge" if built else "recipe"
 
 
 def _cosine_title(inspection: Inspection) -> str:
     count = f"{len(inspection.tasks)} " if len(inspection.tasks) > WIDE else ""
-    kind = "reconstructed " if inspection.cosines[1] else ""
-    return f"Cosines between the {count}{kind}task vectors"
+    return f"Cosines between the {count}{cosines_of(inspection)}"
 
 
 def _basis_names(inspection: Inspection) -> list[str]:

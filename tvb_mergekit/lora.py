@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.checkpoints import Checkpoint, TensorInfo
@@ -461,7 +461,8 @@ def write_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", MARKER: json.dumps(marker, sort_keys=True)}
-    save_file(state, folder / WEIGHTS, metadata=metadata)
+    # not `save_file`, whose files only their owner may read
+    (folder / WEIGHTS).write_bytes(save(state, metadata=metadata))
     _sort_metadata(folder / WEIGHTS)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")

@@ -52,6 +52,14 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
         )
 
 
+def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """The same for a folder that will appear by one rename: it must not be there, or be empty."""
+    check_output_folder(out, inputs)
+    target = Path(os.path.realpath(out))
+    if target.is_dir() and (found := sorted(entry.name for entry in target.iterdir())):
+        raise UserError(f"the folder {out} already holds {_some(found)}; name another folder")
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -65,7 +73,7 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
     needed = nbytes + nbytes // 100 + 2**20
     if free < needed:
         raise UserError(
-            f"too little disk for {out}: the merged model takes {megabytes(needed)}, "
+            f"too little disk for {out}: what will be written takes {megabytes(needed)}, "
             f"{megabytes(free)} are free; free some, or write elsewhere"
         )
 
@@ -128,18 +136,32 @@ def replace_folder(new: Path, old: Path) -> None:
 
     One step on Linux, so that whoever looks, or whatever kills the process, finds one or the other
     whole. Where the system cannot exchange two names, a kill between two renames leaves `old` under
-    the name `.NAME.replaced`.
+    the name `.NAME.replaced`, from where `recover_folder` takes it.
     """
     if not _exchange(new, old):
-        aside = old.with_name(f".{old.name}.replaced")
-        os.rename(old, aside)
+        aside = _aside(old)
         try:
+            os.rename(old, aside)
             os.rename(new, old)
-        except OSError:
-            os.rename(aside, old)
+        except BaseException:  # Ctrl-C too
+            if aside.exists() and not old.exists():
+                os.rename(aside, old)
             raise
         new = aside
     shutil.rmtree(new, ignore_errors=True)
+
+
+def recover_folder(old: Path) -> None:
+    """Tidy up after a `replace_folder` that was killed: `old` is there again, or was replaced."""
+    aside = _aside(old)
+    if aside.is_dir() and not old.exists():
+        os.rename(aside, old)
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _exchange(a: Path, b: Path) -> bool:

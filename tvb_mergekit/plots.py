@@ -7,6 +7,7 @@ only here, inside the functions. The same inspection gives the same bytes.
 from __future__ import annotations
 
 import html
+import importlib.util
 import io
 import math
 import os
@@ -26,6 +27,7 @@ from tvb_mergekit.inspection import (
     CRITERION,
     Inspection,
     Sheet,
+    cosines_of,
     headline,
     printable,
     remarks,
@@ -73,18 +75,11 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: another suffix, no matplotlib, or the file cannot be written.
     """
+    check_plot(path)
+    import matplotlib
+
     target = Path(path)
     kind = target.suffix.lower()
-    if kind not in SUFFIXES:
-        raise UserError(
-            f"--plot {target}: the file's suffix says what is drawn: expected one of "
-            f"{', '.join(SUFFIXES)}"
-        )
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'") from error
-
     # Not the user's own settings. Names may hold dollars: nothing is mathematics here.
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
@@ -111,6 +106,28 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
         figure.savefig(buffer, format=drawn, dpi=dpi, metadata=METADATA[drawn])
     data = buffer.getvalue()
     _write(target, _page(inspection, data).encode() if kind == ".html" else data)
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """What can be known before anything is read that takes long.
+
+    Raises:
+        UserError: another suffix, no matplotlib, no such folder, or `path` is a folder.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise UserError(
+            f"--plot {target}: the file's suffix says what is drawn: expected one of "
+            f"{', '.join(SUFFIXES)}"
+        )
+    if target.is_dir():
+        raise UserError(f"cannot write {target}: it is a folder")
+    if not target.parent.is_dir():
+        raise UserError(f"cannot write {target}: no such folder")
+    if not os.access(target.parent, os.W_OK):
+        raise UserError(f"cannot write {target}: its folder cannot be written to")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
 
 
 def _write(target: Path, data: bytes) -> None:
@@ -158,13 +175,12 @@ def _figure(inspection: Inspection) -> Figure:
 def _draw_cosines(
     figure: Figure, axes: Axes, inspection: Inspection, names: Sequence[str], size: float
 ) -> None:
-    cosines, reconstructed = inspection.cosines
+    cosines, _ = inspection.cosines
     values = cosines.numpy()
     # The diagonal is known: the colours are for the others, which may all be small.
     largest = float(np.abs(values - np.diag(values.diagonal())).max())
     limit = next((step for step in (0.1, 0.2, 0.5) if 0 < largest <= step), 1.0)
-    kind = "reconstructed " if reconstructed else ""
-    axes.set_title(f"Cosines between the {kind}task vectors")
+    axes.set_title(f"Cosines between the {cosines_of(inspection)}")
     _heat_map(figure, axes, values, names, names, limit, True, size)
 
 
@@ -313,7 +329,7 @@ def _draw_energy(axes: Axes, inspection: Inspection) -> None:
 def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str], size: float) -> None:
     axes.set_title("Error of each reconstructed task vector, relative to its norm")
     errors = inspection.errors
-    if not errors:
+    if all(pair == (0.0, math.inf) for pair in errors.values()):
         _say(axes, inspection.why_unknown("errors"))
         return
     places = np.arange(len(names))
@@ -332,7 +348,8 @@ def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str], size:
         )
     for place, pair in zip(places, ranges, strict=True):
         if not np.isfinite(pair).all():
-            axes.text(float(place), 0, "∞" if np.isinf(pair).any() else "?", ha="center")
+            text = "∞" if np.isinf(pair).any() and pair[0] > 0 else "?"
+            axes.text(float(place), 0, text, ha="center")
     top = float(np.nanmax(np.append(high, 0.0)))
     axes.set_ylim(0, 1.0 if top < 1e-6 else 1.15 * top)
     if top < 1e-6 and np.isfinite(high).all():

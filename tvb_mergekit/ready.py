@@ -15,9 +15,10 @@ from tvb_mergekit.keys import VARYING_KEYS
 FOLDER = "recipes"
 _HEAD = """\
 # {what}
-#   mergekit-yaml {file} OUT
+#   {command} {file} OUT
 # The paths are those of the place where the store was written; change them if it has moved.
 """
+FIRST = "basis-000"
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
@@ -31,9 +32,16 @@ def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> None:
     """
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
+    bare = (
+        facts["store"]["contents"] == "tensors" and not (folder / FIRST / "config.json").is_file()
+    )
+    command = "mergekit-pytorch" if bare else "mergekit-yaml"
     for name, (what, recipe) in ready(store, facts).items():
+        if bare:
+            for entry in recipe["models"]:
+                entry["model"] += "/model.safetensors"
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        head = _HEAD.format(what=what, file=store / FOLDER / name)
+        head = _HEAD.format(what=what, command=command, file=store / FOLDER / name)
         (place / name).write_text(head + text, encoding="utf-8")
 
 
@@ -52,7 +60,7 @@ def ready(store: Path, facts: Mapping[str, Any]) -> dict[str, tuple[str, dict[st
         )
     used: set[str] = set()
     for task in facts["tasks"]:
-        name = slug = re.sub(r"[^\w.-]+", "-", task)
+        name = slug = re.sub(r"[^\w.-]+", "-", task)[:60]
         number = 1
         while name.lower() in used:  # names that differ only in what a file name cannot hold
             number += 1

@@ -42,6 +42,8 @@ def refusing(
         raise MergeRefused(str(error)) from error
     except pydantic.ValidationError as error:
         raise MergeRefused(_complaints(error)) from error
+    except BrokenPipeError:
+        raise  # who reads our output has seen enough: click ends in silence
     except (OSError, MemoryError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out)) from error
     except (RuntimeError, ValueError) as error:
@@ -49,6 +51,16 @@ def refusing(
             raise
         LOG.info("refused while planning", exc_info=error)
         raise MergeRefused(f"mergekit cannot plan this merge: {_one_line(error)}") from error
+    except Exception as error:
+        if not _of_the_network(error):
+            raise
+        raise MergeRefused(f"the Hugging Face Hub cannot be reached: {_one_line(error)}") from error
+
+
+def _of_the_network(error: BaseException) -> bool:
+    """Whether an HTTP library raised it; which one huggingface_hub uses depends on its version."""
+    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return bool(kinds & {"httpx", "httpx2", "requests"})
 
 
 def _of_the_machine(error: BaseException, out: str) -> str:

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit import cache
-from tvb_mergekit.checkpoints import Checkpoint, TensorInfo
+from tvb_mergekit.checkpoints import Checkpoint, TensorInfo, metadata_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
 from tvb_mergekit.recipe import Settings, nearest
@@ -38,7 +38,7 @@ from tvb_mergekit.report import FORMAT_VERSION
 from tvb_mergekit.weights import Weights
 from tvb_mergekit.writing import HASH, file_record
 
-__all__ = ["MARKER", "Bases", "basis_folder", "is_store", "load", "lock", "open_vector"]
+__all__ = ["MARKER", "Bases", "basis_folder", "is_basis", "is_store", "load", "lock", "open_vector"]
 
 FACTS, TENSORS = "basis.json", "basis.safetensors"
 MEAN = "mean"
@@ -185,9 +185,9 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> Bases:
     """
     folder = Path(path)
     facts = _read_facts(folder)
-    store = facts["store"]
-    _check_files(folder, store["files"], verify)
     try:
+        store = facts["store"]
+        _check_files(folder, store["files"], verify)
         tensors = load_file(folder / TENSORS)
         count = len(tensors["decoder"])
         vectors = [open_vector(folder / basis_folder(m), store) for m in range(count)]
@@ -200,7 +200,7 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> Bases:
             count,
         ]:
             raise UserError(f"{folder}: {TENSORS} holds {shapes}, for {total} tasks; build it anew")
-    except (OSError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
     return bases
 
@@ -236,6 +236,22 @@ def is_store(path: str | os.PathLike[str]) -> bool:
         return "store" in json.loads((Path(path) / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
+
+
+def is_basis(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder or a weight file is marked as a basis of a store, wherever it lies."""
+    place = Path(path)
+    if place.is_file():
+        return MARKER in metadata_of(place)
+    if not place.is_dir():
+        return False
+    try:
+        if MARKER in json.loads((place / "config.json").read_text(encoding="utf-8")):
+            return True
+    except (OSError, ValueError, TypeError):
+        pass
+    files = sorted(place.glob("model*.safetensors"))
+    return bool(files) and MARKER in metadata_of(files[0])
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,9 +104,8 @@ class Piece:
 class Sink(Protocol):
     """Where `combine` delivers, in order and from one thread of its own."""
 
-    def write(self, item: Item, start: int, stop: int, values: Tensor, rounding: Tensor) -> None:
-        """`values` [number of outputs, stop - start] in `item.out`, on the CPU; `rounding`
-        [number of outputs] float64: the squared norm of what the cast to `item.out` lost."""
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        """`values` [number of outputs, stop - start] in `item.out`, on the CPU."""
 
 
 def worker_count(device: torch.device) -> int:
@@ -267,52 +266,50 @@ def combine(
     weights = matrix.T.to(device, torch.float32)
     # Only one thread may draw Omega, which is one sequence in each tensor.
     workers = 1 if sketch is not None else worker_count(device)
+    width = max((item.out.itemsize for item in items), default=4)
     rooms = [
-        torch.empty(outputs, length * 4, dtype=torch.uint8) for _ in range(AHEAD + workers + WRITES)
+        torch.empty(outputs, length * width, dtype=torch.uint8)
+        for _ in range(AHEAD + workers + WRITES)
     ]
     streams: dict[str, torch.Generator] = {}
 
     def work() -> Callable[[Piece, int], _Done]:
-        blocks = TaskVectorBlocks(rows, device, budget // 4 // workers, 2 * outputs, deltas)
-        held = torch.empty(2, outputs, blocks.chunk, dtype=torch.float32, device=device)
-
-        def put(values: Tensor, out: Tensor, lost: Tensor) -> None:
-            out.copy_(values)
-            spare = held[1][:, : values.shape[1]]
-            if out.dtype.itemsize < 4:
-                spare.copy_(out).sub_(values)
-                for row, sum_ in zip(spare, lost, strict=True):
-                    sum_ += torch.dot(row, row)
-            else:
-                lost += 0 * values.sum(1)  # not finite where a value is not
+        blocks = TaskVectorBlocks(rows, device, budget // 4 // workers, outputs, deltas)
+        held = torch.empty(outputs, blocks.chunk, dtype=torch.float32, device=device)
 
         def act(piece: Piece, number: int) -> _Done:
             item, count = piece.item, piece.stop - piece.start
             room = rooms[number % len(rooms)]
-            if item.out.itemsize > 4:
-                room = torch.empty(outputs, count * item.out.itemsize, dtype=torch.uint8)
             out = room[:, : count * item.out.itemsize].view(item.out)
-            lost = torch.zeros(outputs, dtype=torch.float64, device=device)
             if sketch is not None:
                 generator = streams.setdefault(item.name, sketch.stream(item.name))
                 for start in range(0, count, blocks.chunk):
                     stop = min(start + blocks.chunk, count)
                     omega = sketch.rows(generator, stop - start, device)
-                    put(weights @ omega, out[:, start:stop], lost)
+                    out[:, start:stop].copy_(weights @ omega)
             elif not item.inputs:
                 assert piece.base is not None
                 out.copy_(piece.base.expand(outputs, -1))
             else:
                 for start, stop, base32, tau in blocks.walk(piece.base, piece.inputs):
-                    values = torch.mm(weights, tau, out=held[0][:, : stop - start])
+                    values = torch.mm(weights, tau, out=held[:, : stop - start])
                     if add_base:
                         values += base32
-                    put(values, out[:, start:stop], lost)
-            if not torch.isfinite(lost).all():
+                    out[:, start:stop].copy_(values)
+            if item.out.is_floating_point:
                 check_output(item.name, out, item.out)
-            return _Done(piece, out, lost.cpu())
+            return _Done(piece, out)
 
         return act
+
+    whole = True
+
+    def deliver(*write: Any) -> None:
+        nonlocal whole
+        if whole:  # after a write that failed, the next one must not follow what it left
+            whole = False
+            sink.write(*write)
+            whole = True
 
     writes: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "tvb-write") as writer:
@@ -320,8 +317,8 @@ def combine(
             if len(writes) == WRITES:  # also where an error of the writer surfaces
                 writes.popleft().result()
             piece = done.piece
-            write = (piece.item, piece.start, piece.stop, done.out, done.lost)
-            writes.append(writer.submit(sink.write, *write))
+            write = (piece.item, piece.start, piece.stop, done.out)
+            writes.append(writer.submit(deliver, *write))
             progress(piece.nbytes)
         while writes:
             writes.popleft().result()
@@ -329,11 +326,10 @@ def combine(
 
 @dataclass(frozen=True)
 class _Done:
-    """A piece's outputs, and the squared norm of what their cast lost."""
+    """A piece and its outputs."""
 
     piece: Piece
     out: Tensor
-    lost: Tensor
 
 
 def _length(items: Sequence[Item], parts: int, device: torch.device, budget: int) -> int:

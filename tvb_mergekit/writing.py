@@ -23,6 +23,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.stream import Item
 
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
+SYNC_BYTES = 2**27
 HASH = "xxh3_128"
 
 _NAMES = {
@@ -95,6 +96,7 @@ class FolderWriter:
     _file: BinaryIO | None = None
     _shard: int = -1
     _left: int = 0  # items of the open shard that are still to come
+    _unsynced: int = 0  # bytes that may not be on the disk yet
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -138,16 +140,25 @@ class FolderWriter:
             if not self._left:
                 self._close()
 
+    @property
+    def digest(self) -> str:
+        """The checksum of the last file so far."""
+        return self._digest.hexdigest()
+
     def _put(self, data: memoryview) -> None:
         assert self._file is not None
         self._digest.update(data)
+        self._unsynced += len(data)
         while data:
             data = data[self._file.write(data) :]
+        if self._unsynced >= SYNC_BYTES:  # while others compute, instead of all at the end
+            os.fsync(self._file.fileno())
+            self._unsynced = 0
 
     def _close(self) -> None:
         assert self._file is not None
         name = self.shards[self._shard].name
-        self.written[name] = {"bytes": self._file.tell(), HASH: self._digest.hexdigest()}
+        self.written[name] = {"bytes": self._file.tell(), HASH: self.digest}
         os.fsync(self._file.fileno())  # what these files replace may be deleted soon
         self._file.close()
         self._file = None
@@ -166,48 +177,60 @@ class FolderWriter:
         return self.written
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What a journal says: the number of tensors that are whole, and the checksum of what each
+    folder's last file held by then."""
+
+    done: int = 0
+    hashes: Sequence[str] = ()
+
+
 class FoldersSink:
     """A `stream.Sink`: output k goes to folder k.
 
-    The journal gets a line for each tensor that is whole: how many are, and `rounding` so far.
+    The journal gets a line, a `Finished`, for each tensor that is whole.
+
+    Raises:
+        UserError: the files are not what `finished`, from where the writers go on, says.
     """
 
     def __init__(
         self,
         writers: Sequence[FolderWriter],
         journal: Path | None = None,
-        rounding: Tensor | None = None,
+        finished: Finished = Finished(),
     ) -> None:
         self.writers = writers
-        self.done = writers[0].done
-        self.rounding = torch.zeros(len(writers), dtype=torch.float64)
-        if rounding is not None:
-            self.rounding += rounding
+        self.done = finished.done
         self._journal = journal
+        if finished.done:
+            for writer, digest in zip(writers, finished.hashes, strict=True):
+                if writer.digest != digest:
+                    raise UserError(
+                        f"{writer.folder}: not what was written; start anew without --resume"
+                    )
 
-    def write(self, item: Item, start: int, stop: int, values: Tensor, rounding: Tensor) -> None:
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         last = stop == item.numel
-        self.rounding += rounding
         for writer, row in zip(self.writers, values, strict=True):
             writer.write(item, last, row)
         if last:
             self.done += 1
             if self._journal is not None:
-                line = json.dumps({"done": self.done, "rounding": self.rounding.tolist()})
+                hashes = [writer.digest for writer in self.writers]
+                line = json.dumps([self.done, hashes])
                 with self._journal.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
 
 
-def read_journal(path: Path) -> tuple[int, Tensor | None]:
-    """The number of tensors that were whole when the journal's writer ended, and `rounding`."""
-    if not path.is_file():
-        return 0, None
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]  # a kill may cut the last
-    if not whole:
-        return 0, None
-    note = json.loads(whole[-1])
-    return note["done"], torch.tensor(note["rounding"], dtype=torch.float64)
+def read_journal(path: Path) -> Finished:
+    """The last line of a journal; one that a kill cut is taken out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith("\n"):
+        path.write_text("".join(lines[:-1]), encoding="utf-8")
+        lines.pop()
+    return Finished(*json.loads(lines[-1])) if lines else Finished()
 
 
 class MemorySink:
@@ -215,10 +238,8 @@ class MemorySink:
 
     def __init__(self, outputs: int) -> None:
         self.states: list[dict[str, Tensor]] = [{} for _ in range(outputs)]
-        self.rounding = torch.zeros(outputs, dtype=torch.float64)
 
-    def write(self, item: Item, start: int, stop: int, values: Tensor, rounding: Tensor) -> None:
-        self.rounding += rounding
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         for state, row in zip(self.states, values, strict=True):
             if start == 0:
                 state[item.name] = torch.empty(item.shape, dtype=item.out)

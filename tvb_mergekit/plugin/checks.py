@@ -5,24 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from tvb_mergekit.basis import Basis
 from tvb_mergekit.building import inspect_inputs
+from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.engine import sketch_of
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.gram import block_budget
+from tvb_mergekit.gram import block_budget, count_not_finite, not_finite
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.output import check_output_folder, megabytes
+from tvb_mergekit.output import check_disk, check_output_folder, megabytes
+from tvb_mergekit.plugin.files import input_folders
 from tvb_mergekit.plugin.inputs import Document, Options, plan_only, read_document, read_inputs
+from tvb_mergekit.plugin.planning import Plan
+from tvb_mergekit.plugin.sources import Changed
+from tvb_mergekit.plugin.tasks import torch_dtype
 from tvb_mergekit.progress import Progress
-from tvb_mergekit.recipe import DEFAULT_RATIO, ratio_to_bases
+from tvb_mergekit.recipe import DEFAULT_RATIO, Settings, ratio_to_bases
+from tvb_mergekit.store import load as load_store
 from tvb_mergekit.stream import Item
 
 SAMPLE = 256 * 2**20  # bytes read to learn the speed of reading
 PROCESS = 700 * 2**20  # bytes of a process that has imported torch, transformers and mergekit
+DEEPER = "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"
 
 
 def check_recipe(
@@ -33,7 +41,10 @@ def check_recipe(
     device: torch.device,
     progress: Progress,
 ) -> Iterator[str]:
-    """Lines about a recipe in which nothing was found that would stop it.
+    """Lines about a recipe in which nothing was found that would stop a merge.
+
+    A merge may do more than a build (slices, another model's tokenizer): what stops a build alone
+    is one of the lines.
 
     Args:
         deep: read all tensors as well.
@@ -45,75 +56,190 @@ def check_recipe(
     document = read_document(path)
     recipe = document.recipe
     if out is not None:
-        check_output_folder(out)
+        check_output_folder(out, input_folders(recipe))
     if recipe.store is not None:
         yield from _check_store_recipe(document, options)
         return
-    inputs = read_inputs(document, options)
-    yield f"{path}: {recipe.settings.method}, {len(recipe.tasks)} tasks over {recipe.base}"
-    for task, model, weight in zip(inputs.tasks, inputs.models, inputs.weights, strict=True):
-        yield f"  {task}: {model}" + ("" if weight == 1 else f" (weight {weight:g})")
-    count = sum(item.numel for item in inputs.items)
-    yield f"{len(inputs.items)} tensors take part, {count:,} parameters"
-    for reason, names in _by_reason(inputs).items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield f"{len(names)} left to the base, {reason}: {', '.join(names[:3])}{more}"
-    yield from _estimates(inputs, options, out)
-    if not deep:
-        yield "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"
+    if document.raw:
+        _check_raw_files(document)
+    try:
+        inputs = read_inputs(document, options)
+    except UserError as error:
+        if document.raw or _by_factors(document, options):
+            raise
+        plan = plan_only(document, options)  # what stops a merge is said here
+        yield from _listing(path, document)
+        yield from _check_plan(plan, deep, out)
+        yield f"Not for tvb build: {error}"
         return
+    if not inputs.items:
+        raise UserError(
+            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+        )
+    yield from _listing(path, document)
+    yield from _taking_part(inputs)
+    yield from _disk(inputs.settings, len(inputs.tasks), _merged_bytes(inputs), inputs.items, out)
+    yield from _cost(inputs)
+    if document.raw:
+        yield from _raw_notes(inputs)
+    if inputs.adapters:
+        yield (
+            "mergekit-yaml merges adapters with --lora-merge-cache DIR, where each takes "
+            f"{megabytes(inputs.base.nbytes)}; tvb build takes them as they are"
+        )
+    if not deep:
+        yield DEEPER
+        return
+    _check_kept(inputs)
     facts, _ = inspect_inputs(inputs, device, progress)
-    count, energy = facts["num_bases"], 100 * facts["retained_energy"]
-    yield f"All tensors are finite; {count} bases would retain {energy:.2f} % of the energy"
+    yield _verdict(facts["num_bases"], facts["retained_energy"])
+
+
+def _by_factors(document: Document, options: Options) -> bool:
+    return not options.fuse and all(model.lora is not None for model in document.recipe.models)
+
+
+def _listing(path: str, document: Document) -> Iterator[str]:
+    recipe = document.recipe
+    count = f"{len(recipe.tasks)} task" + ("s" if len(recipe.tasks) > 1 else "")
+    yield f"{path}: {recipe.settings.method}, {count} over {recipe.base}"
+    for task, model, weight in zip(recipe.tasks, recipe.models, recipe.weights, strict=True):
+        yield f"  {task}: {model}" + ("" if weight == 1 else f" (weight {weight:g})")
+
+
+def _verdict(count: int, energy: float) -> str:
+    would = "1 basis would" if count == 1 else f"{count} bases would"
+    return f"All tensors are finite; {would} retain {100 * energy:.2f} % of the energy"
+
+
+def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
+    """A recipe of which only mergekit's planner knows the tensors."""
+    count = sum(slot.numel for slot in plan.slots)
+    more = any(isinstance(slot.load, Changed) for slot in plan.slots)  # sized by the tokenizer
+    yield f"{len(plan.slots)} tensors take part, {'over ' * more}{count:,} parameters"
+    yield from _kept(plan.left_out)
+    settings = plan.recipe.settings
+    yield from _disk(settings, len(plan.recipe.tasks), plan.output_bytes, None, out)
+    nbytes, passes = sum(slot.nbytes for slot in plan.slots), _passes(settings)
+    yield f"A merge reads {passes} x {megabytes(nbytes)}"
+    if not deep:
+        yield DEEPER
+        return
+    basis = plan.build()
+    assert isinstance(basis, Basis)
+    yield _verdict(basis.num_bases, basis.encoding.retained_energy)
+
+
+def _check_kept(inputs: Inputs) -> None:
+    """A merge writes the tensors that stay the base's, too, and refuses what is not finite."""
+    for name, info in inputs.base.tensors.items():
+        if name in inputs.left_out and info.dtype.is_floating_point:
+            tensor = inputs.base.tensor(name)
+            if any(count_not_finite(tensor)):
+                raise UserError(not_finite(name, tensor))
+
+
+def _check_raw_files(document: Document) -> None:
+    for model in (document.recipe.base, *document.recipe.models):
+        path = model.model.path
+        if not os.path.isfile(path):
+            found = "is a folder" if os.path.isdir(path) else "no such file"
+            raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
+
+
+def _raw_notes(inputs: Inputs) -> Iterator[str]:
+    every = [inputs.base, *inputs.sources]
+    names = {name for weights in every for name in weights.tensors}
+    some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
+    if some:
+        yield (
+            f"mergekit-pytorch wants --tensor-intersection or --tensor-union: {_some(some)} not in "
+            "all files"
+        )
 
 
 def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
     recipe = document.recipe
     assert recipe.store is not None
-    if not document.raw:
+    if document.raw:
+        base = Checkpoint.open(recipe.base.model.path)
+        load_store(recipe.store.path).check_base(base, str(recipe.base))
+    else:
         plan_only(document, options)  # compares checksums and the base on the way
     bases = recipe.store.bases
+    count = f"{bases.num_bases} basis" if bases.num_bases == 1 else f"{bases.num_bases} bases"
+    tasks = "1 task" if len(bases.tasks) == 1 else f"{len(bases.tasks)} tasks"
     yield (
-        f"{recipe.settings.method} over {bases.num_bases} bases of {recipe.store.path} for "
-        f"{len(bases.tasks)} tasks; its files and the base are those that it was built with"
+        f"{recipe.settings.method} over {count} of {recipe.store.path} for {tasks}; its files and "
+        "the base are those that it was built with"
     )
 
 
-def _by_reason(inputs: Inputs) -> dict[str, list[str]]:
+def _taking_part(inputs: Inputs) -> Iterator[str]:
+    count = sum(item.numel for item in inputs.items)
+    yield f"{len(inputs.items)} tensors take part, {count:,} parameters"
+    yield from _kept(inputs.left_out)
+
+
+def _kept(left_out: Mapping[str, str]) -> Iterator[str]:
     found: dict[str, list[str]] = {}
-    for name, reason in inputs.left_out.items():
+    for name, reason in left_out.items():
         found.setdefault(reason, []).append(name)
-    return found
+    for reason, names in found.items():
+        yield f"{len(names)} left to the base, {reason}: {_some(names)}"
 
 
-def _estimates(inputs: Inputs, options: Options, out: str | None) -> Iterator[str]:
-    settings, tasks = inputs.settings, len(inputs.tasks)
-    bases = settings.num_bases or ratio_to_bases(settings.basis_ratio or DEFAULT_RATIO, tasks)
-    exactly = "up to " if settings.energy is not None else ""
-    bases = tasks if settings.basis == "none" or settings.energy is not None else bases
-    merged = inputs.base.nbytes
-    stored = 4 * bases * sum(item.numel for item in inputs.items)
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _merged_bytes(inputs: Inputs) -> int:
+    """Of the merged model, in the recipe's dtype."""
+    dtype = torch_dtype(inputs.dtype)
+    total = 0
+    for info in inputs.base.tensors.values():
+        if info.alias_of is None:
+            out = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+            total += info.numel * out.itemsize
+    return total
+
+
+def _disk(
+    settings: Settings, tasks: int, merged: int, items: Sequence[Item] | None, out: str | None
+) -> Iterator[str]:
     where = Path(os.path.abspath(out or "."))
     while not where.exists():
         where = where.parent
-    free = shutil.disk_usage(where).free
-    yield (
-        f"Disk: a merged model {megabytes(merged)}, a store of {exactly}{bases} bases "
-        f"{megabytes(stored)} in float32, half of it in 16 bits; {megabytes(free)} are free in "
-        f"{where}"
-    )
-    if free < merged:
-        raise UserError(
-            f"{where}: {megabytes(free)} free, a merged model takes {megabytes(merged)}; free some "
-            "disk, or name another place with --out"
+    text = f"Disk: a merged model {megabytes(merged)}"
+    if items is not None:
+        bases = settings.num_bases or ratio_to_bases(settings.basis_ratio or DEFAULT_RATIO, tasks)
+        bases = tasks if settings.basis == "none" or settings.energy is not None else bases
+        upto = "up to " if settings.energy is not None else ""
+        vectors = bases + (settings.basis == "pca")  # and the mean
+        stored = 4 * vectors * sum(item.numel for item in items)
+        noun = "basis" if bases == 1 else "bases"
+        text += (
+            f", a store of {upto}{bases} {noun} {megabytes(stored)} in float32, half of it in 16 "
+            "bits"
         )
+    yield f"{text}; {megabytes(shutil.disk_usage(where).free)} are free in {where}"
+    if out is not None:
+        check_disk(out, merged)
+
+
+def _passes(settings: Settings) -> int:
+    return 3 if settings.method == "basis_ties" and settings.trim == "model" else 2
+
+
+def _cost(inputs: Inputs) -> Iterator[str]:
     memory = PROCESS + 2 * block_budget()
     yield f"Memory: about {megabytes(memory)} for a build, whatever the number of models"
     speed = _speed(inputs.items)
     if speed is None:
         yield "Time: adapters are read at once; the bases are limited by writing them"
         return
-    passes = 2 if sketch_of(settings, tasks) is None else 1
+    sketched = sketch_of(inputs.settings, len(inputs.tasks)) is not None
+    passes = 1 if sketched else _passes(inputs.settings)
     seconds = passes * inputs.nbytes / speed
     yield (
         f"Time: {passes} x {megabytes(inputs.nbytes)} to read, at {megabytes(int(speed))}/s as "
@@ -121,10 +247,9 @@ def _estimates(inputs: Inputs, options: Options, out: str | None) -> Iterator[st
     )
 
 
-def _speed(items: object) -> float | None:
+def _speed(items: Sequence[Item]) -> float | None:
     """Bytes per second of reading a sample of the models in their order, or None without files."""
-    assert isinstance(items, list | tuple)
-    whole: list[Item] = [item for item in items if item.base is not None]
+    whole = [item for item in items if item.base is not None]
     read, started = 0, time.perf_counter()
     for item in whole:
         for part in item.parts:

@@ -54,7 +54,8 @@ def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
                 raise UserError(
                     f"model {path}: transformers cannot read its config.json: {reason}"
                 ) from error
-            Checkpoint.open(path)
+            if recipe.store is None or model == recipe.base:  # a store's bases may be adapters
+                Checkpoint.open(path)
         elif os.path.isfile(path):
             raise UserError(
                 f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
@@ -64,6 +65,8 @@ def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
             raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
         elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
             _check_hub_cache(path)
+        else:
+            _check_hub(model, options.trust_remote_code)
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:
@@ -108,6 +111,18 @@ def _check_hub_cache(path: str) -> None:
             f"model {path}: no such folder (from {os.getcwd()}), and not in this machine's "
             "Hugging Face cache (HF_HUB_OFFLINE is set)"
         )
+
+
+def _check_hub(model: ModelReference, trust_remote_code: bool) -> None:
+    """A name must be on the Hub: its configuration is fetched, which planning needs anyway."""
+    try:
+        model.config(trust_remote_code=trust_remote_code)
+    except OSError as error:
+        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+        raise UserError(
+            f"model {model.model}: no such folder (from {os.getcwd()}), and not to be had from the "
+            f"Hugging Face Hub: {reason}"
+        ) from error
 
 
 def _check_architecture(path: str, base: str) -> None:

@@ -35,6 +35,7 @@ from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys, read_recipe
 from tvb_mergekit.plugin.running import load_documents
 from tvb_mergekit.plugin.sources import Changed
+from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.stream import Item, Part
@@ -124,6 +125,8 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] | Non
             f"the recipe lists the bases of {recipe.store.path}: list the fine-tuned models that a "
             "store is to replace"
         )
+    with refusing():
+        refuse_bases([recipe.base], "`base_model`")
     if document.raw:
         found = _raw_inputs(document)
     elif not options.fuse and all(model.lora is not None for model in recipe.models):
@@ -242,6 +245,7 @@ def _planned_inputs(document: Document, options: Options) -> Inputs:
     base = plan.checkpoints[recipe.base]
     sources = [plan.checkpoints[model] for model in recipe.models]
     items = []
+    owners: dict[str, str] = {}
     for slot in plan.slots:
         names = plan.sources[slot.name]
         if None in names or names[0] is None:
@@ -249,6 +253,12 @@ def _planned_inputs(document: Document, options: Options) -> Inputs:
                 f"tensor `{slot.name}` is made of others when it is loaded (an old layout of "
                 "experts): save the models anew with a current transformers, or merge them with "
                 "mergekit-yaml"
+            )
+        if (owner := owners.setdefault(names[0], slot.name)) != slot.name:
+            raise UserError(
+                f"tensors `{owner}` and `{slot.name}` are one tensor of the base, and two of the "
+                f"models: a store holds one difference for each tensor of the base; save the base "
+                "with both, or leave both to it with `exclude`"
             )
         shape = base.tensors[names[0]].shape
         if isinstance(slot.load, Changed):
@@ -260,7 +270,9 @@ def _planned_inputs(document: Document, options: Options) -> Inputs:
             ]
         items.append(Item(names[0], shape, parts[0], tuple(parts[1:])))
     matched = Matched(items, plan.left_out, plan.twins)
-    return replace(_inputs(document, base, sources, matched), folder=base.folder)
+    changed = [s.load.identity() for s in plan.slots if isinstance(s.load, Changed)]
+    found = _inputs(document, base, sources, matched)
+    return replace(found, folder=base.folder, changed=changed)
 
 
 def _whole_parts(

@@ -6,9 +6,13 @@ rewritten file; its loader for `.bin` shards holds a whole shard per model.
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
 
 import torch
 from mergekit.common import ModelReference
@@ -17,14 +21,21 @@ from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
 from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.lora import CONFIG
 from tvb_mergekit.plugin.files import mark_fused
+from tvb_mergekit.plugin.reading import Recipe
+from tvb_mergekit.store import FACTS, is_store, open_vector
 
 
 class MappedLoader(LazyTensorLoader):
     """mergekit's loader interface over a `Checkpoint`: all shards open, nothing read ahead."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, names: Mapping[str, str | None] | None = None
+    ) -> None:
+        """`names`: what else the index lists -> the checkpoint's name for it, if it has one."""
         self.checkpoint = checkpoint
+        self.names = names or {}
         self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
         shards = [
@@ -34,6 +45,7 @@ class MappedLoader(LazyTensorLoader):
         safe = checkpoint.shards[0].endswith(".safetensors")
         index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
         super().__init__(index, lazy_unpickle=False)
+        paths |= {name: checkpoint.shards[0] for name in self.names if name not in paths}
         self.lock = threading.Lock()
 
     def get_tensor(
@@ -44,9 +56,10 @@ class MappedLoader(LazyTensorLoader):
         raise_on_missing: bool = True,
     ) -> Tensor | None:
         for name in (key, *(aliases or ())):
-            if name in self.index.tensor_paths:
-                self.read.add(name)
-                return self.checkpoint.tensor(name).to(torch.device(device))
+            stored = self.names.get(name) or name
+            if stored in self.checkpoint.tensors:
+                self.read.add(stored)
+                return self.checkpoint.tensor(stored).to(torch.device(device))
         if raise_on_missing:
             raise KeyError(key)
         return None
@@ -67,9 +80,25 @@ def install_loader(model: ModelReference) -> MappedLoader:
     path = merged.local_path(cache_dir=stock.hf_cache_dir)
     if model.lora is not None:
         mark_fused(path, model)
-    loader = MappedLoader(Checkpoint.open(path))
+    loader = MappedLoader(_open(path))
     LoaderCache.loaders[model] = loader
     return loader
+
+
+def install_adapters(recipe: Recipe) -> None:
+    """Map a store's bases that are adapters, which mergekit, opening all models, cannot read."""
+    if recipe.store is not None and recipe.store.bases.facts["store"]["contents"] == "adapters":
+        for model in recipe.models:
+            install_loader(model)
+
+
+def _open(path: str) -> Checkpoint:
+    folder = Path(path)
+    if not (os.path.isfile(folder / CONFIG) and is_store(folder.parent)):
+        return Checkpoint.open(folder)
+    facts = json.loads((folder.parent / FACTS).read_text(encoding="utf-8"))
+    # An adapter as dense updates has all of a checkpoint that a merge asks for.
+    return cast(Checkpoint, open_vector(folder, facts["store"]))
 
 
 @contextmanager

@@ -269,8 +269,9 @@ def check_store(recipe: Recipe, loaders: Mapping[ModelReference, MappedLoader]) 
     """Before anything is read of bases: their files are those that were written, for this base.
 
     Raises:
-        UserError: a checksum differs, or the base is another.
+        UserError: a checksum differs, or the base is another, or a basis.
     """
+    refuse_bases([recipe.base], "`base_model`")
     if recipe.store is not None:
         load_store(recipe.store.path)
         recipe.store.bases.check_base(loaders[recipe.base].checkpoint, str(recipe.base))

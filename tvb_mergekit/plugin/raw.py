@@ -22,6 +22,7 @@ from tvb_mergekit.plugin.planning import Plan, check_store, devices_of, replace_
 from tvb_mergekit.plugin.reading import read_recipe
 from tvb_mergekit.plugin.running import finish, warn_of_stale_parts, wrap_command
 from tvb_mergekit.plugin.sources import Source, mapped
+from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.recipe import METHODS
 from tvb_mergekit.refusals import refusing
 
@@ -66,6 +67,9 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
         config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
     ) -> list[Task[Any]]:
         if config.merge_method not in METHODS:
+            listed = [config.base_model, *(model.model for model in config.models)]
+            with refusing():
+                refuse_bases([_reference(path) for path in listed if path], config.merge_method)
             tasks: list[Task[Any]] = original(
                 config, out_path, tensor_union, tensor_intersection, options
             )
@@ -78,6 +82,10 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             checkpoints = {m: _open(m) for m in (recipe.base, *recipe.models)}
             loaders = {model: MappedLoader(checkpoint) for model, checkpoint in checkpoints.items()}
             check_store(recipe, loaders)
+            if recipe.store is not None:  # mergekit plans what the listed files name
+                named = recipe.store.names(checkpoints[recipe.base].tensors)
+                for model in recipe.models:
+                    loaders[model] = MappedLoader(checkpoints[model], named)
             known = module.SimpleLoaderCache().loaders
             known.clear()  # an earlier merge of this process may have seen other files
             known.update({model.model.path: loader for model, loader in loaders.items()})
@@ -108,6 +116,10 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
     plan_flat_merge.tvb_mergekit = True  # type: ignore[attr-defined]
     vars(module)["plan_flat_merge"] = plan_flat_merge
     wrap_command(module.main, schema=module.RawPyTorchMergeConfig)
+
+
+def _reference(path: str) -> ModelReference:
+    return ModelReference.model_validate({"model": {"path": path}})
 
 
 def _check_same_tensors(checkpoints: Mapping[ModelReference, Checkpoint]) -> None:

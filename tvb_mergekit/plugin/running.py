@@ -29,7 +29,7 @@ from tvb_mergekit.plugin.files import (
     check_tokenizer_source,
     input_folders,
 )
-from tvb_mergekit.plugin.loaders import fresh_loaders
+from tvb_mergekit.plugin.loaders import fresh_loaders, install_adapters
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.reading import check_unknown_keys, read_recipe
 from tvb_mergekit.recipe import METHODS
@@ -64,6 +64,7 @@ def wrap_run_merge(module: ModuleType) -> None:
             warn_of_stale_parts(out_path)
             started = time.perf_counter()
             with unwinding(), staged(running) as stage, fresh_loaders(), _local_cards():
+                install_adapters(recipe)
                 original(merge_config, str(stage.path), options, config_source)
                 assert running.plan is not None, "run_merge returned without planning"
                 if running.plan.untied:

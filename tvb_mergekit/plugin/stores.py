@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from mergekit.common import ModelReference
 
 from tvb_mergekit import store
 from tvb_mergekit.basis import StoredBases
-from tvb_mergekit.checkpoints import metadata_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import GLOBAL_KEYS, Settings, resolve_settings
 
@@ -59,6 +57,10 @@ class StoreRecipe:
         table = self.bases.reconstruction(self.bases.tasks)
         table = table[[*order, *([len(order)] if mean is not None else [])]]
         return StoredBases(settings, self.bases.tasks, shares, table)
+
+    def names(self, base: Iterable[str]) -> dict[str, str | None]:
+        """The base's tensors -> their names in the bases, None for one that stays the base's."""
+        return {name: self.bases.stored_name(name) for name in base}
 
     def mean(self, settings: Settings) -> Any:
         """PCA's mean, which only the reconstruction of a task needs."""
@@ -112,7 +114,7 @@ def folder_of(path: str) -> Path | None:
     """
     place = Path(path)
     folder = place.parent if place.is_file() else place
-    if not _is_marked(place):
+    if not store.is_basis(place):
         return None
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     if not store.is_store(folder.parent):
@@ -123,21 +125,6 @@ def folder_of(path: str) -> Path | None:
     return folder
 
 
-def _is_marked(path: Path) -> bool:
-    if path.is_file():
-        return store.MARKER in metadata_of(path)
-    if not path.is_dir():
-        return False
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if store.MARKER in config:
-            return True
-    except (OSError, ValueError, TypeError):
-        pass
-    files = sorted(path.glob("model*.safetensors"))
-    return bool(files) and store.MARKER in metadata_of(files[0])
-
-
 def refuse_bases(models: Sequence[ModelReference], method: str) -> None:
     """mergekit's other methods would take a basis, a difference, for a model.
 
@@ -145,7 +132,7 @@ def refuse_bases(models: Sequence[ModelReference], method: str) -> None:
         UserError: one of the models is a basis.
     """
     for model in models:
-        if _is_marked(Path(model.model.path)):
+        if store.is_basis(model.model.path):
             raise UserError(
                 f"model {model} is a basis vector of a store, a difference from its base, and "
                 f"{method} takes models: make one with `tvb export STORE OUT --basis K` or "

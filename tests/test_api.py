@@ -1,0 +1,461 @@
+"""The library on state dicts, folders and files, against the dense reference and mergekit."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import assert_close
+from mergekit import merge_methods
+from reference import Dense, balanced_bound, expect
+from safetensors.torch import load_file, save_file
+from test_store import raw_family, same
+from tiny import TASKS, family, load
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import tvb_mergekit as tvb
+from tvb_mergekit import api, building, store, stream
+from tvb_mergekit import export as exporting
+from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.recipe import resolve_settings
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 6, 3))
+        self.head = nn.Linear(6, 10)
+
+
+def trained(tasks: int = 4) -> dict[str, State]:
+    """A base and its models, with batch-norm statistics of their own."""
+    states = {}
+    torch.manual_seed(0)
+    start = Vision().state_dict()
+    for number, key in enumerate(("base", *TASKS[:tasks])):
+        module = Vision()
+        state = {n: t.clone() for n, t in start.items()}
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                tensor += 0.02 * number * torch.randn_like(tensor)
+            else:
+                state[name] = torch.tensor(100 + number)
+        module.load_state_dict(state)
+        states[key] = module.state_dict()
+    return states
+
+
+def dense_of(states: Mapping[str, State], exclude: str = "-", **weights: Any) -> Dense:
+    names = [n for n, t in states["base"].items() if t.is_floating_point() and exclude not in n]
+    return Dense(states["base"], [s for k, s in states.items() if k != "base"], names, **weights)
+
+
+def split(states: Mapping[str, State]) -> tuple[State, dict[str, State]]:
+    return states["base"], {k: s for k, s in states.items() if k != "base"}
+
+
+def copied(states: Mapping[str, State]) -> dict[str, State]:
+    return {k: {n: t.clone() for n, t in s.items()} for k, s in states.items()}
+
+
+def unchanged(states: Mapping[str, State], before: Mapping[str, State]) -> None:
+    for key, state in states.items():
+        assert list(state) == list(before[key])
+        assert all(torch.equal(t, before[key][n]) for n, t in state.items())
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "add": ("basis_ta", {"basis": "pca", "num_bases": 2}, {"lambda": 0.3}),
+    "add-default": ("basis_ta", {"steps": 200}, {}),
+    "add-tasks": ("basis_ta", {"basis": "balanced"}, {"lambda_scale": "tasks"}),
+    "add-exclude": ("basis_ta", {"basis": "none", "exclude": "head"}, {}),
+    "ties": ("basis_ties", {"basis": "none"}, {"density": 0.3, "merge_func": "mean"}),
+    "ties-tensor": ("basis_ties", {"basis": "balanced", "num_bases": 2}, {"trim": "tensor"}),
+    "ties-max": ("basis_ties", {"basis": "pca", "num_bases": 2}, {"merge_func": "max"}),
+    "negate": ("basis_negate", {"basis": "pca", "num_bases": 2},
+               {"forget": "code, chat", "alpha": 0.6, "lambda": 0.1}),
+    "negate-proj": ("basis_negate", {"basis": "rand_proj", "num_bases": 2, "seed": 3},
+                    {"forget": "code", "alpha": 1.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merges_equal_the_reference_and_mergekit(case: str) -> None:
+    method, built, merging = CASES[case]
+    states = trained()
+    before = copied(states)
+    base, models = split(states)
+    bases = tvb.build(base, models, **built)
+    given = {("lambda_" if k == "lambda" else k): v for k, v in merging.items()}
+    merged = tvb.merge(bases, base, method, **given)
+    unchanged(states, before)
+    dense = dense_of(states, str(built.get("exclude", "-")))
+    keys = {**built, **merging}
+    held = {} if bases.encoder is None else {"encoder": bases.encoder.numpy()}
+    want = expect(dense, method, keys, held, TASKS[:4])
+    assert list(merged) == list(base)
+    assert_close(merged, want.tensors, dense.base, want.boundary)
+    buffer = "features.1.num_batches_tracked"  # in which mergekit's inputs must agree
+    theirs = merge_methods.merge_state_dicts(
+        {key: {**state, buffer: base[buffer]} for key, state in states.items()},
+        method,
+        base="base",
+        parameters=keys,
+        dtype=torch.float32,
+    )
+    for name, tensor in merged.items():
+        assert tensor.dtype == base[name].dtype
+        if not tensor.is_floating_point() or ("head" in name and "exclude" in built):
+            assert torch.equal(tensor, base[name])
+        sure = torch.ones_like(tensor, dtype=torch.bool)
+        if want.boundary is not None and name in want.boundary:
+            sure = ~want.boundary[name]
+        torch.testing.assert_close(tensor[sure], theirs[name][sure], rtol=1e-5, atol=1e-6)
+    storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()}
+    assert all(t.untyped_storage().data_ptr() not in storage for t in merged.values())
+
+
+def test_the_bases_themselves(tmp_path: Path) -> None:
+    base, models = split(trained())
+    bases = tvb.build(base, models, basis="balanced", num_bases=2, weights={"code": 2.0})
+    assert isinstance(bases, tvb.Bases)
+    dense = dense_of({"base": base, **models}, weights=[1.0, 2.0, 1.0, 1.0])
+    assert bases.encoder is not None and bases.tasks == list(TASKS[:4])
+    want = dense.tau @ bases.encoder.numpy()
+    for m, vector in enumerate(bases.vectors):
+        named = dense.split(want[:, m])
+        assert set(vector.tensors) == set(named)
+        for name, tensor in named.items():
+            found = vector.tensor(name)
+            assert found.dtype == torch.float32 and found.shape == tensor.shape
+            torch.testing.assert_close(found.double(), tensor, rtol=1e-5, atol=1e-7)
+    assert bases.facts["loss"] == pytest.approx(balanced_bound(dense.gram, 2), rel=1e-6)
+    left = bases.facts["left_out"]
+    assert left == {"features.1.num_batches_tracked": "not floating point in the base (int64)"}
+
+
+@pytest.mark.parametrize("basis", ["pca", "balanced", "rand_proj", "ae"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_memory_equals_on_disk(basis: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    states = trained()
+    base, models = split(states)
+    keys: dict[str, Any] = {"basis": basis, "num_bases": 2, "exclude": "head.bias", "dtype": dtype}
+    if basis == "ae":
+        keys["steps"] = 200
+    memory = tvb.build(base, models, **keys)
+    disk = tvb.build(base, models, tmp_path / "store", **keys)
+    paths = {}
+    for name, state in states.items():
+        paths[name] = tmp_path / f"{name}.safetensors"
+        save_file(state, paths[name])
+    files = tvb.build(paths.pop("base"), {k: str(v) for k, v in paths.items()}, **keys)
+    loaded = tvb.load(tmp_path / "store")
+    for other in (disk, files, loaded):
+        assert set(other.tensors) == set(memory.tensors)
+        for name, tensor in memory.tensors.items():
+            torch.testing.assert_close(other.tensors[name], tensor, rtol=1e-12, atol=1e-15)
+        for mine, theirs in zip(memory.sources, other.sources, strict=True):
+            assert set(mine.tensors) == set(theirs.tensors)
+            for name in mine.tensors:
+                assert torch.equal(mine.tensor(name), theirs.tensor(name))
+        assert other.facts["errors"] == memory.facts["errors"]
+        one = tvb.reconstruct(other, base, "code")
+        two = tvb.reconstruct(memory, base, "code")
+        assert all(torch.equal(t, two[n]) for n, t in one.items())
+        if basis != "rand_proj":
+            one, two = tvb.merge(other, base), tvb.merge(memory, base)
+            assert all(torch.equal(t, two[n]) for n, t in one.items())
+
+
+@pytest.mark.parametrize("basis", ["pca", "balanced", "rand_proj", "none"])
+def test_reconstruction(basis: str) -> None:
+    states = trained()
+    base, models = split(states)
+    before = copied(states)
+    bases = tvb.build(base, models, basis=basis, **({} if basis == "none" else {"num_bases": 2}))
+    dense = dense_of(states)
+    for index, task in enumerate(models):
+        found = tvb.reconstruct(bases, base, task)
+        assert list(found) == list(base)
+        assert torch.equal(found["features.1.num_batches_tracked"], torch.tensor(100))
+        delta = np.concatenate(
+            [(found[n].double() - base[n].double()).reshape(-1).numpy() for n in dense.names]
+        )
+        error = np.linalg.norm(delta - dense.tau[:, index]) / np.linalg.norm(dense.tau[:, index])
+        bounds = bases.facts["errors"][task]
+        assert bounds["at_least"] - 1e-5 <= error <= bounds["at_most"] + 1e-5
+    half = tvb.reconstruct(bases, base, "code", dtype=torch.bfloat16)
+    full = tvb.reconstruct(bases, base, "code")
+    for name, tensor in half.items():
+        kind = torch.bfloat16 if full[name].is_floating_point() else torch.int64
+        assert torch.equal(tensor, full[name].to(kind))
+    unchanged(states, before)
+
+
+def test_folders_of_models(tmp_path: Path) -> None:
+    base, models = family(tmp_path / "in")
+    named = {path.name: path for path in models}
+    bases = tvb.build(base, named, tmp_path / "store", basis="pca", num_bases=2)
+    assert bases.facts["base_model"] == str(base)
+    states = [load(path) for path in (base, *models)]
+    dense = Dense(states[0], states[1:], list(states[0]))
+    want = expect(dense, "basis_ta", {"basis": "pca", "num_bases": 2}, {}, TASKS)
+    merged = tvb.merge(tvb.load(tmp_path / "store"), base)
+    assert_close(merged, want.tensors, dense.base)
+    assert (tmp_path / "store" / "basis-000" / "config.json").is_file()
+    tvb.merge(bases, states[0])  # the base as a state dict is the same base
+
+
+def test_tied_tensors_and_odd_layouts() -> None:
+    states = trained()
+    plain = tvb.build(*split(states), basis="pca", num_bases=2)
+    turned = {
+        key: {
+            n: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
+            for n, t in state.items()
+        }
+        for key, state in states.items()
+    }
+    for state in turned.values():
+        state["twin.weight"] = state["head.weight"]
+    base, models = split(turned)
+    tied = tvb.build(base, models, basis="pca", num_bases=2)
+    assert "twin.weight" not in tied.vectors[0].tensors
+    for name in plain.vectors[0].tensors:
+        torch.testing.assert_close(tied.vectors[1].tensor(name), plain.vectors[1].tensor(name))
+    for method, more in (("basis_ta", {}), ("basis_ties", {"trim": "model"})):
+        merged = tvb.merge(tied, base, method, **more)
+        want = tvb.merge(plain, states["base"], method, **more)
+        assert torch.equal(merged["twin.weight"], merged["head.weight"])
+        for name, tensor in want.items():
+            torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
+    found = tvb.reconstruct(tied, base, "code")
+    assert torch.equal(found["twin.weight"], found["head.weight"])
+
+
+@pytest.mark.parametrize("method", ["basis_ta", "basis_ties"])
+def test_a_base_that_ties_what_its_models_do_not(method: str) -> None:
+    """As state dicts both names are there, and each has a task vector of its own."""
+    states = trained()
+    for key, state in states.items():
+        state["twin.weight"] = state["head.weight"]
+        if key != "base":
+            state["twin.weight"] = 3 * state["head.weight"] - 2 * states["base"]["head.weight"]
+    base, models = split(states)
+    bases = tvb.build(base, models, basis="none")
+    want = expect(dense_of(states), method, {"basis": "none"}, {}, TASKS[:4])
+    assert_close(tvb.merge(bases, base, method), want.tensors, base, want.boundary)
+    found = tvb.reconstruct(bases, base, "code")
+    for name, tensor in models["code"].items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_state_dicts_are_read_anew_whatever_the_cache_holds() -> None:
+    """A fingerprint samples; what lies between the samples differs here."""
+    base = {"w": torch.zeros(100_000)}
+    first = {name: {"w": torch.zeros(100_000)} for name in ("a", "b")}
+    first["a"]["w"][20_000] = 1.0
+    first["b"]["w"][20_001] = 1.0
+    second = {k: {"w": s["w"].clone()} for k, s in first.items()}
+    second["b"]["w"][20_001] = 7.0
+    tvb.build(base, first, basis="none")
+    bases = tvb.build(base, second, basis="none")
+    assert bases.tensors["gram"].tolist() == [[1.0, 0.0], [0.0, 49.0]]
+
+
+def test_a_task_may_be_called_base() -> None:
+    states = trained()
+    base, models = split(states)
+    models["base"] = models.pop("code")
+    bases = tvb.build(base, models, basis="none")
+    tvb.merge(bases, base)
+    tvb.reconstruct(bases, base, "base")
+
+
+@pytest.mark.parametrize("compress", ["ae", "balanced"])
+def test_adding_in_memory_equals_adding_on_disk(compress: str, tmp_path: Path) -> None:
+    states = trained(5)
+    before = copied(states)
+    base, models = split(states)
+    memory: Any = None
+    place = tmp_path / "store"
+    for task, state in models.items():
+        more: dict[str, Any] = {"budget": 3, "compress": compress} if memory is None else {}
+        if memory is None and compress == "ae":
+            more["steps"] = 300
+        kept = None if memory is None else [copied({"x": dict_of(v)})["x"] for v in memory.vectors]
+        new = tvb.add(memory, base, state, task, **more)
+        disk = tvb.add(place, base, state, task, **more)
+        if kept is not None:  # bases in memory are left as they are
+            for old, vector in zip(kept, memory.vectors, strict=True):
+                assert all(torch.equal(t, vector.tensor(n)) for n, t in old.items())
+        memory = new
+        assert memory.tasks == disk.tasks and memory.num_bases == disk.num_bases <= 3
+        for mine, theirs in zip(memory.vectors, disk.vectors, strict=True):
+            for name in mine.tensors:
+                torch.testing.assert_close(mine.tensor(name), theirs.tensor(name))
+        assert memory.facts["errors"].keys() == disk.facts["errors"].keys()
+    unchanged(states, before)
+    dense = dense_of(states)
+    merged = tvb.merge(memory, base, lambda_=0.3, lambda_scale="tasks")
+    if compress == "balanced":  # the sum of all five, whatever was compressed
+        want = expect(dense, "basis_ta", {"basis": "none", "lambda": 0.3}, {}, TASKS)
+        assert_close(merged, want.tensors, base, strict=2e-5)
+    for index, task in enumerate(models):
+        found = tvb.reconstruct(memory, base, task)
+        delta = np.concatenate(
+            [(found[n].double() - base[n].double()).reshape(-1).numpy() for n in dense.names]
+        )
+        norm = np.linalg.norm(dense.tau[:, index])
+        error = np.linalg.norm(delta - dense.tau[:, index]) / norm
+        bounds = memory.facts["errors"][task]
+        assert bounds["at_least"] - 1e-5 <= error <= bounds["at_most"] + 1e-5
+
+
+def dict_of(vector: Any) -> State:
+    return {name: vector.tensor(name) for name in vector.tensors}
+
+
+def test_mistakes_are_user_errors(tmp_path: Path) -> None:
+    states = trained()
+    base, models = split(states)
+    bases = tvb.build(base, models, tmp_path / "store", basis="pca", num_bases=2)
+    projected = tvb.build(base, models, basis="rand_proj", num_bases=2)
+    other = {n: t + 1 if t.is_floating_point() else t for n, t in base.items()}
+    nan = copied(models)
+    nan["math"]["head.bias"][0] = float("nan")
+    short = copied(models)
+    short["code"]["head.bias"] = torch.zeros(3)
+    add = tvb.add
+    for message, call in {
+        "unknown key `num_base`": lambda: tvb.build(base, models, num_base=2),
+        "`num_bases` is 9": lambda: tvb.build(base, models, num_bases=9),
+        "unknown task 'x'": lambda: tvb.build(base, models, weights={"x": 1.0}),
+        "`weight` is 0": lambda: tvb.build(base, models, weights={"math": 0.0}),
+        "holds 1 NaN": lambda: tvb.build(base, nan),
+        "has shape": lambda: tvb.build(base, short),
+        "lists no models": lambda: tvb.build(base, {}),
+        "identical to the base": lambda: tvb.build(base, {**models, "same": base}),
+        "no such folder or file": lambda: tvb.build("nowhere", models),
+        "unknown method": lambda: tvb.merge(bases, base, "linear"),
+        "`basis`: the bases are built": lambda: tvb.merge(bases, base, basis="ae"),
+        "unknown key `lamda`": lambda: tvb.merge(bases, base, lamda=1.0),
+        "belongs to basis_ties": lambda: tvb.merge(bases, base, density=0.5),
+        "needs `forget": lambda: tvb.merge(bases, base, "basis_negate"),
+        "unknown task 'y'": lambda: tvb.merge(bases, base, "basis_negate", forget="y", alpha=1),
+        "random directions": lambda: tvb.merge(projected, base),
+        "belongs to the base": lambda: tvb.merge(bases, other),
+        "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),
+        "no task 'z'": lambda: tvb.reconstruct(bases, base, "z"),
+        "no convex": lambda: add(bases, base, models["math"], "new"),
+        "overflow": lambda: tvb.merge(bases, base, lambda_=1e9, dtype=torch.float16),
+        "basis vector": lambda: tvb.build(base, {"a": tmp_path / "store" / "basis-000"}),
+        "already holds": lambda: tvb.build(base, models, tmp_path / "store", basis="none"),
+    }.items():
+        with pytest.raises(tvb.UserError) as caught:
+            call()
+        assert message in str(caught.value) and "\n" not in str(caught.value), message
+
+
+def test_an_overflow_of_a_tensor_that_stays_the_base_s_is_found() -> None:
+    base, models = split(trained())
+    for state in (base, *models.values()):
+        state["large"] = torch.tensor([1e6])
+    bases = tvb.build(base, models, basis="none", exclude="large")
+    for call in (tvb.merge, lambda b, s, **k: tvb.reconstruct(b, s, "math", **k)):
+        with pytest.raises(tvb.UserError, match="`large`"):
+            call(bases, base, dtype=torch.float16)
+
+
+def test_settings_lists_and_doctests() -> None:
+    found = doctest.testmod(api)
+    assert found.attempted >= 4 and not found.failed
+    assert set(tvb.__all__) <= set(dir(tvb)) | set(tvb.__all__)
+    assert all(getattr(tvb, name) for name in tvb.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = tvb.nothing
+    assert resolve_settings("basis_ta", {}, TASKS).basis == "ae"
+
+
+def test_importing_is_cheap() -> None:
+    code = (
+        "import sys, tvb_mergekit as tvb; assert tvb.__version__; "
+        "assert not {'torch', 'numpy', 'mergekit', 'transformers'} & set(sys.modules); "
+        "tvb.build; assert 'torch' in sys.modules and 'mergekit' not in sys.modules; "
+        "assert 'transformers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_same_store_by_the_library_and_from_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_store import read
+
+    base, models = raw_family(tmp_path / "in", {"a": (30, 20), "b": (7,)})
+    keys: dict[str, Any] = {"basis": "balanced", "num_bases": 2}
+    one = building.build_store(read(base, models, **keys), tmp_path / "one")
+    two = tvb.build(base, {m.stem: m for m in models}, tmp_path / "two", **keys)
+    assert one.path and two.path
+    # What a recipe says of merging is not given here.
+    same(one.path / "basis-000", two.path / "basis-000")
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, two.tensors[name])
+    assert store.load(two.path).facts["tasks"] == [m.stem for m in models]
+    state = load_file(two.path / "basis-001" / "model.safetensors")
+    assert set(state) == {"a", "b"} and stream.BLOCK == 2048
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_export_writes_models(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    base, models = family(tmp_path / "in", dtypes=(torch.float16, torch.float32))
+    built = tvb.build(base, {p.name: p for p in models}, tmp_path / "store", num_bases=3,
+                      basis="pca", exclude="lm_head")  # fmt: skip
+    weights = Checkpoint.open(base)
+    out = tmp_path / "out"
+    columns = [exporting.basis_columns(built, [0, 2]), exporting.task_column(built, "code")]
+    folders = ["basis-000", "basis-002", "code"]
+    matrix = torch.cat(columns, dim=1)
+    exporting.export(built, weights, base, matrix, folders, out, what=folders, dtype=dtype)
+    assert {p.name for p in out.iterdir()} == set(folders)
+    start = load(base)
+    sources = [dict_of(vector) for vector in built.sources]
+    for column, name in zip(matrix.T.tolist(), folders, strict=True):
+        found = load(out / name)
+        assert list(found) == list(start)
+        for key, tensor in found.items():
+            want = start[key].double()
+            if key != "lm_head.weight":
+                for factor, source in zip(column, sources, strict=True):
+                    want = want + factor * source[key].double()
+            kind = dtype or torch.float16
+            assert tensor.dtype == kind
+            step = 2.0**-8 if kind == torch.bfloat16 else 2.0**-11
+            assert ((tensor.double() - want).abs() <= 1.01 * step * want.abs() + 1e-6).all()
+        model = AutoModelForCausalLM.from_pretrained(out / name)
+        assert model.dtype == (dtype or torch.float16)
+        assert "tvb_mergekit" not in (out / name / "config.json").read_text()
+        assert "store" not in (out / name / "config.json").read_text()
+    rebuilt = tvb.reconstruct(built, base, "code", dtype=dtype)
+    assert all(torch.equal(t, rebuilt[n]) for n, t in load(out / "code").items())
+    with pytest.raises(tvb.UserError, match="bases 0 to 2"):
+        exporting.basis_columns(built, [3])
+    with pytest.raises(tvb.UserError, match="lies in the input"):
+        exporting.export(built, weights, base, matrix, folders, base / "x", what=folders)

@@ -1,0 +1,171 @@
+"""`tvb check` refuses what the merges refuse, in the same words, and passes what they take."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import test_faults_files
+import test_faults_output
+import test_faults_recipe
+import tiny
+import yaml
+from click.testing import CliRunner, Result
+from commands import merge
+from safetensors.torch import load_file, save_file
+from test_faults import Case, prepare, recipe, snapshot, tiny_models  # noqa: F401
+from test_faults_recipe import ALL, slices
+
+from tvb_mergekit.cli import main
+
+# What only writing shows, or what is about another command or its output.
+NOT_CHECKED = {"overflow", "overflow excluded", "float32 overflow", "tokens"}
+OF_THE_RECIPE = (
+    *("spaces", "unicode", "slash", "one model", "one basis", "one model by default", "many"),
+    *("base of another dtype", "tokenizer of a base without", "chat template"),
+    *("byte order mark", "tied base", "block budget", "raw", "raw misspelt"),
+    *("raw misspelt top", "raw missing", "raw nan", "raw cut", "raw code", "raw shape"),
+)
+CASES: dict[str, Case] = {
+    **{f"recipe: {name}": case for name, case in test_faults_recipe.CASES.items()},
+    **test_faults_files.CASES,
+    **{name: test_faults_output.CASES[name] for name in OF_THE_RECIPE},
+}
+ONE = "recipe.yml: expected one recipe"
+OTHER_WORDS = {f"recipe: {name}": ONE for name in ("text", "empty", "not a dictionary")}
+OTHER_WORDS["recipe: near method"] = "expected one of basis_ta"
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - NOT_CHECKED))
+def test_check(
+    name: str,
+    tmp_path: Path,
+    tiny_models: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = CASES[name]
+    prepare(tmp_path / "work", tiny_models, case)
+    monkeypatch.chdir(tmp_path / "work")
+    environment = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
+    if name == "block budget":
+        environment["TVB_MERGEKIT_BLOCK_MB"] = "lots"
+    words = [word for word in case.args if not word.startswith("-v")]
+    before = snapshot(tmp_path)
+    with mock.patch.dict(os.environ, environment):
+        done = CliRunner().invoke(main, ["check", "recipe.yml", "--deep", *words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert snapshot(tmp_path) == before
+    if case.ok:
+        assert done.exit_code == 0, done.stderr
+        for want in case.wants:
+            assert re.search(want, caplog.text + done.stdout), caplog.text
+        return
+    assert done.exit_code == 1, done.stdout
+    assert re.fullmatch(r"Error: [^\n]+\n", done.stderr), done.stderr
+    for want in [OTHER_WORDS[name]] if name in OTHER_WORDS else case.wants:
+        assert re.search(want, done.stderr), done.stderr
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    prepare(tmp_path / "work", tiny_models, Case())
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
+    return tmp_path / "work"
+
+
+def tvb(*words: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def check(document: Mapping[str, Any], *options: object, code: int = 0) -> str:
+    Path("recipe.yml").write_text(yaml.safe_dump(dict(document)))
+    done = tvb("check", "recipe.yml", "--quiet", *options, code=code)
+    return str(done.stdout if code == 0 else done.stderr)
+
+
+ONLY_MERGES = {
+    "slices": slices(ALL, ALL),
+    "another tokenizer": recipe(tokenizer_source="./a"),
+    "union": recipe(tokenizer={"source": "union"}),
+}
+
+
+@pytest.mark.parametrize("name", ONLY_MERGES)
+def test_what_a_merge_takes_and_a_build_does_not(name: str, here: Path) -> None:
+    document = ONLY_MERGES[name]
+    said = check(document, "--deep")
+    assert "21 tensors take part" in said and "bases would retain" in said
+    assert "Not for tvb build: `" in said
+    assert "`" in tvb("build", "recipe.yml", "store", code=1).stderr
+    merge(document, here / "out")
+
+
+def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
+    document = slices(ALL, ALL)
+    document["parameters"] = {"exclude": "lm_head"}
+    assert "1 left to the base, excluded by the recipe: lm_head.weight" in check(document)
+    state = load_file(here / "base/model.safetensors")
+    state["lm_head.weight"][0] = float("nan")
+    (here / "base/model.safetensors").unlink()
+    save_file(state, here / "base/model.safetensors", {"format": "pt"})
+    check(document)
+    assert "32 NaN" in check(document, "--deep", code=1)
+
+
+def raw(*models: str) -> dict[str, Any]:
+    listed = [{"model": f"{m}/model.safetensors", "parameters": {"task": m}} for m in models]
+    return {**recipe(models=listed), "base_model": "base/model.safetensors"}
+
+
+def test_weight_files(here: Path) -> None:
+    said = check(raw("a", "b"), "--deep")
+    assert "21 tensors take part" in said and "mergekit-pytorch" not in said
+    state = load_file(here / "b/model.safetensors")
+    state.pop("lm_head.weight")
+    (here / "b/model.safetensors").unlink()
+    save_file(state, here / "b/model.safetensors", {"format": "pt"})
+    said = check(raw("a", "b"))
+    assert "--tensor-intersection or --tensor-union: lm_head.weight not in all files" in said
+    tvb("build", "recipe.yml", "store", "--quiet")
+    over = yaml.safe_load((here / "store/recipes/add.yml").read_text())
+    assert "basis_ta over 2 bases" in check(over)
+    other = over | {"base_model": str(here / "a/model.safetensors")}
+    assert "are others" in check(other, code=1)
+
+
+def test_output_folders(here: Path) -> None:
+    for out, want in {"base": "is the input", "a/x": "lies in", "recipe.yml": "is a file"}.items():
+        assert want in check(recipe(), "--out", out, code=1)
+    assert "are free in" in check(recipe(), "--out", "new/folder")
+    with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1000)):
+        assert "too little disk for new" in check(recipe(), "--out", "new", code=1)
+        check(recipe())
+
+
+def test_disk_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the 0.1 MB that are told, for several dtypes and kinds of bases."""
+    tiny.family(tmp_path, lambda: tiny.llama(vocab_size=8000), ("a", "b", "c"), tokenizer=False)
+    monkeypatch.chdir(tmp_path)
+    for number, (parameters, dtype) in enumerate(
+        [({}, "float32"), ({"basis": "pca", "num_bases": 2}, "bfloat16"), ({"energy": 1.0}, None)]
+    ):
+        said = check(recipe(parameters, dtype=dtype or ...), "--out", "out")
+        merged, stored = re.findall(r"([\d.]+) MB(?: in float32|, a store)", said)
+        assert ("up to 3 bases" in said) == ("energy" in parameters)
+        tvb("build", "recipe.yml", f"store{number}", "--quiet")
+        found = sum(f.stat().st_size for f in Path(f"store{number}").rglob("model*.safetensors"))
+        assert abs(float(stored) - found / 1e6) < 0.15
+        out = merge(recipe(parameters, dtype=dtype or ...), tmp_path / f"out{number}").folder
+        found = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
+        assert abs(float(merged) - found / 1e6) < 0.15

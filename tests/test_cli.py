@@ -1,0 +1,542 @@
+"""The `tvb` command as strangers, impatient people and attackers use it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import pytest
+import test_authors
+import tiny
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from commands import MODULES, recipe, write
+from safetensors.torch import save_file
+from test_faults import snapshot
+
+from tvb_mergekit import __version__, store
+from tvb_mergekit.cli import main
+
+TVB = Path(sys.executable).with_name("tvb")
+COMMANDS = ["build", "inspect", "add", "export", "check", "convert", "cache"]
+
+
+def run(*words: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(main, [str(word) for word in words], prog_name="tvb")
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert "Traceback" not in done.output
+    assert done.exit_code == code, done.output
+    return done
+
+
+def refused(*words: object) -> str:
+    """The one line of an error; nothing on standard output, and nothing written."""
+    before = snapshot(Path.cwd())
+    done = run(*words, code=1)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr
+    after = snapshot(Path.cwd())
+    assert {p for p in after.keys() ^ before.keys() if not p.endswith(".lock")} == set()
+    assert after.items() >= before.items()
+    return str(done.stderr)
+
+
+def misused(*words: object) -> str:
+    done = run(*words, code=2)
+    assert "Usage: tvb" in done.stderr
+    return str(done.stderr)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base, math, code, safety, new-model; recipe.yml; a store of the three."""
+    root = tmp_path_factory.mktemp("models")
+    tiny.family(root, tasks=("math", "code", "safety", "new-model"))
+    folders = [Path(name) for name in ("math", "code", "safety")]
+    made_of = recipe("basis_ta", Path("base"), folders, basis="balanced", num_bases=2)
+    (root / "recipe.yml").write_text(yaml.safe_dump(made_of))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("TVB_MERGEKIT_CACHE", "off")
+        run("build", "recipe.yml", "store", "--quiet")
+    return root
+
+
+@pytest.fixture
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of `models`, and the current folder."""
+    folder = tmp_path / "work"
+    shutil.copytree(models, folder, ignore=shutil.ignore_patterns(".*"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+    yield folder
+
+
+def outside(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command itself."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, **options}
+    return subprocess.run(
+        [str(TVB), *map(str, words)], env=env, stdin=subprocess.DEVNULL, **settings
+    )
+
+
+# Help
+
+
+def examples(command: click.Command) -> list[list[str]]:
+    """The command lines in a help text, without their comments."""
+    text = (command.help or "").partition("Example:")[2]
+    lines = [line.strip() for line in text.splitlines()]
+    found = [shlex.split(line.partition("   ")[0]) for line in lines]
+    return [words for words in found if words and words[0] in ("tvb", "mergekit-yaml")]
+
+
+def test_every_command_has_an_example() -> None:
+    assert list(main.commands) == COMMANDS
+    groups = [c for c in main.commands.values() if isinstance(c, click.Group)]
+    for command in [
+        main,
+        *main.commands.values(),
+        *(s for g in groups for s in g.commands.values()),
+    ]:
+        assert examples(command), command.name
+        assert command.help is not None
+
+
+def test_the_examples_work(here: Path) -> None:
+    test_authors.autoencoder(here / "AutoencoderBasisMethod_M4")
+    state = {name: torch.ones(shape) for name, shape in test_authors.SHAPES.items()}
+    torch.save(state, here / "zeroshot.pt")
+    (here / "store").rename(here / "built")
+    for name, command in (("", main), *main.commands.items()):
+        shutil.rmtree(here / "store", ignore_errors=True)
+        shutil.rmtree(here / "math-model", ignore_errors=True)
+        if name in ("inspect", "add", "export"):
+            shutil.copytree(here / "built", here / "store")
+        lines = examples(command)
+        if isinstance(command, click.Group) and command is not main:
+            lines += [line for inner in command.commands.values() for line in examples(inner)]
+        for head, *words in lines:
+            if words[-2:] == ["--task", "math"]:  # into ./math, where the test has the model
+                words = ["./math-model" if word == "./math" else word for word in words]
+            if head == "tvb":
+                run(*words)
+                continue
+            with mock.patch.dict(os.environ, TVB_MERGEKIT_CACHE="off"):
+                merging = importlib.import_module(MODULES[head]).main
+                done = CliRunner().invoke(merging, words)
+            assert done.exit_code == 0, done.output
+    assert (here / "store.png").is_file() and (here / "merged/basis.json").is_file()
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["cache", "list"]])
+def test_help_fits_the_terminal(command: list[str]) -> None:
+    text = run(*command, "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_version_and_completion() -> None:
+    assert run("--version").stdout == f"tvb, version {__version__}\n"
+    for shell in ("bash", "zsh", "fish"):
+        done = outside(env={"_TVB_COMPLETE": f"{shell}_source"})
+        assert done.returncode == 0 and "_TVB_COMPLETE" in done.stdout and not done.stderr
+    words = {"COMP_WORDS": "tvb exp", "COMP_CWORD": "1", "_TVB_COMPLETE": "bash_complete"}
+    assert outside(env=words).stdout == "plain,export\n"
+
+
+def test_the_command_starts_fast() -> None:
+    """Help, version and completion import neither torch nor numpy."""
+    code = (
+        "import sys, tvb_mergekit.cli as cli\n"
+        "try: cli.main(['build', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'numpy', 'rich', 'mergekit') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+# Recipes and stores that are none
+
+
+RECIPES: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "expected one recipe, a mapping"),
+    "junk": (b"\x00\xff\x17junk" * 99, "no UTF-8 text"),
+    "nul": ("merge_method: basis_ta\0", "no YAML"),
+    "list": ("- a\n- b\n", "expected one recipe, a mapping"),
+    "text": ("hello", "expected one recipe, a mapping"),
+    "two": ("a: 1\n---\nb: 2\n", "expected one recipe"),
+    "syntax": ("merge_method: basis_ta\nmodels: [\n", "line 3"),
+    "unknown method": ("merge_method: basis_tai\n", "'basis_tai': expected one of basis_ta"),
+    "another method": ("merge_method: ties\n", "'ties': expected one of basis_ta"),
+    "list of methods": ("merge_method: [basis_ta]\n", "expected one of basis_ta"),
+    "no base": ("merge_method: basis_ta\nmodels: [{model: math}]\n", "`base_model` is missing"),
+    "misspelt": (
+        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: math}]\nparameters: {lamda: 1}",
+        "did you mean `lambda`?",
+    ),
+    "misspelt top": (
+        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: math}]\nparamters: {}",
+        "did you mean `parameters`?",
+    ),
+    "missing model": (
+        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: ./nope}]\n",
+        "model ./nope: no such folder",
+    ),
+    "hub name": (
+        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: some/body}]\n",
+        "model some/body: no such folder .*HF_HUB_OFFLINE",
+    ),
+    "model file": (
+        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: math/model.safetensors}]\n",
+        "is a file; expected a model folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe(name: str, here: Path) -> None:
+    content, want = RECIPES[name]
+    (here / "bad.yml").write_bytes(content.encode() if isinstance(content, str) else content)
+    for words in (["build", "bad.yml", "out"], ["check", "bad.yml"], ["inspect", "bad.yml"]):
+        assert re.search(want, refused(*words)), want
+
+
+def test_files_for_folders_and_folders_for_files(here: Path) -> None:
+    assert "does not exist" in misused("build", "nope.yml", "out")
+    assert "is a directory" in misused("build", "math", "out")
+    assert "nope: no such folder" in refused("inspect", "nope")
+    assert "nope: No such file" in refused("check", "nope")
+    for command in (["inspect"], ["check"]):
+        assert "math is not a basis store" in refused(*command, "math")
+        assert "store/basis-000 is one basis of a store" in refused(*command, "store/basis-000")
+        assert "no UTF-8 text" in refused(*command, "math/model.safetensors")
+    for words in (
+        ["export", "{}", "out", "--basis", "0"],
+        ["add", "{}", "new-model", "--task", "n"],
+    ):
+        for place, want in {
+            "math": "is not a basis store",
+            "recipe.yml": "is a file; expected the folder of a store",
+            "store/basis-001": "is one basis of a store",
+        }.items():
+            assert want in refused(*(word.format(place) for word in words))
+    assert "no such folder" in refused("export", "nope", "out", "--basis", "0")
+
+
+def test_damaged_stores(here: Path) -> None:
+    facts = json.loads((here / "store/basis.json").read_text())
+    file = here / "store/basis-001/model.safetensors"
+    content = file.read_bytes()
+    over = recipe("basis_ta", here / "base", [here / "store" / f"basis-00{m}" for m in range(2)])
+    write(over, here / "over")
+    commands: list[list[str]] = [
+        *(["check", "store"], ["inspect", "store"], ["check", "over.yml"]),
+        *(["export", "store", "out", "--basis", "0"], ["add", "store", "new-model", "--task", "n"]),
+    ]
+    run("check", "over.yml")
+    damages: list[tuple[bytes | None, str]] = [
+        (content[:-1] + bytes([content[-1] ^ 1]), "checksum"),
+        (content[:-1], "bytes, its store says"),
+        (None, "missing from its store"),
+    ]
+    for change, want in damages:
+        file.write_bytes(change) if change is not None else file.unlink()
+        for words in commands:
+            assert want in refused(*words)
+    file.write_bytes(content)
+    for key in ("tasks", "models", "num_bases", "num_parameters", "store", "format_version"):
+        rest = {name: value for name, value in facts.items() if name != key}
+        (here / "store/basis.json").write_text(json.dumps(rest))
+        if key != "store":  # it is a merge's then
+            assert "basis.json" in refused("inspect", "store") or key == "tasks"
+    for text in ("{", "[]", "3", '{"store": 3}', ""):
+        (here / "store/basis.json").write_text(text)
+        for words in commands:
+            refused(*words)
+
+
+# Where to write
+
+
+def test_where_a_store_may_go(here: Path) -> None:
+    (here / "notes").mkdir()
+    (here / "notes/mine.txt").write_text("x")
+    (here / "link").symlink_to("store")
+    for place, want in {
+        "recipe.yml": "is a file",
+        "recipe.yml/x": "is a file",
+        "base": "is the input base",
+        "math/inside": "lies in the input math",
+        "store": "already holds",
+        "link": "already holds",
+        "notes": "already holds mine.txt",
+        ".": "",
+        "/dev/null/x": "is a file",
+        "x" * 300: "name too long",
+    }.items():
+        assert want in refused("build", "recipe.yml", place)
+    assert not {path.name for path in here.iterdir() if path.name.startswith(".")}
+    (here / "empty").mkdir()
+    run("build", "recipe.yml", "empty", "--quiet")
+    run("check", "empty")
+
+
+def test_where_models_may_go(here: Path) -> None:
+    for place, want in {
+        "store": "is the input store",
+        "store/x": "lies in the input store",
+        "base": "is the input base",
+        "math": "already holds weight files",
+        "recipe.yml": "is a file",
+    }.items():
+        assert want in refused("export", "store", place, "--task", "math")
+    run("export", "store", "all", "--all-bases", "--quiet")
+    assert "already holds" in refused("export", "store", "all", "--all-bases")
+    assert sorted(path.name for path in (here / "all").iterdir()) == ["basis-000", "basis-001"]
+
+
+# Options
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "", "cpu:x", "cuda:99"])
+def test_unknown_devices(device: str, here: Path) -> None:
+    for words in (
+        ["build", "recipe.yml", "out"],
+        ["inspect", "recipe.yml"],
+        ["add", "store", "new-model", "--task", "new"],
+        ["export", "store", "out", "--basis", "0"],
+        ["check", "recipe.yml"],
+    ):
+        assert f"--device {device} cannot be used here" in refused(*words, "--device", device)
+
+
+def test_options_of_export(here: Path) -> None:
+    one = "give one of --task NAME, --basis K and --all-bases"
+    words = ("export", "store", "out")
+    assert one in refused(*words)
+    assert one in refused(*words, "--task", "math", "--basis", "0")
+    assert one in refused(*words, "--basis", "0", "--all-bases")
+    for index in ("2", "-1", "99999999999999999999"):
+        assert f"basis {index}: store has the bases 0 to 1" in refused(*words, "--basis", index)
+    assert "not a valid integer" in misused(*words, "--basis", "x")
+    assert "did you mean 'math'?" in refused(*words, "--task", "mth")
+    assert "no task '' in store" in refused(*words, "--task", "")
+    assert "'float64' is not one of" in misused(*words, "--task", "math", "--dtype", "float64")
+    assert "the weights of math are others" in refused(*words, "--task", "math", "--base", "math")
+    for base in ("nope", "./nope", "some/body"):
+        assert f"base {base}: no such" in refused(*words, "--task", "math", "--base", base)
+
+
+def test_options_of_build(here: Path) -> None:
+    words = ("build", "recipe.yml", "out")
+    assert "'float64' is not one of" in misused(*words, "--dtype", "float64")
+    assert "--rank belongs to --adapters" in refused(*words, "--rank", "3")
+    assert "0 is not in the range" in misused(*words, "--adapters", "--rank", "0")
+    assert "all models listed as BASE+ADAPTER" in refused(*words, "--adapters")
+    run(*words, "--resume", "--quiet")
+
+
+def test_options_of_add(here: Path) -> None:
+    words = ("add", "store", "new-model", "--task")
+    assert "Missing option '--task'" in misused("add", "store", "new-model")
+    for task, want in {"math": "already", "": "empty", "a,b": "comma", "x\n": "control"}.items():
+        assert want in refused(*words, task)
+    for weight in ("0", "nan", "inf"):
+        assert "`weight` is" in refused(*words, "new", "--weight", weight)
+    for budget in ("0", "1", "-3"):
+        assert f"the budget is {budget}" in refused(*words, "new", "--budget", budget)
+    assert "leave --dtype out" in refused(*words, "new", "--dtype", "float16")
+    assert "is the base model" in refused("add", "store", "base", "--task", "new")
+    assert "nope: no such folder" in refused("add", "store", "nope", "--task", "new")
+    assert "are others" in refused(*words, "new", "--base", "code")
+    new = "a new one needs --base BASE and --budget M"
+    assert new in refused("add", "fresh", "math", "--task", "math")
+    assert new in refused("add", "fresh", "math", "--task", "math", "--base", "base")
+    options = ["--base", "base", "--budget", "2", "--dtype", "float16", "--quiet"]
+    said = run("add", "fresh", "math", "--task", "math", *options).stdout
+    assert "1 task in 1 of at most 2 bases" in said
+    run("add", "fresh", "code", "--task", "code", "--dtype", "float16", "--quiet")
+    assert store.load("fresh").dtype == torch.float16
+
+
+# Output
+
+
+def test_plot(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    with mock.patch("tvb_mergekit.cli._inspection", side_effect=AssertionError("read first")):
+        for place, want in {
+            "x.txt": "expected one of .png",
+            "x": "expected one of .png",
+            "nope/x.png": "no such folder",
+            "recipe.yml/x.png": "no such folder",
+        }.items():
+            assert want in refused("inspect", "recipe.yml", "--plot", place)
+        (here / "folder.png").mkdir()
+        assert "is a folder" in refused("inspect", "store", "--plot", "folder.png")
+        with mock.patch.dict(sys.modules, matplotlib=None):
+            assert "pip install" in refused("inspect", "store", "--plot", "x.png")
+    name = "ü [red] 'x'.svg"
+    run("inspect", "store", "--plot", name)
+    assert (here / name).read_text().startswith("<?xml")
+
+
+def test_json_is_all_of_standard_output(here: Path) -> None:
+    shutil.copytree(here / "math", here / "double")
+    made_of = yaml.safe_load((here / "recipe.yml").read_text())
+    made_of["models"][1]["model"] = "double"
+    made_of["models"][2]["model"] = "math/../code"
+    write(made_of, here / "twice")
+    shutil.copytree(here / "store", here / "grown")
+    run("add", "grown", "new-model", "--task", "new", "--quiet")
+    for place, what in {"store": "store", "recipe.yml": "recipe", "grown": "store"}.items():
+        assert json.loads(run("inspect", place, "--json").stdout)["what"] == what
+    done = run("inspect", "twice.yml", "--json")
+    assert json.loads(done.stdout)["num_tasks"] == 3
+    assert json.loads(run("inspect", "store/recipes/add.yml", "--json").stdout)["what"] == "store"
+
+
+def test_a_reader_that_has_seen_enough(here: Path) -> None:
+    process = subprocess.Popen(
+        [str(TVB), "check", "recipe.yml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.wait(timeout=120)
+    assert "Error" not in said and "Traceback" not in said, said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_behind_standard_output(here: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = outside("inspect", "store", "--json", capture_output=False, stdout=full, stderr=-1)
+    assert done.returncode == 1
+    assert "No space left" in done.stderr and "None" not in done.stderr
+
+
+STRANGE = ["tür [red]x", "quo'te\"", "-dash", "数学", "a b", "$(x)"]
+
+
+def test_strange_names(here: Path) -> None:
+    for name in STRANGE:
+        (here / name).symlink_to("math" if name == STRANGE[0] else "code")
+        if name not in STRANGE[:2]:
+            (here / name).unlink()
+            shutil.copytree(here / "code", here / name)
+            file = here / name / "model.safetensors"
+            tensors = {n: t + 0.01 * torch.randn_like(t) for n, t in tiny.load(here / name).items()}
+            file.unlink()
+            save_file(tensors, file, {"format": "pt"})
+    made_of = recipe("basis_ta", Path("base"), STRANGE, basis="balanced", num_bases=2)
+    write(made_of, here / "strange recipe")
+    run("build", "strange recipe.yml", "a [store]", "--quiet")
+    said = run("inspect", "a [store]").stdout
+    checked = run("check", "strange recipe.yml").stdout
+    for name in STRANGE:
+        assert name in said and f"  {name}: {name}\n" in checked
+        run("export", "a [store]", "one", f"--task={name}", "--quiet")
+        shutil.rmtree(here / "one")
+    done = outside("inspect", "a [store]", env={"PYTHONIOENCODING": "ascii", "COLUMNS": "60"})
+    assert done.returncode == 0 and "t\\xfcr [red]x" in done.stdout and done.stdout.isascii()
+    done = outside("check", "strange recipe.yml", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and not done.stderr
+
+
+def test_a_narrow_terminal_without_colours(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    said = run("inspect", "store").stdout
+    assert max(map(len, said.splitlines())) <= 40
+    assert "…" not in said and "\x1b" not in said
+    for number in ("19.72 %", "> 2", "13.86"):  # nothing is cut
+        assert number in said
+
+
+# Places
+
+
+def test_from_another_folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    (tmp_path / "other/link").symlink_to("../work/store")
+    (tmp_path / "other/base-link").symlink_to("../work/base")
+    run("inspect", "../work/store")
+    run("check", "../work/store/recipes/add.yml")
+    for words in (
+        ["export", "../work/store", "out", "--task", "math"],
+        ["add", "../work/store", "../work/new-model", "--task", "new"],
+    ):
+        base = store.load("../work/store").facts["base_model"]
+        if not os.path.isabs(base):  # the recipe's own words
+            assert "say with --base where it is" in refused(*words)
+        run(*words, "--base", "base-link", "--quiet")
+    run("check", "link")
+    run("export", "link", "linked", "--task", "new", "--base", "../work/base", "--quiet")
+    assert (tmp_path / "other/link").is_symlink()
+
+
+def test_the_base_has_moved(here: Path) -> None:
+    (here / "base").rename(here / "moved")
+    for words in (
+        ["export", "store", "out", "--task", "math"],
+        ["add", "store", "new-model", "--task", "new"],
+    ):
+        said = refused(*words)
+        assert "base: no such file or folder" in said and "--base" in said
+        run(*words, "--base", "moved", "--quiet")
+
+
+def test_no_network(here: Path) -> None:
+    """Without HF_HUB_OFFLINE, and nothing answers."""
+    import huggingface_hub
+
+    class ConnectError(Exception):
+        pass
+
+    ConnectError.__module__ = "httpx"
+    with mock.patch.object(huggingface_hub, "list_repo_files", side_effect=ConnectError("no name")):
+        said = refused("export", "store", "out", "--task", "math", "--base", "some/body")
+    assert "base some/body: no such file or folder" in said
+    (here / "hub.yml").write_text(RECIPES["hub name"][0])
+    failure = OSError("We couldn't connect to 'https://huggingface.co'. Check your connection")
+    with (
+        mock.patch.dict(os.environ, HF_HUB_OFFLINE="0"),
+        mock.patch("transformers.AutoConfig.from_pretrained", side_effect=failure),
+    ):
+        for command in (["check", "hub.yml"], ["build", "hub.yml", "out"]):
+            assert "model some/body: no such folder" in refused(*command)
+
+
+# The cache
+
+
+def test_cache(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "0 Gram matrices" in run("cache", "list").stdout
+    run("inspect", "recipe.yml", "--quiet")
+    assert "math, code, safety" in run("cache", "list").stdout
+    (tmp_path / "cache/junk.safetensors").write_text("junk")
+    assert "1 Gram matrices" in run("cache", "list").stdout
+    assert "Deleted 2" in run("cache", "clear").stdout
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(here / "recipe.yml"))
+    assert "0 Gram matrices" in run("cache", "list").stdout
+    run("cache", "clear")
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
+    assert "is off" in run("cache", "list").stdout
+    assert "Deleted 0" in run("cache", "clear").stdout

@@ -1,0 +1,682 @@
+"""`tvb build`: what is in a store, against the dense reference; interruption and resumption."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from commands import recipe
+from numpy.typing import NDArray
+from reference import Dense, coefficients, flat, least_squares, random_projection
+from safetensors.torch import load_file, save_file
+from tiny import TASKS, as_bin, family, gpt2, llama, load
+from transformers import AutoConfig, AutoTokenizer
+
+from tvb_mergekit import building, store, stream, writing
+from tvb_mergekit.building import build_store
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.inputs import Inputs
+from tvb_mergekit.plugin.inputs import Options, from_mapping, read_inputs
+from tvb_mergekit.refusals import MergeRefused
+
+Array = NDArray[np.float64]
+State = dict[str, torch.Tensor]
+KINDS: dict[str, dict[str, Any]] = {
+    "ae": {"num_bases": 3, "steps": 300},
+    "ae-exact": {"basis": "ae", "solver": "exact", "num_bases": 2},
+    "balanced": {"basis": "balanced", "num_bases": 2},
+    "linear_ae": {"basis": "linear_ae", "num_bases": 2, "steps": 300},
+    "pca": {"basis": "pca", "num_bases": 2},
+    "rand_select": {"basis": "rand_select", "num_bases": 3, "seed": 1},
+    "rand_proj": {"basis": "rand_proj", "num_bases": 3, "seed": 7},
+    "none": {"basis": "none"},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Half a unit in the last place, relative, and the least step of what is too small for that.
+ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
+MIXED = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+
+
+def read(
+    base: Path,
+    models: Sequence[Path],
+    own: dict[int, dict[str, Any]] | None = None,
+    **parameters: Any,
+) -> Inputs:
+    """The inputs of a recipe; of one that negates where only that takes the basis."""
+    method = "basis_ta"
+    if parameters.get("basis") == "rand_proj":
+        method = "basis_negate"
+        parameters |= {"forget": models[0].name.partition(".")[0], "alpha": 1.0}
+    if own and base.is_file():  # each needs its name
+        own = {i: {"task": m.stem, **own.get(i, {})} for i, m in enumerate(models)}
+    elif base.is_file():
+        own = {i: {"task": m.stem} for i, m in enumerate(models)}
+        if "forget" in parameters:
+            parameters["forget"] = models[0].stem
+    return read_inputs(from_mapping(recipe(method, base, models, own, **parameters)), Options())
+
+
+def dense_of(base: Path, models: Sequence[Path], exclude: str = "-", **weights: Any) -> Dense:
+    read_one = load_file if base.is_file() else load
+    states = [read_one(path) for path in (base, *models)]
+    floats = [n for n, t in states[0].items() if t.is_floating_point() and exclude not in n]
+    names = [n for n in floats if all(n in state for state in states)]
+    return Dense(states[0], states[1:], names, **weights)
+
+
+def stored(folder: Path, dense: Dense, count: int) -> Array:
+    """[d, M] as the files hold it."""
+    found = [load(folder / f"basis-{m:03d}") for m in range(count)]
+    for state in found:
+        assert set(state) == set(dense.names)
+        assert all(state[n].shape == dense.base[n].shape for n in dense.names)
+    return np.stack([flat(state, dense.names) for state in found], axis=1)
+
+
+def close(found: Array, want: Array, tolerance: float = 1e-6) -> None:
+    assert found.shape == want.shape
+    assert np.linalg.norm(found - want) <= tolerance * np.linalg.norm(want)
+
+
+def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float32") -> None:
+    """Bases, mean and coefficients of a store against the dense float64 reference."""
+    facts = json.loads((folder / "basis.json").read_text())
+    held = load_file(folder / "basis.safetensors")
+    assert all(tensor.dtype == torch.float64 for tensor in held.values())
+    numbers = {name: tensor.numpy() for name, tensor in held.items()}
+    kind = str(keys.get("basis", "ae"))
+    count = facts["num_bases"]
+    gram = dense.gram
+    close(numbers["gram"], gram)
+    close(numbers["eigenvalues"], np.sort(np.linalg.eigvalsh(gram))[::-1])
+    offset = np.zeros((len(dense.theta), 1))
+    if kind == "rand_proj":
+        bases, inner = random_projection(dense, count, keys["seed"])
+        assert "encoder" not in numbers
+        close(numbers["decoder"], inner, 3e-6)
+    else:
+        want = coefficients(dense, keys, numbers)
+        close(numbers["encoder"], want.encoder, 2e-5)
+        close(numbers["decoder"], want.decoder, 1e-4)
+        if kind not in ("ae", "none") or keys.get("solver") == "exact":
+            encoder = numbers["encoder"]
+            rule = encoder.T if kind == "pca" else least_squares(gram, encoder)
+            if kind != "pca":
+                close(numbers["decoder"], rule, 1e-5)
+        bases = dense.tau @ numbers["encoder"]
+    close(numbers["gram_bases"], bases.T @ bases, 2e-6)
+    found = stored(folder, dense, count)
+    relative, least = ROUNDING[dtype]
+    assert np.linalg.norm(found - bases) <= (relative + 1e-6) * np.linalg.norm(bases)
+    bound = (relative + 1e-6) * np.abs(bases) + least + 2e-6 * np.abs(bases).max() * 1e-1
+    assert (np.abs(found - bases) <= bound).all()
+    for m in range(count):
+        tensors = load(folder / f"basis-{m:03d}")
+        assert {t.dtype for t in tensors.values()} == {DTYPES[dtype]}
+    if kind == "pca":
+        mean = dense.tau.mean(axis=1, keepdims=True)
+        offset = flat(load(folder / "mean"), dense.names)[:, None]
+        assert np.linalg.norm(offset - mean) <= (relative + 1e-6) * np.linalg.norm(mean)
+    assert (folder / "mean").exists() == (kind == "pca")
+    rebuilt = found @ numbers["decoder"] + offset
+    norms = np.linalg.norm(dense.tau, axis=0)
+    true = np.linalg.norm(rebuilt - dense.tau, axis=0) / norms
+    for task, error in zip(facts["tasks"], true, strict=True):
+        low, high = facts["errors"][task]["at_least"], facts["errors"][task]["at_most"]
+        assert low - 2e-6 <= error <= high + 2e-6, (task, low, error, high)
+        assert 0 <= low <= high
+        if dtype == "float32":
+            assert high - low < 1e-9
+        else:
+            assert high - low < 0.05
+    loss = float((norms**2 * true**2).sum())
+    if dtype == "float32":
+        assert facts["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-9 * np.trace(gram))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Models of mixed dtypes, sharded."""
+    return family(tmp_path_factory.mktemp("mixed"), dtypes=MIXED, max_shard_size="40KB")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bases_are_those_of_the_dense_reference(
+    kind: str, dtype: str, mixed: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    base, models = mixed
+    keys = KINDS[kind]
+    build_store(read(base, models, **keys), tmp_path / "store", dtype=DTYPES[dtype])
+    check(tmp_path / "store", dense_of(base, models), keys, dtype)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "pca", "rand_proj"])
+def test_gpt2_and_pickled_models(kind: str, tmp_path: Path) -> None:
+    """GPT-2 ties its embeddings, stores matrices transposed and names tensors in two ways."""
+    base, models = family(tmp_path / "in", gpt2)
+    dense = dense_of(base, models)
+    as_bin(models[1])
+    as_bin(models[2], shards=2)
+    build_store(read(base, models, **KINDS[kind]), tmp_path / "store")
+    check(tmp_path / "store", dense, KINDS[kind])
+
+
+def test_weights_tasks_and_exclude(tmp_path: Path) -> None:
+    base, models = family(tmp_path / "in", dtypes=MIXED)
+    own: dict[int, dict[str, Any]] = {0: {"weight": 2.0, "task": "sums"}, 3: {"weight": -0.5}}
+    keys = {"basis": "pca", "num_bases": 2}
+    inputs = read(base, models, own, exclude="embed_tokens|lm_head", **keys)
+    build_store(inputs, tmp_path / "store", dtype=torch.bfloat16)
+    found = store.load(tmp_path / "store")
+    assert found.tasks == ["sums", *TASKS[1:]]
+    assert found.facts["left_out"] == {
+        name: "excluded by the recipe" for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    states = [load(path) for path in (base, *models)]
+    names = [n for n in states[0] if "embed" not in n and "lm_head" not in n]
+    dense = Dense(states[0], states[1:], names, [2.0, 1.0, 1.0, -0.5, 1.0])
+    check(tmp_path / "store", dense, keys, "bfloat16")
+
+
+def twice(folder: Path) -> None:
+    """Store the output embedding beside the input embedding it is tied to."""
+    state = load(folder)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("which", ["neither", "base", "models", "all"])
+def test_tied_embeddings_are_stored_once(which: str, tmp_path: Path) -> None:
+    base, models = family(tmp_path / "in", functools.partial(llama, tie_word_embeddings=True))
+    dense = dense_of(base, models)
+    for path in (
+        *([base] if which in ("base", "all") else []),
+        *(models if which != "base" else []),
+    ):
+        if which != "neither":
+            twice(path)
+    build_store(read(base, models, **KINDS["balanced"]), tmp_path / "store")
+    check(tmp_path / "store", dense, KINDS["balanced"])
+    found = store.load(tmp_path / "store")
+    assert found.stored_name("lm_head.weight") in ("model.embed_tokens.weight", None)
+    if which in ("base", "all"):
+        assert found.stored_name("lm_head.weight") == "model.embed_tokens.weight"
+
+
+def test_a_base_that_ties_what_its_models_do_not_is_refused(tmp_path: Path) -> None:
+    """The base has one tensor where the models have two: B of both cannot have one name."""
+    base, models = family(tmp_path / "in", functools.partial(llama, tie_word_embeddings=True))
+    for path in models:
+        state = load(path)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"] + 0.01
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises((UserError, MergeRefused), match=r"lm_head\.weight"):
+        read(base, models, **KINDS["balanced"])
+    inputs = read(base, models, exclude="lm_head|embed", **KINDS["balanced"])
+    build_store(inputs, tmp_path / "store")
+
+
+def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
+    patch.setattr(building, "plan_shards", lambda items, _: writing.plan_shards(items, limit))
+
+
+def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, models = family(tmp_path / "in", tokenizer=True)
+    place = tmp_path / "out"
+    in_shards(monkeypatch, 30000)
+    build_store(read(base, models, basis="pca", num_bases=2), place / "store")
+    assert {p.name for p in place.iterdir()} <= {"store", ".store.lock"}
+    folder = place / "store"
+    assert {p.name for p in folder.iterdir()} == {
+        "basis.json", "basis.safetensors", "basis-000", "basis-001", "mean", "recipes",
+    }  # fmt: skip
+    facts = json.loads((folder / "basis.json").read_text())
+    assert facts["format_version"] == 1 and facts["store"]["folders"] == [
+        "basis-000", "basis-001", "mean",
+    ]  # fmt: skip
+    for key in (
+        "versions method parameters tasks models base_model num_bases num_parameters loss "
+        "spectral_bound balanced_bound relative_gap retained_energy left_out fingerprints seconds"
+    ).split():
+        assert key in facts, key
+    assert set(facts["seconds"]) == {"gram", "encode", "write"}
+    state = load(base)
+    assert facts["num_parameters"] == sum(t.numel() for t in state.values())
+    assert facts["store"]["model_bytes"] == 5 * sum(t.nbytes for t in state.values())
+    for index, name in enumerate(facts["store"]["folders"]):
+        files = {p.name for p in (folder / name).iterdir()}
+        shards = sorted(n for n in files if n.endswith(".safetensors"))
+        assert len(shards) > 2
+        assert files == {
+            *shards, "model.safetensors.index.json", "config.json", "generation_config.json",
+            "tokenizer.json", "tokenizer_config.json",
+        }  # fmt: skip
+        where = json.loads((folder / name / "model.safetensors.index.json").read_text())
+        seen: dict[str, str] = {}
+        for number, shard in enumerate(shards):
+            assert shard == f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            assert (folder / name / shard).stat().st_size <= 30000 + 2000
+            with safetensors.safe_open(folder / name / shard, framework="pt") as file:
+                assert file.metadata() == {"format": "pt", store.MARKER: name}
+                seen |= dict.fromkeys(file.keys(), shard)
+        assert where["weight_map"] == seen and set(seen) == set(state)
+        assert where["metadata"]["total_size"] == 4 * facts["num_parameters"]
+        config = json.loads((folder / name / "config.json").read_text())
+        assert config.pop(store.MARKER) == {"folder": name, "index": index}
+        assert config == json.loads((base / "config.json").read_text())
+        assert AutoConfig.from_pretrained(folder / name).hidden_size == 32
+        assert AutoTokenizer.from_pretrained(folder / name)("t1 t5")["input_ids"] == [1, 5]
+        for file_name in (*shards, "model.safetensors.index.json"):
+            record = facts["store"]["files"][f"{name}/{file_name}"]
+            assert record["bytes"] == (folder / name / file_name).stat().st_size
+            assert record == writing.file_record(folder / name / file_name)
+    check(folder, dense_of(base, models), {"basis": "pca", "num_bases": 2})
+
+
+def raw_family(
+    folder: Path, sizes: dict[str, tuple[int, ...]], tasks: int = 4, seed: int = 0
+) -> tuple[Path, list[Path]]:
+    """Bare state dicts in safetensors files."""
+    generator = torch.Generator().manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    base = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    paths = []
+    for number in range(tasks + 1):
+        scale = 0.01 * number
+        state = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
+        path = folder / f"{'base' if not number else TASKS[number - 1]}.safetensors"
+        save_file(state | {"steps": torch.tensor(number)}, path)
+        paths.append(path)
+    return paths[0], paths[1:]
+
+
+SIZES = {"a": (3, 2150), "b": (50,), "none": (0, 4), "scalar": (), "c": (2, 2, 9000), "d": (1,)}
+BIG = {"bias": (1000,), "weight": (1201, 1100), "z": (300, 7)}
+
+
+def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
+    """Two stores are alike byte for byte but for the seconds in basis.json and their own paths."""
+    files = sorted(p.relative_to(one) for p in one.rglob("*") if p.is_file())
+    assert files == sorted(p.relative_to(other) for p in other.rglob("*") if p.is_file())
+    for name in files:
+        mine, theirs = (one / name).read_bytes(), (other / name).read_bytes()
+        if str(name) == "basis.json":
+            left, right = json.loads(mine), json.loads(theirs)
+            for key in ("seconds", *but):
+                left.pop(key), right.pop(key)
+            assert left == right
+        else:
+            mine = mine.replace(os.fsencode(one), b"STORE")
+            assert mine == theirs.replace(os.fsencode(other), b"STORE"), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("balanced", "float32"), ("pca", "bfloat16"), ("rand_proj", "float32")]
+)
+def test_files_are_the_same_however_they_were_made(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, models = raw_family(tmp_path / "in", BIG)
+    for number, (budget, cached) in enumerate(
+        [("256", False), ("256", True), ("1", True), ("3", True), ("8", True)]
+    ):
+        monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", budget)
+        if not cached:
+            monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / f"cache-{number}"))
+        inputs = read(base, models, **KINDS[kind])
+        build_store(inputs, tmp_path / f"store-{number}", dtype=DTYPES[dtype])
+        # What the cast lost is summed in another order.
+        same(tmp_path / "store-0", tmp_path / f"store-{number}", but=("errors",))
+    check(tmp_path / "store-0", dense_of(base, models), KINDS[kind], dtype)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "rand_proj", "ae"])
+def test_another_block_size_reads_the_same_gram_matrix(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache G itself is summed anew, in float64 over blocks that never change."""
+    base, models = raw_family(tmp_path / "in", BIG)
+    for number, budget in enumerate(("256", "256", "1", "3", "20")):
+        monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", budget)
+        monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
+        build_store(read(base, models, **KINDS[kind]), tmp_path / f"store-{number}")
+        same(tmp_path / "store-0", tmp_path / f"store-{number}", but=("norms",))
+
+
+# Interruption
+
+
+RESUMED = (("pca", True, 10**9), ("rand_proj", False, 20000))
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> list[int]:
+    """Let the call number `place` of FoldersSink.write fail once, `part` of it written."""
+    calls = [0]
+    original = writing.FoldersSink.write
+
+    def write(self: Any, item: Any, start: int, stop: int, values: Any) -> None:
+        calls[0] += 1
+        if calls[0] - 1 == place:
+            if part:
+                self.writers[0].write(item, False, values[0][: len(values[0]) // 2])
+            raise Stopped
+        original(self, item, start, stop, values)
+
+    monkeypatch.setattr(writing.FoldersSink, "write", write)
+    return calls
+
+
+def count_grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls = [0]
+
+    def counted(*args: Any, **keys: Any) -> Any:
+        calls[0] += 1
+        return stream.gram_of(*args, **keys)
+
+    monkeypatch.setattr(building, "gram_of", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "shards"),
+    [
+        pytest.param(*each, marks=() if each in RESUMED else pytest.mark.slow)
+        for each in itertools.product(("pca", "rand_proj"), (False, True), (10**9, 20000))
+    ],
+)
+def test_resuming_after_every_piece_gives_the_same_store(
+    kind: str, part: bool, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", "1")
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
+    in_shards(monkeypatch, shards)
+    base, models = raw_family(tmp_path / "in", SIZES)
+    make = functools.partial(read, base, models, **KINDS[kind])
+    calls = stop_at(monkeypatch, -1)
+    whole = tmp_path / "whole" / "store"
+    build_store(make(), whole, dtype=torch.bfloat16)
+    pieces = calls[0]
+    assert pieces > 10
+    check(whole, dense_of(base, models), KINDS[kind], "bfloat16")
+    monkeypatch.undo()
+    for place in range(pieces):
+        with monkeypatch.context() as patch:
+            patch.setenv("TVB_MERGEKIT_BLOCK_MB", "1")
+            patch.setenv("TVB_MERGEKIT_CACHE", "off")
+            in_shards(patch, shards)
+            out = tmp_path / f"stopped-{place}" / "store"
+            with patch.context() as inner, pytest.raises(Stopped):
+                stop_at(inner, place, part)
+                build_store(make(), out, dtype=torch.bfloat16)
+            assert not out.exists() and out.with_name("store.partial").is_dir()
+            grams = count_grams(patch)
+            build_store(make(), out, dtype=torch.bfloat16, resume=True)
+            assert grams == [0]
+            same(whole, out)
+            assert {p.name for p in out.parent.iterdir()} == {"store", ".store.lock"}
+
+
+def interrupted(make: Callable[[], Inputs], out: Path, place: int) -> Path:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        stop_at(patch, place)
+        build_store(make(), out)
+    return out.with_name(f"{out.name}.partial")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_resuming_with_anything_else_is_refused(tmp_path: Path) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    keys = {"basis": "pca", "num_bases": 2}
+    out = tmp_path / "store"
+    partial = interrupted(lambda: read(base, models, **keys), out, 2)
+    before = contents(partial)
+
+    def refused(match: str, inputs: Inputs, **rest: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            build_store(inputs, out, resume=True, **rest)
+        assert contents(partial) == before and not out.exists()
+
+    refused("other settings", read(base, models, basis="pca", num_bases=3))
+    refused("other settings", read(base, models, basis="balanced", num_bases=2))
+    refused("other tasks", read(base, models[:3], **keys))
+    refused("other tasks", read(base, models[::-1], **keys))
+    refused("other model files", read(base, models, **keys), dtype=torch.bfloat16)
+    refused("other model files", read(base, models, {0: {"weight": 2.0}}, **keys))
+    refused("other settings|other model", read(base, models, exclude="^b$", **keys))
+    state = load_file(models[0])
+    state["a"].view(-1)[3000] += 1  # not among the samples of a fingerprint
+    save_file(state, models[0])
+    refused("other model files", read(base, models, **keys))
+
+
+def test_without_resume_it_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    keys = {"basis": "pca", "num_bases": 2}
+    out = tmp_path / "store"
+    interrupted(lambda: read(base, models, **keys), out, 2)
+    build_store(read(base, models, basis="balanced", num_bases=3), out)
+    assert "is replaced" in caplog.text
+    assert not out.with_name("store.partial").exists()
+    check(out, dense_of(base, models), {"basis": "balanced", "num_bases": 3})
+    other = tmp_path / "other"
+    build_store(read(base, models, **keys), other, resume=True)
+    assert "starting anew" in caplog.text
+    check(other, dense_of(base, models), keys)
+
+
+def test_interrupted_twice_with_the_journal_cut(tmp_path: Path) -> None:
+    """A kill cuts the last line; the next run must not write on after it."""
+    base, models = raw_family(tmp_path / "in", SIZES)
+    keys = {"basis": "pca", "num_bases": 2}
+    build_store(read(base, models, **keys), tmp_path / "whole")
+    out = tmp_path / "store"
+    partial = interrupted(lambda: read(base, models, **keys), out, 3)
+    journal = partial / building.JOURNAL
+    text = journal.read_bytes()
+    journal.write_bytes(text[:-10])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        stop_at(patch, 1)
+        build_store(read(base, models, **keys), out, resume=True)
+    build_store(read(base, models, **keys), out, resume=True)
+    same(tmp_path / "whole", out)
+
+
+def test_bytes_that_were_lost_are_found_by_resume(tmp_path: Path) -> None:
+    """As after a power failure, when the journal reached the disk and the bases did not."""
+    base, models = raw_family(tmp_path / "in", SIZES)
+    out = tmp_path / "store"
+    partial = interrupted(lambda: read(base, models, **KINDS["pca"]), out, 3)
+    file = partial / "basis-001" / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged, message in (
+        (whole[:-8] + bytes(8), "not what was written"),
+        (whole[:-1000], "shorter than was written"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=message):
+            build_store(read(base, models, **KINDS["pca"]), out, resume=True)
+
+
+def test_a_failure_at_the_very_end_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk when the last small file is written must not cost the bases."""
+    base, models = raw_family(tmp_path / "in", SIZES)
+    keys = {"basis": "pca", "num_bases": 2}
+    build_store(read(base, models, **keys), tmp_path / "whole")
+    out = tmp_path / "store"
+    for name in ("write_recipes", "save_file", "copy_config"):
+
+        def fail(*args: Any, **rest: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(building, name, fail)
+            build_store(read(base, models, **keys), out, resume=True)
+        assert not out.exists()
+    calls = count_grams(monkeypatch)
+    build_store(read(base, models, **keys), out, resume=True)
+    assert calls == [0]
+    same(tmp_path / "whole", out)
+
+
+def test_a_refused_build_leaves_nothing(tmp_path: Path) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    state = load_file(models[2])
+    state["c"].view(-1)[7000] = float("nan")
+    save_file(state, models[2])
+    place = tmp_path / "out"
+    with pytest.raises(UserError, match=r"safety.*1 NaN"):
+        build_store(read(base, models, **KINDS["balanced"]), place / "store")
+    shutil.copyfile(base, models[2])
+    with pytest.raises(UserError, match="identical to the base"):
+        build_store(read(base, models, **KINDS["balanced"]), place / "store")
+    assert {p.name for p in place.iterdir()} <= {".store.lock"}
+
+
+def files_in(folder: Path) -> list[Path]:
+    found = sorted(p for p in folder.rglob("*") if p.name[-5:] != ".lock")
+    return [p for p in found if "cache" not in p.parts]
+
+
+def test_an_output_that_cannot_become_a_store_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, models = family(tmp_path / "in", tasks=("math", "code"))
+    calls = count_grams(monkeypatch)
+    for out in (tmp_path / "in", base / "store", models[0], tmp_path / "full"):
+        (tmp_path / "full").mkdir(exist_ok=True)
+        (tmp_path / "full" / "notes.txt").write_text("mine")
+        before = files_in(tmp_path)
+        with pytest.raises(UserError):
+            build_store(read(base, models, **KINDS["balanced"]), out)
+        assert files_in(tmp_path) == before
+    assert calls == [0]
+    (tmp_path / "empty").mkdir()
+    build_store(read(base, models, **KINDS["balanced"]), tmp_path / "empty")
+    partial = tmp_path / "mine.partial"
+    partial.mkdir()
+    (partial / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"mine\.partial"):
+        build_store(read(base, models, **KINDS["balanced"]), tmp_path / "mine")
+    assert (partial / "notes.txt").read_text() == "mine"
+
+
+# Loading
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    return build_store(read(base, models, basis="pca", num_bases=2), tmp_path / "store").path  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["basis-001/model.safetensors", "mean/model.safetensors",
+                                  "basis.safetensors"])  # fmt: skip
+def test_changed_files_are_found(name: str, built: Path) -> None:
+    file = built / name
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for text, message in ((flipped, "checksum"), (whole[:-4], "bytes, its store says")):
+        file.write_bytes(text)
+        with pytest.raises(UserError, match=message):
+            store.load(built)
+    file.unlink()
+    with pytest.raises(UserError, match="missing from its store"):
+        store.load(built)
+    file.write_bytes(whole)
+    store.load(built)
+
+
+def test_swapped_bases_are_found(built: Path) -> None:
+    one, other = built / "basis-000", built / "basis-001"
+    one.rename(built / "aside")
+    other.rename(one)
+    (built / "aside").rename(other)
+    with pytest.raises(UserError, match="checksum"):
+        store.load(built)
+
+
+@pytest.mark.parametrize("damage", [{"format_version": 2}, {"format_version": "x"}, {"store": 3},
+                                    {"store": {}}])  # fmt: skip
+def test_facts_that_cannot_be_read_are_one_line(damage: dict[str, Any], built: Path) -> None:
+    file = built / "basis.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    with pytest.raises(UserError) as caught:
+        store.load(built)
+    assert "\n" not in str(caught.value)
+    if damage.get("format_version") == 2:
+        assert "upgrade" in str(caught.value)
+
+
+def test_no_store_is_one_line(tmp_path: Path, built: Path) -> None:
+    for path, message in (
+        (tmp_path / "nothing", "no such folder"),
+        (tmp_path / "in", "not a basis store"),
+        (built / "basis-000", "not a basis store"),
+    ):
+        with pytest.raises(UserError, match=message):
+            store.load(path)
+
+
+# Memory
+
+
+def test_a_tensor_larger_than_the_budget_is_never_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            for value in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(value, torch.Tensor):
+                    Largest.nbytes = max(Largest.nbytes, value.untyped_storage().nbytes())
+            return found
+
+    base, models = raw_family(tmp_path / "in", {"w": (4000, 2500)})  # 40 MB each
+    monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", "8")
+    inputs = read(base, models, basis="balanced", num_bases=2)
+    # The threads that compute have modes of their own: enter one wherever blocks are made.
+    original = stream.TaskVectorBlocks.__init__
+
+    def watched(self: Any, *args: Any, **keys: Any) -> None:
+        Largest().__enter__()
+        original(self, *args, **keys)
+
+    monkeypatch.setattr(stream.TaskVectorBlocks, "__init__", watched)
+    with Largest():
+        build_store(inputs, tmp_path / "store")
+    assert 10_000 < Largest.nbytes <= 8 * 2**20

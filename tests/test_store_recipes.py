@@ -1,0 +1,752 @@
+"""Recipes over the bases of a store give what the same recipes give over the T models."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import Result, merge, merge_outside, recipe
+from safetensors.torch import load_file, save_file
+from test_store import DTYPES, KINDS, SIZES, contents, in_shards, raw_family, read, twice
+from tiny import TASKS, family, gpt2, llama, load, save_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from tvb_mergekit import building, store
+from tvb_mergekit.building import build_store
+from tvb_mergekit.plugin.inputs import Options, from_mapping, read_inputs
+
+# The tasks that merge over the models of a recipe, and the same without what a store fixes.
+FIXED = ("basis", "num_bases", "steps", "solver", "seed")
+NEGATE = {"forget": "code", "alpha": 0.7}
+GRADIENT = [0.1, 0.5, 0.3]
+FILTERS = [{"filter": "mlp", "value": 0.9}, {"value": 0.3}]
+WIDE_FILTERS = [{"filter": "attn", "value": 0.35}, {"value": 0.2}]
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "add": ("basis_ta", {"lambda": 0.3}),
+    "add-tasks": ("basis_ta", {"lambda": GRADIENT, "lambda_scale": "tasks"}),
+    "ties": ("basis_ties", {}),
+    "ties-tensor": ("basis_ties", {"trim": "tensor", "merge_func": "mean", "lambda": FILTERS}),
+    "ties-max": ("basis_ties", {"merge_func": "max", "density": WIDE_FILTERS, "lambda": 0.6}),
+    "negate": ("basis_negate", NEGATE),
+    "negate-two": ("basis_negate", {"forget": "safety, math", "alpha": GRADIENT, "lambda": 0.2}),
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"make": gpt2},
+    "tied": {"make": functools.partial(llama, tie_word_embeddings=True)},
+    "sharded": {
+        "max_shard_size": "30KB",
+        "dtypes": (torch.bfloat16, torch.float16, torch.float32),
+        "scale": 0.002,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
+
+
+@dataclass
+class Family:
+    """A base, and its models, which `moved` away are no more where their store was built from."""
+
+    base: Path
+    models: list[Path]
+    away: Path
+
+    def store(self, out: Path, dtype: str = "float32", **keys: Any) -> Path:
+        here = self.models[0].parent
+        self.away.rename(here)
+        try:
+            own = keys.pop("own", None)
+            build_store(read(self.base, self.models, own, **keys), out, dtype=DTYPES[dtype])
+        finally:
+            here.rename(self.away)
+        return out
+
+    def merge(self, method: str, out: Path, **keys: Any) -> Result:
+        own = keys.pop("own", None)
+        extra = keys.pop("extra", None)
+        here = self.models[0].parent
+        self.away.rename(here)
+        try:
+            return merge(recipe(method, self.base, self.models, own, extra=extra, **keys), out)
+        finally:
+            here.rename(self.away)
+
+
+def family_of(folder: Path, **options: Any) -> Family:
+    base, models = family(folder, **options)
+    (folder / "models").mkdir()
+    moved = [path.rename(folder / "models" / path.name) for path in models]
+    (folder / "models").rename(folder / "away")
+    return Family(base, moved, folder / "away")
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    return {n: family_of(tmp_path_factory.mktemp(n), **o) for n, o in FAMILIES.items()}
+
+
+def over(
+    folder: Path, base: Path, method: str, out: Path, *args: str, order: int = 1, **keys: Any
+) -> Result:
+    """The recipe over the bases of a store, listed forwards or (-1) backwards."""
+    open_keys = {key: value for key, value in keys.items() if key not in FIXED}
+    own, fails = open_keys.pop("own", None), open_keys.pop("fails", False)
+    extra = open_keys.pop("extra", None)
+    models = sorted(folder.glob("basis-0*"))[::order]
+    made = recipe(method, base, models, own, extra=extra, **open_keys)
+    return merge(made, out, *args, fails=fails)
+
+
+def assert_equal(
+    found: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float = 1e-6
+) -> None:
+    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+        n: (t.shape, t.dtype) for n, t in want.items()
+    }
+    error = size = 0.0
+    for name, tensor in want.items():
+        error += float((found[name].double() - tensor.double()).square().sum())
+        size += float(tensor.double().square().sum())
+    assert error**0.5 <= tolerance * size**0.5, error**0.5 / size**0.5
+
+
+def assert_alike(found: Result, want: Result, base: Path, method: str, dtype: str) -> None:
+    """1e-6 of the weights in float32; in 16 bits what was added is off by its rounding, and Trim
+    may turn an entry that rounding moved over its threshold."""
+    tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+    turned = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    if method != "basis_ties":
+        assert_equal(found.tensors, want.tensors, 1e-6 if dtype == "float32" else 1e-3)
+    start = load(base)
+    error = size = 0.0
+    many = count = 0
+    for name, tensor in want.tensors.items():
+        delta = tensor.double() - start.get(name, start["model.embed_tokens.weight"]
+                                            if "model.embed_tokens.weight" in start
+                                            else tensor).double()  # fmt: skip
+        off = found.tensors[name].double() - tensor.double()
+        if method == "basis_ties":
+            flipped = off.abs() > 0.05 * delta.abs() + 1e-6
+            many, count = many + int(flipped.sum()), count + flipped.numel()
+            off, delta = off[~flipped], delta[~flipped]
+        error += float(off.square().sum())
+        size += float(delta.square().sum())
+    assert many <= turned * max(1, count), many / count
+    spare = 2.0**-23 * 30  # the float32 weights themselves
+    assert error**0.5 <= tolerance * size**0.5 + spare, (error / size) ** 0.5
+
+
+# Trimming tensor by tensor takes a second or more for each merge.
+QUICK = [
+    *(("llama", "pca", case) for case in METHODS if case != "ties-tensor"),
+    *(("llama", "balanced", case) for case in ("add-tasks", "ties")),
+    *(("gpt2", "pca", case) for case in ("add-tasks", "ties-max", "negate-two")),
+    *(("tied", "balanced", case) for case in ("add-tasks", "ties", "negate")),
+    ("llama", "none", "ties-max"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "case"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(
+            ("llama", "gpt2", "tied"), ("balanced", "pca", "none"), METHODS
+        )
+    ],
+)
+def test_a_store_merges_as_its_models(
+    name: str, kind: str, case: str, families: dict[str, Family], tmp_path: Path
+) -> None:
+    found, (method, keys) = families[name], METHODS[case]
+    folder = found.store(tmp_path / "store", **KINDS[kind])
+    want = found.merge(method, tmp_path / "models", **KINDS[kind], **keys)
+    made = over(folder, found.base, method, tmp_path / "merged", order=-1, **keys)
+    assert_alike(made, want, found.base, method, "float32")
+    assert {p.name for p in made.folder.iterdir()} == {p.name for p in want.folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["ae", "ae-exact", "linear_ae", "rand_select"])
+def test_the_other_bases(kind: str, families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["llama"]
+    folder = found.store(tmp_path / "store", **KINDS[kind])
+    for case in ("add", "ties", "negate"):
+        method, keys = METHODS[case]
+        want = found.merge(method, tmp_path / f"models-{case}", **KINDS[kind], **keys)
+        made = over(folder, found.base, method, tmp_path / f"merged-{case}", **keys)
+        assert_alike(made, want, found.base, method, "float32")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "tied"])
+def test_random_directions_negate(name: str, families: dict[str, Family], tmp_path: Path) -> None:
+    found = families[name]
+    folder = found.store(tmp_path / "store", **KINDS["rand_proj"])
+    keys = {**NEGATE, "lambda": 0.01}
+    want = found.merge("basis_negate", tmp_path / "models", **KINDS["rand_proj"], **keys)
+    made = over(folder, found.base, "basis_negate", tmp_path / "merged", **keys)
+    assert_alike(made, want, found.base, "basis_negate", "float32")
+    for method in ("basis_ta", "basis_ties"):
+        refused = over(folder, found.base, method, tmp_path / "no", fails=True)
+        assert "only basis_negate" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(
+            case,
+            dtype,
+            marks=() if case in ("add-tasks", "ties", "negate-two") else pytest.mark.slow,
+        )
+        for case in METHODS
+        for dtype in DTYPES
+    ],
+)
+def test_sharded_models_of_mixed_dtypes(
+    case: str,
+    dtype: str,
+    families: dict[str, Family],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a sharded store, in every dtype."""
+    found, (method, keys) = families["sharded"], METHODS[case]
+    in_shards(monkeypatch, 30000)
+    folder = found.store(tmp_path / "store", dtype, **KINDS["balanced"])
+    assert len(list((folder / "basis-000").glob("*.safetensors"))) >= 2
+    want = found.merge(method, tmp_path / "models", **KINDS["balanced"], **keys)
+    made = over(folder, found.base, method, tmp_path / "merged", **keys)
+    assert_alike(made, want, found.base, method, dtype)
+
+
+@pytest.mark.parametrize("exclude", ["embed_tokens|lm_head", "lm_head", "embed_tokens", r"\.1\."])
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_what_was_excluded_stays_the_bases(
+    name: str, exclude: str, families: dict[str, Family], tmp_path: Path
+) -> None:
+    found = families[name]
+    keys = {**KINDS["balanced"], "exclude": exclude}
+    folder = found.store(tmp_path / "store", own={1: {"weight": 2.5}}, **keys)
+    want = found.merge("basis_ta", tmp_path / "models", own={1: {"weight": 2.5}}, **keys)
+    made = over(folder, found.base, "basis_ta", tmp_path / "merged")
+    assert_alike(made, want, found.base, "basis_ta", "float32")
+    state = load(found.base)
+    for tensor in state:
+        same = torch.equal(made.tensors[tensor], state[tensor].float())
+        assert same == torch.equal(want.tensors[tensor], state[tensor].float())
+
+
+def test_a_recipe_may_exclude_more(families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["llama"]
+    folder = found.store(tmp_path / "store", **KINDS["none"])
+    keys = {"exclude": "mlp"}
+    want = found.merge("basis_ties", tmp_path / "models", basis="none", **keys)
+    made = over(folder, found.base, "basis_ties", tmp_path / "merged", **keys)
+    assert_alike(made, want, found.base, "basis_ties", "float32")
+
+
+@pytest.mark.parametrize("which", ["base", "models", "all"])
+def test_tied_embeddings_stored_twice(which: str, tmp_path: Path) -> None:
+    found = family_of(tmp_path / "in", **FAMILIES["tied"])
+    if which != "models":
+        twice(found.base)
+    if which != "base":
+        for path in found.away.iterdir():
+            twice(path)
+    folder = found.store(tmp_path / "store", **KINDS["balanced"])
+    for case in ("add", "ties", "negate"):
+        method, keys = METHODS[case]
+        want = found.merge(method, tmp_path / f"models-{case}", **KINDS["balanced"], **keys)
+        made = over(folder, found.base, method, tmp_path / f"merged-{case}", **keys)
+        if which == "models":  # the models' second copy, which the store does not know of
+            head = want.tensors.pop("lm_head.weight")
+            assert torch.equal(head, want.tensors["model.embed_tokens.weight"])
+        assert_alike(made, want, found.base, method, "float32")
+
+
+def test_an_output_embedding_that_only_the_models_have(tmp_path: Path) -> None:
+    """Both are excluded, as a build asks for."""
+    found = family_of(tmp_path / "in", **FAMILIES["tied"])
+    for path in found.away.iterdir():
+        state = load(path)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"] + 0.01
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    keys = {**KINDS["balanced"], "exclude": "lm_head|embed"}
+    folder = found.store(tmp_path / "store", **keys)
+    want = found.merge("basis_ta", tmp_path / "models", **keys)
+    made = over(folder, found.base, "basis_ta", tmp_path / "merged")
+    head = want.tensors.pop("lm_head.weight")
+    assert torch.equal(head, made.tensors["model.embed_tokens.weight"])
+    assert_alike(made, want, found.base, "basis_ta", "float32")
+
+
+def test_weights_of_bases_and_tasks_with_names(families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["llama"]
+    own = {0: {"task": "sums", "weight": 2.0}, 1: {"task": "a b"}}
+    keys = {"forget": "a b, sums", "alpha": 0.5}
+    folder = found.store(tmp_path / "store", own=own, **KINDS["pca"])
+    want = found.merge("basis_negate", tmp_path / "models", own=own, **KINDS["pca"], **keys)
+    made = over(folder, found.base, "basis_negate", tmp_path / "merged", **keys)
+    assert_alike(made, want, found.base, "basis_negate", "float32")
+    facts = made.facts
+    assert facts["tasks"] == ["sums", "a b", *TASKS[2:]] and facts["from_store"] == str(folder)
+    assert facts["method"] == "basis_negate" and facts["parameters"]["alpha"] == 0.5
+    for name, value in want.basis.items():
+        assert torch.allclose(torch.from_numpy(made.basis[name]), torch.from_numpy(value))
+    weighted = over(
+        folder, found.base, "basis_ta", tmp_path / "weighted", own={0: {"weight": 0.0001}}
+    )
+    assert weighted.facts["parameters"]["basis_weights"] == [0.0001, 1.0]
+
+
+def test_the_base_s_tokenizer_and_slices(families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["llama"]
+    folder = found.store(tmp_path / "store", **KINDS["balanced"])
+    plain = over(folder, found.base, "basis_ta", tmp_path / "plain")
+    extra = {"tokenizer_source": "base"}
+    made = over(folder, found.base, "basis_ta", tmp_path / "tokenizer", extra=extra)
+    assert_equal(made.tensors, plain.tensors, 1e-7)
+    listed = [str(found.base), *map(str, sorted(folder.glob("basis-0*")))]
+    slices = [
+        {"sources": [{"model": model, "layer_range": [layer, layer + 1]} for model in listed]}
+        for layer in (0, 1, 1)
+    ]
+    document = {
+        "merge_method": "basis_ta", "base_model": str(found.base), "slices": slices,
+        "dtype": "float32",
+    }  # fmt: skip
+    deep = merge(document, tmp_path / "slices")
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(deep.tensors[name], tensor)
+        if ".layers.1." in name:
+            assert torch.equal(deep.tensors[name.replace(".1.", ".2.")], tensor)
+
+
+TOKENS = {"tokenizer_source": "base"}
+
+
+def aligned(base: Path, models: list[Path], out: Path, **keys: Any) -> Path:
+    document = from_mapping(recipe("basis_ta", base, models, extra=TOKENS, **keys))
+    build_store(read_inputs(document, Options()), out)
+    return out
+
+
+@pytest.mark.parametrize("budget", ["1", "256"])
+def test_extra_tokens_are_left_out_as_in_a_merge(
+    budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", budget)
+    base, models = family(
+        tmp_path / "in", functools.partial(llama, hidden_size=64), tasks=TASKS[:3]
+    )
+    state = load(models[1])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.cat([state[name], torch.randn(2, 64)])
+    save_file(state, models[1] / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((models[1] / "config.json").read_text())
+    (models[1] / "config.json").write_text(json.dumps(config | {"vocab_size": 98}))
+    save_tokenizer(models[1], 96, ("<a>", "<b>"))
+    folder = aligned(base, models, tmp_path / "store", **KINDS["pca"])
+    made = recipe("basis_ta", base, models, extra=TOKENS, **KINDS["pca"])
+    want = merge(made, tmp_path / "models")
+    found = over(folder, base, "basis_ta", tmp_path / "merged")
+    assert_alike(found, want, base, "basis_ta", "float32")
+    tensors = load_file(folder / "basis-000" / "model.safetensors")
+    assert tensors["lm_head.weight"].shape == (96, 64)
+
+
+def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(tmp_path: Path) -> None:
+    """The files of the models are the same with and without `tokenizer_source`."""
+    base, models = family(tmp_path / "in", tasks=TASKS[:3])
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    inner = Tokenizer(WordLevel({f"t{int(t)}": i for i, t in enumerate(order)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(models[1])
+    state = load(models[1])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][order]
+    save_file(state, models[1] / "model.safetensors", metadata={"format": "pt"})
+    plain = build_store(read(base, models, **KINDS["pca"]), tmp_path / "plain")
+    folder = aligned(base, models, tmp_path / "store", **KINDS["pca"])
+    assert not torch.allclose(store.load(folder).tensors["gram"], plain.tensors["gram"])
+    made = recipe("basis_ta", base, models, extra=TOKENS, **KINDS["pca"])
+    want = merge(made, tmp_path / "models")
+    found = over(folder, base, "basis_ta", tmp_path / "merged")
+    assert_alike(found, want, base, "basis_ta", "float32")
+
+
+def test_models_with_code_of_their_own(tmp_path: Path) -> None:
+    found = family_of(tmp_path / "in")
+    code = (
+        "from transformers import LlamaConfig\n\n\nclass Mine(LlamaConfig):\n    model_type = 'm'\n"
+    )
+    for path in (found.base, *found.away.iterdir()):
+        config = json.loads((path / "config.json").read_text())
+        more = {"model_type": "m", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+        (path / "config.json").write_text(json.dumps(config | more))
+        (path / "configuration_mine.py").write_text(code)
+    found.away.rename(found.models[0].parent)
+    made = from_mapping(recipe("basis_ta", found.base, found.models, **KINDS["balanced"]))
+    build_store(read_inputs(made, Options(trust_remote_code=True)), tmp_path / "store")
+    flag = "--trust-remote-code"
+    merged = over(tmp_path / "store", found.base, "basis_ta", tmp_path / "merged", flag)
+    want = merge(
+        recipe("basis_ta", found.base, found.models, **KINDS["balanced"]), tmp_path / "m", flag
+    )
+    assert_alike(merged, want, found.base, "basis_ta", "float32")
+
+
+def test_without_dtype_the_merged_model_has_the_bases(
+    families: dict[str, Family], tmp_path: Path
+) -> None:
+    found = families["sharded"]
+    folder = found.store(tmp_path / "store", **KINDS["balanced"])
+    made = over(folder, found.base, "basis_ta", tmp_path / "merged", dtype=None)
+    assert {t.dtype for t in made.tensors.values()} == {torch.bfloat16}
+
+
+# The recipes that a store is written with
+
+
+@pytest.mark.parametrize("kind", ["balanced", "pca", "rand_proj"])
+def test_the_ready_recipes_run(kind: str, families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["llama"]
+    built = {**KINDS[kind], **({} if kind == "rand_proj" else {"lambda": 0.25})}
+    folder = found.store(tmp_path / "my store", **built)
+    files = sorted((folder / "recipes").iterdir())
+    wanted = [f"forget-{task}.yml" for task in TASKS]
+    if kind != "rand_proj":
+        wanted += ["add.yml", "ties.yml"]
+    assert [f.name for f in files] == sorted(wanted)
+    for file in files:
+        text = file.read_text()
+        document = yaml.safe_load(text)
+        if "code" not in file.name and "forget" in file.name:
+            continue
+        made = merge(document, tmp_path / file.stem)
+        keys = dict(document["parameters"])
+        if file.stem != "forget-code":
+            assert keys["lambda"] == 0.25
+        else:
+            assert keys["forget"] == "code" and keys["alpha"] == 1.0 and keys["lambda"] == 0
+        want = found.merge(document["merge_method"], tmp_path / f"m-{file.stem}", **KINDS[kind],
+                           **keys)  # fmt: skip
+        assert_alike(made, want, found.base, document["merge_method"], "float32")
+
+
+@pytest.mark.parametrize("method", ["basis_ties", "basis_negate"])
+def test_ready_recipes_say_what_the_built_recipe_said(method: str, tmp_path: Path) -> None:
+    base, models = family(tmp_path / "in", tasks=TASKS[:3])
+    keys: dict[str, Any] = {"lambda": FILTERS, "lambda_scale": "tasks", **KINDS["balanced"]}
+    if method == "basis_ties":
+        keys |= {"density": GRADIENT, "merge_func": "max"}
+    else:
+        keys |= {"forget": "math", "alpha": GRADIENT}
+    document = from_mapping(recipe(method, base, models, dtype="bfloat16", **keys))
+    build_store(read_inputs(document, Options()), tmp_path / "store")
+    name = "ties" if method == "basis_ties" else "forget-math"
+    ready = yaml.safe_load((tmp_path / "store" / "recipes" / f"{name}.yml").read_text())
+    assert ready["dtype"] == "bfloat16"
+    found = merge({**ready, "dtype": "float32"}, tmp_path / "merged")
+    want = merge(recipe(method, base, models, **keys), tmp_path / "models")
+    assert_alike(found, want, base, method, "float32")
+    for file in (tmp_path / "store" / "recipes").iterdir():
+        assert merge(yaml.safe_load(file.read_text()), tmp_path / file.stem).tensors
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_ready_recipe(families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["llama"]
+    folder = found.store(tmp_path / "store", **KINDS["balanced"])
+    document = yaml.safe_load((folder / "recipes" / "add.yml").read_text())
+    made = merge_outside(document, tmp_path / "merged")
+    want = found.merge("basis_ta", tmp_path / "models", **KINDS["balanced"])
+    assert_alike(made, want, found.base, "basis_ta", "float32")
+
+
+def test_task_names_that_no_file_could_have(tmp_path: Path) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    own = {0: {"task": "a/b"}, 1: {"task": "A b"}, 2: {"task": "ü" * 300}, 3: {"task": "../x"}}
+    built = build_store(read(base, models, own, **KINDS["balanced"]), tmp_path / "store")
+    assert built.path is not None
+    files = list((built.path / "recipes").glob("forget-*.yml"))
+    names = {yaml.safe_load(file.read_text())["parameters"]["forget"] for file in files}
+    assert names == set(built.tasks) and len(files) == 4
+
+
+# Raw state dicts
+
+
+def raw_over(folder: Path, base: Path, method: str, out: Path, **keys: Any) -> Result:
+    listed = [str(f / "model.safetensors") for f in sorted(folder.glob("basis-0*"))]
+    made = recipe(method, base, listed, **{k: v for k, v in keys.items() if k not in FIXED})
+    return merge(made, out, command="mergekit-pytorch")
+
+
+@pytest.mark.parametrize("case", ["add", "ties", "negate"])
+@pytest.mark.parametrize("exclude", [None, "^b$"])
+def test_raw_state_dicts(case: str, exclude: str | None, tmp_path: Path) -> None:
+    """All of the base is in the merged file: what no basis holds is the base's."""
+    method, keys = METHODS[case]
+    more = {"exclude": exclude} if exclude else {}
+    base, models = raw_family(tmp_path / "in", SIZES)
+    own = {i: {"task": m.stem} for i, m in enumerate(models)}
+    made = recipe(method, base, models, own, **KINDS["pca"], **keys, **more)
+    want = merge(made, tmp_path / "models", command="mergekit-pytorch")
+    folder = tmp_path / "store"
+    build_store(read(base, models, **KINDS["pca"], **more), folder)
+    for path in models:
+        path.unlink()
+    found = raw_over(folder, base, method, tmp_path / "merged", **keys)
+    assert set(found.tensors) == set(want.tensors) == {*SIZES, "steps"}
+    assert_equal(found.tensors, want.tensors, 2e-6)
+    assert found.tensors["steps"].dtype == torch.int64
+
+
+def test_raw_pickles_with_shared_tensors(tmp_path: Path) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    turned = []
+    for path in (base, *models):
+        state = load_file(path)
+        state["twin"] = state["a"]
+        turned.append(path.with_suffix(".bin"))
+        torch.save(state, turned[-1])
+    base, *models = turned
+    own = {i: {"task": m.stem} for i, m in enumerate(models)}
+    made = recipe("basis_ties", base, models, own, **KINDS["pca"])
+    want = merge(made, tmp_path / "models", command="mergekit-pytorch")
+    folder = tmp_path / "store"
+    build_store(read(base, models, **KINDS["pca"]), folder)
+    found = raw_over(folder, base, "basis_ties", tmp_path / "merged")
+    assert_equal(found.tensors, want.tensors, 2e-6)
+    assert torch.equal(found.tensors["twin"], found.tensors["a"])
+
+
+def test_the_ready_recipes_of_raw_state_dicts_run(tmp_path: Path) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    folder = tmp_path / "store"
+    build_store(read(base, models, **KINDS["pca"]), folder)
+    for file in sorted((folder / "recipes").iterdir()):
+        text = file.read_text()
+        assert "mergekit-pytorch" in text and "mergekit-yaml" not in text
+        merge(yaml.safe_load(text), tmp_path / file.stem, command="mergekit-pytorch")
+
+
+def test_a_raw_basis_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mergekit-pytorch takes one file for each model, of any size."""
+    monkeypatch.setattr(building, "SHARD_BYTES", 10000)
+    base, models = raw_family(tmp_path / "in", SIZES)
+    folder = tmp_path / "store"
+    build_store(read(base, models, **KINDS["pca"]), folder)
+    assert [p.name for p in (folder / "basis-000").iterdir()] == ["model.safetensors"]
+
+
+# Refusals
+
+
+@pytest.fixture(scope="module")
+def standing(
+    families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Family, Path, Path]:
+    place = tmp_path_factory.mktemp("standing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TVB_MERGEKIT_CACHE", str(place / "cache"))
+        found = families["llama"]
+        one = found.store(place / "one", **KINDS["pca"])
+        other = found.store(place / "other", **KINDS["balanced"])
+    return found, one, other
+
+
+def one_line(result: Result) -> str:
+    lines = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, result.output
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
+def test_lists_that_are_not_all_bases_of_one_store(
+    standing: tuple[Family, Path, Path], tmp_path: Path
+) -> None:
+    found, one, other = standing
+    first, second = one / "basis-000", one / "basis-001"
+    shutil.copytree(first, tmp_path / "alone")
+    shutil.copytree(one, tmp_path / "copy")
+    (tmp_path / "link").symlink_to(second)
+    for listed, message in (
+        ([first], "basis-001 missing"),
+        ([first, first], "second time"),
+        ([first, second, tmp_path / "link"], "second time"),
+        ([first, second, one / "mean"], "is no basis"),
+        ([first, other / "basis-001"], "two stores"),
+        ([first, tmp_path / "copy" / "basis-001"], "two stores"),
+        ([first, second, found.away / "math"], "is no basis of a store"),
+        ([found.away / "math", first, second], "is no basis of a store"),
+        ([tmp_path / "alone", second], "keep a store together"),
+        ([one], "no config.json in this folder"),
+    ):
+        made = recipe("basis_ta", found.base, listed)
+        result = merge(made, tmp_path / "out", fails=True)
+
+        assert re.search(message, one_line(result)), result.output
+    linked = recipe("basis_ta", found.base, [tmp_path / "link", first])
+    merge(linked, tmp_path / "linked")
+
+
+def test_keys_that_a_store_has_fixed(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:
+    found, one, _ = standing
+    both = [one / "basis-000", one / "basis-001"]
+    for keys in ({"num_bases": 2}, {"basis": "pca"}, {"solver": "adam"}, {"seed": 1},
+                 {"energy": 0.5}, {"basis_ratio": 0.5}, {"temperature": 1}):  # fmt: skip
+        result = merge(recipe("basis_ta", found.base, both, **keys), tmp_path / "o", fails=True)
+        assert f"`{next(iter(keys))}`" in one_line(result) and "built" in result.output
+    result = merge(
+        recipe("basis_ta", found.base, both, {0: {"task": "x"}}), tmp_path / "o", fails=True
+    )
+    assert "`task`" in one_line(result)
+    result = merge(recipe("basis_negate", found.base, both, forget="maht", alpha=1),
+                   tmp_path / "o", fails=True)  # fmt: skip
+    assert "did you mean 'math'" in one_line(result)
+    result = merge(recipe("basis_ta", found.base, both, lambd=1), tmp_path / "o", fails=True)
+    assert "did you mean `lambda`" in one_line(result)
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "task_arithmetic"])
+def test_other_methods_refuse_a_basis(
+    method: str, standing: tuple[Family, Path, Path], tmp_path: Path
+) -> None:
+    found, one, _ = standing
+    base = found.base if method != "linear" else None
+    listed = [one / "basis-000", one / "basis-001"]
+    keys = {"weight": 0.5, **({"density": 0.5} if method == "ties" else {})}
+    made = recipe(method, base or "", listed, **keys)  # type: ignore[arg-type]
+    if base is None:
+        del made["base_model"]
+    result = merge(made, tmp_path / "out", fails=True)
+    assert "tvb export" in one_line(result)
+
+
+def test_a_basis_is_no_base(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:
+    found, one, other = standing
+    for models in ([found.away / "math", found.away / "code"], sorted(other.glob("basis-0*"))):
+        result = merge(recipe("basis_ta", one / "basis-000", models), tmp_path / "o", fails=True)
+        assert one_line(result)
+    result = merge(recipe("linear", found.base, [found.away / "math", one / "basis-000"],
+                          weight=1), tmp_path / "o", fails=True)  # fmt: skip
+    assert "tvb export" in one_line(result)
+
+
+def test_other_methods_refuse_a_raw_basis(tmp_path: Path) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    folder = tmp_path / "store"
+    build_store(read(base, models, **KINDS["balanced"]), folder)
+    listed = [str(f / "model.safetensors") for f in sorted(folder.glob("basis-0*"))]
+    made = recipe("linear", base, listed, weight=0.5)
+    result = merge(made, tmp_path / "out", command="mergekit-pytorch", fails=True)
+    assert "tvb export" in one_line(result)
+
+
+def test_another_base_is_refused(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:
+    found, one, _ = standing
+    both = [one / "basis-000", one / "basis-001"]
+    result = merge(recipe("basis_ta", found.away / "math", both), tmp_path / "out", fails=True)
+    assert "belongs to the base" in one_line(result)
+    shutil.copytree(found.base, tmp_path / "moved")  # the same base elsewhere is the same
+    merge(recipe("basis_ta", tmp_path / "moved", both), tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "swap", "newer", "torn", "moved"])
+def test_a_damaged_store_is_refused(
+    damage: str, standing: tuple[Family, Path, Path], tmp_path: Path
+) -> None:
+    found, one, _ = standing
+    folder = tmp_path / "store"
+    shutil.copytree(one, folder)
+    both = [folder / "basis-000", folder / "basis-001"]
+    for warm in (False, True):
+        if warm:
+            merge(recipe("basis_ta", found.base, both), tmp_path / "fine", cache=tmp_path / "c")
+    file = both[1] / "model.safetensors"
+    data = file.read_bytes()
+    middle = len(data) // 2
+    message = "changed"
+    if damage == "flip":
+        file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    elif damage == "cut":
+        file.write_bytes(data[:-100])
+    elif damage == "delete":
+        file.unlink()
+        message = "missing"
+    elif damage == "swap":
+        both[0].rename(folder / "x")
+        both[1].rename(both[0])
+        (folder / "x").rename(both[1])
+    elif damage == "newer":
+        facts = json.loads((folder / "basis.json").read_text())
+        (folder / "basis.json").write_text(json.dumps(facts | {"format_version": 2}))
+        message = "upgrade"
+    elif damage == "torn":
+        (folder / "basis.json").write_text("{")
+        message = "keep a store together|cannot be read"
+    elif damage == "moved":
+        both[0] = both[0].rename(tmp_path / "basis-000")
+        message = "keep a store together"
+    made = recipe("basis_ta", found.base, both)
+    result = merge(made, tmp_path / "out", cache=tmp_path / "c", fails=True)
+    assert any(text in one_line(result) for text in message.split("|")), result.output
+
+
+def test_a_moved_store_works_as_a_whole(
+    standing: tuple[Family, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, one, _ = standing
+    shutil.copytree(one, tmp_path / "elsewhere")
+    want = over(one, found.base, "basis_ta", tmp_path / "want")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    relative = [Path("basis-001"), Path("./basis-000")]
+    made = merge(recipe("basis_ta", found.base, relative), tmp_path / "made")
+    assert_equal(made.tensors, want.tensors, 1e-7)
+    assert store.load(".").tasks == list(TASKS)
+
+
+def test_bases_are_not_read_as_models_of_a_build(
+    standing: tuple[Family, Path, Path], tmp_path: Path
+) -> None:
+    from tvb_mergekit.refusals import MergeRefused
+
+    found, one, _ = standing
+    with pytest.raises(Exception, match="list the fine-tuned models") as caught:
+        build_store(read(found.base, sorted(one.glob("basis-0*"))), tmp_path / "store")
+    assert isinstance(caught.value, MergeRefused | ValueError | Exception)
+
+
+def test_only_the_bases_and_the_base_are_read(families: dict[str, Family], tmp_path: Path) -> None:
+    """`basis.json` names the models, which need not be there; every basis is read, once."""
+    found = families["llama"]
+    folder = found.store(tmp_path / "store", **KINDS["balanced"])
+    assert not any(path.exists() for path in found.models)
+    state = load_file(folder / "basis-000" / "model.safetensors")
+    made = over(folder, found.base, "basis_ta", tmp_path / "merged", **{"lambda": 1.0})
+    other = load_file(folder / "basis-001" / "model.safetensors")
+    base = load(found.base)
+    want = {n: (base[n].double() + state[n].double() + other[n].double()) for n in base}
+    for name, tensor in want.items():
+        assert torch.allclose(made.tensors[name].double(), tensor, atol=1e-6)
+    assert contents(folder) == contents(folder)
