@@ -227,4 +227,4 @@ def test_a_converted_store_cannot_grow(converted: dict[str, Converted], tmp_path
     torch.save(state, tmp_path / "tuned.pt")
     for case in ("softmax", "pca"):
         made = converted[case].store
-        assert "can grow" in refused("add", made, tmp_path / "tuned.pt", "--task", "new")
+        assert "it cannot grow" in refused("add", made, tmp_path / "tuned.pt", "--task", "new")

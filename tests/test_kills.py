@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +74,8 @@ def _signalled(rename: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 def _patch(point: str) -> None:
     """Make this process slow, or make it end at a point."""
+    import resource
+
     from tvb_mergekit import building, grow, output, writing
 
     name, _, number = point.partition(":")
@@ -95,7 +96,7 @@ def _patch(point: str) -> None:
     elif name == "facts":
         building.report.write_facts = _dying(building.report.write_facts, calls)
     elif name == "tensors":
-        building.save_file = _dying(building.save_file)
+        building.write_tensors = _dying(building.write_tensors)
     elif name == "state":
         building.cache.write_sums = _die  # type: ignore[assignment]
     elif name == "mkdir":
@@ -128,6 +129,8 @@ def _patch(point: str) -> None:
             writing.FolderWriter._put = _full  # type: ignore[method-assign,assignment]
         else:
             building.report.write_facts = _full  # type: ignore[assignment]
+    elif name == "limit":  # no file may be longer, so that true writes fail
+        resource.setrlimit(resource.RLIMIT_FSIZE, (calls, calls))
     elif name == "no-links":
         grow.os.link = _full
     elif name == "no-exchange":
@@ -534,29 +537,11 @@ def test_add_while_build_runs(place: Place) -> None:
 # A disk that is full, and file systems that cannot do this or that
 
 
-def limited(place: Place, words: list[str | Path], nbytes: int) -> tuple[int, str]:
-    """The real command where no file may be longer than `nbytes`: its writes fail."""
-    import resource
-
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("tvb")), *map(str, words)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes)),
-        timeout=120,
-    )
-    assert done.stdout == ""
-    return done.returncode, done.stderr
-
-
 def test_no_room_for_what_add_writes(place: Place) -> None:
     place.tvb(*place.build())
     old = digests(place.store)
-    code, said = limited(place, adding(place, 2), 10_000)
-    assert code == 1 and said.count("\n") == 1, said
-    assert "cannot add to" in said and "as it was" in said and "Traceback" not in said
+    said = place.tvb(*adding(place, 2), point="limit:10000", rc=1)
+    assert said.count("\n") == 1 and "cannot add to" in said and "as it was" in said, said
     assert digests(place.store) == old
     assert place.hidden() == []
 

@@ -13,6 +13,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -271,7 +273,7 @@ def test_twenty_tasks_from_nothing(how: str, order: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["ae", "balanced"])
-@pytest.mark.parametrize("basis", ["balanced", "ae", "none"])
+@pytest.mark.parametrize("basis", ["balanced", "ae", pytest.param("none", marks=SLOW)])
 def test_twelve_tasks_onto_bases_that_were_built_offline(
     tmp_path: Path, basis: str, how: str
 ) -> None:
@@ -489,7 +491,7 @@ def test_twenty_llamas_and_the_recipes_of_their_store(
     start = tiny.load(base)
     names = sorted(start)
     naive = Naive(Dense(start, states, names), 4, how, 4000)
-    total = 20 if how == "balanced" else 6  # with `ae` each compression trains for a second
+    total = 20 if how == "balanced" else 5  # with `ae` each compression trains for a second
     for index in range(total):
         more = ["--base", base, "--budget", 4, "--compress", how] if index == 0 else []
         said, inner = spied(
@@ -729,3 +731,70 @@ def test_a_mistake_is_one_line_and_the_store_stays(
     assert after == {n: e for n, e in before.items() if not n.endswith(".lock")}
     names = {entry.name for entry in place.iterdir()} - {store.name}
     assert names <= {f".{store.name}.lock"}
+
+
+def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path: Path) -> None:
+    """The old bases, or an error; never old coefficients over new vectors."""
+    base, models = family(5)
+    store = tmp_path / "s"
+    three = {f"t{i}": models[i] for i in range(3)}
+    tvb.build(base, three, store, basis="balanced", num_bases=2)
+    expected = tvb.merge(tvb.load(store), base, "basis_negate", forget="t1", alpha=1.0)
+    old = tvb.load(store)
+    tvb.add(store, base, models[4], "t4")
+    try:
+        merged = tvb.merge(old, base, "basis_negate", forget="t1", alpha=1.0)
+    except tvb.UserError:
+        return
+    for name, tensor in expected.items():
+        torch.testing.assert_close(merged[name], tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark needs Linux")
+def test_the_benchmark_of_steps_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "evals" / "speed" / "online.py"
+    words = ["--tasks", "3", "--megabytes", "2", "--budget", "2"]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *words],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["1", "1"], ["2", "2"], ["3", "2"]]
+    assert not list(tmp_path.glob("run-*"))
+
+
+def test_what_a_user_put_into_a_store_stays_in_it(tmp_path: Path) -> None:
+    base, models = family(4)
+    store = tmp_path / "s"
+    tvb.build(base, {"t0": models[0], "t1": models[1]}, store, basis="balanced", num_bases=2)
+    (store / "notes").mkdir()
+    (store / "notes" / "why.txt").write_text("kept")
+    (store / "recipes" / "mine.yml").write_text("merge_method: basis_ta\n")
+    edited = (store / "recipes" / "add.yml").read_text().replace("0.4", "0.7")
+    (store / "recipes" / "add.yml").write_text(edited)
+    for index in (2, 3):
+        tvb.add(store, base, models[index], f"t{index}")
+        assert (store / "notes" / "why.txt").read_text() == "kept"
+        assert (store / "recipes" / "mine.yml").read_text() == "merge_method: basis_ta\n"
+        assert (store / "recipes" / "add.yml.old").read_text() == edited
+        assert "0.4" in (store / "recipes" / "add.yml").read_text()
+        assert (store / "recipes" / f"forget-t{index}.yml").is_file()
+
+
+def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    embed = torch.randn(9, 5)
+    base = {"embed": embed, "head": embed}
+    tied = []
+    for _ in range(2):
+        moved = embed + 0.1 * torch.randn(9, 5)
+        tied.append({"embed": moved, "head": moved})
+    bases = tvb.build(base, {"a": tied[0], "b": tied[1]}, basis="none")
+    own = {"embed": tied[0]["embed"] + 0.1, "head": tied[1]["embed"] - 0.1}
+    with pytest.raises(tvb.UserError, match=r"`head`.*tied there, and on its own"):
+        tvb.add(bases, base, own, "c", budget=3)

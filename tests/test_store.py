@@ -323,6 +323,8 @@ def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
             left, right = json.loads(mine), json.loads(theirs)
             for key in ("seconds", *but):
                 left.pop(key), right.pop(key)
+            for facts in (left, right):  # checksums of texts that hold the store's own path
+                facts["store"].pop("recipes")
             assert left == right
         else:
             mine = mine.replace(os.fsencode(one), b"STORE")
@@ -531,7 +533,7 @@ def test_a_failure_at_the_very_end_can_be_resumed(
     keys = {"basis": "pca", "num_bases": 2}
     build_store(read(base, models, **keys), tmp_path / "whole")
     out = tmp_path / "store"
-    for name in ("write_recipes", "save_file", "copy_config"):
+    for name in ("write_recipes", "write_tensors", "copy_config"):
 
         def fail(*args: Any, **rest: Any) -> None:
             raise OSError(28, "No space left on device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -72,7 +73,7 @@ def build_adapters(
     try:
         check_new_folder(target, [n for n in inputs.fingerprints if os.path.exists(n)])
         prefix = f".{target.name}.adding-"
-        for stale in target.parent.glob(f"{prefix}*"):  # ours alone, under the lock
+        for stale in target.parent.glob(f"{glob.escape(prefix)}*"):  # ours alone, under the lock
             shutil.rmtree(stale, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
         os.chmod(work, 0o755)
@@ -122,7 +123,15 @@ def _write(
         "targets": [item.name for item in inputs.items],
         "shapes": {name: list(info.shape) for name, info in inputs.base.tensors.items()},
     }
-    finish_store(work, out, facts, tensors_of(basis))
+    # Of what is stored, truncated or rounded, not of what the Gram matrix alone would give.
+    total = float(basis.sums.gram.trace())
+    loss = float(errors.square().sum())
+    bound = facts["spectral_bound"]
+    facts |= {"loss": loss, "retained_energy": 1 - loss / total}
+    if facts["relative_gap"] is not None:
+        facts["relative_gap"] = (loss - bound) / bound
+    tensors = {**tensors_of(basis), "gram_bases": factor_gram(stored).gram}
+    finish_store(work, out, facts, tensors)
     return facts
 
 

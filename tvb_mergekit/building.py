@@ -12,13 +12,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tvb_mergekit import cache, report
@@ -29,27 +29,30 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, Sketch, block_budget
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.online import cast_loss, errors_of, relative
-from tvb_mergekit.output import check_disk, check_new_folder
+from tvb_mergekit.output import check_disk, check_new_folder, sync
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.ready import write_recipes
+from tvb_mergekit.report import write_tensors
 from tvb_mergekit.store import (
-    DTYPES,
+    FACTS,
     MARKER,
     MEAN,
     TENSORS,
     Bases,
     basis_folder,
+    dtype_name,
     load,
     note_files,
 )
 from tvb_mergekit.store import lock as store_lock
-from tvb_mergekit.stream import combine, gram_of
+from tvb_mergekit.stream import Item, combine, gram_of
 from tvb_mergekit.weights import StateDict
 from tvb_mergekit.writing import (
     SHARD_BYTES,
     FoldersSink,
     FolderWriter,
     MemorySink,
+    Shard,
     file_record,
     plan_shards,
     read_journal,
@@ -58,7 +61,14 @@ from tvb_mergekit.writing import (
 LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"  # of a partial store
+ROUNDING = 0.05  # of a task vector's norm: what a 16-bit store may cost without a warning
+BEGUN = "state.json.part"
+STATE, SUMS, MATRIX, JOURNAL = (
+    "state.json",
+    "sums.safetensors",
+    "matrix.safetensors",
+    "journal.jsonl",
+)  # of a partial store
 # What belongs to the base and a basis folder needs, to be loaded and to be merged by mergekit.
 COPIED = (
     "generation_config.json",
@@ -97,6 +107,7 @@ def build_store(
         UserError: the inputs are bad, `out` exists, there is no room, or `resume` finds other
             inputs than were there.
     """
+    dtype_name(dtype)
     target = Path(os.path.realpath(out))
     held = store_lock(target, LOG.warning)
     try:
@@ -109,6 +120,7 @@ def build_in_memory(
     inputs: Inputs, *, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> Bases:
     """The same bases as state dicts."""
+    dtype_name(dtype)
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
     basis = _basis(inputs, _sums(inputs, sketch, device, silent), sketch)
     matrix = encoder_matrix(basis)
@@ -147,12 +159,13 @@ def _build(
         "settings": inputs.settings.model_dump(mode="json"),
         "tasks": list(inputs.tasks),
     }
-    going_on = resume and partial.is_dir()
+    going_on = resume and (partial / STATE).is_file()
+    there = {entry.name for entry in partial.iterdir()} if partial.is_dir() else set()
     if going_on:
         _check_same(partial, state)
     elif resume:
-        LOG.warning("--resume: there is no %s; starting anew", partial)
-    elif partial.is_dir() and any(partial.iterdir()) and not (partial / STATE).is_file():
+        LOG.warning("--resume: nothing to go on with in %s; starting anew", partial)
+    if there - {BEGUN} and STATE not in there:
         raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
     started = time.perf_counter()
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
@@ -164,27 +177,29 @@ def _build(
         LOG.warning("%s", line)
     if not going_on:  # not before, so that inputs which are refused leave nothing
         if partial.is_dir():
-            LOG.warning("%s, an unfinished build, is replaced (--resume would go on)", partial)
+            if there - {BEGUN}:
+                LOG.warning("%s, an unfinished build, is replaced (--resume would go on)", partial)
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+        (partial / BEGUN).write_text(json.dumps(state), encoding="utf-8")
+        os.replace(partial / BEGUN, partial / STATE)
     cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
     encoded = time.perf_counter()
     matrix = encoder_matrix(basis)
     outputs = matrix.shape[1]
+    _check_matrix(partial / MATRIX, matrix)
     finished = read_journal(partial / JOURNAL)
     done = finished.done
     size = sum(item.numel for item in inputs.items) * dtype.itemsize * outputs
-    there = sum(item.numel for item in inputs.items[:done]) * dtype.itemsize * outputs
-    check_disk(str(partial), size - there)
+    written = sum(item.numel for item in inputs.items[:done]) * dtype.itemsize * outputs
+    check_disk(str(partial), size - written)
     writers = writers_of(partial, inputs, outputs, dtype, done)
     sink = FoldersSink(writers, partial / JOURNAL, finished)
     _combine(inputs, basis, matrix, sink, done, dtype, device, progress)
-    written = time.perf_counter()
     basis.seconds = {
         "gram": summed - started,
         "encode": encoded - summed,
-        "write": written - encoded,
+        "write": time.perf_counter() - encoded,
     }
     files = {
         f"{writer.folder.name}/{name}": record
@@ -194,12 +209,29 @@ def _build(
     for index, writer in enumerate(writers):
         copy_config(inputs.folder, writer.folder, index)
     facts = store_facts(inputs, basis, dtype, files, cast_losses(basis, dtype))
+    _warn_of_rounding(facts)
     finish_store(partial, out, facts, tensors_of(basis))
     os.rename(partial, out)
-    for name in (STATE, SUMS, JOURNAL):  # not before: until then `resume` may need them
+    sync(out.parent)
+    for name in (STATE, SUMS, MATRIX, JOURNAL):  # not before: until then `resume` may need them
         (out / name).unlink(missing_ok=True)
     note_files(out, facts["store"]["files"])
     return load(out)
+
+
+def _warn_of_rounding(facts: Mapping[str, Any]) -> None:
+    """Nearly equal bases give a decoder with large entries, which enlarge what a cast loses."""
+    widths = {task: (e["at_most"] - e["at_least"]) / 2 for task, e in facts["errors"].items()}
+    worst = max(widths, key=widths.__getitem__)
+    if widths[worst] > ROUNDING:
+        LOG.warning(
+            "--dtype %s may cost the reconstruction of `%s` up to %.2g of its norm, since the "
+            "bases are nearly equal (a decoder with large entries); take float32 for `tvb export "
+            "--task` and basis_negate",
+            facts["store"]["dtype"],
+            worst,
+            widths[worst],
+        )
 
 
 def finish_store(
@@ -210,11 +242,12 @@ def finish_store(
     Args:
         out: where the folder will lie.
     """
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / TENSORS, metadata={"format": "pt"})
+    write_tensors(folder, tensors)
     facts["store"]["files"][TENSORS] = file_record(folder / TENSORS)
-    write_recipes(folder, out, facts)
+    facts["store"]["recipes"] = write_recipes(folder, out, facts)
     report.write_facts(folder, facts)
+    for path in (folder / TENSORS, folder / FACTS, folder):  # the weights are synced already
+        sync(path)
 
 
 def _check_same(partial: Path, state: Mapping[str, object]) -> None:
@@ -231,6 +264,18 @@ def _check_same(partial: Path, state: Mapping[str, object]) -> None:
             raise UserError(
                 f"--resume: {partial} was begun with {what}; start anew without --resume"
             )
+
+
+def _check_matrix(path: Path, matrix: Tensor) -> None:
+    """What is gone on with must be the same bases to the bit: another machine or PyTorch may give
+    others from the same Gram matrix."""
+    if not path.is_file():
+        path.write_bytes(save({"matrix": matrix.contiguous()}))
+    elif not torch.equal(load_file(path)["matrix"], matrix):
+        raise UserError(
+            f"--resume: {path.parent} was begun with another encoder (on another machine, or with "
+            "another PyTorch?); start anew without --resume"
+        )
 
 
 def _sums(
@@ -301,14 +346,18 @@ def writers_of(
     folder: Path, inputs: Inputs, outputs: int, dtype: torch.dtype, done: int = 0
 ) -> list[FolderWriter]:
     """A writer for each basis, and for PCA's mean."""
-    # mergekit-pytorch, which takes bare weights, takes them from one file.
-    limit = SHARD_BYTES if inputs.folder is not None else sys.maxsize
-    shards = plan_shards([replace(item, out=dtype) for item in inputs.items], limit)
+    shards = shards_of([replace(item, out=dtype) for item in inputs.items], inputs.folder)
     count = outputs - (inputs.settings.basis == "pca")
     names = [basis_folder(m) for m in range(count)] + [MEAN] * (outputs - count)
     return [
         FolderWriter(folder / name, shards, {"format": "pt", MARKER: name}, done) for name in names
     ]
+
+
+def shards_of(items: Sequence[Item], config: Path | None) -> list[Shard]:
+    """The files of a basis whose base has its configuration in the folder `config`."""
+    # mergekit-pytorch, which takes bare weights, takes them from one file.
+    return plan_shards(items, sys.maxsize if config is None else SHARD_BYTES)
 
 
 def copy_config(source: Path | None, folder: Path, index: int) -> None:
@@ -347,6 +396,11 @@ def reconstruction_errors(basis: Basis) -> Tensor:
     return lost.clamp(min=0).sqrt()
 
 
+def local_path(model: str) -> str | None:
+    """Where a model that is on this disk lies, to be found from any folder."""
+    return os.path.abspath(model) if os.path.exists(model) else None
+
+
 def cast_losses(basis: Basis, dtype: torch.dtype) -> Tensor:
     """The most that storing each basis (and PCA's mean) in `dtype` can lose, [M] or [M + 1]."""
     squares = tensors_of(basis)["gram_bases"].diagonal()
@@ -377,21 +431,21 @@ def store_facts(
         tunables={},
         dtype=inputs.dtype,
     )
-    facts["parameters"] |= {"weights": facts["parameters"]["weights"], **inputs.varying}
+    facts["parameters"] |= inputs.varying
     kind, count = basis.settings.basis, basis.encoding.num_bases
     weights = None
     if kind in ("balanced", "none"):
         weights = [len(inputs.tasks) / count] * count
     compress = {"balanced": "balanced", "ae": "ae", "none": "ae", "rand_select": "ae"}.get(kind)
-    name = next(name for name, value in DTYPES.items() if value == dtype)
     facts["store"] = {
         "contents": contents,
-        "dtype": name,
+        "dtype": dtype_name(dtype),
         "folders": [basis_folder(m) for m in range(count)] + [MEAN] * (kind == "pca"),
         "budget": count,
         "compress": compress,
         "basis_weights": weights,
         "base_fingerprint": inputs.base_fingerprint,
+        "base_path": local_path(inputs.base_model),
         "twins": dict(inputs.twins),
         "model_bytes": inputs.model_bytes,
         "added": 0,

@@ -31,6 +31,8 @@ _STEMS = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
 
+_MOST_OPEN = 4  # files per checkpoint; tensors are read in their files' order
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -85,6 +87,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     _open: dict[str, object] = field(default_factory=dict, repr=False)
     _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)
+    _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -116,7 +119,8 @@ class Checkpoint:
                         "hold it; download the model again"
                     )
                 tensors[name] = held[name]
-        return cls(folder, tuple(names), tensors, opened)
+        seen = {shard: _identity(folder / shard) for shard in names}
+        return cls(folder, tuple(names), tensors, opened, _seen=seen)
 
     def tensor(self, name: str) -> Tensor:
         """The tensor `name` on the CPU, in its stored dtype; treat it as read-only.
@@ -127,6 +131,7 @@ class Checkpoint:
         shard = self.tensors[name].shard
         with self._lock:
             if shard not in self._open:
+                self._check_unchanged(shard)
                 self._open[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
             handle = self._open[shard]
         tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
@@ -165,8 +170,25 @@ class Checkpoint:
     def _file(self, shard: str) -> BinaryIO:
         with self._lock:
             if shard not in self._files:
+                self._check_unchanged(shard)
+                if len(self._files) == _MOST_OPEN:  # many models of many shards: too many files
+                    self._files.pop(next(iter(self._files)))
                 self._files[shard] = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
             return self._files[shard]
+
+    def _check_unchanged(self, shard: str) -> None:
+        """A file is opened when it is first read: it must still be the one whose header is known,
+        or tensors of two versions of a model would mix."""
+        if shard in self._seen:
+            try:
+                same = _identity(self.folder / shard) == self._seen[shard]
+            except OSError:
+                same = False
+            if not same:
+                raise UserError(
+                    f"{self.folder / shard}: was replaced after it was opened (by `tvb add`, or a "
+                    "training that goes on?); run the command again"
+                )
 
     def canonical(self, name: str) -> str:
         """The name under which a tensor that is stored once and named twice is counted."""
@@ -234,6 +256,11 @@ def sample_starts(numel: int) -> list[tuple[int, int]]:
     """The ranges of elements of a tensor that enter a fingerprint: start, middle and end."""
     last = max(0, numel - _SAMPLE)
     return [(start, min(start + _SAMPLE, numel)) for start in sorted({0, last // 2, last})]
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_weight_file(path: str | os.PathLike[str]) -> None:

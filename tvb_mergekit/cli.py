@@ -69,7 +69,9 @@ def _careful(out: str = "") -> Callable[[Command], Command]:
                 with refusing(out=place), unwinding():
                     return command(**values)
             except KeyboardInterrupt:
-                click.echo("Interrupted.", err=True)
+                kept = f"{place}.partial"
+                more = f" {kept} is kept: --resume goes on." if os.path.isdir(kept) else ""
+                click.echo(f"Interrupted.{more}", err=True)
                 sys.exit(130)
 
         return wrapped  # type: ignore[return-value]
@@ -117,13 +119,19 @@ def _device_of(name: str) -> torch.device:
     return device
 
 
+def _named_base(store: Bases) -> str:
+    """Where a store says that its base is: as the recipe named it, or where that was then."""
+    name, place = str(store.facts["base_model"]), store.facts["store"].get("base_path")
+    return str(place) if place and not os.path.exists(name) else name
+
+
 def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
     """The base of a store: its name, its weights and its folder.
 
     Raises:
         UserError: it cannot be opened, or is not the one that the store belongs to.
     """
-    name = given or str(store.facts["base_model"])
+    name = given or _named_base(store)
     hint = "" if given else f"; it is the base that {store.path} names: say with --base where it is"
     weights, folder = _open_base(name, hint)
     store.check_base(weights, name)
@@ -377,7 +385,6 @@ def export(store: str, out: str, **values: Any) -> None:
     Example: tvb export ./store ./math --task math
     """
     from tvb_mergekit import export as exporting
-    from tvb_mergekit.output import check_new_folder
     from tvb_mergekit.progress import bars
     from tvb_mergekit.store import DTYPES, basis_folder
 
@@ -386,8 +393,6 @@ def export(store: str, out: str, **values: Any) -> None:
         raise UserError("give one of --task NAME, --basis K and --all-bases")
     device = _device_of(values["device"])
     bases = _load(store)
-    if every:
-        check_new_folder(out)  # whose folders could be there
     if task is not None:
         matrix, folders = exporting.task_column(bases, task), [""]
         what = [f"{task}, reconstructed"]

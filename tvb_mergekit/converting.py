@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,19 +12,17 @@ from torch import Tensor
 
 from tvb_mergekit import report
 from tvb_mergekit.authors import Published, read_published
-from tvb_mergekit.building import copy_config, finish_store
+from tvb_mergekit.building import copy_config, finish_store, local_path, shards_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.inputs import Matched, match
 from tvb_mergekit.output import StagedFolder, check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.recipe import check_tasks, resolve_settings
-from tvb_mergekit.store import DTYPES, MARKER, MEAN, Bases, basis_folder, load, note_files
+from tvb_mergekit.store import MARKER, MEAN, Bases, basis_folder, dtype_name, load, note_files
 from tvb_mergekit.stream import combine, gram_of
 from tvb_mergekit.weights import StateDict, Weights
-from tvb_mergekit.writing import FoldersSink, FolderWriter, plan_shards
-
-LOG = logging.getLogger(__name__)
+from tvb_mergekit.writing import FoldersSink, FolderWriter
 
 
 def convert_published(
@@ -62,7 +59,7 @@ def convert_published(
     names += [MEAN] * (published.mean is not None)
     matched = _match(base, vectors, names)
     items = [replace(item, base=None, out=dtype) for item in matched.items]
-    shards = plan_shards(items)
+    shards = shards_of(items, base_folder)
     check_disk(os.fspath(out), len(names) * sum(i.numel for i in items) * dtype.itemsize)
     stage = StagedFolder(out)
     try:
@@ -167,13 +164,14 @@ def _facts(
         "seconds": {},
         "store": {
             "contents": "tensors",
-            "dtype": next(name for name, value in DTYPES.items() if value == dtype),
+            "dtype": dtype_name(dtype),
             "folders": names,
             "budget": len(published.vectors),
             # No norms of the old tasks, no bounds of their errors: the store cannot grow.
             "compress": None,
             "basis_weights": None,
             "base_fingerprint": fingerprint,
+            "base_path": local_path(base_model),
             "twins": dict(matched.twins),
             "model_bytes": len(tasks) * base.nbytes,
             "added": 0,

@@ -15,10 +15,10 @@ from torch import Tensor
 from tvb_mergekit.building import companions
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
-from tvb_mergekit.output import StagedFolder, check_disk, check_output_folder
+from tvb_mergekit.output import StagedFolder, check_disk, check_new_folder, check_output_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.report import CITATION
-from tvb_mergekit.store import DTYPES, Bases
+from tvb_mergekit.store import Bases, dtype_name
 from tvb_mergekit.stream import Item, Part, combine
 from tvb_mergekit.weights import Weights
 from tvb_mergekit.writing import FoldersSink, FolderWriter, MemorySink, plan_shards
@@ -85,6 +85,8 @@ def export(
     Raises:
         UserError: another base, `out` holds something, no room, a value overflows.
     """
+    if any(folders):
+        check_new_folder(out)  # in which folders of these names could be
     check_output_folder(out, [str(path) for path in (bases.path, base_folder) if path is not None])
     items = items_of(bases, base, dtype)
     size = sum(item.numel * item.out.itemsize for item in items)
@@ -151,7 +153,7 @@ def _copy_files(source: Path | None, folder: Path, dtype: torch.dtype | None) ->
         return
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if dtype is not None:
-        name = next(name for name, value in DTYPES.items() if value == dtype)
+        name = dtype_name(dtype)
         config |= {key: name for key in ("dtype", "torch_dtype") if key in config}
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

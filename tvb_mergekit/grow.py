@@ -17,19 +17,30 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import online, report
-from tvb_mergekit.building import copy_config, finish_store
+from tvb_mergekit.building import copy_config, finish_store, local_path, shards_of
 from tvb_mergekit.encoders import Gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, block_budget
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.output import check_disk, check_new_folder, recover_folder, replace_folder
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.recipe import check_tasks
-from tvb_mergekit.store import DTYPES, MARKER, Bases, basis_folder, is_store, load, note_files
+from tvb_mergekit.ready import FOLDER, keep_edited
+from tvb_mergekit.recipe import Settings, check_tasks
+from tvb_mergekit.store import (
+    FACTS,
+    MARKER,
+    TENSORS,
+    Bases,
+    basis_folder,
+    dtype_name,
+    is_store,
+    load,
+    note_files,
+)
 from tvb_mergekit.store import lock as store_lock
 from tvb_mergekit.stream import Item, Part, combine, gram_of
 from tvb_mergekit.weights import StateDict, Weights
-from tvb_mergekit.writing import FoldersSink, FolderWriter, MemorySink, plan_shards
+from tvb_mergekit.writing import FoldersSink, FolderWriter, MemorySink
 
 LOG = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -143,6 +154,11 @@ class _Addition:
     def _how(self) -> str:
         """`ae` or `balanced`."""
         built = None if self.bases is None else self.bases.facts["store"]["compress"]
+        if self.bases is not None and self.bases.facts["store"].get("published"):
+            raise UserError(
+                f"{self.bases.path} was converted from published bases, whose tasks' norms are "
+                "unknown: it cannot grow; build a store from the models"
+            )
         if self.bases is not None and built is None:
             raise UserError(
                 f"the bases in {self.bases.path or 'memory'} are {self.bases.basis}, no convex "
@@ -178,9 +194,11 @@ class _Addition:
         (model,) = self.inputs.models
         left_out = self.bases.facts["left_out"]
         for name in given:
-            known = self.bases.stored_name(name) is not None
+            known = name in self.bases.names
             if not known and not str(left_out.get(name, "")).startswith("excluded"):
                 reason = left_out.get(name, "not in the store")
+                if self.bases.stored_name(name) is not None:
+                    reason = "tied there, and on its own in the model"
                 raise UserError(
                     f"tensor `{name}` of model {model} takes no part in {self._where} ({reason}), "
                     "so that what was trained there would be lost: build a store with it"
@@ -244,9 +262,9 @@ class _Addition:
             lost[:-1] = 0  # as they were
         return made.rounded(lost)
 
-    def _settings(self) -> Any:
+    def _settings(self) -> Settings:
         settings = self.inputs.settings if self.bases is None else self.bases.settings
-        return settings.model_copy(update={"basis": "ae"}) if self.how == "ae" else settings
+        return settings.model_copy(update={"basis": self.how})
 
     def _buffer(self) -> online.Buffer:
         bases = self.bases
@@ -305,7 +323,7 @@ class _Addition:
             _link_folder(self.bases.path / name, work / name)
             old = self.bases.facts["store"]["files"]
             files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
-        shards = plan_shards(items)
+        shards = shards_of(items, self._config_folder())
         names = [basis_folder(m) for m in range(len(kept), len(kept) + outputs)]
         writers = [
             FolderWriter(work / name, shards, {"format": "pt", MARKER: name}) for name in names
@@ -319,11 +337,14 @@ class _Addition:
             copy_config(self._config_folder(), writer.folder, index)
         facts = self._facts(files)
         finish_store(work, store, facts, self._tensors())
+        if self.bases is not None and self.bases.path is not None:
+            _keep_others(self.bases, self.bases.path, work)
         return facts
 
     def _config_folder(self) -> Path | None:
         if self.bases is not None and self.bases.path is not None:
-            return self.bases.path / basis_folder(0)
+            folder = self.bases.path / basis_folder(0)
+            return folder if (folder / "config.json").is_file() else None
         return self.inputs.folder
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -370,6 +391,7 @@ class _Addition:
             "folders": [basis_folder(m) for m in range(count)],
             "budget": self.budget,
             "compress": self.how,
+            "base_path": local_path(inputs.base_model) or old["store"].get("base_path"),
             "basis_weights": None if weights is None else weights.tolist(),
             "model_bytes": old["store"]["model_bytes"] + inputs.model_bytes,
             "added": old["store"]["added"] + 1,
@@ -382,7 +404,6 @@ class _Addition:
             return self.bases.facts
         inputs = self.inputs
         settings = inputs.settings.model_copy(update={"basis": self.how})
-        name = next(name for name, value in DTYPES.items() if value == self.dtype)
         return {
             "format_version": report.FORMAT_VERSION,
             "versions": report.versions(),
@@ -398,9 +419,10 @@ class _Addition:
             "fingerprints": {},
             "store": {
                 "contents": "tensors",
-                "dtype": name,
+                "dtype": dtype_name(self.dtype),
                 "twins": dict(inputs.twins),
-                "base_fingerprint": inputs.fingerprints[inputs.base_model],
+                "base_fingerprint": inputs.base_fingerprint,
+                "base_path": local_path(inputs.base_model),
                 "model_bytes": 0,
                 "added": 0,
             },
@@ -421,6 +443,18 @@ def _losses(step: online.Step) -> dict[str, Any]:
             "retained_energy": encoding.retained_energy,
         }
     return made
+
+
+def _keep_others(bases: Bases, old: Path, work: Path) -> None:
+    """What a user has put into a store stays in it: notes, other recipes, edited ones."""
+    own = {FACTS, TENSORS, FOLDER, *bases.facts["store"]["folders"]}
+    for entry in old.iterdir():
+        if entry.name not in own and not (work / entry.name).exists():
+            copy = shutil.copytree if entry.is_dir() else shutil.copy2
+            copy(entry, work / entry.name)
+    written = bases.facts["store"].get("recipes", {})
+    for name in keep_edited(old / FOLDER, work / FOLDER, written):
+        LOG.warning("%s was edited: it is kept as %s beside the new one", name[:-4], name)
 
 
 def _link_folder(source: Path, target: Path) -> None:

@@ -296,7 +296,7 @@ def check_budget(budget: int, count: int) -> None:
     if budget < 2:
         raise UserError(
             f"the budget is {budget}: expected 2 or more, one basis for what was and one for the "
-            "new task"
+            "new task; give --budget 2 or more"
         )
     if budget < count:
         raise UserError(

@@ -79,7 +79,10 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
 
 
 def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+    """A number of bytes as a person reads it."""
+    if abs(nbytes) < 1e5:
+        return f"{nbytes / 1e3:,.1f} kB"
+    return f"{nbytes / 1e9:,.1f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 class StagedFolder:
@@ -148,6 +151,7 @@ def replace_folder(new: Path, old: Path) -> None:
                 os.rename(aside, old)
             raise
         new = aside
+    sync(old.parent)
     shutil.rmtree(new, ignore_errors=True)
 
 
@@ -177,6 +181,20 @@ def _exchange(a: Path, b: Path) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     raise OSError(number, os.strerror(number), str(b))
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, before what they replace is deleted."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(handle)
+    except OSError:  # nor do all file systems sync them
+        pass
+    finally:
+        os.close(handle)
 
 
 def stale_parts(out: str | os.PathLike[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tvb_mergekit.keys import VARYING_KEYS
+from tvb_mergekit.writing import HASH, file_record
 
 FOLDER = "recipes"
 _HEAD = """\
@@ -22,8 +23,11 @@ FIRST = "basis-000"
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
-def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> None:
+def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Write STORE/recipes, from the settings that the store was built with.
+
+    Returns:
+        File name -> checksum, by which a recipe that was edited since can be told.
 
     Args:
         folder: where the store is being written.
@@ -32,6 +36,7 @@ def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> None:
     """
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
+    written: dict[str, str] = {}
     bare = (
         facts["store"]["contents"] == "tensors" and not (folder / FIRST / "config.json").is_file()
     )
@@ -43,6 +48,29 @@ def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> None:
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         head = _HEAD.format(what=what, command=command, file=store / FOLDER / name)
         (place / name).write_text(head + text, encoding="utf-8")
+        written[name] = str(file_record(place / name)[HASH])
+    return written
+
+
+def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> list[str]:
+    """Take the recipes that a user has edited or added over from STORE/recipes to its successor.
+
+    Args:
+        old, new: the two folders of recipes.
+        written: the checksums of `old` as it was written.
+
+    Returns:
+        The names of those that the successor has too: they are kept as NAME.old.
+    """
+    renamed = []
+    for file in sorted(old.iterdir()) if old.is_dir() else ():
+        if file.is_file() and str(file_record(file)[HASH]) != written.get(file.name):
+            name = file.name
+            if (new / name).exists():
+                name = f"{name}.old"
+                renamed.append(name)
+            shutil.copy2(file, new / name)
+    return renamed
 
 
 def ready(store: Path, facts: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -92,10 +120,10 @@ def _recipe(
         parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
     if forget is not None:
         parameters["forget"] = forget
-    base = facts["base_model"]
+    base, place = facts["base_model"], facts["store"].get("base_path")
     recipe: dict[str, Any] = {
         "merge_method": method,
-        "base_model": os.path.abspath(base) if os.path.exists(base) else base,
+        "base_model": place or base,
         "models": [
             {"model": str(store / name)}
             for name in facts["store"]["folders"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import signal
 import sys
 import threading
@@ -66,6 +67,11 @@ def _of_the_network(error: BaseException) -> bool:
 def _of_the_machine(error: BaseException, out: str) -> str:
     text = _one_line(error)
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "serializing" in text:
+        if os.path.isdir(f"{out}.partial"):
+            return (
+                f"cannot write {out}: {text}; {out}.partial keeps what was finished: free some "
+                "disk and go on with --resume, or delete it"
+            )
         return (
             f"cannot write {out}: {text}; nothing was left behind: free some disk, or write "
             "elsewhere"
@@ -87,9 +93,6 @@ def unwinding() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-_ALTERNATIVES = ("ConditionalParameter", "bool", "int", "float", "str")
 
 
 def _one_line(error: BaseException) -> str:

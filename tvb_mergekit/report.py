@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.basis import Basis, StoredBases
@@ -132,9 +132,17 @@ def write_files(
     folder: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write `basis.safetensors` and `basis.json` into `folder`, which is not yet published."""
-    # One metadata entry: safetensors writes several in an order that changes from run to run.
-    save_file(dict(tensors), Path(folder) / "basis.safetensors", metadata={"format": "pt"})
+    write_tensors(folder, tensors)
     write_facts(folder, facts)
+
+
+def write_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write `basis.safetensors` alone."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # One metadata entry: safetensors writes several in an order that changes from run to run. And
+    # not `save_file`, whose files only their owner may read.
+    data = save(contiguous, metadata={"format": "pt"})
+    (Path(folder) / "basis.safetensors").write_bytes(data)
 
 
 def write_facts(folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:

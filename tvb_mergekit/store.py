@@ -40,12 +40,38 @@ from tvb_mergekit.writing import HASH, file_record
 
 __all__ = ["MARKER", "Bases", "basis_folder", "is_basis", "is_store", "load", "lock", "open_vector"]
 
+# Of the section `store`: what no store is whole without.
+NEEDED = (
+    "contents",
+    "dtype",
+    "folders",
+    "budget",
+    "compress",
+    "basis_weights",
+    "base_fingerprint",
+    "twins",
+    "model_bytes",
+    "added",
+    "files",
+)
 FACTS, TENSORS = "basis.json", "basis.safetensors"
 MEAN = "mean"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # What a recipe over a store may still say; all other global keys are fixed when it is built.
 OPEN_KEYS = ("exclude", "lambda_scale", "trim", "merge_func", "forget")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a store's dtype.
+
+    Raises:
+        UserError: stores have no such dtype.
+    """
+    for name, value in DTYPES.items():
+        if value == dtype:
+            return name
+    raise UserError(f"the dtype is {dtype}: expected one of torch.{', torch.'.join(DTYPES)}")
 
 
 def basis_folder(index: int) -> str:
@@ -111,7 +137,7 @@ class Bases:
         that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
         """
         weights = self.basis_weights
-        if weights is None:
+        if weights is None or self.facts["store"]["compress"] != "balanced":
             return torch.ones(self.num_bases, dtype=torch.float64)
         return weights * (self.num_bases / weights.sum())
 
@@ -186,7 +212,18 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> Bases:
     folder = Path(path)
     facts = _read_facts(folder)
     try:
+        return _load(folder, facts, verify)
+    except UserError:
+        if folder.is_dir() and _read_facts(folder) != facts:  # `tvb add` has just replaced it
+            return _load(folder, _read_facts(folder), verify)
+        raise
+
+
+def _load(folder: Path, facts: dict[str, Any], verify: bool) -> Bases:
+    try:
         store = facts["store"]
+        if missing := [key for key in NEEDED if key not in store]:
+            raise KeyError(missing[0])
         _check_files(folder, store["files"], verify)
         tensors = load_file(folder / TENSORS)
         count = len(tensors["decoder"])
@@ -258,10 +295,13 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     file = folder / FACTS
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.partial")
+        aside = folder.with_name(f".{folder.name}.replaced")
         more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
+        if aside.is_dir():
+            more = f"; an update was killed in mid-rename: rename {aside} back to {folder.name}"
         raise UserError(f"{folder}: no such folder{more}")
     if not file.is_file():
-        hint = "a merged model" if (folder / "config.json").is_file() else "no basis.json in it"
+        hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"
         raise UserError(f"{folder} is not a basis store ({hint}); make one with `tvb build`")
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
@@ -319,6 +359,7 @@ def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> file
     file = store.with_name(f".{store.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()  # filelock would wait for ever where no file can be made
         held = filelock.FileLock(file)
         try:
             held.acquire(timeout=0)

@@ -68,14 +68,12 @@ def check_recipe(
         if document.raw or _by_factors(document, options):
             raise
         plan = plan_only(document, options)  # what stops a merge is said here
+        if not plan.slots:
+            raise
         yield from _listing(path, document)
         yield from _check_plan(plan, deep, out)
         yield f"Not for tvb build: {error}"
         return
-    if not inputs.items:
-        raise UserError(
-            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
-        )
     yield from _listing(path, document)
     yield from _taking_part(inputs)
     yield from _disk(inputs.settings, len(inputs.tasks), _merged_bytes(inputs), inputs.items, out)
@@ -224,6 +222,8 @@ def _disk(
         )
     yield f"{text}; {megabytes(shutil.disk_usage(where).free)} are free in {where}"
     if out is not None:
+        if not os.access(where, os.W_OK):
+            raise UserError(f"cannot make the output folder {out}: Permission denied ({where})")
         check_disk(out, merged)
 
 

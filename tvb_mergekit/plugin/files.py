@@ -63,7 +63,7 @@ def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
         elif not may_be_on_the_hub(path):
             hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
             raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
-        elif os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+        elif _offline():
             _check_hub_cache(path)
         else:
             _check_hub(model, options.trust_remote_code)
@@ -151,6 +151,29 @@ def _config(path: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def check_adapter_place(path: str) -> None:
+    """Raise UserError where an adapter can be neither in its folder nor on the Hub."""
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise UserError(
+                f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
+            )
+    elif not may_be_on_the_hub(path):
+        raise UserError(
+            f"adapter {path}: no such folder (from {os.getcwd()}); mergekit reads `+` in a model "
+            "as MODEL+ADAPTER"
+        )
+    elif _offline() and huggingface_hub.try_to_load_from_cache(path, "adapter_config.json") is None:
+        raise UserError(
+            f"adapter {path}: no such folder (from {os.getcwd()}), and not in this machine's "
+            "Hugging Face cache (HF_HUB_OFFLINE is set)"
+        )
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
+
+
 def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
     assert model.lora is not None
     if not lora_cache:
@@ -159,15 +182,7 @@ def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
             "--lora-merge-cache DIR (it takes a base model's size per adapter)"
         )
     path = model.lora.path
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "adapter_config.json")):
-        raise UserError(
-            f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
-        )
-    if not os.path.isdir(path) and not may_be_on_the_hub(path):
-        raise UserError(
-            f"adapter {path}: no such folder (from {os.getcwd()}); mergekit reads `+` in a model "
-            "as MODEL+ADAPTER"
-        )
+    check_adapter_place(path)
     for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if os.path.isfile(os.path.join(path, name)):
             try:

@@ -26,12 +26,14 @@ from tvb_mergekit.gram import Slot
 from tvb_mergekit.inputs import Inputs, Matched, match
 from tvb_mergekit.lora import FUSE_INSTEAD, Adapter, AdapterDelta, NotPlainLora, factor_gram
 from tvb_mergekit.plugin.files import (
+    check_adapter_place,
     check_local_files,
     check_tokenizer_source,
     may_be_on_the_hub,
 )
 from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan, Session, session
+from tvb_mergekit.plugin.raw import open_file
 from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys, read_recipe
 from tvb_mergekit.plugin.running import load_documents
 from tvb_mergekit.plugin.sources import Changed
@@ -133,13 +135,17 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] | Non
         found = _adapter_inputs(document, options, names or ())
     else:
         found = _planned_inputs(document, options)
+    if not found.items:
+        raise UserError(
+            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+        )
     found.varying = document.varying
     return found
 
 
 def _raw_inputs(document: Document) -> Inputs:
     recipe = document.recipe
-    base, *sources = [Checkpoint.open(model.model.path) for model in (recipe.base, *recipe.models)]
+    base, *sources = [open_file(model) for model in (recipe.base, *recipe.models)]
     return _inputs(document, base, sources, match(base, sources, recipe.tasks, recipe.settings))
 
 
@@ -173,6 +179,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
                 f"model {model} adapts {model.model}, and the base is {recipe.base}: adapters are "
                 f"taken by their factors only under their own base; {FUSE}"
             )
+        check_adapter_place(model.lora.path)
         path = ModelReference(model=model.lora).local_path(options.transformers_cache)
         try:
             adapters.append(Adapter.open(path, base.tensors, task, read=base.tensor))

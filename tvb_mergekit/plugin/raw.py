@@ -79,7 +79,7 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             recipe = read_recipe(config)
             check_output_folder(out_path, input_folders(recipe))
             devices = devices_of(options)
-            checkpoints = {m: _open(m) for m in (recipe.base, *recipe.models)}
+            checkpoints = {m: open_file(m) for m in (recipe.base, *recipe.models)}
             loaders = {model: MappedLoader(checkpoint) for model, checkpoint in checkpoints.items()}
             check_store(recipe, loaders)
             if recipe.store is not None:  # mergekit plans what the listed files name
@@ -132,7 +132,8 @@ def _check_same_tensors(checkpoints: Mapping[ModelReference, Checkpoint]) -> Non
             )
 
 
-def _open(model: ModelReference) -> Checkpoint:
+def open_file(model: ModelReference) -> Checkpoint:
+    """The weight file that a recipe of mergekit-pytorch names."""
     path = model.model.path
     if not os.path.isfile(path):
         found = "is a folder" if os.path.isdir(path) else "no such file"
