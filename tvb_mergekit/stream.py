@@ -280,6 +280,7 @@ def combine(
         def act(piece: Piece, number: int) -> _Done:
             item, count = piece.item, piece.stop - piece.start
             room = rooms[number % len(rooms)]
+            fits = not item.out.is_floating_point
             out = room[:, : count * item.out.itemsize].view(item.out)
             if sketch is not None:
                 generator = streams.setdefault(item.name, sketch.stream(item.name))
@@ -291,12 +292,14 @@ def combine(
                 assert piece.base is not None
                 out.copy_(piece.base.expand(outputs, -1))
             else:
+                fits = True
                 for start, stop, base32, tau in blocks.walk(piece.base, piece.inputs):
                     values = torch.mm(weights, tau, out=held[:, : stop - start])
                     if add_base:
                         values += base32
                     out[:, start:stop].copy_(values)
-            if item.out.is_floating_point:
+                    fits &= _fits(values, item.out)
+            if not fits:
                 check_output(item.name, out, item.out)
             return _Done(piece, out)
 
@@ -330,6 +333,13 @@ class _Done:
 
     piece: Piece
     out: Tensor
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast leaves all values finite; much cheaper than to look at the 16-bit result."""
+    low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+    largest = torch.finfo(dtype).max
+    return bool((low >= -largest) & (high <= largest))  # NaN is neither
 
 
 def _length(items: Sequence[Item], parts: int, device: torch.device, budget: int) -> int:

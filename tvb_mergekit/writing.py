@@ -23,7 +23,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.stream import Item
 
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
-SYNC_BYTES = 2**27
 HASH = "xxh3_128"
 
 _NAMES = {
@@ -96,7 +95,6 @@ class FolderWriter:
     _file: BinaryIO | None = None
     _shard: int = -1
     _left: int = 0  # items of the open shard that are still to come
-    _unsynced: int = 0  # bytes that may not be on the disk yet
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,12 +146,8 @@ class FolderWriter:
     def _put(self, data: memoryview) -> None:
         assert self._file is not None
         self._digest.update(data)
-        self._unsynced += len(data)
         while data:
             data = data[self._file.write(data) :]
-        if self._unsynced >= SYNC_BYTES:  # while others compute, instead of all at the end
-            os.fsync(self._file.fileno())
-            self._unsynced = 0
 
     def _close(self) -> None:
         assert self._file is not None
