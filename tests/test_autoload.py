@@ -466,7 +466,8 @@ def test_version_outside_the_range(version, stand_in):
     write_mergekit(stand_in.site, version)
     result = stand_in.run("-c", f"{ALL}; print(mergekit.merge_methods.registry.METHODS)")
     assert result.stdout == "{}\n"
-    ours = (stand_in.site / "tvb_mergekit" / "__init__.py").read_text().split('"')[-2]
+    text = (stand_in.site / "tvb_mergekit" / "__init__.py").read_text()
+    ours = text.partition('__version__ = "')[2].partition('"')[0]
     assert lines_of(result) == [
         f"tvb-mergekit {ours}: basis_ta, basis_ties and basis_negate are not available: mergekit "
         f"{version} is installed, >=0.1.5,<0.1.6 is needed; pip install 'mergekit>=0.1.5,<0.1.6'"
