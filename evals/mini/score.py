@@ -1,0 +1,184 @@
+#!/usr/bin/env python
+"""Score models in batches: the numbers of the stock `lm_eval --tasks mini`, in seconds.
+
+    python evals/mini/score.py mini-runs/tiny-seed0                   # base, specialists, addition
+    python evals/mini/score.py mini-runs/tiny-seed0 --model ./merged  # one model, every task
+
+`score` takes a model and `data` items, so that a sweep over merged state dicts needs one model
+and `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import click
+import data
+import torch
+from peft import PeftModel
+from torch import Tensor
+from tqdm import tqdm
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+GRID = tuple(i / 20 for i in range(21))  # of lambda, over the sum of all task vectors
+State = Mapping[str, Tensor]
+
+
+def load(folder: Path, base: Path | None = None) -> Any:
+    """A model in float32; an adapter is merged into `base`."""
+    adapter = (folder / "adapter_config.json").exists()
+    if adapter and base is None:
+        raise click.ClickException(f"{folder} is an adapter: its base is missing")
+    model: Any = LlamaForCausalLM.from_pretrained(base if adapter else folder, dtype=torch.float32)
+    if adapter:
+        model = PeftModel.from_pretrained(model, folder).merge_and_unload()
+    return model.eval()
+
+
+@torch.inference_mode()
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
+) -> list[str]:
+    """Greedy answers, in the order of the prompts.
+
+    Prompts of one length go together, so nothing is padded. A sequence that has ended stays in its
+    batch; what follows its end is cut off.
+    """
+    device = next(model.parameters()).device
+    encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    said = [""] * len(prompts)
+    for length in sorted({len(ids) for ids in encoded}):
+        rows = [i for i, ids in enumerate(encoded) if len(ids) == length]
+        ids = torch.tensor([encoded[i] for i in rows], device=device)
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        words, cache = [], None
+        for _ in range(data.LONGEST_ANSWER):
+            step = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, best = step.past_key_values, step.logits[:, -1].argmax(-1)
+            ended |= best == tokenizer.eos_token_id
+            words.append(best.masked_fill(ended, tokenizer.pad_token_id))
+            if ended.all():
+                break
+            ids = best[:, None]
+        texts = tokenizer.batch_decode(torch.stack(words, 1), skip_special_tokens=True)
+        for i, text in zip(rows, texts, strict=True):
+            said[i] = text
+    return said
+
+
+def score(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    split: str,
+    tasks: Iterable[str] = tuple(data.TASKS),
+) -> dict[str, float]:
+    """task -> share of right answers to `FOLDER/TASK.SPLIT.jsonl`."""
+    docs = [doc for task in tasks for doc in data.read(folder, task, split)]
+    said = answers(model, tokenizer, [doc["prompt"] for doc in docs])
+    right: dict[str, list[bool]] = {}
+    for doc, answer in zip(docs, said, strict=True):
+        right.setdefault(doc["task"], []).append(data.correct(doc, answer))
+    return {task: sum(found) / len(found) for task, found in right.items()}
+
+
+def mean(scores: Mapping[str, float], tasks: Iterable[str] = tuple(data.TASKS)) -> float:
+    values = [scores[task] for task in tasks]
+    return sum(values) / len(values)
+
+
+def addition(base: State, models: Iterable[State]) -> dict[str, Tensor]:
+    """The sum of the task vectors."""
+    total = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
+    for model in models:
+        for name, tensor in model.items():
+            total[name] += tensor - base[name]
+    return total
+
+
+def survey(run: Path, method: str, split: str, device: str) -> dict[str, Any]:
+    """Base, specialists, and all task vectors added with the lambda that validation likes best."""
+    tokenizer = AutoTokenizer.from_pretrained(run / "base")
+    model = load(run / "base").to(device)
+    items = run / "data"
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    known = [*data.TASKS, *data.UNSEEN]
+    scores: dict[str, Any] = {"base": score(model, tokenizer, items, split, known)}
+    own: dict[str, float] = {}
+    states = []
+    for task in data.TASKS:
+        specialist = load(run / method / task, run / "base").to(device)
+        own |= score(specialist, tokenizer, items, split, [task])
+        states.append(specialist.state_dict())
+    total = addition(base, states)
+
+    def add(scale: float, split: str) -> dict[str, float]:
+        model.load_state_dict({name: base[name] + scale * total[name] for name in base})
+        return score(model, tokenizer, items, split, known)
+
+    found = {scale: mean(add(scale, "validation")) for scale in tqdm(GRID, desc="addition")}
+    best = max(found, key=lambda scale: (found[scale], -scale))
+    return scores | {
+        "specialists": own,
+        "addition": add(best, split),
+        "lambda": best,
+        "validation": {f"{scale:.2f}": value for scale, value in found.items()},
+    }
+
+
+def report(found: Mapping[str, Any]) -> str:
+    base, own, added = (found[name] for name in ("base", "specialists", "addition"))
+    lines = ["| task | base | specialist | addition |", "|---|---:|---:|---:|"]
+    for task in [*data.TASKS, *data.UNSEEN]:
+        special = f"{own[task]:.3f}" if task in own else "-"
+        lines.append(f"| `{task}` | {base[task]:.3f} | {special} | {added[task]:.3f} |")
+    means = [mean(base), mean(own), mean(added)]
+    lines.append(f"| mean of ten | {' | '.join(f'{value:.3f}' for value in means)} |")
+    if means[1] > 0:
+        shares = (f"{value / means[1]:.3f}" for value in means)
+        lines.append(f"| normalized | {' | '.join(shares)} |")
+    return "\n".join([*lines, "", f"lambda {found['lambda']}, chosen on validation items"])
+
+
+@click.command(epilog="Example: python evals/mini/score.py mini-runs/tiny-seed0 --split validation")
+@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="Score this model, or adapter over the run's base, instead.")  # fmt: skip
+@click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True,
+              help="Which of the run's specialists.")  # fmt: skip
+@click.option("--split", type=click.Choice(data.SPLITS), default="test", show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the scores there too.")  # fmt: skip
+def main(
+    run: Path, model: Path | None, method: str, split: str, device: str, file: Path | None
+) -> None:
+    """Score what train.py left in RUN."""
+    logging.disable_progress_bar()
+    if model is None:
+        found = survey(run, method, split, device)
+        click.echo(report(found))
+    else:
+        loaded = load(model, run / "base").to(device)
+        tokenizer = AutoTokenizer.from_pretrained(run / "base")
+        found = score(loaded, tokenizer, run / "data", split, [*data.TASKS, *data.UNSEEN])
+        for task, value in found.items():
+            click.echo(f"{task:20s} {value:.3f}")
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
