@@ -81,8 +81,8 @@ def make_model(preset: Preset, tokenizer: PreTrainedTokenizerFast) -> LlamaForCa
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
         max_position_embeddings=64,
-        # for thirty positions and few dimensions; with Llama's own 10000 and 0.02 the same loss
-        # takes three times the steps
+        # for thirty positions and few dimensions; Llama's own 10000 and 0.02 took about three
+        # times the steps to a like loss
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         initializer_range=0.08,
         tie_word_embeddings=True,
