@@ -1,4 +1,4 @@
-"""Running mergekit's commands for the tests, and reading what they wrote."""
+"""Running mergekit's commands and `tvb` for the tests, and reading what they wrote."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import click.testing
 import numpy as np
 import torch
 import yaml
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tiny import load
 from torch import Tensor
+
+from tvb_mergekit import cli
 
 MODULES = {
     "mergekit-yaml": "mergekit.scripts.run_yaml",
@@ -149,6 +152,23 @@ def run(
         stdin=subprocess.DEVNULL,
         timeout=300,
     )
+
+
+def tvb(*words: object, code: int = 0) -> click.testing.Result:
+    """Run `tvb` within this process, without a cache."""
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
+        done = CliRunner().invoke(cli.main, [str(word) for word in words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done
+
+
+def refused(*words: object) -> str:
+    """The one line of an error of `tvb`."""
+    done = tvb(*words, code=1)
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr
+    return str(done.stderr)
 
 
 def assert_close(

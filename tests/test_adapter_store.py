@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import commands
 import peft
@@ -18,13 +16,11 @@ import pytest
 import tiny
 import torch
 import yaml
-from click.testing import CliRunner, Result
-from commands import merge, recipe
+from commands import merge, recipe, refused, tvb
 from test_lora import LINEAR, changes, model_of, train
 from torch import Tensor
 
 from tvb_mergekit import store
-from tvb_mergekit.cli import main
 
 State = dict[str, Tensor]
 TASKS = ("math", "code", "safety")
@@ -75,22 +71,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 
 
-def run(*words: object, code: int = 0) -> Result:
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
-        done = CliRunner().invoke(main, [str(word) for word in words])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done
-
-
-def refused(*words: object) -> str:
-    """The one line of an error."""
-    done = run(*words, code=1)
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr
-    return str(done.stderr)
-
-
 @pytest.fixture(scope="module")
 def build(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Build the store of a recipe once."""
@@ -102,7 +82,7 @@ def build(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
             folder = tmp_path_factory.mktemp("stores") / "store"
             file = folder.with_name("recipe.yml")
             file.write_text(yaml.safe_dump(made_of))
-            run("build", file, folder, "--quiet", *options)
+            tvb("build", file, folder, "--quiet", *options)
             made[key] = folder
         return made[key]
 
@@ -180,7 +160,7 @@ def test_adapters_are_what_peft_adds_and_errors_are_bounds(
         bounds = bases.facts["errors"][task]
         assert bounds["at_least"] - 2e-6 <= float(error) <= bounds["at_most"] + 2e-6
         assert bounds["at_most"] - bounds["at_least"] <= 1e-9
-    assert "adapter bases" in run("inspect", folder).stdout
+    assert "adapter bases" in tvb("inspect", folder).stdout
     for file in folder.rglob("adapter_model.safetensors"):
         assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
 
@@ -203,7 +183,7 @@ def test_recipes_over_adapters_and_tensors_are_alike(
         made_of = recipe(method, world.base, listed, **PARAMETERS[method])
         merged.append(merge(made_of, tmp_path / f"out{len(merged)}"))
         file = commands.write(made_of, tmp_path / "check")
-        assert f"{method} over 2 bases" in run("check", file).stdout
+        assert f"{method} over 2 bases" in tvb("check", file).stdout
     start = world.flat(world.theta)
     first, second = (world.flat(result.tensors) - start for result in merged)
     assert float((first - second).norm() / first.norm()) < 2e-6
@@ -231,11 +211,11 @@ def test_export(world: World, build: Callable[..., Path], tmp_path: Path) -> Non
     folder = build(world.recipe(), "--adapters")
     bases, dense = store.load(folder), world.dense()
     start = world.flat(world.theta)
-    run("export", folder, tmp_path / "code", "--task", "code", "--quiet")
+    tvb("export", folder, tmp_path / "code", "--task", "code", "--quiet")
     found = world.flat(tiny.load(tmp_path / "code")) - start
     near(found, dense @ bases.encoder @ bases.decoder[:, 1])
     model_of(tmp_path / "code")
-    run("export", folder, tmp_path / "all", "--all-bases", "--quiet")
+    tvb("export", folder, tmp_path / "all", "--all-bases", "--quiet")
     for m in range(2):
         found = world.flat(tiny.load(tmp_path / "all" / store.basis_folder(m))) - start
         near(found, dense @ bases.encoder[:, m])
@@ -243,10 +223,10 @@ def test_export(world: World, build: Callable[..., Path], tmp_path: Path) -> Non
 
 def test_check_and_inspect_a_recipe_of_adapters(world: World, tmp_path: Path) -> None:
     file = commands.write(world.recipe(), tmp_path / "recipe")
-    said = run("check", file, "--deep", "--quiet").stdout
+    said = tvb("check", file, "--deep", "--quiet").stdout
     assert "14 tensors take part, 18,432 parameters" in said
     assert "--lora-merge-cache DIR" in said and "2 bases would retain" in said
-    found = json.loads(run("inspect", file, "--json", "--quiet").stdout)
+    found = json.loads(tvb("inspect", file, "--json", "--quiet").stdout)
     assert found["what"] == "recipe" and found["tasks"] == list(TASKS)
 
 
@@ -256,7 +236,7 @@ def test_check_and_inspect_a_recipe_of_adapters(world: World, tmp_path: Path) ->
 def way_out(file: Path, out: Path, cache: Path) -> Tensor:
     """Build with --fuse; the Gram matrix."""
     assert "--lora-merge-cache DIR" in refused("build", file, out, "--fuse")
-    run("build", file, out, "--fuse", "--lora-merge-cache", cache, "--quiet")
+    tvb("build", file, out, "--fuse", "--lora-merge-cache", cache, "--quiet")
     assert not (out / "basis-000/adapter_config.json").exists()
     return store.load(out).tensors["gram"]
 
@@ -280,7 +260,7 @@ def test_dora_and_trained_modules_are_fused_instead(world: World, tmp_path: Path
         gram = way_out(file, tmp_path / "store", tmp_path / "fused")
         dense = torch.stack([world.dense()[:, 0], change], dim=1)
         near(gram, dense.T @ dense)
-        run("check", file, "--fuse", "--lora-merge-cache", tmp_path / "fused", "--deep")
+        tvb("check", file, "--fuse", "--lora-merge-cache", tmp_path / "fused", "--deep")
         shutil.rmtree(tmp_path / "store")
 
 
@@ -293,7 +273,7 @@ def test_adapters_beside_models_are_fused(world: World, tmp_path: Path) -> None:
     said = refused("build", file, tmp_path / "store", "--adapters")
     assert "all models listed as BASE+ADAPTER" in said
     cache = tmp_path / "fused"
-    run("build", file, tmp_path / "store", "--lora-merge-cache", cache, "--quiet")
+    tvb("build", file, tmp_path / "store", "--lora-merge-cache", cache, "--quiet")
     full = world.flat(tiny.load(world.full)) - world.flat(world.theta)
     dense = torch.stack([world.dense()[:, 0], full], dim=1)
     near(store.load(tmp_path / "store").tensors["gram"], dense.T @ dense)
@@ -334,7 +314,7 @@ def test_add_an_adapter(world: World, build: Callable[..., Path], tmp_path: Path
     folder = tmp_path / "store"
     shutil.copytree(build(world.recipe("math", "safety")), folder)
     model = f"{world.base}+{world.root / 'code'}"  # targets fewer modules than the store holds
-    run("add", folder, model, "--task", "code", "--budget", 3, "--quiet")
+    tvb("add", folder, model, "--task", "code", "--budget", 3, "--quiet")
     bases = store.load(folder)
     near(vectors_of(folder, world), world.dense()[:, [0, 2, 1]] @ bases.encoder)
     near(vectors_of(folder, world)[:, 2], world.dense()[:, 1])
@@ -366,7 +346,7 @@ def test_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
         dense.append(torch.cat([delta[n].flatten() for n in sorted(start)]))
     models = [f"{base}+{tmp_path / task}" for task in ("a", "b")]
     file = commands.write(recipe("basis_ta", base, models, basis="none"), tmp_path / "r")
-    run("build", file, tmp_path / "store", "--adapters", "--quiet")
+    tvb("build", file, tmp_path / "store", "--adapters", "--quiet")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(model_of(base), tmp_path / "store/basis-001")

@@ -27,12 +27,8 @@ from tvb_mergekit import export as exporting
 from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.recipe import resolve_settings
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
 
 
 class Vision(nn.Module):

@@ -15,8 +15,8 @@ import test_faults_output
 import test_faults_recipe
 import tiny
 import yaml
-from click.testing import CliRunner, Result
-from commands import merge
+from click.testing import CliRunner
+from commands import merge, tvb
 from safetensors.torch import load_file, save_file
 from test_faults import Case, prepare, recipe, snapshot, tiny_models  # noqa: F401
 from test_faults_recipe import ALL, slices
@@ -80,12 +80,6 @@ def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     return tmp_path / "work"
-
-
-def tvb(*words: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == code, done.output
-    return done
 
 
 def check(document: Mapping[str, Any], *options: object, code: int = 0) -> str:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner, Result
-from commands import merge
+from commands import merge, refused, tvb
 from safetensors.torch import load_file, save_file
 from test_authors import INFO, SHAPES, TASKS, VECTORS, WRITERS, M, autoencoder, dense, named, pca
 from torch import Tensor
 
 from tvb_mergekit import store
-from tvb_mergekit.cli import main
 
 CASES = list(WRITERS)
-
-
-def run(*words: object, code: int = 0) -> Result:
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
-        done = CliRunner().invoke(main, [str(word) for word in words])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done
-
-
-def refused(*words: object) -> str:
-    done = run(*words, code=1)
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr
-    return str(done.stderr)
 
 
 def write_base(folder: Path) -> Path:
@@ -57,7 +38,7 @@ class Converted:
         self.expected = WRITERS[case][1](root / "run")
         self.basis = WRITERS[case][0]
         options = ["--base", self.base, "--quiet"]
-        self.said = run("convert", root / "run", self.store, *options).stdout
+        self.said = tvb("convert", root / "run", self.store, *options).stdout
         self.theta = torch.load(self.base, weights_only=True)
         vectors = torch.load(root / "run" / VECTORS, weights_only=True)["basis_vectors"]
         self.vectors = dense(vectors)  # [d, M] float64
@@ -111,7 +92,7 @@ def test_recipes_over_it_give_the_dense_numbers(
             made_of["parameters"]["density"] = 1.0
         file = tmp_path / f"{name}.yml"
         file.write_text(yaml.safe_dump(made_of))
-        assert f"over {M} bases" in run("check", file).stdout
+        assert f"over {M} bases" in tvb("check", file).stdout
         merged = merge(made_of, tmp_path / name, command="mergekit-pytorch")
         changes[name] = made.change(merged.tensors)
         assert merged.facts["tasks"] == TASKS
@@ -126,22 +107,22 @@ def test_recipes_over_it_give_the_dense_numbers(
 @pytest.mark.parametrize("case", CASES)
 def test_inspect_and_export(case: str, converted: dict[str, Converted], tmp_path: Path) -> None:
     made = converted[case]
-    found = json.loads(run("inspect", made.store, "--json").stdout)
+    found = json.loads(tvb("inspect", made.store, "--json").stdout)
     assert found["norms"] == [None] * 5 and found["choices"] == []
     assert found["cosines_of"].startswith("reconstruct")
     assert found["cosines_of"].endswith("less their mean") == (case == "pca")
     assert found["errors"]["MNIST"] == {"at_least": 0.0, "at_most": None}
-    said = run("inspect", made.store).stdout
+    said = tvb("inspect", made.store).stdout
     assert "not in the files that" in said and "grown" not in said
-    assert "3 files" in run("check", made.store).stdout or case == "pca"
-    run("export", made.store, tmp_path / "out", "--task", "DTD", "--quiet")
+    assert "3 files" in tvb("check", made.store).stdout or case == "pca"
+    tvb("export", made.store, tmp_path / "out", "--task", "DTD", "--quiet")
     state = load_file(tmp_path / "out/model.safetensors")
     near(made.change(state), made.expected["T_hat"][:, TASKS.index("DTD")])
 
 
 def test_plot(converted: dict[str, Converted], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run("inspect", converted["pca"].store, "--plot", tmp_path / "pca.png")
+    tvb("inspect", converted["pca"].store, "--plot", tmp_path / "pca.png")
     assert (tmp_path / "pca.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -149,7 +130,7 @@ def test_plot(converted: dict[str, Converted], tmp_path: Path) -> None:
 def test_half_precision(dtype: str, tmp_path: Path) -> None:
     base = write_base(tmp_path)
     pca(tmp_path / "run")
-    run("convert", tmp_path / "run", tmp_path / "store", "--base", base, "--dtype", dtype)
+    tvb("convert", tmp_path / "run", tmp_path / "store", "--base", base, "--dtype", dtype)
     bases = store.load(tmp_path / "store")
     assert {info.dtype for v in bases.sources for info in v.tensors.values()} == {bases.dtype}
 
@@ -167,7 +148,7 @@ def test_prefix(tmp_path: Path) -> None:
     words = ("convert", tmp_path / "run", out, "--base", base)
     assert "it has `proj`: --prefix image_encoder." in refused(*words)
     assert "does not begin with --prefix x." in refused(*words, "--prefix", "x.")
-    run(*words, "--prefix", "image_encoder.")
+    tvb(*words, "--prefix", "image_encoder.")
     assert set(store.load(out).names) == set(SHAPES)
 
 
@@ -216,8 +197,8 @@ def test_places(converted: dict[str, Converted], tmp_path: Path) -> None:
         assert f"base {given}: no such" in refused("convert", source, out, "--base", given)
     given = tmp_path / "run" / INFO
     assert str(given) in refused("convert", source, out, "--base", given)
-    assert "Directory" in run("convert", base, out, "--base", base, code=2).stderr
-    assert "--base" in run("convert", source, out, code=2).stderr
+    assert "Directory" in tvb("convert", base, out, "--base", base, code=2).stderr
+    assert "--base" in tvb("convert", source, out, code=2).stderr
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -76,7 +76,7 @@ def _patch(point: str) -> None:
     """Make this process slow, or make it end at a point."""
     import resource
 
-    from tvb_mergekit import building, grow, output, writing
+    from tvb_mergekit import building, grow, output, store_writing, writing
 
     name, _, number = point.partition(":")
     calls = int(number or 1)
@@ -94,9 +94,9 @@ def _patch(point: str) -> None:
         write = writing.FoldersSink.write
         writing.FoldersSink.write = _dying(write, calls)  # type: ignore[method-assign]
     elif name == "facts":
-        building.report.write_facts = _dying(building.report.write_facts, calls)
+        store_writing.write_facts = _dying(store_writing.write_facts, calls)
     elif name == "tensors":
-        building.write_tensors = _dying(building.write_tensors)
+        store_writing.write_tensors = _dying(store_writing.write_tensors)
     elif name == "state":
         building.cache.write_sums = _die  # type: ignore[assignment]
     elif name == "mkdir":
@@ -128,7 +128,7 @@ def _patch(point: str) -> None:
         if name == "full-weights":
             writing.FolderWriter._put = _full  # type: ignore[method-assign,assignment]
         else:
-            building.report.write_facts = _full  # type: ignore[assignment]
+            store_writing.write_facts = _full  # type: ignore[assignment]
     elif name == "limit":  # no file may be longer, so that true writes fail
         resource.setrlimit(resource.RLIMIT_FSIZE, (calls, calls))
     elif name == "no-links":

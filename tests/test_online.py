@@ -407,10 +407,11 @@ class Stream:
             bounds = bases.facts["errors"][task]
             low, high = bounds["at_least"], bounds["at_most"]
             assert low <= error / norm <= high, (task, low, error / norm, high)
-            # One number, where no large terms cancel
+            # One number, where no large terms cancel. Squares are known to 1e-6 of squared terms
+            # of up to ten norms, so an error near 0 is known to its root.
             steep = np.abs(decoder).max() > 3 or norms.max() > 10 * norm
             if exact and self.dtype == "float32" and not steep:
-                assert high - low <= (1e-4 if error > 0.1 * norm else 5e-3), (task, low, high)
+                assert high - low <= (1e-4 if error > 0.1 * norm else 2e-2), (task, low, high)
 
 
 STREAMS = st.builds(
@@ -480,11 +481,11 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return tiny.family(tmp_path_factory.mktemp("llamas"), small, tasks, scale=0.01)
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("how", ["ae", "balanced"])
 def test_twenty_llamas_and_the_recipes_of_their_store(
-    tmp_path: Path, llamas: tuple[Path, list[Path]], how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, llamas: tuple[Path, list[Path]], how: str
 ) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
     base, models = llamas
     store = tmp_path / "a store" / "s[1]"
     states = [tiny.load(path) for path in models]
@@ -525,14 +526,13 @@ def test_twenty_llamas_and_the_recipes_of_their_store(
     assert all(f"t{i}" in shown for i in range(total))
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("first", ["models", "adapters"])
 def test_adapters_join_models_and_each_other(
     tmp_path: Path,
     llamas: tuple[Path, list[Path]],
     first: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
     base, models = llamas
     start = tiny.load(base)
     listed: list[str | Path] = list(models[:2]) if first == "models" else []
@@ -651,15 +651,14 @@ MISTAKES: dict[str, tuple[str, str]] = {  # -> store, what is said
 }
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_the_store_stays(
     tmp_path: Path,
     built: Path,
     llamas: tuple[Path, list[Path]],
     mistake: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
     base, models = llamas
     kind, expected = MISTAKES[mistake]
     place = tmp_path / "stores"

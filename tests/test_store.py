@@ -22,13 +22,14 @@ from safetensors.torch import load_file, save_file
 from tiny import TASKS, as_bin, family, gpt2, llama, load
 from transformers import AutoConfig, AutoTokenizer
 
-from tvb_mergekit import building, store, stream, writing
+from tvb_mergekit import building, store, store_writing, stream, writing
 from tvb_mergekit.building import build_store
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.plugin.inputs import Options, from_mapping, read_inputs
 from tvb_mergekit.refusals import MergeRefused
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 Array = NDArray[np.float64]
 State = dict[str, torch.Tensor]
 KINDS: dict[str, dict[str, Any]] = {
@@ -45,11 +46,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Half a unit in the last place, relative, and the least step of what is too small for that.
 ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
 MIXED = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
 
 
 def read(
@@ -236,7 +232,7 @@ def test_a_base_that_ties_what_its_models_do_not_is_refused(tmp_path: Path) -> N
 
 
 def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
-    patch.setattr(building, "plan_shards", lambda items, _: writing.plan_shards(items, limit))
+    patch.setattr(store_writing, "plan_shards", lambda items, _: writing.plan_shards(items, limit))
 
 
 def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +535,7 @@ def test_a_failure_at_the_very_end_can_be_resumed(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-            patch.setattr(building, name, fail)
+            patch.setattr(store_writing, name, fail)
             build_store(read(base, models, **keys), out, resume=True)
         assert not out.exists()
     calls = count_grams(monkeypatch)

@@ -24,10 +24,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tvb_mergekit import building, store
+from tvb_mergekit import store, store_writing
 from tvb_mergekit.building import build_store
 from tvb_mergekit.plugin.inputs import Options, from_mapping, read_inputs
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 # The tasks that merge over the models of a recipe, and the same without what a store fixes.
 FIXED = ("basis", "num_bases", "steps", "solver", "seed")
 NEGATE = {"forget": "code", "alpha": 0.7}
@@ -53,11 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scale": 0.002,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
 
 
 @dataclass
@@ -552,7 +548,7 @@ def test_the_ready_recipes_of_raw_state_dicts_run(tmp_path: Path) -> None:
 
 def test_a_raw_basis_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mergekit-pytorch takes one file for each model, of any size."""
-    monkeypatch.setattr(building, "SHARD_BYTES", 10000)
+    monkeypatch.setattr(store_writing, "SHARD_BYTES", 10000)
     base, models = raw_family(tmp_path / "in", SIZES)
     folder = tmp_path / "store"
     build_store(read(base, models, **KINDS["pca"]), folder)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.basis import build as encode_basis
-from tvb_mergekit.building import copy_config, finish_store, store_facts, tensors_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.lora import (
@@ -33,6 +32,7 @@ from tvb_mergekit.online import relative
 from tvb_mergekit.output import check_new_folder
 from tvb_mergekit.store import Bases, basis_folder, load, note_files
 from tvb_mergekit.store import lock as store_lock
+from tvb_mergekit.store_writing import copy_config, finish_store, store_facts, tensors_of
 from tvb_mergekit.writing import file_record
 
 LOG = logging.getLogger(__name__)

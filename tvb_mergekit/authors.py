@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from tvb_mergekit.checkpoints import load_pickle
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.keys import check_value, shown
 
@@ -441,23 +440,10 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Map a PyTorch file without running code from it: `weights_only`, storages by mmap."""
     if not path.is_file():
         raise UserError(f"{path}: missing; {_AGAIN}")
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        called = re.search(r"Unsupported (?:global|class).*?(\w[\w.]+\.\w+)", str(error))
-        reason = f" (it calls {called[1]})" if called else ""
-        raise UserError(
-            f"{path}: cannot be read without running code that it carries{reason}; "
-            "the authors' code writes tensors and plain values only: do not use this file"
-        ) from error
-    except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path}: truncated, or not a file in PyTorch's zip format ({reason}); {_AGAIN}"
-        ) from error
+    unsafe = "the authors' code writes tensors and plain values only: do not use this file"
+    data = load_pickle(path, legacy=False, unsafe=unsafe, broken=_AGAIN)
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds {_kind(data)}: expected a dictionary; {_AGAIN}")
     return data

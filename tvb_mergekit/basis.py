@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ WRONG_BASE_RATIO = 0.5
 
 
 @dataclass
-class Combination:
+class Combination(ABC):
     """What merging a tensor needs to know of the vectors that are combined.
 
     The vectors are the task vectors of T models (`Basis`) or the M bases of a store
@@ -36,9 +36,20 @@ class Combination:
     seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
     _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
-    num_inputs: ClassVar[int]  # vectors that are read
-    num_bases: ClassVar[int]  # M
-    deltas: ClassVar[int] = 0  # how many inputs are differences from the base already
+    @property
+    @abstractmethod
+    def num_inputs(self) -> int:
+        """How many vectors are read."""
+
+    @property
+    @abstractmethod
+    def num_bases(self) -> int:
+        """M."""
+
+    @property
+    def deltas(self) -> int:
+        """How many inputs are differences from the base already."""
+        return 0
 
     @property
     def scale(self) -> float:
@@ -47,14 +58,14 @@ class Combination:
             return 1.0
         return len(self.tasks) / self.num_bases
 
+    @abstractmethod
     def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
         """Of each input in the merged model, [num_inputs]."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def weighted_encoder(self) -> Tensor:
         """The bases from the inputs: B = inputs @ this, [num_inputs, M] float64."""
-        raise NotImplementedError
 
     def thresholds(self, density: float) -> Tensor:
         """`trim: model`: the threshold of each basis for this density, [M] float32."""
@@ -80,11 +91,11 @@ class Basis(Combination):
     cached: bool = False
 
     @property
-    def num_inputs(self) -> int:  # type: ignore[override]
+    def num_inputs(self) -> int:
         return len(self.weights)
 
     @property
-    def num_bases(self) -> int:  # type: ignore[override]
+    def num_bases(self) -> int:
         return self.encoding.num_bases
 
     def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
@@ -134,15 +145,15 @@ class StoredBases(Combination):
     reconstruction: Tensor
 
     @property
-    def num_inputs(self) -> int:  # type: ignore[override]
+    def num_inputs(self) -> int:
         return len(self.reconstruction)
 
     @property
-    def num_bases(self) -> int:  # type: ignore[override]
+    def num_bases(self) -> int:
         return len(self.shares)
 
     @property
-    def deltas(self) -> int:  # type: ignore[override]
+    def deltas(self) -> int:
         return self.num_inputs
 
     def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:

@@ -14,7 +14,7 @@ import pickle
 import re
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -74,8 +74,29 @@ class TensorInfo:
         return self.offset + start * size, min(_SAMPLE, self.numel) * size
 
 
+class Named:
+    """What models on disk and in memory share; see `weights`."""
+
+    tensors: dict[str, TensorInfo]
+
+    def canonical(self, name: str) -> str:
+        """The name under which a tensor that is stored once and named twice is counted."""
+        return self.tensors[name].alias_of or name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def _digest(self, read: Callable[[str, int, int], bytes]) -> str:
+        digest = hashlib.sha256()
+        for name, start, stop in _samples(self.tensors):
+            info = self.tensors[name]
+            digest.update(f"{name}|{info.dtype}|{info.shape}|".encode() + read(name, start, stop))
+        return digest.hexdigest()
+
+
 @dataclass
-class Checkpoint:
+class Checkpoint(Named):
     """One model's weights on disk.
 
     `tensors` maps each name to its `TensorInfo`; `tensor(name)` gives a CPU tensor whose pages
@@ -190,47 +211,35 @@ class Checkpoint:
                     "training that goes on?); run the command again"
                 )
 
-    def canonical(self, name: str) -> str:
-        """The name under which a tensor that is stored once and named twice is counted."""
-        return self.tensors[name].alias_of or name
-
-    @property
-    def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.tensors.values())
-
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor.
 
         Depends on the contents alone, not on the path, the sharding or the file format.
         The sample is 1024 elements at the start, the middle and the end of each tensor.
         """
-        digest = hashlib.sha256()
-        samples = []
-        for name in sorted(self.tensors):
-            samples += [(name, start) for start, _ in sample_starts(self.tensors[name].numel)]
+
+        def read(name: str, start: int, stop: int) -> bytes:
+            info = self.tensors[name]
+            if info.offset is None:
+                return bytes_of(self.tensor(name).reshape(-1)[start:stop])
+            place, size = info.sample(start)
+            files[info.shard].seek(place)
+            return files[info.shard].read(size)
+
         with ExitStack() as stack:
             files = {
                 shard: stack.enter_context(_open_for_samples(self.folder / shard))
                 for shard in self.shards
                 if shard.endswith(".safetensors")
             }
-            for name, start in samples:  # all requests first: a cold disk answers them together
+            # All requests first: a cold disk answers them together.
+            for name, start, _ in _samples(self.tensors):
                 info = self.tensors[name]
                 if info.offset is not None and hasattr(os, "posix_fadvise"):
                     place, size = info.sample(start)
                     advice = os.POSIX_FADV_WILLNEED
                     os.posix_fadvise(files[info.shard].fileno(), place, size, advice)
-            for name, start in samples:
-                info = self.tensors[name]
-                digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
-                if info.offset is not None:
-                    place, size = info.sample(start)
-                    files[info.shard].seek(place)
-                    digest.update(files[info.shard].read(size))
-                else:
-                    piece = self.tensor(name).reshape(-1)[start : start + _SAMPLE]
-                    digest.update(piece.contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+            return self._digest(read)
 
     def stamp(self) -> list[list[int | str]]:
         """What the file system says of each shard: changes with every write, unlike the sample."""
@@ -252,10 +261,18 @@ def metadata_of(path: Path) -> dict[str, str]:
         return {}
 
 
-def sample_starts(numel: int) -> list[tuple[int, int]]:
-    """The ranges of elements of a tensor that enter a fingerprint: start, middle and end."""
-    last = max(0, numel - _SAMPLE)
-    return [(start, min(start + _SAMPLE, numel)) for start in sorted({0, last // 2, last})]
+def bytes_of(piece: Tensor) -> bytes:
+    """The elements of a tensor on the CPU as they lie in memory."""
+    return piece.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _samples(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int]]:
+    """The names and ranges of elements that enter a fingerprint: start, middle and end of each."""
+    for name in sorted(tensors):
+        numel = tensors[name].numel
+        last = max(0, numel - _SAMPLE)
+        for start in sorted({0, last // 2, last}):
+            yield name, start, min(start + _SAMPLE, numel)
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
@@ -378,28 +395,38 @@ def _tensor_info(entry: dict[str, Any], shard: str, data: int) -> TensorInfo:
     return info
 
 
-def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
-    """Map a PyTorch file without running code from it: `weights_only`, storages by mmap."""
+def load_pickle(path: Path, *, legacy: bool, unsafe: str, broken: str) -> Any:
+    """A PyTorch file without running code from it: `weights_only`, its storages mapped.
+
+    Args:
+        legacy: whether to hold in memory a file from before PyTorch 1.6, which cannot be mapped.
+        unsafe, broken: what to do about a file that carries code, or that is none of PyTorch's.
+
+    Raises:
+        UserError: it is one of those.
+    """
     try:
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
+            if not legacy or "mmap can only be used" not in str(error):
                 raise
-            # The format before PyTorch 1.6 cannot be mapped: this file is held in memory.
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         called = re.search(r"Unsupported (?:global|class).*?(\w[\w.]+\.\w+)", str(error))
         reason = f" (it calls {called[1]})" if called else ""
         raise UserError(
-            f"{path}: cannot be read without running code that it carries{reason}; "
-            "convert it to safetensors"
+            f"{path}: cannot be read without running code that it carries{reason}; {unsafe}"
         ) from error
     except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path}: truncated or not a PyTorch file ({reason}); download it again"
-        ) from error
+        kind = "a PyTorch file" if legacy else "a file in PyTorch's zip format"
+        raise UserError(f"{path}: truncated, or not {kind} ({reason}); {broken}") from error
+
+
+def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
+    unsafe, broken = "convert it to safetensors", "download it again"
+    loaded = load_pickle(path, legacy=True, unsafe=unsafe, broken=broken)
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict):

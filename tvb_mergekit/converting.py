@@ -12,17 +12,25 @@ from torch import Tensor
 
 from tvb_mergekit import report
 from tvb_mergekit.authors import Published, read_published
-from tvb_mergekit.building import copy_config, finish_store, local_path, shards_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.inputs import Matched, match
 from tvb_mergekit.output import StagedFolder, check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.recipe import check_tasks, resolve_settings
-from tvb_mergekit.store import MARKER, MEAN, Bases, basis_folder, dtype_name, load, note_files
+from tvb_mergekit.store import (
+    FORMAT_VERSION,
+    MEAN,
+    Bases,
+    basis_folder,
+    dtype_name,
+    load,
+    note_files,
+)
+from tvb_mergekit.store_writing import finish_store, finish_vectors, local_path, writers_of
 from tvb_mergekit.stream import combine, gram_of
 from tvb_mergekit.weights import StateDict, Weights
-from tvb_mergekit.writing import FoldersSink, FolderWriter
+from tvb_mergekit.writing import FoldersSink
 
 
 def convert_published(
@@ -59,7 +67,6 @@ def convert_published(
     names += [MEAN] * (published.mean is not None)
     matched = _match(base, vectors, names)
     items = [replace(item, base=None, out=dtype) for item in matched.items]
-    shards = shards_of(items, base_folder)
     check_disk(os.fspath(out), len(names) * sum(i.numel for i in items) * dtype.itemsize)
     stage = StagedFolder(out)
     try:
@@ -70,7 +77,7 @@ def convert_published(
             deltas=len(names),
             progress=progress("Gram matrix", sum(item.nbytes for item in items)),
         )
-        writers = [FolderWriter(stage.path / n, shards, {"format": "pt", MARKER: n}) for n in names]
+        writers = writers_of(stage.path, names, items, base_folder)
         combine(
             items,
             torch.eye(len(names), dtype=torch.float64),
@@ -79,11 +86,7 @@ def convert_published(
             deltas=len(names),
             progress=progress("Bases", sum(item.nbytes for item in items)),
         )
-        files: dict[str, dict[str, object]] = {}
-        for index, writer in enumerate(writers):
-            for name, record in writer.finish().items():
-                files[f"{writer.folder.name}/{name}"] = record
-            copy_config(base_folder, writer.folder, index)
+        files = finish_vectors(writers, base_folder)
         facts = _facts(published, base, base_model, matched, names, dtype)
         facts["store"]["files"] = files
         count = len(published.vectors)
@@ -140,7 +143,7 @@ def _facts(
     unknown = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
     fingerprint = base.fingerprint()
     return {
-        "format_version": report.FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "versions": report.versions(),
         "method": "basis_negate" if published.basis == "rand_proj" else "basis_ta",
         "parameters": {

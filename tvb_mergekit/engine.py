@@ -28,7 +28,7 @@ from tvb_mergekit.gram import (
     each_slot,
     gram_pass,
 )
-from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.recipe import Settings, ratio_to_bases
 from tvb_mergekit.trim import MagnitudeHistogram
 
@@ -183,7 +183,7 @@ def _count(
     slots: Sequence[Slot],
     devices: Sequence[torch.device],
     budget: int,
-    progress: Callable[[int], object],
+    progress: Update,
 ) -> MagnitudeHistogram:
     encoder = basis.weighted_encoder
     rows = encoder.shape[1]

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.building import companions
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.output import StagedFolder, check_disk, check_new_folder, check_output_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.report import CITATION
 from tvb_mergekit.store import Bases, dtype_name
+from tvb_mergekit.store_writing import companions
 from tvb_mergekit.stream import Item, Part, combine
 from tvb_mergekit.weights import Weights
 from tvb_mergekit.writing import FoldersSink, FolderWriter, MemorySink, plan_shards

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.progress import Update
 
 BLOCK = 2048  # columns that one float32 matrix product sums over
 CPU_CHUNK = 2**17  # elements: chunks of T x 0.5 MB stay in the processor's cache
@@ -233,7 +234,7 @@ def gram_pass(
     devices: Sequence[torch.device] = (torch.device("cpu"),),
     budget: int = DEFAULT_BUDGET,
     sketch: Sketch | None = None,
-    progress: Callable[[int], object] = lambda nbytes: None,
+    progress: Update = lambda nbytes: None,
 ) -> GramSums:
     """Sum over all slots, each read once; one worker thread per device.
 
@@ -274,7 +275,7 @@ def each_slot(
     slots: Sequence[Slot],
     devices: Sequence[torch.device],
     work: Callable[[torch.device], Callable[[Slot], None]],
-    progress: Callable[[int], object],
+    progress: Update,
 ) -> None:
     """Give every slot to `work(device)`, one thread per device, and tell `progress` its bytes.
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import online, report
-from tvb_mergekit.building import copy_config, finish_store, local_path, shards_of
 from tvb_mergekit.encoders import Gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, block_budget
@@ -28,7 +27,7 @@ from tvb_mergekit.ready import FOLDER, keep_edited
 from tvb_mergekit.recipe import Settings, check_tasks
 from tvb_mergekit.store import (
     FACTS,
-    MARKER,
+    FORMAT_VERSION,
     TENSORS,
     Bases,
     basis_folder,
@@ -38,9 +37,10 @@ from tvb_mergekit.store import (
     note_files,
 )
 from tvb_mergekit.store import lock as store_lock
+from tvb_mergekit.store_writing import finish_store, finish_vectors, local_path, writers_of
 from tvb_mergekit.stream import Item, Part, combine, gram_of
 from tvb_mergekit.weights import StateDict, Weights
-from tvb_mergekit.writing import FoldersSink, FolderWriter, MemorySink
+from tvb_mergekit.writing import FoldersSink, MemorySink
 
 LOG = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -323,18 +323,10 @@ class _Addition:
             _link_folder(self.bases.path / name, work / name)
             old = self.bases.facts["store"]["files"]
             files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
-        shards = shards_of(items, self._config_folder())
         names = [basis_folder(m) for m in range(len(kept), len(kept) + outputs)]
-        writers = [
-            FolderWriter(work / name, shards, {"format": "pt", MARKER: name}) for name in names
-        ]
-        sink = FoldersSink(writers)
-        self._combine(items, matrix, sink)
-        for writer in writers:
-            records = writer.finish()
-            files |= {f"{writer.folder.name}/{name}": record for name, record in records.items()}
-            index = int(writer.folder.name.rpartition("-")[2])
-            copy_config(self._config_folder(), writer.folder, index)
+        writers = writers_of(work, names, items, self._config_folder())
+        self._combine(items, matrix, FoldersSink(writers))
+        files |= finish_vectors(writers, self._config_folder(), first=len(kept))
         facts = self._facts(files)
         finish_store(work, store, facts, self._tensors())
         if self.bases is not None and self.bases.path is not None:
@@ -405,7 +397,7 @@ class _Addition:
         inputs = self.inputs
         settings = inputs.settings.model_copy(update={"basis": self.how})
         return {
-            "format_version": report.FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "versions": report.versions(),
             "method": settings.method,
             "parameters": {**settings.in_force(), "weights": {}, **inputs.varying},

@@ -24,7 +24,7 @@ from tvb_mergekit.encoders import Gram
 from tvb_mergekit.encoders.balanced import completion
 from tvb_mergekit.encoders.linear import NULL, Array
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.output import megabytes
+from tvb_mergekit.output import listed, megabytes
 from tvb_mergekit.report import WIDE
 
 NEEDED = ("tasks", "models", "num_bases", "num_parameters")  # in basis.json
@@ -515,9 +515,8 @@ class _Printer:
         for basis, column in zip(bases, encoder.T.tolist(), strict=True):
             order = sorted(range(len(column)), key=lambda i: -abs(column[i]))
             kept = [i for i in order if abs(column[i]) >= 5e-4]
-            largest = ", ".join(f"{self.names[i]} {column[i]:.3f}" for i in kept[:3])
-            more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
-            self.say(f"{basis}: {largest or 'none'}{more}")
+            largest = listed([f"{self.names[i]} {column[i]:.3f}" for i in kept])
+            self.say(f"{basis}: {largest or 'none'}")
 
     def print_choices(self) -> None:
         choices, current = self.inspection.choices, self.inspection.num_bases

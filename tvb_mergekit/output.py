@@ -9,7 +9,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tvb_mergekit.checkpoints import weight_files
@@ -42,12 +42,12 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             break
     if found := weight_files(target):
         raise UserError(
-            f"the output folder {out} already holds weight files ({_some(found)}); delete them or "
-            "name another folder: loaders would mix old shards with new ones"
+            f"the output folder {out} already holds weight files ({listed(found, 4)}); delete them "
+            "or name another folder: loaders would mix old shards with new ones"
         )
     if found := [name for name in WRITTEN if os.path.exists(os.path.join(target, name))]:
         raise UserError(
-            f"the output folder {out} already holds {_some(found)}, which the merge would "
+            f"the output folder {out} already holds {listed(found, 4)}, which the merge would "
             "overwrite; name another folder"
         )
 
@@ -57,11 +57,12 @@ def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) ->
     check_output_folder(out, inputs)
     target = Path(os.path.realpath(out))
     if target.is_dir() and (found := sorted(entry.name for entry in target.iterdir())):
-        raise UserError(f"the folder {out} already holds {_some(found)}; name another folder")
+        raise UserError(f"the folder {out} already holds {listed(found, 4)}; name another folder")
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import tqdm
 
-Progress = Callable[[str, int], Callable[[int], object]]
+Update = Callable[[int], object]  # called with the bytes of each piece
+Progress = Callable[[str, int], Update]  # called with the title and total bytes of each pass
 
 
 def bars(quiet: bool) -> Progress:
-    """What gives each pass a bar: called with its title and total bytes."""
+    """A bar for each pass."""
 
-    def start(title: str, total: int) -> Callable[[int], object]:
+    def start(title: str, total: int) -> Update:
         bar = tqdm.tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=quiet)
 
         def update(nbytes: int) -> None:
@@ -25,6 +26,6 @@ def bars(quiet: bool) -> Progress:
     return start
 
 
-def silent(title: str, total: int) -> Callable[[int], object]:
+def silent(title: str, total: int) -> Update:
     """No bars."""
     return lambda nbytes: None

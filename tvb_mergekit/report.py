@@ -22,8 +22,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.basis import Basis, StoredBases
+from tvb_mergekit.store import FACTS, FORMAT_VERSION, TENSORS
 
-FORMAT_VERSION = 1
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
 CITATION = """```bibtex
@@ -142,13 +142,13 @@ def write_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
     # One metadata entry: safetensors writes several in an order that changes from run to run. And
     # not `save_file`, whose files only their owner may read.
     data = save(contiguous, metadata={"format": "pt"})
-    (Path(folder) / "basis.safetensors").write_bytes(data)
+    (Path(folder) / TENSORS).write_bytes(data)
 
 
 def write_facts(folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
     """Write `basis.json` alone."""
     text = json.dumps(facts, indent=2, allow_nan=False)
-    (Path(folder) / "basis.json").write_text(text + "\n", encoding="utf-8")
+    (Path(folder) / FACTS).write_text(text + "\n", encoding="utf-8")
 
 
 def add_card_section(

@@ -34,7 +34,6 @@ from tvb_mergekit.checkpoints import Checkpoint, TensorInfo, metadata_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
 from tvb_mergekit.recipe import Settings, nearest
-from tvb_mergekit.report import FORMAT_VERSION
 from tvb_mergekit.weights import Weights
 from tvb_mergekit.writing import HASH, file_record
 
@@ -55,6 +54,7 @@ NEEDED = (
     "files",
 )
 FACTS, TENSORS = "basis.json", "basis.safetensors"
+FORMAT_VERSION = 1  # of both
 MEAN = "mean"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -29,6 +29,7 @@ from tvb_mergekit.gram import (
     tensor_sums,
     zero_sums,
 )
+from tvb_mergekit.progress import Update
 from tvb_mergekit.weights import Weights
 
 AHEAD = 2  # pieces that are being read while others are computed
@@ -36,7 +37,6 @@ LONGEST = 2**20  # elements: longer pieces gained nothing
 WRITES = 2  # pieces that wait to be written
 MOST_WORKERS = 8  # threads that compute on a CPU; the memory is the limit before
 
-Progress = Callable[[int], object]
 Result = TypeVar("Result")
 
 
@@ -194,7 +194,7 @@ def gram_of(
     budget: int = DEFAULT_BUDGET,
     deltas: int = 0,
     sketch: Sketch | None = None,
-    progress: Progress = lambda nbytes: None,
+    progress: Update = lambda nbytes: None,
 ) -> GramSums:
     """G [T, T] of the inputs of all items, float64 (see `gram`): each read once.
 
@@ -246,7 +246,7 @@ def combine(
     deltas: int = 0,
     add_base: bool = False,
     sketch: Sketch | None = None,
-    progress: Progress = lambda nbytes: None,
+    progress: Update = lambda nbytes: None,
 ) -> None:
     """Give `sink` the columns of [tau_1 ... tau_n] @ matrix, plus theta_0 with `add_base`.
 

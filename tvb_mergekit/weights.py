@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.checkpoints import TensorInfo, sample_starts
+from tvb_mergekit.checkpoints import Named, TensorInfo, bytes_of
 
 
 class Weights(Protocol):
@@ -37,7 +36,7 @@ class Weights(Protocol):
         """Stored bytes."""
 
 
-class StateDict:
+class StateDict(Named):
     """The tensors of a state dict as `Weights`; never modified, moved to the CPU when read."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
@@ -56,22 +55,8 @@ class StateDict:
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         return self._state[name].reshape(-1)[start:stop].cpu()
 
-    def canonical(self, name: str) -> str:
-        return self.tensors[name].alias_of or name
-
-    @property
-    def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.tensors.values())
-
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for name in sorted(self.tensors):
-            info = self.tensors[name]
-            for start, stop in sample_starts(info.numel):
-                digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
-                piece = self.read(name, start, stop, torch.empty(0)).contiguous()
-                digest.update(piece.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return self._digest(lambda n, i, j: bytes_of(self.read(n, i, j, torch.empty(0))))
 
     def stamp(self) -> list[list[int | str]]:
         return []

@@ -17,9 +17,16 @@ from tvb_mergekit.engine import sketch_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget, count_not_finite, not_finite
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.output import check_disk, check_output_folder, megabytes
+from tvb_mergekit.output import check_disk, check_output_folder, listed, megabytes
 from tvb_mergekit.plugin.files import input_folders
-from tvb_mergekit.plugin.inputs import Document, Options, plan_only, read_document, read_inputs
+from tvb_mergekit.plugin.inputs import (
+    Document,
+    Options,
+    by_factors,
+    plan_only,
+    read_document,
+    read_inputs,
+)
 from tvb_mergekit.plugin.planning import Plan
 from tvb_mergekit.plugin.sources import Changed
 from tvb_mergekit.plugin.tasks import torch_dtype
@@ -60,12 +67,10 @@ def check_recipe(
     if recipe.store is not None:
         yield from _check_store_recipe(document, options)
         return
-    if document.raw:
-        _check_raw_files(document)
     try:
         inputs = read_inputs(document, options)
     except UserError as error:
-        if document.raw or _by_factors(document, options):
+        if document.raw or by_factors(document, options):
             raise
         plan = plan_only(document, options)  # what stops a merge is said here
         if not plan.slots:
@@ -91,10 +96,6 @@ def check_recipe(
     _check_kept(inputs)
     facts, _ = inspect_inputs(inputs, device, progress)
     yield _verdict(facts["num_bases"], facts["retained_energy"])
-
-
-def _by_factors(document: Document, options: Options) -> bool:
-    return not options.fuse and all(model.lora is not None for model in document.recipe.models)
 
 
 def _listing(path: str, document: Document) -> Iterator[str]:
@@ -137,22 +138,14 @@ def _check_kept(inputs: Inputs) -> None:
                 raise UserError(not_finite(name, tensor))
 
 
-def _check_raw_files(document: Document) -> None:
-    for model in (document.recipe.base, *document.recipe.models):
-        path = model.model.path
-        if not os.path.isfile(path):
-            found = "is a folder" if os.path.isdir(path) else "no such file"
-            raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
-
-
 def _raw_notes(inputs: Inputs) -> Iterator[str]:
     every = [inputs.base, *inputs.sources]
     names = {name for weights in every for name in weights.tensors}
     some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
     if some:
         yield (
-            f"mergekit-pytorch wants --tensor-intersection or --tensor-union: {_some(some)} not in "
-            "all files"
+            f"mergekit-pytorch wants --tensor-intersection or --tensor-union: {listed(some)} not "
+            "in all files"
         )
 
 
@@ -184,11 +177,7 @@ def _kept(left_out: Mapping[str, str]) -> Iterator[str]:
     for name, reason in left_out.items():
         found.setdefault(reason, []).append(name)
     for reason, names in found.items():
-        yield f"{len(names)} left to the base, {reason}: {_some(names)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"{len(names)} left to the base, {reason}: {listed(names)}"
 
 
 def _merged_bytes(inputs: Inputs) -> int:

@@ -131,7 +131,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] | Non
         refuse_bases([recipe.base], "`base_model`")
     if document.raw:
         found = _raw_inputs(document)
-    elif not options.fuse and all(model.lora is not None for model in recipe.models):
+    elif by_factors(document, options):
         found = _adapter_inputs(document, options, names or ())
     else:
         found = _planned_inputs(document, options)
@@ -141,6 +141,11 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] | Non
         )
     found.varying = document.varying
     return found
+
+
+def by_factors(document: Document, options: Options) -> bool:
+    """Whether all models are adapters, which are then taken as they are."""
+    return not options.fuse and all(model.lora is not None for model in document.recipe.models)
 
 
 def _raw_inputs(document: Document) -> Inputs:

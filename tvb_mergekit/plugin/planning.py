@@ -37,7 +37,7 @@ from tvb_mergekit.engine import Tunables, build_basis, count_if_needed
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import Slot, block_budget, count_not_finite, not_finite, shapes_differ
 from tvb_mergekit.inputs import QUANTIZED
-from tvb_mergekit.output import check_disk
+from tvb_mergekit.output import check_disk, listed
 from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
 from tvb_mergekit.plugin.reading import Recipe, read_recipe
 from tvb_mergekit.plugin.sources import (
@@ -331,7 +331,7 @@ def replace_tasks(
             LOG.warning(
                 "`%s` is tied in the base and not in %s: the merged model is written untied",
                 weight.name,
-                _listed(
+                listed(
                     [t for t, name in zip(recipe.tasks, names, strict=True) if name == weight.name]
                 ),
             )
@@ -398,8 +398,8 @@ def _reason_to_keep(
         left_out = recipe.store.bases.facts["left_out"]
         return str(left_out.get(base.name, left_out.get(weight.name, "not in the store")))
     if missing:
-        LOG.warning("tensor `%s` is not in %s: it stays the base's", weight.name, _listed(missing))
-        return f"missing in {_listed(missing)}"
+        LOG.warning("tensor `%s` is not in %s: it stays the base's", weight.name, listed(missing))
+        return f"missing in {listed(missing)}"
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
         source = sources[model]
         for who, part in (("the base", base), (f"task {task}", source)):
@@ -461,7 +461,3 @@ def _tied_by_config(models: Iterable[ModelReference], trust_remote_code: bool) -
     """Whether all models say that their output embedding is the input embedding."""
     configs = [model.config(trust_remote_code=trust_remote_code) for model in models]
     return all(getattr(config, "tie_word_embeddings", False) for config in configs)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

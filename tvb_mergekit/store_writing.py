@@ -1,0 +1,192 @@
+"""What every new store gets, whoever makes its vectors: their folders, basis.json, recipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit import report
+from tvb_mergekit.basis import Basis
+from tvb_mergekit.inputs import Inputs
+from tvb_mergekit.online import cast_loss, errors_of, relative
+from tvb_mergekit.output import sync
+from tvb_mergekit.ready import write_recipes
+from tvb_mergekit.report import write_facts, write_tensors
+from tvb_mergekit.store import FACTS, MARKER, MEAN, TENSORS, basis_folder, dtype_name
+from tvb_mergekit.stream import Item
+from tvb_mergekit.writing import SHARD_BYTES, FolderWriter, file_record, plan_shards
+
+# What belongs to the base and a basis folder needs, to be loaded and to be merged by mergekit.
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def folders_of(basis: Basis) -> list[str]:
+    """The folders of the vectors of a store: each basis, and for PCA the mean."""
+    names = [basis_folder(m) for m in range(basis.encoding.num_bases)]
+    return names + [MEAN] * (basis.settings.basis == "pca")
+
+
+def writers_of(
+    folder: Path, names: Sequence[str], items: Sequence[Item], config: Path | None, done: int = 0
+) -> list[FolderWriter]:
+    """A writer for each vector of a store in `folder`.
+
+    Args:
+        config: the folder of the base's configuration.
+        done: how many items are written already.
+    """
+    # mergekit-pytorch, which takes bare weights, takes them from one file.
+    shards = plan_shards(items, sys.maxsize if config is None else SHARD_BYTES)
+    return [
+        FolderWriter(folder / name, shards, {"format": "pt", MARKER: name}, done) for name in names
+    ]
+
+
+def finish_vectors(
+    writers: Sequence[FolderWriter], config: Path | None, first: int = 0
+) -> dict[str, dict[str, object]]:
+    """Complete the folders of vectors, of which the first is B_first; returns their files."""
+    files = {}
+    for index, writer in enumerate(writers, first):
+        for name, record in writer.finish().items():
+            files[f"{writer.folder.name}/{name}"] = record
+        copy_config(config, writer.folder, index)
+    return files
+
+
+def copy_config(source: Path | None, folder: Path, index: int) -> None:
+    """Give a basis folder the base's configuration, marked, and its tokenizer."""
+    if source is None or not (source / "config.json").is_file():
+        return
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config[MARKER] = {"folder": folder.name, "index": index}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in companions(source, config):
+        shutil.copyfile(file, folder / file.name)
+
+
+def companions(source: Path, config: Mapping[str, Any]) -> list[Path]:
+    """The small files beside a model's weights and configuration; its own code, if it has any."""
+    code = sorted(source.glob("*.py")) if "auto_map" in config else []
+    return [*(source / name for name in COPIED if (source / name).is_file()), *code]
+
+
+def finish_store(
+    folder: Path, out: Path, facts: dict[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write all of a store but its bases into `folder`, basis.json last.
+
+    Args:
+        out: where the folder will lie.
+    """
+    write_tensors(folder, tensors)
+    facts["store"]["files"][TENSORS] = file_record(folder / TENSORS)
+    facts["store"]["recipes"] = write_recipes(folder, out, facts)
+    write_facts(folder, facts)
+    for path in (folder / TENSORS, folder / FACTS, folder):  # the weights are synced already
+        sync(path)
+
+
+def tensors_of(basis: Basis) -> dict[str, Tensor]:
+    """`basis.safetensors` of a store: that of a merge, and `gram_bases`."""
+    encoding = basis.encoding
+    if encoding.encoder is None:  # rand_proj: orthonormal
+        products = torch.eye(encoding.num_bases, dtype=torch.float64)
+    else:
+        products = encoding.encoder.T @ basis.sums.gram @ encoding.encoder
+    return {**report.tensors_of(basis), "gram_bases": (products + products.T) / 2}
+
+
+def reconstruction_errors(basis: Basis) -> Tensor:
+    """||tau_hat_i - tau_i|| [T], from the Gram matrix."""
+    gram, encoding = basis.sums.gram, basis.encoding
+    if encoding.reconstruction is not None:
+        return errors_of(gram, encoding.reconstruction)
+    lost = gram.diagonal() - encoding.decoder.square().sum(0)  # an orthogonal projection
+    return lost.clamp(min=0).sqrt()
+
+
+def local_path(model: str) -> str | None:
+    """Where a model that is on this disk lies, to be found from any folder."""
+    return os.path.abspath(model) if os.path.exists(model) else None
+
+
+def cast_losses(basis: Basis, dtype: torch.dtype) -> Tensor:
+    """The most that storing each basis (and PCA's mean) in `dtype` can lose, [M] or [M + 1]."""
+    squares = tensors_of(basis)["gram_bases"].diagonal()
+    if basis.settings.basis == "pca":
+        squares = torch.cat([squares, basis.sums.gram.mean().reshape(1)])
+    return cast_loss(squares.clamp(min=0).sqrt(), dtype, basis.sums.num_parameters)
+
+
+def store_facts(
+    inputs: Inputs,
+    basis: Basis,
+    dtype: torch.dtype,
+    files: dict[str, dict[str, object]],
+    lost: Tensor,
+    contents: str = "tensors",
+) -> dict[str, Any]:
+    """All of a new store's basis.json but the checksum of basis.safetensors.
+
+    Args:
+        lost: [M], for PCA [M + 1]: the most that each stored vector can differ from the exact one.
+    """
+    facts = report.facts(
+        basis,
+        base_model=inputs.base_model,
+        models=dict(zip(inputs.tasks, inputs.models, strict=True)),
+        left_out=inputs.left_out,
+        fingerprints=inputs.fingerprints,
+        tunables={},
+        dtype=inputs.dtype,
+    )
+    facts["parameters"] |= inputs.varying
+    kind, count = basis.settings.basis, basis.encoding.num_bases
+    weights = None
+    if kind in ("balanced", "none"):
+        weights = [len(inputs.tasks) / count] * count
+    compress = {"balanced": "balanced", "ae": "ae", "none": "ae", "rand_select": "ae"}.get(kind)
+    facts["store"] = {
+        "contents": contents,
+        "dtype": dtype_name(dtype),
+        "folders": folders_of(basis),
+        "budget": count,
+        "compress": compress,
+        "basis_weights": weights,
+        "base_fingerprint": inputs.base_fingerprint,
+        "base_path": local_path(inputs.base_model),
+        "twins": dict(inputs.twins),
+        "model_bytes": inputs.model_bytes,
+        "added": 0,
+        "files": files,
+    }
+    exact = reconstruction_errors(basis)
+    # What basis m lost moves tau_hat_i by at most |W_d[m, i]| times that.
+    slack = lost[:count] @ basis.encoding.decoder.abs()
+    slack += lost[count:].sum()  # PCA's mean is in every task
+    low, high = (exact - slack).clamp(min=0), exact + slack
+    facts["errors"] = relative(inputs.tasks, facts["norms"], low, high)
+    return facts
