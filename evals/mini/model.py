@@ -51,7 +51,7 @@ PRESETS = {
         64, 3, 4, 0.75, Steps(2000, 64, 5e-3), Steps(150, 32, 1e-3), Steps(150, 32, 4e-3), 8, 200
     ),
     "small": Preset(
-        128, 4, 8, 0.75, Steps(1800, 128, 3e-3), Steps(150, 32, 3e-3), Steps(150, 32, 4e-3), 8, 500
+        128, 4, 8, 0.75, Steps(1800, 128, 3e-3), Steps(150, 32, 3e-3), Steps(150, 32, 8e-3), 8, 500
     ),
 }
 
@@ -103,7 +103,7 @@ def add_lora(model: PreTrainedModel, rank: int) -> Any:
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, items: Iterator[tuple[str, str]], size: int
+    tokenizer: Any, items: Iterator[tuple[str, str]], size: int
 ) -> Iterator[dict[str, Tensor]]:
     """Right-padded prompts with their answers; the loss sees the answers and the end alone."""
     vocab = tokenizer.get_vocab()

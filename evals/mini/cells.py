@@ -1,0 +1,445 @@
+"""The pieces of the comparison: a trained run and a cell of `plan.py` -> what was measured.
+
+Bases are built, grown and merged by the library, as a user would (`tvb_mergekit.build`, `add`,
+`merge`). A coefficient only multiplies what a merge adds to the base, so one merge with
+coefficient 1 gives the direction, and the search runs along it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import data
+import torch
+from model import batches
+from plan import Cell, T, settings, used
+from runs import Run, Weights, difference
+from score import GRID, mean
+from torch import Tensor
+from torch.func import functional_call
+
+import tvb_mergekit
+
+TASKS = tuple(data.TASKS)
+PAPERS_LAMBDA = 0.3  # online, where the paper does not search
+KEPT = 0.95  # of the control score
+ASCENT = 1e-3  # the longest step of gradient ascent, over the base's norm
+
+
+def compute(run: Run, cell: Cell) -> dict[str, Any]:
+    """What a cell measures."""
+    return KINDS[cell["kind"]](run, cell)
+
+
+def _reference(run: Run, cell: Cell) -> dict[str, Any]:
+    tested = cell["tested"]
+    own = {t: run.accuracy(run.models[t], "test", [t], tested)[t] for t in TASKS}
+    count = sum(tensor.numel() for tensor in run.base.values())
+    return {
+        "base": run.accuracy(run.base, "test", (*TASKS, *data.UNSEEN), tested),
+        "specialists": own,
+        "bytes": 4 * count,
+        "parameters": count,
+    }
+
+
+# ---------------------------------------------------------------------------------------- addition
+
+
+def _built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
+    label = cell["basis"].removesuffix("_mixed")
+    size = {} if label == "none" else {"num_bases": cell["num_bases"]}
+    # a mixture's seed is that of the mixture
+    seed = {"seed": cell["seed"]} if label != "none" and label == cell["basis"] else {}
+    dtype = getattr(torch, cell.get("dtype", "float32"))
+    return tvb_mergekit.build(
+        run.base, run.models, out, dtype=dtype, **settings(label), **size, **seed
+    )
+
+
+class Direction:
+    """theta_0 + lambda * vector, for any lambda; what was once scored is not scored again."""
+
+    def __init__(self, run: Run, vector: Mapping[str, Tensor]) -> None:
+        self.run, self.vector = run, vector
+        self.scores: dict[tuple[Any, ...], dict[str, float]] = {}
+
+    def accuracy(
+        self, scale: float, split: str, tasks: Sequence[str], items: int
+    ) -> dict[str, float]:
+        asked = round(scale, 9), split, tuple(tasks), items
+        if asked not in self.scores:
+            weights = self.run.shifted((scale, self.vector))
+            self.scores[asked] = self.run.accuracy(weights, split, tasks, items)
+        return self.scores[asked]
+
+    def search(
+        self, grid: Sequence[float], tasks: Sequence[str], items: int
+    ) -> tuple[float, list[float]]:
+        """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
+        found = [mean(self.accuracy(s, "validation", tasks, items), tasks) for s in grid]
+        return grid[max(range(len(grid)), key=lambda i: (found[i], -grid[i]))], found
+
+
+def _addition(run: Run, cell: Cell) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        bases = _built(run, cell, Path(folder) / "store" if cell["stored"] else None)
+        built = time.perf_counter() - start
+        if bases.path is None:
+            held = sum(info.nbytes for vector in bases.vectors for info in vector.tensors.values())
+        else:
+            held = sum(file.stat().st_size for file in bases.path.glob("basis-*/*.safetensors"))
+        mixture = torch.ones(bases.num_bases, dtype=torch.float64)
+        if cell["basis"].endswith("_mixed"):
+            mixture = _mixture(bases.num_bases, cell["seed"])
+        encoder = bases.encoder
+        facts = {key: bases.facts.get(key) for key in FACTS}
+        return {
+            "bytes": held,
+            "facts": facts,
+            "row_sums": None if encoder is None else (encoder @ mixture).tolist(),
+            "seconds": {"build": built},
+            "merges": {merge: _merged(run, cell, bases, merge, mixture)
+                       for merge in cell["merges"]},
+        }  # fmt: skip
+
+
+FACTS = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
+
+
+def _mixture(count: int, seed: int) -> Tensor:
+    """Q 1 of a random Q whose columns are convex: B Q spans what B does, and its loss is the same.
+
+    What addition sees of it are the row sums W_e Q 1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(count, count, generator=generator, dtype=torch.float64)
+    columns = uniform.log().neg() ** 3  # so that a column is nearly one basis, now and then
+    mixture: Tensor = (columns / columns.sum(0)).sum(1)
+    return mixture
+
+
+def _merged(
+    run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, mixture: Tensor
+) -> dict[str, Any]:
+    """One merge, its coefficient searched on three scales.
+
+    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is no merge of the paper's: it
+    adds up the reconstructed task vectors, sum_i tau_hat_i = B (W_d 1), so that the encoder's row
+    sums do not matter; PCA has its mean in it.
+    """
+    start = time.perf_counter()
+    if cell["basis"].endswith("_mixed"):
+        vector = _combined(run, mixture, bases.vectors)
+    else:
+        moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
+        vector = difference(moved, run.base)
+    seconds = time.perf_counter() - start
+    merged = Direction(run, vector)
+    directions = {"bases": (1.0, merged), "tasks": (T / bases.num_bases, merged)}
+    if merge == "ta":
+        rebuilt = _combined(run, bases.reconstruction(TASKS).sum(1), bases.sources)
+        directions["decoder"] = (1.0, merged if bases.basis == "none" else Direction(run, rebuilt))
+    scales = {}
+    for scale, (factor, direction) in directions.items():
+        start = time.perf_counter()
+        grid = [by * factor for by in GRID]
+        best, found = direction.search(grid, TASKS, used(cell))
+        scales[scale] = {
+            "lambda": best,
+            "grid": grid,
+            "validation": found,
+            "seconds": time.perf_counter() - start,
+            "test": direction.accuracy(best, "test", TASKS, cell["tested"]),
+        }
+    return {"seconds": seconds, "items": used(cell), "scales": scales}
+
+
+def _combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
+    terms = zip(by.tolist(), vectors, strict=True)
+    moved = run.shifted(*((c, {n: v.tensor(n) for n in v.tensors}) for c, v in terms))
+    return difference(moved, run.base)
+
+
+# ---------------------------------------------------------------------------------------- negation
+
+
+def _negation(run: Run, cell: Cell) -> dict[str, Any]:
+    """Each task forgotten out of the sum of all.
+
+    The paper forgets from the pretrained model, and asks a control task to keep 95 %. This base
+    answers wrong to begin with, so what is to forget is taken out of a shipped model: the base and
+    all task vectors. Control are the other tasks.
+    """
+    shipped = run.shifted(*((cell["lambda"], run.task_vector(task)) for task in TASKS))
+    start = run.accuracy(shipped, "test", TASKS, cell["tested"])
+    vector_of = _forgetting(run, cell)
+    tasks = {}
+    for task in TASKS:
+        others = [other for other in TASKS if other != task]
+        error = None
+        if vector_of is None:
+            path = list(_ascent(run, shipped, task))
+            states: Mapping[float, Weights] = dict(enumerate(path))
+        else:
+            vector, true = vector_of(task), run.task_vector(task)
+            error = norm(difference(vector, true)) / norm(true)
+            states = _Line(shipped, vector)
+        alpha = _most_forgotten(run, states, task, others, cell["items"])
+        after = run.accuracy(states[alpha], "test", TASKS, cell["tested"])
+        tasks[task] = {
+            "alpha": alpha,
+            "target": after[task],
+            "control": mean(after, others),
+            "control_before": mean(start, others),
+            "relative_error": error,
+        }
+    return {"lambda": cell["lambda"], "start": start, "tasks": tasks}
+
+
+class _Line(Mapping[float, Weights]):
+    """alpha -> start - alpha * vector, for each alpha of the grid; made when it is asked for."""
+
+    def __init__(self, start: Weights, vector: Weights) -> None:
+        self.start, self.vector = start, vector
+
+    def __getitem__(self, alpha: float) -> Weights:
+        return {name: tensor - alpha * self.vector[name] for name, tensor in self.start.items()}
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(GRID)
+
+    def __len__(self) -> int:
+        return len(GRID)
+
+
+def _most_forgotten(
+    run: Run,
+    states: Mapping[float, Weights],
+    task: str,
+    others: Sequence[str],
+    items: int,
+) -> float:
+    """Of the alphas that keep 95 % of the control score, the one with the least target score.
+
+    The smallest of equals. The control score is only taken until an alpha keeps it, in the order of
+    preference.
+    """
+
+    def control(alpha: float) -> float:
+        return mean(run.accuracy(states[alpha], "validation", others, items), others)
+
+    least = KEPT * control(0.0)
+    target = {
+        alpha: run.accuracy(state, "validation", [task], items)[task]
+        for alpha, state in states.items()
+    }
+    liked = sorted(target, key=lambda alpha: (target[alpha], alpha))
+    return next(alpha for alpha in liked if control(alpha) >= least)
+
+
+def _forgetting(run: Run, cell: Cell) -> Callable[[str], Weights] | None:
+    """task -> the vector to subtract; None for gradient ascent."""
+    if cell["basis"] == "ascent":
+        return None
+    if cell["basis"] == "plain":
+        return run.task_vector
+    bases = _built(run, cell)
+    return lambda task: difference(tvb_mergekit.reconstruct(bases, run.base, task), run.base)
+
+
+def norm(vector: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in vector.values()))
+
+
+def _ascent(run: Run, weights: Weights, task: str) -> Iterator[Weights]:
+    """The weights after 0, 1 ... 20 steps of raising the loss on the task's training items."""
+    moving = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
+    optimizer = torch.optim.SGD(moving.values(), ASCENT * norm(run.base), maximize=True)
+    source = batches(run.tokenizer, data.stream([task], 0.0, f"ascent/{task}"), 32)
+    for _ in GRID:
+        yield {name: tensor.detach().clone() for name, tensor in moving.items()}
+        optimizer.zero_grad()
+        _loss(run, moving, next(source)).backward()
+        torch.nn.utils.clip_grad_norm_(moving.values(), 1.0)
+        optimizer.step()
+
+
+def _loss(run: Run, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    inputs = {name: tensor.to(run.device) for name, tensor in batch.items()}
+    loss: Tensor = functional_call(run.model, dict(weights), (), inputs).loss
+    return loss
+
+
+# ------------------------------------------------------------------------------------------ online
+
+
+def _online(run: Run, cell: Cell) -> dict[str, Any]:
+    """Tasks arrive one by one; at the end, and as they come, what is held is added up."""
+    order = random.Random(cell["order"]).sample(TASKS, T)
+    tested, curve = cell["tested"], []
+    for seen, (vector, count) in enumerate(BUFFERS[cell["how"]](run, cell, order), 1):
+        if seen < T and not (cell["curve"] and seen % 2 == 0):
+            continue
+        held, known = Direction(run, vector), order[:seen]
+        # the paper's grid times tasks per vector held
+        best, _ = held.search([by * seen / count for by in GRID], known, used(cell))
+        test = held.accuracy(best, "test", known, tested)
+        curve.append({"seen": seen, "lambda": best, "test": test})
+    fixed = held.accuracy(PAPERS_LAMBDA, "test", order, tested)
+    return {
+        "order": order,
+        "fixed": {"lambda": PAPERS_LAMBDA, "test": fixed},
+        "tuned": {"lambda": best, "test": test},
+        "curve": curve if cell["curve"] else None,
+    }
+
+
+def _bases_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+    """Algorithm 1, as `tvb add` does it."""
+    bases: tvb_mergekit.Bases | None = None
+    for task in order:
+        bases = tvb_mergekit.add(
+            bases, run.base, run.models[task], task, budget=cell["budget"], compress=cell["how"]
+        )
+        moved = tvb_mergekit.merge(bases, run.base, "basis_ta", lambda_=1.0)
+        yield difference(moved, run.base), bases.num_bases
+
+
+def _random_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+    """At the budget, one of the vectors held is thrown away."""
+    rng, kept = random.Random(f"{cell['order']}/{cell['budget']}"), list[str]()
+    for task in order:
+        if len(kept) == cell["budget"]:
+            kept.remove(rng.choice(kept))
+        kept.append(task)
+        yield _total(run, kept), len(kept)
+
+
+def _continual(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+    """One running sum: addition over all tasks, from which nothing can be taken out again."""
+    for seen in range(1, T + 1):
+        yield _total(run, order[:seen]), seen
+
+
+def _magmax(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+    """In each entry the task vector of the largest magnitude (Marczak et al., 2024)."""
+    largest: Weights = {}
+    for task in order:
+        vector = run.task_vector(task)
+        largest = {
+            name: torch.where(tensor.abs() > largest[name].abs(), tensor, largest[name])
+            if largest else tensor
+            for name, tensor in vector.items()
+        }  # fmt: skip
+        yield largest, order.index(task) + 1
+
+
+def _total(run: Run, tasks: Iterable[str]) -> Weights:
+    return difference(run.shifted(*((1.0, run.task_vector(task)) for task in tasks)), run.base)
+
+
+BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, int]]]] = {
+    "ae": _bases_buffer,
+    "balanced": _bases_buffer,
+    "rand_select": _random_buffer,
+    "continual_ta": _continual,
+    "magmax": _magmax,
+}
+
+# ---------------------------------------------------------------------------------------- transfer
+
+EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
+BATCH = 16
+
+
+def _transfer(run: Run, cell: Cell) -> dict[str, Any]:
+    """An unseen task from a few examples: coefficients of what is held, learned block by block.
+
+    As in aTLAS (Zhang et al., 2024) each vector has a coefficient for each tensor, from 0. M bases
+    and `none_subsample` get M/T of the examples, as in the paper.
+    """
+    count = cell["num_bases"] or T
+    shots = max(1, round(cell["shots"] * count / T))
+    vectors = _vectors(run, cell)
+    tasks = {}
+    for task in data.UNSEEN:
+        docs = data.read(run.folder / "data", task, "train")[:shots]
+        items = [(doc["prompt"], doc["answer"]) for doc in docs]
+        if cell["basis"] == "base":
+            weights = run.base
+        elif cell["basis"] == "finetune":
+            weights = _finetuned(run, items)
+        else:
+            weights = _atlas(run, vectors, items)
+        tasks[task] = run.accuracy(weights, "test", [task], cell["tested"])[task]
+    return {"tasks": tasks}
+
+
+def _vectors(run: Run, cell: Cell) -> list[Weights]:
+    if cell["basis"] in ("base", "finetune"):
+        return []
+    if cell["basis"].startswith("none"):
+        return [run.task_vector(task) for task in TASKS]
+    bases = _built(run, cell)
+    return [{n: v.tensor(n).to(run.device) for n in v.tensors} for v in bases.vectors]
+
+
+def _steps(run: Run, items: list[tuple[str, str]]) -> Iterator[dict[str, Tensor]]:
+    rng = random.Random(0)
+    for _ in range(EPOCHS):
+        yield from batches(run.tokenizer, iter(rng.sample(items, len(items))), BATCH)
+
+
+def _learn(
+    run: Run,
+    learned: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    weights: Callable[[], Mapping[str, Tensor]],
+    items: list[tuple[str, str]],
+) -> Weights:
+    """Train `learned`, of which `weights` are made, with a rate that falls to 0."""
+    steps = list(_steps(run, items))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
+    for batch in steps:
+        optimizer.zero_grad()
+        _loss(run, weights(), batch).backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        schedule.step()
+    return {name: tensor.detach() for name, tensor in weights().items()}
+
+
+def _atlas(run: Run, vectors: Sequence[Weights], items: list[tuple[str, str]]) -> Weights:
+    names = list(run.base)
+    stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in names}
+    coefficients = torch.zeros(len(names), len(vectors), device=run.device, requires_grad=True)
+
+    def weights() -> Weights:
+        return {name: run.base[name] + torch.tensordot(row, stacked[name], 1)
+                for name, row in zip(names, coefficients, strict=True)}  # fmt: skip
+
+    optimizer = torch.optim.AdamW([coefficients], RATE, weight_decay=DECAY)
+    return _learn(run, [coefficients], optimizer, weights, items)
+
+
+def _finetuned(run: Run, items: list[tuple[str, str]]) -> Weights:
+    moving = {name: tensor.clone().requires_grad_() for name, tensor in run.base.items()}
+    optimizer = torch.optim.AdamW(moving.values(), 1e-3, weight_decay=0.0)
+    return _learn(run, list(moving.values()), optimizer, lambda: moving, items)
+
+
+KINDS: dict[str, Callable[[Run, Cell], dict[str, Any]]] = {
+    "reference": _reference,
+    "addition": _addition,
+    "negation": _negation,
+    "online": _online,
+    "transfer": _transfer,
+}

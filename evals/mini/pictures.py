@@ -1,0 +1,357 @@
+"""The tables of report.py as pictures: one colour per method in all of them, SVG, no state left.
+
+matplotlib's pyplot is not used. The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import data
+import matplotlib
+import report
+import sheets
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from sheets import (
+    HALF,
+    MAIN,
+    MERGES,
+    SCALES,
+    TA,
+    Record,
+    Runs,
+    Spread,
+    T,
+    Value,
+    name,
+    spread,
+    tested,
+)
+
+WIDTH = 9.0  # inches, about what a README is wide
+DARK, PALE = "#333333", "#999999"
+METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
+SETTINGS: Any = {
+    "svg.hashsalt": "tvb-mergekit",
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 6,
+}
+
+# Okabe and Ito's colours, and darker ones of Tol's; the markers tell them apart without colour
+LOOKS = {
+    "none": ("#000000", "s"),
+    "ae_exact": ("#0072b2", "o"),
+    "ae_adam_5": ("#d55e00", "D"),
+    "ae_adam_1": ("#56b4e9", "d"),
+    "ae_annealed": ("#882255", "v"),
+    "balanced": ("#009e73", "^"),
+    "linear_ae": ("#888888", "P"),
+    "pca": ("#cc79a7", "X"),
+    "rand_select": ("#e69f00", "*"),
+    "ae_exact_mixed": ("#332288", "."),
+    "rand_proj": ("#999933", "p"),
+    "ascent": ("#661100", "h"),
+    "magmax": ("#aa4499", "<"),
+    "ae, other temperatures": ("#d55e00", "x"),
+}
+LOOKS |= {"plain": LOOKS["none"], "continual_ta": LOOKS["none"], "ae": LOOKS["ae_exact"]}
+Points = Sequence[tuple[float, Spread | None]]
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """matplotlib's own settings and these, not the user's, which are as before afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        yield
+
+
+def draw(records: Iterable[Record], preset: str, method: str) -> dict[str, Figure]:
+    """name -> picture; what no record tells of is left out."""
+    runs = Runs(records, preset, method)
+    figures = {}
+    with styled():
+        for make in (radar, by_m, temperature, precision, cost, negation, online, why):
+            figure = make(runs)
+            if figure is not None:
+                figure.suptitle(f"{TITLES[make.__name__]} ({runs.what})", x=0.01, ha="left")
+                figures[make.__name__] = figure
+    return figures
+
+
+def svg(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    with styled():
+        figure.savefig(buffer, format="svg", metadata=METADATA)
+    return buffer.getvalue()
+
+
+TITLES = {
+    "radar": f"Normalized accuracy of each task, M = {HALF}, lambda per task",
+    "by_m": "Addition: normalized accuracy against M",
+    "temperature": f"Temperature of ae's softmax, M = {HALF}",
+    "precision": f"Bases in three precisions, M = {HALF}",
+    "cost": "Addition, lambda per basis: accuracy against time; area: bytes stored",
+    "negation": "Forgetting one task out of the sum of ten",
+    "online": "Tasks that arrive one by one, lambda tuned",
+    "why": f"Row sums of the encoder against what addition reaches, M = {HALF}",
+}
+
+
+# -------------------------------------------------------------------------------------------- parts
+
+
+def page(rows: int, columns: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    for each in axes.flat:
+        each.grid(axis="y")
+    return figure, list(axes.flat)
+
+
+def line(axes: Axes, label: str, points: Points, text: str = "") -> None:
+    """A method's means over a band of one sd to each side; where a mean is unknown, a gap."""
+    if not any(cell for _, cell in points):
+        return
+    colour, marker = LOOKS[label]
+    x = [place for place, _ in points]
+    mean = [cell.mean if cell else math.nan for _, cell in points]
+    sd = [(cell.sd or 0.0) if cell else math.nan for _, cell in points]
+    low, high = ([m + sign * s for m, s in zip(mean, sd, strict=True)] for sign in (-1, 1))
+    axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
+    axes.plot(x, mean, color=colour, marker=marker, label=text or name(label))
+
+
+def level(axes: Axes, label: str, cell: Spread | None, text: str = "") -> None:
+    if cell:
+        axes.axhline(cell.mean, color=LOOKS[label][0], linestyle="--", label=text or name(label))
+
+
+def bar(axes: Axes, place: float, cell: Spread | None, **how: Any) -> None:
+    if cell:
+        whisker = {"ecolor": DARK, "elinewidth": 1, "capsize": 2}
+        axes.bar(place, cell.mean, yerr=cell.sd or None, error_kw=whisker, **how)
+
+
+def legend(figure: Figure, axes: Iterable[Axes], columns: int = 5) -> None:
+    """One below all panels, each label once."""
+    handles: dict[str, Any] = {}
+    for each in axes:
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+
+
+def addition(runs: Runs, value: Value, **wanted: Any) -> Spread | None:
+    return spread(map(value, runs.find("addition", **wanted)))
+
+
+# ----------------------------------------------------------------------------------------- pictures
+
+
+def radar(runs: Runs) -> Figure | None:
+    figure = Figure(figsize=(6.5, 5.6), layout="constrained")
+    axes: Any = figure.add_subplot(projection="polar")
+    angles = [2 * math.pi * i / T for i in range(T)]
+    drawn = False
+    for label in ("none", "ae_adam_5", "balanced", "pca", "rand_select"):
+        records = runs.find("addition", basis=label, num_bases=T if label == "none" else HALF)
+        shares = [share for r in records if sheets.over(share := runs.share(r, *TA)) is not None]
+        if not shares:
+            continue
+        drawn = True
+        means = [sum(share[task] for share in shares) / len(shares) for task in data.TASKS]
+        colour, marker = LOOKS[label]
+        style = "--" if label == "none" else "-"
+        axes.plot([*angles, 0.0], [*means, means[0]], style, color=colour, marker=marker,
+                  markersize=4, label=name(label))  # fmt: skip
+    axes.set_theta_zero_location("N")
+    axes.set_xticks(angles, [task.replace("_", "\n") for task in data.TASKS])
+    axes.tick_params(axis="x", pad=12)
+    axes.set_ylim(0, None)
+    axes.set_rlabel_position(180 / T)  # between two tasks
+    legend(figure, [axes])
+    return figure if drawn else None
+
+
+def by_m(runs: Runs) -> Figure | None:
+    sizes = [size for size in runs.having("addition", "num_bases") if size]
+    panels = [
+        (merge, scale, runs.normal(*tested(merge, scale))) for merge in MERGES for scale in SCALES
+    ]
+    figure, axes = page(len(MERGES), len(SCALES), 6.6, sharex=True, sharey=True)
+    for each, (merge, scale, value) in zip(axes, panels, strict=True):
+        each.set_title(f"{MERGES[merge]}, {SCALES[scale]}")
+        level(each, "none", addition(runs, value, basis="none", num_bases=T))
+        for label in MAIN[1:]:
+            line(each, label, [(m, addition(runs, value, basis=label, num_bases=m)) for m in sizes])
+    if not any(each.has_data() for each in axes):
+        return None
+    for each in axes:
+        each.set_visible(each.has_data())
+        each.set_xticks(sizes)
+        each.set_xlabel("M")
+    for each in axes[:: len(SCALES)]:
+        each.set_ylabel("normalized accuracy")
+    legend(figure, axes)
+    return figure
+
+
+def temperature(runs: Runs) -> Figure | None:
+    labels = [b for b in sheets.TEMPERATURES if runs.find("addition", basis=b, num_bases=HALF)]
+    if not any(label.startswith("ae_adam") for label in labels):
+        return None
+    figure, axes = page(1, 2, 3.4)
+    axes[0].set_title("The encoder's loss over the least possible")
+    axes[1].set_title("Task arithmetic: normalized accuracy")
+    panels: list[Any] = [(axes[0], sheets.gap, DARK, "o", 0.0, "")]
+    for scale, colour, marker, shift in (("bases", PALE, "s", -0.1), ("tasks", DARK, "o", 0.1)):
+        value = runs.normal(*tested("ta", scale))
+        panels.append((axes[1], value, colour, marker, shift, SCALES[scale]))
+    for each, value, colour, marker, shift, text in panels:
+        for place, label in enumerate(labels):
+            cell = addition(runs, value, basis=label, num_bases=HALF)
+            if cell:
+                each.errorbar(place + shift, cell.mean, cell.sd, color=colour, fmt=marker,
+                              capsize=2, label=text)  # fmt: skip
+    ticks = [name(b).split(", ")[-1].replace("annealed ", "ann.\n") for b in labels]
+    for each in axes:
+        each.set_xticks(range(len(labels)), ticks, size=7.5)
+    legend(figure, axes[1:])
+    return figure
+
+
+def precision(runs: Runs) -> Figure | None:
+    made = report.precision(runs)
+    if not made:
+        return None
+    rows, colours = made[0].rows, {name(label): LOOKS[label][0] for label in MAIN}
+    figure, axes = page(1, 2, 3.4)
+    for place, (row, cells) in enumerate(rows.items()):
+        for i, cell in enumerate(cells):  # of each precision its size, then its accuracy
+            shift = i // 2
+            how = {"color": colours[row], "alpha": (1, 0.65, 0.35)[shift], "width": 0.27}
+            bar(axes[1 - i % 2], place + 0.29 * (shift - 1), cell, **how)
+    for each, text in zip(axes, ("Normalized accuracy, task arithmetic", "MB"), strict=True):
+        each.set_title(text)
+        each.set_xticks(range(len(rows)), [row.replace(", ", ",\n") for row in rows])
+    figure.supxlabel("left to right: " + ", ".join(sheets.DTYPES), size=9)
+    return figure
+
+
+def cost(runs: Runs) -> Figure | None:
+    figure, axes = page(1, 2, 4.2, sharey=True)
+    for each, merge in zip(axes, MERGES, strict=True):
+        each.set_title(MERGES[merge])
+        seconds = sheets.value_of("merges", merge, "scales", "bases", "seconds")
+        for label in ("none", "ae_exact", "ae_adam_5", "balanced", "pca", "rand_select"):
+            found = []
+            for size in runs.having("addition", "num_bases", basis=label):
+                of = {"basis": label, "num_bases": size}
+                values = (seconds, runs.normal(*tested(merge, "bases")), runs.stored)
+                cells = [addition(runs, value, **of) for value in values]
+                found += [[cell.mean for cell in cells if cell]] if all(cells) else []
+            if found:
+                x, y, share = zip(*found, strict=True)
+                each.scatter(x, y, s=[260 * part for part in share], color=LOOKS[label][0],
+                             alpha=0.65, linewidths=0, label=name(label))  # fmt: skip
+        each.set_xlabel("search for lambda, seconds")
+    if not any(each.has_data() for each in axes):
+        return None
+    axes[0].set_ylabel("normalized accuracy")
+    legend(figure, axes, 6)
+    return figure
+
+
+def negation(runs: Runs) -> Figure | None:
+    def at(key: str, basis: str, size: int | None) -> Spread | None:
+        return spread(
+            map(sheets.forgotten(key), runs.find("negation", basis=basis, num_bases=size))
+        )
+
+    sizes = [size for size in runs.having("negation", "num_bases") if size]
+    figure, axes = page(1, 2, 4.2)
+    axes[0].set_title("Accuracy on the forgotten task")
+    for label in sheets.NEGATION:
+        line(axes[0], label, [(size, at("target", label, size)) for size in sizes])
+        level(axes[0], label, at("target", label, None))
+    axes[0].set_xticks(sizes)
+    axes[0].set_xlabel("M")
+    wanted = sheets.at_half(sheets.NEGATION).values()
+    rows = [of for of in wanted if at("target", of["basis"], of["num_bases"])]
+    for place, of in enumerate(rows):
+        for shift, (key, alpha) in enumerate((("target", 1.0), ("control", 0.4))):
+            how = {"color": LOOKS[of["basis"]][0], "alpha": alpha, "width": 0.38}
+            bar(axes[1], place + 0.4 * shift - 0.2, at(key, of["basis"], of["num_bases"]), **how)
+    axes[1].set_title(f"M = {HALF}: the task (full), the other nine (pale)")
+    names = [name(of["basis"]) for of in rows]
+    axes[1].set_xticks(range(len(rows)), names, rotation=30, ha="right")
+    legend(figure, axes[:1], 4)
+    return figure if rows or axes[0].has_data() else None
+
+
+def online(runs: Runs) -> Figure | None:
+    value = runs.normal("tuned", "test")
+    budgets = [budget for budget in runs.having("online", "budget") if budget]
+    figure, axes = page(1, 2, 4.2, sharey=True)
+    for how in sheets.ONLINE:
+        cells = [(b, spread(map(value, runs.find("online", how=how, budget=b)))) for b in budgets]
+        line(axes[0], how, cells)
+        level(axes[0], how, spread(map(value, runs.find("online", how=how, budget=None))))
+        curves = [r for r in runs.find("online", how=how) if r["result"].get("curve")]
+        # of one budget: the nearest to T/2
+        sizes = {r["cell"].get("budget") for r in curves}
+        shown = min(sizes, default=None, key=lambda b: abs((b or HALF) - HALF))
+        found: dict[int, list[float | None]] = {}
+        for record in (r for r in curves if r["cell"].get("budget") == shown):
+            for point in record["result"]["curve"]:
+                shares = runs.shares(record, point["test"])
+                found.setdefault(point["seen"], []).append(sheets.over(shares, point["test"]))
+        points = [(seen, spread(found[seen])) for seen in sorted(found)]
+        line(axes[1], how, points, name(how) + (f", M = {shown}" if shown else ""))
+    if not any(each.has_data() for each in axes):
+        return None
+    axes[0].set_title("After the last task")
+    axes[0].set_xticks(budgets)
+    axes[0].set_xlabel("budget, vectors held")
+    axes[0].set_ylabel("normalized accuracy")
+    axes[1].set_title("The tasks seen so far")
+    axes[1].set_xlabel("tasks seen")
+    for each in axes:
+        each.legend(*each.get_legend_handles_labels(), loc="best", fontsize=7.5)
+    return figure
+
+
+def why(runs: Runs) -> Figure | None:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record, unevenness, accuracy in report.compared(runs):
+        basis = record["cell"]["basis"]
+        label = basis if basis in LOOKS else "ae, other temperatures"
+        found.setdefault(label, []).append((unevenness, accuracy))
+    figure, axes = page(1, 1, 4.2)
+    for label, (colour, marker) in LOOKS.items():
+        if label in found:
+            x, y = zip(*found[label], strict=True)
+            axes[0].scatter(x, y, 36, color=colour, marker=marker, alpha=0.8, linewidths=0.8,
+                            label=name(label))  # fmt: skip
+    axes[0].set_xlabel("variation of the row sums (standard deviation / mean)")
+    axes[0].set_ylabel("normalized accuracy, lambda per task")
+    legend(figure, axes)
+    return figure if found else None

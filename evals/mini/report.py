@@ -1,0 +1,379 @@
+"""Records of compare.py in; Markdown tables, one JSON and the marked blocks of a page out.
+
+    <!-- table: small full addition -->     between these lines of a page `write` puts that table:
+    <!-- end -->                            preset, method, a name of `SHEETS`
+
+A table is worked out as numbers first (`sheets.py`), and its Markdown and the JSON are written from
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import data
+from sheets import (
+    DTYPES,
+    HALF,
+    MAIN,
+    MERGES,
+    NEGATION,
+    ONLINE,
+    OTHER_SIGNS,
+    SCALES,
+    TA,
+    TEMPERATURES,
+    TRANSFER,
+    Column,
+    Record,
+    Runs,
+    Sheet,
+    Spread,
+    T,
+    Value,
+    at_half,
+    by_size,
+    dig,
+    forgotten,
+    gap,
+    grid,
+    in_store,
+    mean_of,
+    name,
+    over,
+    pearson,
+    row_sums,
+    sheet,
+    spread,
+    tested,
+    value_of,
+    variation,
+)
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def training(runs: Runs) -> list[Sheet]:
+    paths: dict[str, tuple[str, ...]] = {"base": ("base",), "specialist": ("specialists",)}
+    paths |= {"addition": TA}
+    columns = {title: Column(mean_of(*path)) for title, path in paths.items()}
+    sources = [runs.find("reference")] * 2 + [runs.find("addition", basis="none", num_bases=T)]
+
+    def row(values: Iterable[Value]) -> list[Spread | None]:
+        return [spread(map(value, some)) for value, some in zip(values, sources, strict=True)]
+
+    rows = {f"`{t}`": row(value_of(*path, t) for path in paths.values()) for t in data.ALL}
+    rows["mean of ten"] = row(column.value for column in columns.values())
+    rows["normalized"] = row(runs.normal(*path) for path in paths.values())
+    caption = "Test accuracy: the base, each task's specialist, the sum of all task vectors"
+    found = sheet(runs, caption, "reference", columns, rows, corner="task")
+    return found if runs.reference else []
+
+
+def addition(runs: Runs, absolute: bool = False) -> list[Sheet]:
+    sheets = []
+    for merge, way in MERGES.items():
+        for scale, text in SCALES.items():
+            value = (mean_of if absolute else runs.normal)(*tested(merge, scale))
+            columns = by_size(runs, "addition", value)
+            caption = (
+                f"Addition, {way}, {text}: {'' if absolute else 'normalized '}accuracy, best bold"
+            )
+            rows = {name(basis): {"basis": basis} for basis in MAIN}
+            sheets += grid(runs, caption, "addition", columns, rows, ranked=True)
+    return sheets
+
+
+def addition_absolute(runs: Runs) -> list[Sheet]:
+    return addition(runs, absolute=True)
+
+
+def per_task(runs: Runs) -> list[Sheet]:
+    def share_of(task: str) -> Value:
+        return lambda record: runs.share(record, *TA).get(task)
+
+    sheets = []
+    for word, of, mean in (
+        ("normalized accuracy", share_of, runs.normal(*TA)),
+        ("accuracy", lambda task: value_of(*TA, task), mean_of(*TA)),
+    ):
+        columns = {t.replace("_", " "): Column(of(t), sd=False) for t in data.TASKS}
+        columns["mean"] = Column(mean)
+        caption = f"Addition at M = {HALF}, task arithmetic, lambda per task: {word}"
+        sheets += grid(runs, caption, "addition", columns, at_half(MAIN))
+    return sheets
+
+
+def encoder() -> dict[str, Column]:
+    return {
+        "loss / least possible": Column(gap, ".4f"),
+        "row sums: variation": Column(variation),
+        "least": Column(lambda record: min(row_sums(record), default=None)),
+        "largest": Column(lambda record: max(row_sums(record), default=None)),
+    }
+
+
+def scales(runs: Runs) -> dict[str, Column]:
+    return {text: Column(runs.normal(*tested("ta", scale))) for scale, text in SCALES.items()}
+
+
+def temperature(runs: Runs) -> list[Sheet]:
+    caption = f"Temperature t of the softmax at M = {HALF}: encoder, and normalized accuracy of "
+    caption += "task arithmetic"
+    return grid(runs, caption, "addition", encoder() | scales(runs), at_half(TEMPERATURES))
+
+
+def precision(runs: Runs) -> list[Sheet]:
+    """Float32 is the store of that study, or else what was never stored, of the same runs."""
+    studied = {sibling(record) for record in runs.records if in_store(record)}
+    on_disk = bool(runs.find("addition", stored=True, dtype="float32"))
+
+    def of_study(value: Value) -> Value:
+        return lambda record: value(record) if sibling(record) in studied else None
+
+    columns = {}
+    for dtype in DTYPES:
+        wanted = {"dtype": dtype, "stored": on_disk or dtype != "float32"}
+        size = of_study(value_of("bytes", per=1e6))
+        columns[f"{dtype}, MB"] = Column(size, sd=False, wanted=wanted)
+        columns[dtype] = Column(of_study(runs.normal(*TA)), wanted=wanted)
+    caption = f"Bases stored at M = {HALF} in three precisions: size, and normalized accuracy of "
+    caption += "task arithmetic, lambda per task"
+    return grid(runs, caption, "addition", columns, at_half(MAIN[1:]))
+
+
+def sibling(record: Record) -> tuple[Any, ...]:
+    """What bases of one run have in common, whatever their precision."""
+    return (record["train_seed"], *(record["cell"].get(k) for k in ("basis", "num_bases", "seed")))
+
+
+def cost(runs: Runs) -> list[Sheet]:
+    rows = {
+        f"{name(label)}, M = {size}": {"basis": label, "num_bases": size}
+        for label in MAIN
+        for size in runs.having("addition", "num_bases", basis=label)
+    }
+    search = value_of("merges", "ta", "scales", "bases", "seconds")
+    columns = {
+        "size": Column(runs.stored, ".1%", sd=False),
+        "build, s": Column(value_of("seconds", "build")),
+        "one merge, s": Column(value_of("merges", "ta", "seconds")),
+        "search, s": Column(search, ".2f"),
+    }
+    caption = "Cost of task arithmetic (size: of all task vectors in float32; search: of a lambda "
+    caption += "per basis), and its normalized accuracy"
+    return grid(runs, caption, "addition", columns | scales(runs), rows)
+
+
+def negation(runs: Runs) -> list[Sheet]:
+    columns = {
+        "target before": Column(mean_of("start")),
+        "target after": Column(forgotten("target")),
+        "control before": Column(forgotten("control_before")),
+        "control after": Column(forgotten("control")),
+        "relative error": Column(forgotten("relative_error")),
+    }
+    caption = f"Forgetting one task at M = {HALF}: accuracy on it and on the other nine, error of "
+    caption += "its vector; means over the ten tasks"
+    return grid(runs, caption, "negation", columns, at_half(NEGATION))
+
+
+def negation_by_m(runs: Runs) -> list[Sheet]:
+    columns = by_size(runs, "negation", forgotten("target"))
+    caption = "Forgetting one task: accuracy on it (low is good), mean over the ten tasks"
+    rows = {name(basis): {"basis": basis} for basis in NEGATION}
+    return grid(runs, caption, "negation", columns, rows)
+
+
+def online(runs: Runs) -> list[Sheet]:
+    sheets = []
+    for key, text in {"tuned": "lambda tuned", "fixed": "lambda 0.3"}.items():
+        columns = by_size(runs, "online", runs.normal(key, "test"), "budget", "no budget")
+        caption = f"Tasks arriving one by one, {text}: normalized accuracy after the last"
+        rows = {name(how): {"how": how} for how in ONLINE}
+        sheets += grid(runs, caption, "online", columns, rows)
+    return sheets
+
+
+def transfer(runs: Runs) -> list[Sheet]:
+    rows = {
+        name(label) + ("" if size is None else f", M = {size}"): {"basis": label, "num_bases": size}
+        for label in TRANSFER
+        for size in runs.having("transfer", "num_bases", basis=label)
+    }
+    tasks = tuple(data.UNSEEN)
+    values: dict[str, Value] = {"mean of both": lambda r: over(dig(r, "result", "tasks"), tasks)}
+    values |= {f"`{task}`": value_of("tasks", task) for task in tasks}
+    sheets = []
+    for word, value in values.items():
+        shots = runs.having("transfer", "shots")
+        columns = {f"shots: {k or 0}": Column(value, wanted={"shots": k}) for k in shots}
+        caption = f"Few-shot transfer to tasks that no specialist has: accuracy, {word}"
+        sheets += grid(runs, caption, "transfer", columns, rows)
+    return sheets
+
+
+def compared(runs: Runs) -> list[tuple[Record, float, float]]:
+    """Additions at M = T/2 whose row sums compare: each with its variation and its accuracy."""
+    value = runs.normal(*TA)
+    found = [(r, variation(r), value(r)) for r in runs.find("addition", num_bases=HALF)]
+    return [
+        (record, unevenness, accuracy)
+        for record, unevenness, accuracy in found
+        if unevenness is not None
+        and accuracy is not None
+        and record["cell"]["basis"] not in OTHER_SIGNS
+    ]
+
+
+def why(runs: Runs) -> list[Sheet]:
+    """Do the row sums explain what addition loses? Over cells, and over the tasks in them."""
+    cells = compared(runs)
+    groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for record, _, _ in cells:
+        shares, sums = runs.share(record, *TA), row_sums(record)
+        for task, own in zip(data.TASKS, sums, strict=True):
+            pair = (own / statistics.fmean(sums), shares[task])
+            groups.setdefault((record["train_seed"], task), []).append(pair)
+    # Some tasks are easier to merge than others; what is left within one has no part in that.
+    within = []
+    for group in groups.values():
+        x, y = map(statistics.fmean, zip(*group, strict=True))
+        within += [(a - x, b - y) for a, b in group]
+    facts: dict[str, float | int | None] = {
+        "cells": len(cells),
+        "r_variation": pearson([(x, y) for _, x, y in cells]),
+        "r_tasks": pearson([pair for group in groups.values() for pair in group]),
+        "r_within_tasks": pearson(within),
+    }
+    r, r_tasks, r_within = ("-" if v is None else f"{v:.2f}" for v in list(facts.values())[1:])
+    note = (
+        f"Pearson's r between that variation and that accuracy: {r} over {len(cells)} cells of "
+        f"M = {HALF}; between a task's row sum (over the mean row sum) and its normalized "
+        f"accuracy: {r_tasks} over {len(within)} pairs, {r_within} with each task's mean over the "
+        f"cells of its training seed taken off. Without {' and '.join(OTHER_SIGNS)}, whose row "
+        "sums have other signs or another scale."
+    )
+    caption = f"Row sums of the encoder at M = {HALF}, which are what addition sees of it, and "
+    caption += "normalized accuracy of task arithmetic"
+    columns = encoder() | {SCALES["tasks"]: Column(runs.normal(*TA))}
+    rows = at_half([*MAIN[1:], "ae_exact_mixed"])
+    return grid(runs, caption, "addition", columns, rows, facts=facts, note=note)
+
+
+SHEETS = {
+    make.__name__: make
+    for make in (training, addition, addition_absolute, per_task, temperature, precision, cost,
+                 negation, negation_by_m, online, transfer, why)
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- output
+
+
+def tables(records: Sequence[Record], preset: str, method: str) -> dict[str, str]:
+    """name -> Markdown, a caption above each; a table of which nothing is known is left out."""
+    runs = Runs(records, preset, method)
+    made = {name: [s.markdown() for s in make(runs)] for name, make in SHEETS.items()}
+    return {name: "\n".join(texts) for name, texts in made.items() if texts}
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """preset -> method -> the numbers of its tables, and the accuracies that they are made of."""
+    found: dict[str, Any] = {}
+    for preset, method in pairs(records):
+        runs = Runs(records, preset, method)
+        sheets = {name: [s.plain() for s in make(runs)] for name, make in SHEETS.items()}
+        found.setdefault(preset, {})[method] = {
+            "tables": {name: some for name, some in sheets.items() if some},
+            "records": [
+                {k: bare(r[k]) for k in ("cell", "train_seed", "result")} for r in runs.records
+            ],
+        }
+    return found
+
+
+def pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
+    return sorted({(record["preset"], record["method"]) for record in records})
+
+
+def bare(found: Any) -> Any:
+    """Without what the search for lambda tried, and with null for what is no number."""
+    if isinstance(found, dict):
+        return {k: bare(v) for k, v in found.items() if k not in ("grid", "validation")}
+    if isinstance(found, (list, tuple)):
+        return [bare(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> list[Path]:
+    """Tables, numbers and pictures into FOLDER, and the tables that PAGE marks into PAGE.
+
+    The same records give the same bytes. Nothing is written before all is known.
+    """
+    import pictures  # needs matplotlib, and this module
+
+    made = {pair: tables(records, *pair) for pair in pairs(records)}
+    files: dict[Path, bytes] = {}
+    if page is not None:
+        marked = {
+            f"{p} {m} {title}": text for (p, m), t in made.items() for title, text in t.items()
+        }
+        files[page] = filled(page.read_text(encoding="utf-8"), marked, str(page)).encode()
+    lines = ["# MergeBench in miniature: all tables", ""]
+    for (preset, method), texts in made.items():
+        lines += [f"## {preset}, {method}", ""]
+        for title, text in texts.items():
+            lines += [f"### {title}", "", text]
+        for title, figure in pictures.draw(records, preset, method).items():
+            picture = folder / f"{preset}-{method}-{title}.svg"
+            files[picture] = pictures.svg(figure)
+            lines += [f"![{preset}, {method}: {title}]({picture.name})", ""]
+    files[folder / "tables.md"] = "\n".join(lines).encode()
+    numbers = json.dumps(summary(records), indent=1, sort_keys=True, allow_nan=False)
+    files[folder / "results.json"] = f"{numbers}\n".encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        beside = path.with_name(f".{path.name}.partial")
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    return list(files)
+
+
+MARK = re.compile(r"\s*<!-- table: (.*?) -->\s*")
+END = "<!-- end -->"
+
+
+def check_page(page: Path, pairs: Collection[tuple[str, str]]) -> None:
+    """Before hours of work: raise unless PAGE's marks name tables of these presets and methods."""
+    every = {f"{p} {m} {title}": "" for p, m in pairs for title in SHEETS}
+    filled(page.read_text(encoding="utf-8"), every, str(page))
+
+
+def filled(text: str, marked: Mapping[str, str], where: str) -> str:
+    """The page with the tables between its marks; all else stays as it is."""
+    lines, inside = [], 0
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        mark = MARK.fullmatch(line)
+        if inside and mark:
+            break
+        if mark and mark[1] not in marked:
+            raise click.ClickException(f"{where}, line {number}: there is no table {mark[1]!r}")
+        if mark:
+            inside = number
+            lines += [line, "\n", marked[mark[1]], "\n"]
+        elif line.strip() == END:
+            inside = 0
+        if not inside:
+            lines.append(line)
+    if inside:
+        raise click.ClickException(f"{where}, line {inside}: no {END} after this table")
+    return "".join(lines)

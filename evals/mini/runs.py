@@ -1,0 +1,73 @@
+"""A trained run in memory: its models as named tensors, and how well any weights do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import data
+import score
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+Weights = dict[str, Tensor]
+
+
+class Run:
+    """Base and specialists in float32; a tied tensor is held once, as `named_parameters` has it.
+
+    Attributes:
+        base: theta_0.
+        models: task -> theta_i; of adapters the merged models.
+    """
+
+    def __init__(self, folder: Path, method: str, device: str = "cpu") -> None:
+        self.folder, self.device = folder, device
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+        self.model = score.load(folder / "base").to(device)
+        self.base = self._weights(self.model)
+        self.models = {
+            task: self._weights(score.load(folder / method / task, folder / "base").to(device))
+            for task in data.TASKS
+        }
+        self.questions = cache(self._questions)
+
+    @staticmethod
+    def _weights(model: torch.nn.Module) -> Weights:
+        return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+    def task_vector(self, task: str) -> Weights:
+        return difference(self.models[task], self.base)
+
+    def shifted(self, *terms: tuple[float, Mapping[str, Tensor]]) -> Weights:
+        """theta_0 + sum of scale * vector."""
+        moved = {name: tensor.clone() for name, tensor in self.base.items()}
+        for scale, vector in terms:
+            for name, tensor in vector.items():
+                moved[name].add_(tensor.to(self.device, torch.float32), alpha=scale)
+        return moved
+
+    def accuracy(
+        self,
+        weights: Mapping[str, Tensor],
+        split: str,
+        tasks: Iterable[str] = tuple(data.TASKS),
+        items: int | None = None,
+    ) -> dict[str, float]:
+        """task -> share of right answers to its first `items` of a split, or to all."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+        return score.ask(self.model, self.tokenizer, self.questions(split, tuple(tasks), items))
+
+    def _questions(self, split: str, tasks: tuple[str, ...], items: int | None) -> score.Questions:
+        docs = [
+            doc for task in tasks for doc in data.read(self.folder / "data", task, split)[:items]
+        ]
+        return score.pack(self.tokenizer, docs, self.device)
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Weights:
+    return {name: tensor - other[name] for name, tensor in one.items()}
