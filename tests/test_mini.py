@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -16,23 +15,16 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from mini_modules import MINI, loaded
 from transformers import AutoTokenizer
 
-MINI = Path(__file__).resolve().parent.parent / "evals" / "mini"
 BIN = Path(sys.executable).parent
-MODULES = ("data", "model", "score", "train")
 
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[dict[str, ModuleType]]:
-    """The benchmark's modules, which import each other by short names; gone again afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(MINI)
-        for name in MODULES:
-            patch.delitem(sys.modules, name, raising=False)
-        yield {name: importlib.import_module(name) for name in MODULES}
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    with loaded() as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from typing import Any
 import data
 import torch
 from model import batches
-from plan import Cell, T, settings, used
+from plan import GRID, Cell, T, settings, used
 from runs import Run, Weights, difference
-from score import GRID, mean
+from score import mean
 from torch import Tensor
 from torch.func import functional_call
 
@@ -29,6 +29,7 @@ import tvb_mergekit
 TASKS = tuple(data.TASKS)
 PAPERS_LAMBDA = 0.3  # online, where the paper does not search
 KEPT = 0.95  # of the control score
+DIGITS = 9  # of a mean; what lies below is rounding
 ASCENT = 1e-3  # the longest step of gradient ascent, over the base's norm
 
 
@@ -40,12 +41,11 @@ def compute(run: Run, cell: Cell) -> dict[str, Any]:
 def _reference(run: Run, cell: Cell) -> dict[str, Any]:
     tested = cell["tested"]
     own = {t: run.accuracy(run.models[t], "test", [t], tested)[t] for t in TASKS}
-    count = sum(tensor.numel() for tensor in run.base.values())
     return {
         "base": run.accuracy(run.base, "test", (*TASKS, *data.UNSEEN), tested),
         "specialists": own,
-        "bytes": 4 * count,
-        "parameters": count,
+        "bytes": run.held,
+        "parameters": sum(tensor.numel() for tensor in run.base.values()),
     }
 
 
@@ -61,6 +61,11 @@ def _built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
     return tvb_mergekit.build(
         run.base, run.models, out, dtype=dtype, **settings(label), **size, **seed
     )
+
+
+def _mean(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
+    """Equal counts of right answers, task by task in any order, give equal means."""
+    return round(mean(scores, tasks), DIGITS)
 
 
 class Direction:
@@ -83,7 +88,7 @@ class Direction:
         self, grid: Sequence[float], tasks: Sequence[str], items: int
     ) -> tuple[float, list[float]]:
         """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
-        found = [mean(self.accuracy(s, "validation", tasks, items), tasks) for s in grid]
+        found = [_mean(self.accuracy(s, "validation", tasks, items), tasks) for s in grid]
         return grid[max(range(len(grid)), key=lambda i: (found[i], -grid[i]))], found
 
 
@@ -234,9 +239,9 @@ def _most_forgotten(
     """
 
     def control(alpha: float) -> float:
-        return mean(run.accuracy(states[alpha], "validation", others, items), others)
+        return _mean(run.accuracy(states[alpha], "validation", others, items), others)
 
-    least = KEPT * control(0.0)
+    least = round(KEPT * control(0.0), DIGITS)
     target = {
         alpha: run.accuracy(state, "validation", [task], items)[task]
         for alpha, state in states.items()
@@ -332,14 +337,14 @@ def _continual(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Wei
 def _magmax(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
     """In each entry the task vector of the largest magnitude (Marczak et al., 2024)."""
     largest: Weights = {}
-    for task in order:
+    for seen, task in enumerate(order, 1):
         vector = run.task_vector(task)
         largest = {
             name: torch.where(tensor.abs() > largest[name].abs(), tensor, largest[name])
             if largest else tensor
             for name, tensor in vector.items()
         }  # fmt: skip
-        yield largest, order.index(task) + 1
+        yield largest, seen
 
 
 def _total(run: Run, tasks: Iterable[str]) -> Weights:

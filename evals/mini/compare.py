@@ -6,8 +6,9 @@
 
 Every cell of `plan.py` gets a file OUT/PRESET-seedSEED/cells/METHOD/NAME.json, which has its name
 only once it is whole: the same command goes on after an interruption. A file's name hashes the
-cell, the weights of all models and the package's version, so what was measured of other models or
-in another way is never taken for it. Tables and pictures go to OUT/report, or to `--report`.
+cell, all weights of the run, the device and the versions of torch and of this package, so what was
+measured of other models is never taken for it. (Edits of the code are not in the hash.) Tables and
+pictures go to OUT/report-PRESET, or to `--report`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +33,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import cells as computing
 import click
 import data
+import pictures  # noqa: F401  # should matplotlib be missing, it is told now
 import torch
 import train
 import xxhash
-from plan import PLANS, Cell, cells, reference
+from plan import KEYS, KINDS, PLANS, Cell, cells, reference
 from report import check_page, write
 from runs import Run
 from tqdm import tqdm
@@ -65,22 +71,9 @@ def fingerprint(folder: Path, method: str) -> str:
 
 
 def work_of(folder: Path, method: str, device: str, models: str, cell: Cell) -> Work:
-    facts = json.dumps([VERSION, tvb_mergekit.__version__, models, cell], sort_keys=True)
-    told = [
-        cell.get(key)
-        for key in (
-            "kind",
-            "basis",
-            "how",
-            "num_bases",
-            "budget",
-            "order",
-            "shots",
-            "seed",
-            "dtype",
-        )
-    ]
-    name = "-".join(str(part) for part in told if part is not None)
+    versions = [VERSION, tvb_mergekit.__version__, torch.__version__]
+    facts = json.dumps([versions, device, models, cell], sort_keys=True)
+    name = "-".join(str(cell[key]) for key in KEYS if cell.get(key) is not None)
     name += f"-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
     return Work(folder, method, device, cell, folder / "cells" / method / name)
 
@@ -97,33 +90,74 @@ def compute(work: Work) -> Path:
     seconds = time.perf_counter() - start
     record = {"cell": work.cell, "seconds": seconds, "result": result}
     work.file.parent.mkdir(parents=True, exist_ok=True)
-    partial = work.file.with_suffix(f".{os.getpid()}.partial")
+    partial = work.file.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=1))
     os.replace(partial, work.file)
     return work.file
 
 
 def compute_all(pool: ProcessPoolExecutor, wanted: Iterable[Work], label: str) -> None:
-    missing = [work for work in wanted if not work.file.exists()]
-    futures = [pool.submit(compute, work) for work in missing]
+    futures = {pool.submit(compute, work): work for work in wanted if not work.file.exists()}
     try:
-        with tqdm(total=len(missing), desc=label, unit="cell", smoothing=0.05) as bar:
+        with tqdm(total=len(futures), desc=label, unit="cell", smoothing=0.05) as bar:
             for future in as_completed(futures):
-                bar.set_postfix_str(future.result().name.rsplit("-", 1)[0])
+                file = futures[future].file
+                try:
+                    future.result()
+                except BrokenProcessPool as error:
+                    raise click.ClickException(
+                        f"a worker was killed, for want of memory perhaps, at {file.stem}; the "
+                        "same command goes on, with fewer --workers"
+                    ) from error
+                except Exception as error:
+                    raise RuntimeError(f"in the cell {futures[future].cell}") from error
+                bar.set_postfix_str(file.stem.rpartition("-")[0])
                 bar.update()
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
 
 
+def compute_run(
+    pool: ProcessPoolExecutor, preset: str, method: str, seed: int, out: Path, device: str,
+    kinds: Sequence[str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train and compute what is missing of one run; its records."""
+    folder, _ = train.train_run(preset, method, seed, out, device)
+    models = fingerprint(folder, method)
+
+    def works(wanted: Iterable[Cell]) -> list[Work]:
+        return [work_of(folder, method, device, models, cell) for cell in wanted]
+
+    base, added = works(reference(PLANS[preset]))
+    compute_all(pool, [base, added], f"{folder.name} {method}")
+    sums = json.loads(added.file.read_text())["result"]["merges"]["ta"]["scales"]
+    others = works(
+        cell for cell in cells(PLANS[preset], sums["bases"]["lambda"]) if cell["kind"] in kinds
+    )
+    compute_all(pool, others, f"{folder.name} {method}")
+    about = {"preset": preset, "method": method, "train_seed": seed}
+    return [about | json.loads(work.file.read_text()) for work in (base, added, *others)]
+
+
 def _start() -> None:
+    """A worker: one thread, no word on Ctrl-C, and not longer than its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _numbers(context: click.Context, option: click.Parameter, value: str) -> list[int]:
     try:
-        return [int(part) for part in value.split(",")]
+        return list(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError:
         raise click.BadParameter(f"{value!r}: expected whole numbers, such as 0,1,2") from None
 
@@ -134,20 +168,23 @@ def _numbers(context: click.Context, option: click.Parameter, value: str) -> lis
               default=("full",), show_default=True, help="May be repeated.")  # fmt: skip
 @click.option("--seeds", callback=_numbers, default="0", show_default=True,
               help="Of the trainings, comma-separated.")  # fmt: skip
+@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, default=KINDS,
+              help="Only this kind of cells; may be repeated. By default all.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
               show_default=True, help="Runs go to OUT/PRESET-seedSEED.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
               show_default=True, help="auto: a GPU where there is one.")  # fmt: skip
-@click.option("--workers", type=click.IntRange(1), help="Processes; by default one for each core, "
-              "and one on a GPU.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1), help="Processes; by default as many as "
+              "PyTorch would take threads, and one on a GPU.")  # fmt: skip
 @click.option("--report", "folder", type=click.Path(file_okay=False, path_type=Path),
-              help="Where tables and pictures go; OUT/report by default.")  # fmt: skip
+              help="Where tables and pictures go; OUT/report-PRESET by default.")  # fmt: skip
 @click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="A Markdown page whose marked tables are renewed.")  # fmt: skip
 def main(
     preset: str,
     methods: tuple[str, ...],
     seeds: list[int],
+    kinds: tuple[str, ...],
     out: Path,
     device: str,
     workers: int | None,
@@ -157,34 +194,15 @@ def main(
     """Train, merge, score and report, from fixed seeds."""
     logging.disable_progress_bar()
     if page is not None:
-        check_page(page, [(preset, method) for method in methods])
-    on = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    count = workers or (1 if on == "cuda" else len(os.sched_getaffinity(0)))
-    plan = PLANS[preset]
-    records: list[dict[str, Any]] = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, context, _start) as pool:
-        for method in methods:
+        check_page(page)
+    on = train.chosen_device(device)
+    count = workers or (1 if on == "cuda" else torch.get_num_threads())
+    records = []
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start) as pool:
+        for method in dict.fromkeys(methods):
             for seed in seeds:
-                run, _ = train.train_run(preset, method, seed, out, on)
-                models = fingerprint(run, method)
-                label = f"{run.name} {method}"
-
-                def works(
-                    wanted: Iterable[Cell], run: Path = run, method: str = method,
-                    models: str = models,
-                ) -> list[Work]:  # fmt: skip
-                    return [work_of(run, method, on, models, cell) for cell in wanted]
-
-                first = works(reference(plan))
-                compute_all(pool, first, label)
-                added = json.loads(first[-1].file.read_text())["result"]["merges"]["ta"]
-                rest = works(cells(plan, added["scales"]["bases"]["lambda"]))
-                compute_all(pool, rest, label)
-                about = {"preset": preset, "method": method, "train_seed": seed}
-                for work in [*first, *rest]:
-                    records.append(about | json.loads(work.file.read_text()))
-    for path in write(records, folder or out / "report", page):
+                records += compute_run(pool, preset, method, seed, out, on, kinds)
+    for path in write(records, folder or out / f"report-{preset}", page):
         click.echo(path)
 
 

@@ -17,8 +17,8 @@ import report
 import sheets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from plan import DTYPES, HALF, T
 from sheets import (
-    HALF,
     MAIN,
     MERGES,
     SCALES,
@@ -26,7 +26,6 @@ from sheets import (
     Record,
     Runs,
     Spread,
-    T,
     Value,
     name,
     spread,
@@ -104,11 +103,11 @@ def svg(figure: Figure) -> bytes:
 
 
 TITLES = {
-    "radar": f"Normalized accuracy of each task, M = {HALF}, lambda per task",
+    "radar": f"Normalized accuracy of each task, M = {HALF}, {SCALES['tasks']}",
     "by_m": "Addition: normalized accuracy against M",
     "temperature": f"Temperature of ae's softmax, M = {HALF}",
     "precision": f"Bases in three precisions, M = {HALF}",
-    "cost": "Addition, lambda per basis: accuracy against time; area: bytes stored",
+    "cost": f"Addition, {SCALES['bases']}: accuracy against time; area: bytes stored",
     "negation": "Forgetting one task out of the sum of ten",
     "online": "Tasks that arrive one by one, lambda tuned",
     "why": f"Row sums of the encoder against what addition reaches, M = {HALF}",
@@ -215,7 +214,7 @@ def by_m(runs: Runs) -> Figure | None:
 
 
 def temperature(runs: Runs) -> Figure | None:
-    labels = [b for b in sheets.TEMPERATURES if runs.find("addition", basis=b, num_bases=HALF)]
+    labels = [b for b in sheets.COOLEST_FIRST if runs.find("addition", basis=b, num_bases=HALF)]
     if not any(label.startswith("ae_adam") for label in labels):
         return None
     figure, axes = page(1, 2, 3.4)
@@ -252,7 +251,7 @@ def precision(runs: Runs) -> Figure | None:
     for each, text in zip(axes, ("Normalized accuracy, task arithmetic", "MB"), strict=True):
         each.set_title(text)
         each.set_xticks(range(len(rows)), [row.replace(", ", ",\n") for row in rows])
-    figure.supxlabel("left to right: " + ", ".join(sheets.DTYPES), size=9)
+    figure.supxlabel("left to right: " + ", ".join(DTYPES), size=9)
     return figure
 
 
@@ -352,6 +351,6 @@ def why(runs: Runs) -> Figure | None:
             axes[0].scatter(x, y, 36, color=colour, marker=marker, alpha=0.8, linewidths=0.8,
                             label=name(label))  # fmt: skip
     axes[0].set_xlabel("variation of the row sums (standard deviation / mean)")
-    axes[0].set_ylabel("normalized accuracy, lambda per task")
+    axes[0].set_ylabel(f"normalized accuracy, {SCALES['tasks']}")
     legend(figure, axes)
     return figure if found else None

@@ -11,24 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import data
-from score import GRID
 
 Cell = dict[str, Any]
 T = len(data.TASKS)
 HALF = T // 2
+GRID = tuple(i / 20 for i in range(21))  # the paper's, of lambda and of alpha
 
-# Rows of the tables; `none` is the 100 % reference
+# What is compared, beside `none`, the 100 % reference, and rand_select, which has seeds
 BASES = ("ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed", "balanced", "linear_ae", "pca")
 AT_T = ("ae_exact", "ae_adam_5", "balanced")  # at M = T; the others add nothing there
-TEMPERATURES = (0.5, 2, 10, 20)  # besides 5 and 1
-PRECISIONS = ("bfloat16", "float16")  # besides float32
+TEMPERATURES = ("ae_adam_0.5", "ae_adam_2", "ae_adam_10", "ae_adam_20", "ae_annealed_0.9")
+DTYPES = ("float32", "bfloat16", "float16")
+KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "dtype")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of it a preset computes."""
+    """How much of it a preset computes; what has one M has T/2."""
 
-    num_bases: tuple[int, ...]
+    num_bases: tuple[int, ...]  # T/2 among them
     items: int  # n_i, validation items per task that choose a coefficient
     tested: int  # test items per task
     select_seeds: int  # of rand_select
@@ -42,35 +43,27 @@ class Plan:
 
 
 PLANS = {
-    "micro": Plan((3,), 10, 10, 1, (), ("bfloat16",), 1, (3,), (3,), 1, (4,)),
-    "tiny": Plan((2, 5), 40, 200, 5, (), ("bfloat16",), 3, (5,), (3, 6), 1, (64,)),
+    "micro": Plan((5,), 10, 10, 1, (), ("bfloat16",), 1, (5,), (5,), 1, (4,)),
+    "tiny": Plan((2, 5), 40, 100, 5, (), ("float32", "bfloat16"), 3, (5,), (3, 5), 1, (64,)),
     "small": Plan(
-        (2, 5, 8, 10),
-        50,
-        200,
-        5,
-        (*(f"ae_adam_{t:g}" for t in TEMPERATURES), "ae_annealed_0.9"),
-        PRECISIONS,
-        6,
-        (2, 5, 8),
-        tuple(range(2, T)),
-        5,
-        (16, 64, 256),
+        (2, 5, 8, 10), 50, 200, 5, TEMPERATURES, DTYPES, 6,
+        (2, 5, 8), tuple(range(2, T)), 5, (16, 64, 256),
     ),
-}
+}  # fmt: skip
+KINDS = ("reference", "addition", "negation", "online", "transfer")
 
 
 def settings(label: str) -> dict[str, Any]:
     """The recipe's keys behind a label of the tables."""
-    name, _, rest = label.partition("_")
-    match name, rest.split("_"):
-        case "ae", ["exact"]:
-            return {"basis": "ae", "solver": "exact"}
-        case "ae", ["adam", temperature]:
-            return {"basis": "ae", "temperature": float(temperature)}
-        case "ae", ["annealed", *factor]:
-            return {"basis": "ae", "anneal_every": 500, "anneal_factor": float(*factor or ["0.8"])}
-    return {"basis": label}
+    kind, _, number = label.rpartition("_")
+    match kind:
+        case "ae_adam":
+            return {"basis": "ae", "temperature": float(number)}
+        case "ae_annealed":
+            return {"basis": "ae", "anneal_every": 500, "anneal_factor": float(number)}
+    if label == "ae_annealed":
+        return settings("ae_annealed_0.8")
+    return {"basis": "ae", "solver": "exact"} if label == "ae_exact" else {"basis": label}
 
 
 def used(cell: Cell) -> int:
@@ -96,14 +89,13 @@ def cells(plan: Plan, shipped: float) -> Iterator[Cell]:
             yield _addition(label, count, plan)
         for seed in range(plan.select_seeds if count < T else 0):
             yield _addition("rand_select", count, plan, seed=seed)
-    half = HALF if HALF in plan.num_bases else plan.num_bases[0]
     for label in plan.temperatures:
-        yield _addition(label, half, plan, merges=["ta"])
+        yield _addition(label, HALF, plan, merges=["ta"])
     for seed in range(plan.mixtures):
-        yield _addition("ae_exact_mixed", half, plan, seed=seed, merges=["ta"])
+        yield _addition("ae_exact_mixed", HALF, plan, seed=seed, merges=["ta"])
     for dtype in plan.dtypes:
         for label in ("ae_exact", "ae_adam_5", "balanced", "pca", "rand_select"):
-            yield _addition(label, half, plan, dtype=dtype, merges=["ta"], stored=True)
+            yield _addition(label, HALF, plan, dtype=dtype, merges=["ta"], stored=True)
 
     counts = {"items": plan.items, "tested": plan.tested}
     negation = {"kind": "negation", "lambda": shipped, "seed": 0} | counts
@@ -119,17 +111,16 @@ def cells(plan: Plan, shipped: float) -> Iterator[Cell]:
             yield online | {"how": how, "budget": None, "curve": True}
         for budget in plan.budgets:
             for how in ("ae", "balanced", "rand_select"):
-                curve = budget == (HALF if HALF in plan.budgets else plan.budgets[0])
-                yield online | {"how": how, "budget": budget, "curve": curve}
+                yield online | {"how": how, "budget": budget, "curve": budget == HALF}
 
     for shots in plan.shots:
         transfer = {"kind": "transfer", "shots": shots, "seed": 0, "num_bases": None} | counts
         for label in ("base", "finetune", "none"):
             yield transfer | {"basis": label}
         for label in ("none_subsample", "ae_exact", "ae_adam_5", "balanced", "pca"):
-            yield transfer | {"basis": label, "num_bases": half}
+            yield transfer | {"basis": label, "num_bases": HALF}
         for seed in range(plan.select_seeds):
-            yield transfer | {"basis": "rand_select", "num_bases": half, "seed": seed}
+            yield transfer | {"basis": "rand_select", "num_bases": HALF, "seed": seed}
 
 
 def _addition(label: str, count: int, plan: Plan, **others: Any) -> Cell:

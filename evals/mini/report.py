@@ -14,15 +14,15 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import data
+from plan import DTYPES, HALF, T
 from sheets import (
-    DTYPES,
-    HALF,
+    COOLEST_FIRST,
     MAIN,
     MERGES,
     NEGATION,
@@ -30,14 +30,12 @@ from sheets import (
     OTHER_SIGNS,
     SCALES,
     TA,
-    TEMPERATURES,
     TRANSFER,
     Column,
     Record,
     Runs,
     Sheet,
     Spread,
-    T,
     Value,
     at_half,
     by_size,
@@ -45,7 +43,6 @@ from sheets import (
     forgotten,
     gap,
     grid,
-    in_store,
     mean_of,
     name,
     over,
@@ -107,7 +104,7 @@ def per_task(runs: Runs) -> list[Sheet]:
     ):
         columns = {t.replace("_", " "): Column(of(t), sd=False) for t in data.TASKS}
         columns["mean"] = Column(mean)
-        caption = f"Addition at M = {HALF}, task arithmetic, lambda per task: {word}"
+        caption = f"Addition at M = {HALF}, task arithmetic, {SCALES['tasks']}: {word}"
         sheets += grid(runs, caption, "addition", columns, at_half(MAIN))
     return sheets
 
@@ -128,31 +125,19 @@ def scales(runs: Runs) -> dict[str, Column]:
 def temperature(runs: Runs) -> list[Sheet]:
     caption = f"Temperature t of the softmax at M = {HALF}: encoder, and normalized accuracy of "
     caption += "task arithmetic"
-    return grid(runs, caption, "addition", encoder() | scales(runs), at_half(TEMPERATURES))
+    return grid(runs, caption, "addition", encoder() | scales(runs), at_half(COOLEST_FIRST))
 
 
 def precision(runs: Runs) -> list[Sheet]:
-    """Float32 is the store of that study, or else what was never stored, of the same runs."""
-    studied = {sibling(record) for record in runs.records if in_store(record)}
-    on_disk = bool(runs.find("addition", stored=True, dtype="float32"))
-
-    def of_study(value: Value) -> Value:
-        return lambda record: value(record) if sibling(record) in studied else None
-
     columns = {}
     for dtype in DTYPES:
-        wanted = {"dtype": dtype, "stored": on_disk or dtype != "float32"}
-        size = of_study(value_of("bytes", per=1e6))
+        wanted = {"dtype": dtype, "stored": True}
+        size = value_of("bytes", per=1e6)
         columns[f"{dtype}, MB"] = Column(size, sd=False, wanted=wanted)
-        columns[dtype] = Column(of_study(runs.normal(*TA)), wanted=wanted)
-    caption = f"Bases stored at M = {HALF} in three precisions: size, and normalized accuracy of "
-    caption += "task arithmetic, lambda per task"
+        columns[dtype] = Column(runs.normal(*TA), wanted=wanted)
+    caption = f"Bases in stores at M = {HALF} in three precisions: size, and normalized accuracy "
+    caption += f"of task arithmetic, {SCALES['tasks']}"
     return grid(runs, caption, "addition", columns, at_half(MAIN[1:]))
-
-
-def sibling(record: Record) -> tuple[Any, ...]:
-    """What bases of one run have in common, whatever their precision."""
-    return (record["train_seed"], *(record["cell"].get(k) for k in ("basis", "num_bases", "seed")))
 
 
 def cost(runs: Runs) -> list[Sheet]:
@@ -186,6 +171,24 @@ def negation(runs: Runs) -> list[Sheet]:
     return grid(runs, caption, "negation", columns, at_half(NEGATION))
 
 
+def negation_per_task(runs: Runs) -> list[Sheet]:
+    def of(task: str, key: str) -> Column:
+        return Column(value_of("tasks", task, key), sd=False)
+
+    sheets = []
+    for key, text in {
+        "target": "on it, afterwards (low is good)",
+        "control": "on the other nine, afterwards",
+        "alpha": "what alpha was chosen (of gradient ascent: steps)",
+    }.items():
+        caption = (
+            f"Forgetting one task at M = {HALF}: {'' if key == 'alpha' else 'accuracy '}{text}"
+        )
+        columns = {task.replace("_", " "): of(task, key) for task in data.TASKS}
+        sheets += grid(runs, caption, "negation", columns, at_half(NEGATION))
+    return sheets
+
+
 def negation_by_m(runs: Runs) -> list[Sheet]:
     columns = by_size(runs, "negation", forgotten("target"))
     caption = "Forgetting one task: accuracy on it (low is good), mean over the ten tasks"
@@ -198,7 +201,9 @@ def online(runs: Runs) -> list[Sheet]:
     for key, text in {"tuned": "lambda tuned", "fixed": "lambda 0.3"}.items():
         columns = by_size(runs, "online", runs.normal(key, "test"), "budget", "no budget")
         caption = f"Tasks arriving one by one, {text}: normalized accuracy after the last"
-        rows = {name(how): {"how": how} for how in ONLINE}
+        # the paper's lambda is one of sums of task vectors
+        shown = [how for how in ONLINE if (key, how) != ("fixed", "magmax")]
+        rows = {name(how): {"how": how} for how in shown}
         sheets += grid(runs, caption, "online", columns, rows)
     return sheets
 
@@ -272,7 +277,7 @@ def why(runs: Runs) -> list[Sheet]:
 SHEETS = {
     make.__name__: make
     for make in (training, addition, addition_absolute, per_task, temperature, precision, cost,
-                 negation, negation_by_m, online, transfer, why)
+                 negation, negation_per_task, negation_by_m, online, transfer, why)
 }  # fmt: skip
 
 
@@ -314,6 +319,13 @@ def bare(found: Any) -> Any:
     return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
+RUNS = (
+    "A run is a training seed, times the seeds of a random basis or the orders of a stream. All "
+    "runs share the held-out items, the few-shot examples and the orders. Seconds are of the "
+    "clock, with as many other cells computed at once as there were workers."
+)
+
+
 def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> list[Path]:
     """Tables, numbers and pictures into FOLDER, and the tables that PAGE marks into PAGE.
 
@@ -324,11 +336,8 @@ def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> 
     made = {pair: tables(records, *pair) for pair in pairs(records)}
     files: dict[Path, bytes] = {}
     if page is not None:
-        marked = {
-            f"{p} {m} {title}": text for (p, m), t in made.items() for title, text in t.items()
-        }
-        files[page] = filled(page.read_text(encoding="utf-8"), marked, str(page)).encode()
-    lines = ["# MergeBench in miniature: all tables", ""]
+        files[page] = filled(page.read_text(encoding="utf-8"), made, str(page)).encode()
+    lines = ["# MergeBench in miniature: all tables", "", RUNS, ""]
     for (preset, method), texts in made.items():
         lines += [f"## {preset}, {method}", ""]
         for title, text in texts.items():
@@ -348,31 +357,41 @@ def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> 
     return list(files)
 
 
-MARK = re.compile(r"\s*<!-- table: (.*?) -->\s*")
+MARK = re.compile(r"\s*<!-- table: (\S+) (\S+) (\S+) -->\s*")
 END = "<!-- end -->"
 
 
-def check_page(page: Path, pairs: Collection[tuple[str, str]]) -> None:
-    """Before hours of work: raise unless PAGE's marks name tables of these presets and methods."""
-    every = {f"{p} {m} {title}": "" for p, m in pairs for title in SHEETS}
-    filled(page.read_text(encoding="utf-8"), every, str(page))
+def check_page(page: Path) -> None:
+    """Before hours of work: raise unless all marks of a page are closed, and name tables."""
+    filled(page.read_text(encoding="utf-8"), {}, str(page))
 
 
-def filled(text: str, marked: Mapping[str, str], where: str) -> str:
-    """The page with the tables between its marks; all else stays as it is."""
-    lines, inside = [], 0
+def filled(text: str, made: Mapping[tuple[str, str], Mapping[str, str]], where: str) -> str:
+    """The page with the tables between its marks; those of other presets and methods stay."""
+    lines, inside, keep = [], 0, True
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         mark = MARK.fullmatch(line)
-        if inside and mark:
-            break
-        if mark and mark[1] not in marked:
-            raise click.ClickException(f"{where}, line {number}: there is no table {mark[1]!r}")
-        if mark:
-            inside = number
-            lines += [line, "\n", marked[mark[1]], "\n"]
-        elif line.strip() == END:
-            inside = 0
-        if not inside:
+        if mark or line.lstrip().startswith("<!-- table:"):
+            if inside:
+                break
+            if mark is None or mark[3] not in SHEETS:
+                raise click.ClickException(
+                    f"{where}, line {number}: {line.strip()} names no table; expected "
+                    f"<!-- table: PRESET METHOD NAME -->, NAME one of {', '.join(SHEETS)}"
+                )
+            tables = made.get((mark[1], mark[2]))
+            inside, keep = number, tables is None
+            lines.append(line)
+            if tables is not None:
+                lines += [
+                    "\n",
+                    tables.get(mark[3], "(nothing was measured)\n"),
+                    "\n",
+                ]
+            continue
+        if line.strip() == END:
+            inside, keep = 0, True
+        if keep:
             lines.append(line)
     if inside:
         raise click.ClickException(f"{where}, line {inside}: no {END} after this table")

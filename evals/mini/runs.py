@@ -21,6 +21,7 @@ class Run:
     Attributes:
         base: theta_0.
         models: task -> theta_i; of adapters the merged models.
+        held: bytes on disk of what the specialists are: T models, or T adapters.
     """
 
     def __init__(self, folder: Path, method: str, device: str = "cpu") -> None:
@@ -32,6 +33,8 @@ class Run:
             task: self._weights(score.load(folder / method / task, folder / "base").to(device))
             for task in data.TASKS
         }
+        files = (folder / method).glob("*/*.safetensors")
+        self.held = sum(file.stat().st_size for file in files)
         self.questions = cache(self._questions)
 
     @staticmethod
@@ -70,4 +73,5 @@ class Run:
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Weights:
-    return {name: tensor - other[name] for name, tensor in one.items()}
+    """one - other, where `other` is: what the library returns is on the CPU."""
+    return {name: tensor.to(other[name].device) - other[name] for name, tensor in one.items()}

@@ -23,6 +23,7 @@ import click
 import data
 import torch
 from peft import PeftModel
+from plan import GRID
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -34,7 +35,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-GRID = tuple(i / 20 for i in range(21))  # of lambda, over the sum of all task vectors
 State = Mapping[str, Tensor]
 IGNORED = -100  # no answer is expected here
 
@@ -123,7 +123,8 @@ def ask(
     A greedy answer is the expected one if and only if each of its tokens is the likeliest after
     those before it, so one forward pass over prompt and answer tells. Only `coding_complete` has
     other right answers, and all of them leave the expected one with a comma (nothing else may
-    follow a value in what `data.evaluate` takes): those are generated, and run.
+    follow a value in what `data.evaluate` takes): those are generated, and run. (A padding token
+    in an answer is wrong here, and is dropped by lm_eval.)
     """
     right = [False] * len(questions.docs)
     other = []

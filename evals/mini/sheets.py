@@ -16,26 +16,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import data
+from plan import BASES, HALF, KEYS, T
 
 Record = dict[str, Any]
 Wanted = dict[str, Any]  # what a record's cell is to hold
 Value = Callable[[Record], float | None]
 
-T = len(data.TASKS)
-HALF = T // 2
-MAIN = "none ae_exact ae_adam_5 ae_adam_1 ae_annealed balanced linear_ae pca rand_select".split()
-TEMPERATURES = [f"ae_adam_{t}" for t in ("0.5", 1, 2, 5, 10, 20)]
-TEMPERATURES += ["ae_annealed", "ae_annealed_0.9", "ae_exact"]
+MAIN = ["none", *BASES, "rand_select"]
+COOLEST_FIRST = [f"ae_adam_{t}" for t in ("0.5", 1, 2, 5, 10, 20)]
+COOLEST_FIRST += ["ae_annealed", "ae_annealed_0.9", "ae_exact"]
 NEGATION = "plain ascent rand_proj pca ae_adam_5 ae_exact balanced".split()
 ONLINE = "continual_ta magmax rand_select ae balanced".split()
 TRANSFER = ["base", "finetune", "none", "none_subsample", *MAIN[1:]]
-DTYPES = ("float32", "bfloat16", "float16")
 OTHER_SIGNS = ("pca", "linear_ae")  # row sums of another sign or scale than a mixture's
 MERGES = {"ta": "task arithmetic", "ties": "TIES"}
 SCALES = {
-    "bases": "lambda per basis",
-    "tasks": "lambda per task",
-    "decoder": "reconstructions added",  # of task arithmetic alone
+    "bases": "lambda_scale: bases",
+    "tasks": "lambda_scale: tasks",
+    "decoder": "sum of reconstructions",  # under task arithmetic alone
 }
 NAMES = {  # of labels that do not speak for themselves; the others are names of bases in recipes
     "none": "all task vectors",
@@ -97,8 +95,6 @@ def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 # ------------------------------------------------------------------------------------------ records
 
-KEYS = "kind basis num_bases seed dtype how budget order shots".split()  # what tells cells apart
-
 
 def in_store(record: Record) -> bool:
     """Bases on disk, in some precision: a study of its own, which no other table may show."""
@@ -148,9 +144,9 @@ class Runs:
         return lambda record: over(self.share(record, *path))
 
     def stored(self, record: Record) -> float | None:
-        """The bytes of a basis over those of all task vectors in float32."""
-        one = dig(self.reference.get(record["train_seed"]), "bytes")
-        return value_of("bytes", per=T * one)(record) if one else None
+        """The bytes of the bases over those of the specialists' files."""
+        every = dig(self.reference.get(record["train_seed"]), "bytes")
+        return value_of("bytes", per=every)(record) if every else None
 
 
 def value_of(*path: str, per: float = 1) -> Value:

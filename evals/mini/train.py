@@ -32,6 +32,7 @@ from typing import Any
 import click
 import data
 import score
+import torch
 from accelerate.utils import set_seed
 from model import PRESETS, Preset, add_lora, make_model, make_tokenizer, train
 from tqdm import tqdm
@@ -65,9 +66,19 @@ def open_run(folder: Path, preset: Preset) -> None:
                 f"{found} there, {facts} here. Choose another --out, or delete it."
             )
         return
-    counts = dict.fromkeys(data.SPLITS, preset.items)
-    write_whole(folder / "data", lambda partial: data.write(partial, counts))
-    file.write_text(json.dumps(facts, indent=1))
+    if not (folder / "data").exists():
+        counts = dict.fromkeys(data.SPLITS, preset.items)
+        write_whole(folder / "data", lambda partial: data.write(partial, counts))
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(facts, indent=1))
+    os.replace(partial, file)
+
+
+def chosen_device(device: str) -> str:
+    """`cpu` or `cuda`, from one of them or `auto`."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("--device cuda: PyTorch finds no GPU; take cpu, or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def train_run(
@@ -137,7 +148,7 @@ def train_run(
 def main(preset: str, method: str, seed: int, out: Path, device: str) -> None:
     """Train a base and ten specialists, and print their validation scores."""
     logging.disable_progress_bar()
-    folder, trained = train_run(preset, method, seed, out, device)
+    folder, trained = train_run(preset, method, seed, out, chosen_device(device))
     tokenizer = make_tokenizer()
     base = score.score(score.load(folder / "base"), tokenizer, folder / "data", "validation")
     click.echo(f"{folder}: validation scores; the base took {trained['base']['seconds']:.0f} s")
