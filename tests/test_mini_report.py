@@ -318,7 +318,7 @@ def test_why_correlates_cells_and_tasks(mini: dict[str, ModuleType], records: li
         for part in (own, shares):
             part[rows] -= part[rows].mean(0)
     within = np.corrcoef(own.ravel(), shares.ravel())[0, 1]
-    facts = mini["report"].summary(records)["small"]["full"]["tables"]["why"][0]["facts"]
+    facts = mini["report"].summary(records)["small"]["full"]["why"][0]["facts"]
     assert facts == pytest.approx(
         {"cells": 45, "r_variation": between, "r_tasks": across, "r_within_tasks": within}
     )
@@ -394,26 +394,29 @@ def test_transfer(report: ModuleType, records: list[Record]) -> None:
         assert both[row]["shots: 16"] == written(means)
 
 
-def test_the_summary_has_the_tables_numbers_and_the_raw_scores(
+def test_the_json_has_the_tables_numbers_and_the_raw_scores(
     report: ModuleType, records: list[Record]
 ) -> None:
     found = report.summary(records)["small"]["full"]
-    assert (
-        set(found["tables"]) == set(report.SHEETS) == set(report.tables(records, "small", "full"))
-    )
+    assert set(found) == set(report.SHEETS) == set(report.tables(records, "small", "full"))
     means = [
         float(np.mean(relative(records, r, merged(r))))
         for r in pick(records, **TA, basis="rand_select", num_bases=8)
     ]
-    cell = found["tables"]["addition"][1]["rows"]["rand_select"]["M = 8"]
+    cell = found["addition"][1]["rows"]["rand_select"]["M = 8"]
     spread = {"mean": np.mean(means), "sd": np.std(means, ddof=1), "n": 6}
     assert cell == pytest.approx(spread)
-    assert found["tables"]["addition"][1]["rows"]["rand_select"]["M = 10"] is None
-    assert len(found["records"]) == len(records)
-    for record in found["records"]:
+    assert found["addition"][1]["rows"]["rand_select"]["M = 10"] is None
+
+    listed = [json.loads(line) for line in report.listing(records).splitlines()]
+    assert len(listed) == len(records)
+    for record in listed:
+        key = record["train_seed"], record["cell"]
+        (source,) = (r for r in records if (r["train_seed"], r["cell"]) == key)
         if record["cell"]["kind"] == "addition":
             scale = record["result"]["merges"]["ta"]["scales"]["tasks"]
-            assert set(scale) == {"lambda", "seconds", "test"} and len(scale["test"]) == 10
+            assert set(scale) == {"lambda", "seconds", "test"}
+            assert scale["test"] == pytest.approx(merged(source), rel=1e-5)
 
 
 # ------------------------------------------------------------------------- what is not there, twice
@@ -511,7 +514,7 @@ def test_one_run_has_no_spread(report: ModuleType, records: list[Record]) -> Non
     for text in report.tables(one, "small", "full").values():
         assert "n = 1 run." in text and "1 training seed)" in text
         assert "±" not in "".join(line for line in text.splitlines() if line.startswith("|"))
-    cell = report.summary(one)["small"]["full"]["tables"]["addition"][0]["rows"]["pca"]["M = 2"]
+    cell = report.summary(one)["small"]["full"]["addition"][0]["rows"]["pca"]["M = 2"]
     assert cell["sd"] is None and cell["n"] == 1
 
 
@@ -594,7 +597,8 @@ def test_the_same_records_give_the_same_bytes_in_any_order(
         written.append({path.name: path.read_bytes() for path in paths})
     assert written[0] == written[1]
     assert set(written[0]) == {
-        "page.md", "results.json", "tables.md", *(f"small-full-{name}.svg" for name in DRAWN)
+        "page.md", "results.json", "cells.jsonl", "tables.md",
+        *(f"small-full-{name}.svg" for name in DRAWN),
     }  # fmt: skip
     for name, text in report.tables(records, "small", "full").items():
         assert f"### {name}\n\n{text}" in written[0]["tables.md"].decode()

@@ -292,18 +292,23 @@ def tables(records: Sequence[Record], preset: str, method: str) -> dict[str, str
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """preset -> method -> the numbers of its tables, and the accuracies that they are made of."""
+    """preset -> method -> table -> its numbers."""
     found: dict[str, Any] = {}
     for preset, method in pairs(records):
         runs = Runs(records, preset, method)
         sheets = {name: [s.plain() for s in make(runs)] for name, make in SHEETS.items()}
-        found.setdefault(preset, {})[method] = {
-            "tables": {name: some for name, some in sheets.items() if some},
-            "records": [
-                {k: bare(r[k]) for k in ("cell", "train_seed", "result")} for r in runs.records
-            ],
-        }
+        found.setdefault(preset, {})[method] = {name: some for name, some in sheets.items() if some}
     return found
+
+
+def listing(records: Sequence[Record]) -> str:
+    """What the tables are made of, a cell a line."""
+    lines = [
+        json.dumps(bare({key: value for key, value in record.items() if key != "seconds"}))
+        for pair in pairs(records)
+        for record in Runs(records, *pair).records
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
@@ -313,10 +318,12 @@ def pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
 def bare(found: Any) -> Any:
     """Without what the search for lambda tried, and with null for what is no number."""
     if isinstance(found, dict):
-        return {k: bare(v) for k, v in found.items() if k not in ("grid", "validation")}
+        return {k: bare(v) for k, v in sorted(found.items()) if k not in ("grid", "validation")}
     if isinstance(found, (list, tuple)):
         return [bare(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+    if isinstance(found, float):
+        return float(f"{found:.6g}") if math.isfinite(found) else None
+    return found
 
 
 RUNS = (
@@ -349,6 +356,7 @@ def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> 
     files[folder / "tables.md"] = "\n".join(lines).encode()
     numbers = json.dumps(summary(records), indent=1, sort_keys=True, allow_nan=False)
     files[folder / "results.json"] = f"{numbers}\n".encode()
+    files[folder / "cells.jsonl"] = listing(records).encode()
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         beside = path.with_name(f".{path.name}.partial")
