@@ -186,7 +186,7 @@ def radar(runs: Runs) -> Figure | None:
     axes.tick_params(axis="x", pad=12)
     axes.set_ylim(0, None)
     axes.set_rlabel_position(180 / T)  # between two tasks
-    legend(figure, [axes])
+    legend(figure, [axes], 3)
     return figure if drawn else None
 
 
@@ -197,7 +197,7 @@ def by_m(runs: Runs) -> Figure | None:
     ]
     figure, axes = page(len(MERGES), len(SCALES), 6.6, sharex=True, sharey=True)
     for each, (merge, scale, value) in zip(axes, panels, strict=True):
-        each.set_title(f"{MERGES[merge]}, {SCALES[scale]}")
+        each.set_title(f"{MERGES[merge]}\n{SCALES[scale]}")
         level(each, "none", addition(runs, value, basis="none", num_bases=T))
         for label in MAIN[1:]:
             line(each, label, [(m, addition(runs, value, basis=label, num_bases=m)) for m in sizes])
