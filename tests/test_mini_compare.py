@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from mini_modules import MINI, loaded
 
 import tvb_mergekit
@@ -303,6 +304,30 @@ def test_a_direction_is_what_a_merge_adds(mini: SimpleNamespace, small: Any) -> 
         )
         assert near(small.shifted((0.35, one)), small.shifted((1.0, other)))
         assert any(tensor.abs().max() > 0 for tensor in one.values())
+
+
+def test_a_recipe_makes_the_same_model(mini: SimpleNamespace, small: Any, tmp_path: Path) -> None:
+    bases = tvb_mergekit.build(small.base, small.models, basis="balanced", num_bases=4)
+    merged = tvb_mergekit.merge(bases, small.base, "basis_ties", lambda_=1.0)
+    direction = mini.runs.difference(merged, small.base)
+    recipe = {
+        "merge_method": "basis_ties",
+        "base_model": str(small.folder / "base"),
+        "models": [{"model": str(small.folder / "full" / task)} for task in mini.data.TASKS],
+        "parameters": {
+            "basis": "balanced", "num_bases": 4, "lambda": 0.35, "lambda_scale": "tasks"
+        },
+        "dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "mergekit-yaml"), "recipe.yml", "merged"],
+        env=ENV, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = dict(mini.score.load(tmp_path / "merged").named_parameters())
+    assert near(made, small.shifted((0.35 * 10 / 4, direction)))
+    assert not near(made, small.base)
 
 
 def test_the_scales_of_addition(mini: SimpleNamespace, small: Any) -> None:
