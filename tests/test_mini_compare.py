@@ -429,6 +429,21 @@ def test_few_shots_are_learned(mini: SimpleNamespace, small: Any) -> None:
         assert left.norm() <= 1e-3 * max(flat.norm(), 1e-6), name
 
 
+def test_turned_bases_are_orthogonal_and_span_the_same(mini: SimpleNamespace, small: Any) -> None:
+    cell = {"basis": "ae_exact", "num_bases": 3, "seed": 0}
+    plain, turned = (
+        torch.stack([torch.cat([t.flatten() for t in vector.values()]) for vector in vectors], 1)
+        for vectors in (
+            mini.cells._vectors(small, cell),
+            mini.cells._vectors(small, cell | {"basis": "ae_exact_turned"}),
+        )
+    )
+    length = plain.square().sum(0).mean()
+    assert torch.allclose(turned.T @ turned, length * torch.eye(3), atol=1e-3 * float(length))
+    inside = plain @ torch.linalg.lstsq(plain.double(), turned.double()).solution.float()
+    assert torch.allclose(inside, turned, atol=1e-4)
+
+
 class Scripted(torch.nn.Module):
     """A model that goes on as a script says."""
 

@@ -53,7 +53,7 @@ def _reference(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def _built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
-    label = cell["basis"].removesuffix("_mixed")
+    label = cell["basis"].removesuffix("_mixed").removesuffix("_turned")
     size = {} if label == "none" else {"num_bases": cell["num_bases"]}
     # a mixture's seed is that of the mixture
     seed = {"seed": cell["seed"]} if label != "none" and label == cell["basis"] else {}
@@ -394,7 +394,17 @@ def _vectors(run: Run, cell: Cell) -> list[Weights]:
     if cell["basis"].startswith("none"):
         return [run.task_vector(task) for task in TASKS]
     bases = _built(run, cell)
+    if cell["basis"].endswith("_turned"):
+        turn = _turn(bases.tensors["gram_bases"])
+        return [_combined(run, column, bases.vectors) for column in turn.T]
     return [{n: v.tensor(n).to(run.device) for n in v.tensors} for v in bases.vectors]
+
+
+def _turn(gram: Tensor) -> Tensor:
+    """Q with B Q orthogonal, all columns as long as those of B are on average; the span is B's."""
+    values, axes = torch.linalg.eigh(gram)
+    turn: Tensor = axes * (gram.diagonal().mean() / values).sqrt()
+    return turn
 
 
 def _steps(run: Run, items: list[tuple[str, str]]) -> Iterator[dict[str, Tensor]]:

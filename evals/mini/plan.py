@@ -20,6 +20,7 @@ GRID = tuple(i / 20 for i in range(21))  # the paper's, of lambda and of alpha
 # What is compared, beside `none`, the 100 % reference, and rand_select, which has seeds
 BASES = ("ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed", "balanced", "linear_ae", "pca")
 AT_T = ("ae_exact", "ae_adam_5", "balanced")  # at M = T; the others add nothing there
+SPANS = ("ae_exact", "ae_adam_5", "balanced", "pca")  # turned, they span the same
 TEMPERATURES = ("ae_adam_0.5", "ae_adam_2", "ae_adam_10", "ae_adam_20", "ae_annealed_0.9")
 DTYPES = ("float32", "bfloat16", "float16")
 KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "dtype")
@@ -117,7 +118,7 @@ def cells(plan: Plan, shipped: float) -> Iterator[Cell]:
         transfer = {"kind": "transfer", "shots": shots, "seed": 0, "num_bases": None} | counts
         for label in ("base", "finetune", "none"):
             yield transfer | {"basis": label}
-        for label in ("none_subsample", "ae_exact", "ae_adam_5", "balanced", "pca"):
+        for label in ("none_subsample", *SPANS, *(f"{label}_turned" for label in SPANS)):
             yield transfer | {"basis": label, "num_bases": HALF}
         for seed in range(plan.select_seeds):
             yield transfer | {"basis": "rand_select", "num_bases": HALF, "seed": seed}

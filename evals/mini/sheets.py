@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import data
-from plan import BASES, HALF, KEYS, T
+from plan import BASES, HALF, KEYS, SPANS, T
 
 Record = dict[str, Any]
 Wanted = dict[str, Any]  # what a record's cell is to hold
@@ -27,7 +27,8 @@ COOLEST_FIRST = [f"ae_adam_{t}" for t in ("0.5", 1, 2, 5, 10, 20)]
 COOLEST_FIRST += ["ae_annealed", "ae_annealed_0.9", "ae_exact"]
 NEGATION = "plain ascent rand_proj pca ae_adam_5 ae_exact balanced".split()
 ONLINE = "continual_ta magmax rand_select ae balanced".split()
-TRANSFER = ["base", "finetune", "none", "none_subsample", *MAIN[1:]]
+TRANSFER = ["base", "finetune", "none", "none_subsample", "rand_select", *SPANS]
+TRANSFER += [f"{label}_turned" for label in SPANS]
 OTHER_SIGNS = ("pca", "linear_ae")  # row sums of another sign or scale than a mixture's
 MERGES = {"ta": "task arithmetic", "ties": "TIES"}
 SCALES = {
@@ -50,6 +51,8 @@ NAMES = {  # of labels that do not speak for themselves; the others are names of
 
 
 def name(label: str) -> str:
+    if label.endswith("_turned"):
+        return f"{name(label.removesuffix('_turned'))}, made orthogonal"
     temperature = label.removeprefix("ae_adam_")
     return NAMES.get(label, label if temperature == label else f"ae, Adam, t = {temperature}")
 
