@@ -153,7 +153,8 @@ def cost(runs: Runs) -> list[Sheet]:
         "one merge, s": Column(value_of("merges", "ta", "seconds")),
         "search, s": Column(search, ".2f"),
     }
-    caption = "Cost of task arithmetic (size: of the specialists' files; search: of lambda, by "
+    caption = "Cost of task arithmetic (size: of the specialists' files, without PCA's mean, one "
+    caption += "vector more that its reconstructions need; search: of lambda, by "
     caption += f"{SCALES['bases']}), and its normalized accuracy"
     return grid(runs, caption, "addition", columns | scales(runs), rows)
 
