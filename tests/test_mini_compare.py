@@ -187,6 +187,20 @@ def test_what_is_whole_is_not_computed_again(tiny: SimpleNamespace) -> None:
     assert (tiny.out / "report-tiny" / "tables.md").read_bytes() == tables
 
 
+def test_what_is_there_is_reported_as_it_is(tiny: SimpleNamespace, tmp_path: Path) -> None:
+    before = times(tiny.out)
+    run(tiny.out, "--preset", "tiny", "--as-is", "--seeds", "0,1", "--report", str(tmp_path / "r"))
+    for name in ("tables.md", "results.json", "cells.jsonl"):
+        assert (tmp_path / "r" / name).read_bytes() == (
+            tiny.out / "report-tiny" / name
+        ).read_bytes()
+    assert times(tiny.out) == before
+    done = subprocess.run(
+        command(tiny.out, "--preset", "micro", "--as-is"), env=ENV, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "has no results of micro" in done.stderr
+
+
 def left_over(folder: Path) -> list[int]:
     """The processes that work in a folder (Linux)."""
     found = []

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,25 +120,32 @@ def compute_all(pool: ProcessPoolExecutor, wanted: Iterable[Work], label: str) -
 
 
 def compute_run(
-    pool: ProcessPoolExecutor, preset: str, method: str, seed: int, out: Path, device: str,
+    pool: ProcessPoolExecutor | None, preset: str, method: str, seed: int, out: Path, device: str,
     kinds: Sequence[str],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train and compute what is missing of one run; its records."""
-    folder, _ = train.train_run(preset, method, seed, out, device)
+    """Train and compute what is missing of one run; its records. Without a pool: what is there."""
+    folder = train.run_folder(out, preset, seed)
+    if pool is not None:
+        train.train_run(preset, method, seed, out, device)
     models = fingerprint(folder, method)
 
     def works(wanted: Iterable[Cell]) -> list[Work]:
         return [work_of(folder, method, device, models, cell) for cell in wanted]
 
     base, added = works(reference(PLANS[preset]))
-    compute_all(pool, [base, added], f"{folder.name} {method}")
+    if pool is not None:
+        compute_all(pool, [base, added], f"{folder.name} {method}")
+    elif not (base.file.exists() and added.file.exists()):
+        return []
     sums = json.loads(added.file.read_text())["result"]["merges"]["ta"]["scales"]
     others = works(
         cell for cell in cells(PLANS[preset], sums["bases"]["lambda"]) if cell["kind"] in kinds
     )
-    compute_all(pool, others, f"{folder.name} {method}")
+    if pool is not None:
+        compute_all(pool, others, f"{folder.name} {method}")
     about = {"preset": preset, "method": method, "train_seed": seed}
-    return [about | json.loads(work.file.read_text()) for work in (base, added, *others)]
+    found = [work.file for work in (base, added, *others) if work.file.exists()]
+    return [about | json.loads(file.read_text()) for file in found]
 
 
 def _start() -> None:
@@ -178,6 +186,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str) -> lis
               "PyTorch would take threads, and one on a GPU.")  # fmt: skip
 @click.option("--report", "folder", type=click.Path(file_okay=False, path_type=Path),
               help="Where tables and pictures go; OUT/report-PRESET by default.")  # fmt: skip
+@click.option("--as-is", is_flag=True, help="Compute nothing: report what is there.")
 @click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="A Markdown page whose marked tables are renewed.")  # fmt: skip
 def main(
@@ -189,6 +198,7 @@ def main(
     device: str,
     workers: int | None,
     folder: Path | None,
+    as_is: bool,
     page: Path | None,
 ) -> None:
     """Train, merge, score and report, from fixed seeds."""
@@ -197,11 +207,15 @@ def main(
         check_page(page)
     on = train.chosen_device(device)
     count = workers or (1 if on == "cuda" else torch.get_num_threads())
+    runs = [(method, seed) for method in dict.fromkeys(methods) for seed in seeds]
+    spawn = multiprocessing.get_context("spawn")
+    workers_of = nullcontext() if as_is else ProcessPoolExecutor(count, spawn, _start)
     records = []
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start) as pool:
-        for method in dict.fromkeys(methods):
-            for seed in seeds:
-                records += compute_run(pool, preset, method, seed, out, on, kinds)
+    with workers_of as pool:
+        for method, seed in runs:
+            records += compute_run(pool, preset, method, seed, out, on, kinds)
+    if not records:
+        raise click.ClickException(f"{out} has no results of {preset}, seeds {seeds}, {methods}")
     for path in write(records, folder or out / f"report-{preset}", page):
         click.echo(path)
 
