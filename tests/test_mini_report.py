@@ -415,7 +415,8 @@ def test_the_json_has_the_tables_numbers_and_the_raw_scores(
         (source,) = (r for r in records if (r["train_seed"], r["cell"]) == key)
         if record["cell"]["kind"] == "addition":
             scale = record["result"]["merges"]["ta"]["scales"]["tasks"]
-            assert set(scale) == {"lambda", "seconds", "test"}
+            assert set(scale) == {"lambda", "seconds", "test", "validation"}
+            assert scale["validation"] == 1.0  # the largest of those invented
             assert scale["test"] == pytest.approx(merged(source), rel=1e-5)
 
 

@@ -317,9 +317,11 @@ def pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
 
 
 def bare(found: Any) -> Any:
-    """Without what the search for lambda tried, and with null for what is no number."""
+    """Of the search for lambda its best, not all that it tried; null for what is no number."""
     if isinstance(found, dict):
-        return {k: bare(v) for k, v in sorted(found.items()) if k not in ("grid", "validation")}
+        if isinstance(found.get("validation"), list):
+            found = {**found, "validation": max(found["validation"])}
+        return {key: bare(value) for key, value in sorted(found.items()) if key != "grid"}
     if isinstance(found, (list, tuple)):
         return [bare(value) for value in found]
     if isinstance(found, float):
