@@ -132,7 +132,7 @@ def train(
     wrong_share: float,
     seed: str,
     device: str,
-    bar: tqdm,
+    bar: tqdm[Any],
 ) -> float:
     """Train in place, in float32; the loss at the end."""
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no")
