@@ -215,7 +215,8 @@ def main(
         for method, seed in runs:
             records += compute_run(pool, preset, method, seed, out, on, kinds)
     if not records:
-        raise click.ClickException(f"{out} has no results of {preset}, seeds {seeds}, {methods}")
+        wanted = ", ".join(f"{preset} {method} seed {seed}" for method, seed in runs)
+        raise click.ClickException(f"{out} has no results of {wanted}: leave out --as-is")
     for path in write(records, folder or out / f"report-{preset}", page):
         click.echo(path)
 
