@@ -175,8 +175,14 @@ class Checkpoint(Named):
         piece = out[: stop - start]
         if info.offset is None:
             return piece.copy_(self.tensor(name).reshape(-1)[start:stop])
+        self.fill(name, start, stop, memoryview(piece.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        return piece
+
+    def fill(self, name: str, start: int, stop: int, view: memoryview) -> None:
+        """The same as bytes into `view`, which is as long; not for a tensor without an offset."""
+        info = self.tensors[name]
+        assert info.offset is not None
         place = info.offset + start * info.dtype.itemsize
-        view = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
         file = self._file(info.shard)
         while view:
             count = _read_at(file, view, place)
@@ -186,7 +192,14 @@ class Checkpoint(Named):
                     "while it was read"
                 )
             view, place = view[count:], place + count
-        return piece
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        """Ask the operating system to have elements `start` to `stop` of a tensor in its cache."""
+        info = self.tensors[name]
+        if info.offset is not None and hasattr(os, "posix_fadvise"):
+            place, size = info.offset + start * info.dtype.itemsize, stop - start
+            size *= info.dtype.itemsize
+            os.posix_fadvise(self._file(info.shard).fileno(), place, size, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
         with self._lock:

@@ -304,7 +304,7 @@ def _count(
 
     def work(device: torch.device) -> Callable[[Piece, int], int]:
         weights = encoder.T.to(device, torch.float32)
-        blocks = TaskVectorBlocks(basis.num_inputs, layout.chunk, device, basis.deltas)
+        blocks = TaskVectorBlocks(layout, device, basis.deltas)
         mine = fresh()
         made.append(mine)
 
@@ -387,7 +387,7 @@ def merge_tensor(
     lent: list[TaskVectorBlocks] = []
 
     def work(device: torch.device) -> Callable[[Piece, int], None]:
-        blocks = _spare.take(merging.rows, merging.layout.chunk, device, basis.deltas)
+        blocks = _spare.take(merging.layout, device, basis.deltas)
         lent.append(blocks)
         merge = merging.work(device, blocks)
         return lambda piece, number: merge(piece, flat[piece.start : piece.stop])
@@ -405,14 +405,14 @@ class _Spare:
         self._lock = threading.Lock()
         self._free: list[TaskVectorBlocks] = []
 
-    def take(self, rows: int, chunk: int, device: torch.device, deltas: int) -> TaskVectorBlocks:
+    def take(self, layout: Layout, device: torch.device, deltas: int) -> TaskVectorBlocks:
         """One of these sizes; any others are of an earlier merge, and dropped."""
-        wanted = (rows, chunk, device, deltas)
+        wanted = TaskVectorBlocks.sizes_of(layout, device, deltas)
         with self._lock:
             self._free = [blocks for blocks in self._free if blocks.sizes == wanted]
             if self._free:
                 return self._free.pop()
-        return TaskVectorBlocks(*wanted)
+        return TaskVectorBlocks(layout, device, deltas)
 
     def give(self, blocks: Sequence[TaskVectorBlocks]) -> None:
         with self._lock:
@@ -443,7 +443,6 @@ class _Merging:
         if self.sketch is not None:
             rows, extra, workers = self.sketch.columns, 2 * self.sketch.columns, 1
         width = max((item.out.itemsize for item in items), default=4)
-        self.rows = rows
         needs = Needs(rows, read_width(items), width, extra)
         self.layout: Layout = layout_for(
             items, needs, devices, rest, workers=workers, longest=_longest(items)
@@ -475,23 +474,24 @@ class _Merging:
         """What one thread does with a piece and the room [n] for its result."""
         sketch = self.sketch
         if blocks is None:
-            blocks = TaskVectorBlocks(self.rows, self.layout.chunk, device, self.basis.deltas)
+            blocks = TaskVectorBlocks(self.layout, device, self.basis.deltas)
 
         def merge(piece: Piece, out: Tensor) -> None:
             item = piece.item
             job = self.jobs.get(item.name)
             good = not item.out.is_floating_point
             if job is None:
-                assert piece.base is not None
-                out.copy_(piece.base)
+                for start, stop, stored in blocks.read(piece):
+                    assert stored.base is not None
+                    out[start:stop].copy_(stored.base)
             else:
                 chunk = self._chunk(item.name, job, device)
                 good = True
-                chunks = blocks.walk(piece)
+                drawn = None
                 if sketch is not None:
                     stream = self.streams.setdefault(item.name, sketch.stream(job.counted_as))
-                    chunks = blocks.draw(piece, lambda count: sketch.rows(stream, count, device))
-                for start, stop, base32, tau in chunks:
+                    drawn = lambda count: sketch.rows(stream, count, device)  # noqa: E731
+                for start, stop, base32, tau in blocks.walk(piece, drawn):
                     merged = chunk(base32, tau)
                     out[start:stop].copy_(merged)
                     good &= fits(merged, item.out)

@@ -126,14 +126,36 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     whole = left.shape[1] // BLOCK * BLOCK
     total = None
     if whole:
-        batch = left[:, :whole].unflatten(1, (-1, BLOCK)).transpose(0, 1)
-        other = right[:, :whole].unflatten(1, (-1, BLOCK)).permute(1, 2, 0)
+        batch, other = _blocks(left[:, :whole], right[:, :whole])
         total = torch.bmm(batch, other).sum(0, dtype=torch.float64)
     if whole < left.shape[1]:
         rest = (left[:, whole:] @ right[:, whole:].T).double()
         total = rest if total is None else total.add_(rest)
     assert total is not None, "no columns"
     return total
+
+
+class Products:
+    """X @ X^T in float64 of one X after the other: `products` with views that are made once."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if rows.shape[1] % BLOCK:
+            return products(rows, rows)
+        if rows is not self._last:
+            self._last = rows
+            self._batch, self._other = _blocks(rows, rows)
+            self._out = torch.bmm(self._batch, self._other)
+        torch.bmm(self._batch, self._other, out=self._out)
+        return self._out.sum(0, dtype=torch.float64)
+
+
+def _blocks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole BLOCKs of columns of two matrices, for one batched product."""
+    other = right.unflatten(1, (-1, BLOCK)).permute(1, 2, 0)
+    return left.unflatten(1, (-1, BLOCK)).transpose(0, 1), other
 
 
 def symmetric(squares: Tensor) -> Tensor:

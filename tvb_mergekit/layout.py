@@ -1,15 +1,15 @@
 """What a pass over tensors holds at a time: from a budget of memory, the sizes of all it allocates.
 
-A *piece* of a tensor is what one read fetches of every input; a *chunk* of a piece is what one
-thread turns into float32 task vectors at a time. Sums are taken chunk by chunk, so the length of a
-chunk is part of the result (in the last digits of float64); that of a piece is not.
+A *piece* of a tensor is one task of one thread; it reads the inputs *room* by room, and turns them
+into float32 task vectors a *chunk* at a time. Sums are taken chunk by chunk, so the length of a
+chunk is part of the result (in the last digits of float64); those of rooms and pieces are not.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 import torch
@@ -22,9 +22,11 @@ CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each;
 CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
 DEVICE_TAU = 2**22  # the same on an accelerator
 LONGEST = 2**20  # elements: longer pieces gained nothing
-AHEAD = 2  # pieces that are being read while others are computed
+ROOM = 2**15  # elements of each input that are worth a call of the operating system
+AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
 WRITES = 2  # pieces that wait to be written
-MOST_WORKERS = 8  # threads that compute on a CPU
+MOST_WORKERS = 8  # threads that read and compute on a CPU
+DEVICE_WORKERS = 4  # threads that read for an accelerator: one alone is slower than the copy to it
 MEMORY = 10**9  # bytes: what `tvb` allocates at most, unless told otherwise
 ALIGN = 64  # bytes: where each input begins in a room
 
@@ -67,29 +69,30 @@ class Layout:
 
     needs: Needs
     chunk: int
-    piece: int  # a multiple of `chunk`
+    room: int  # a multiple of `chunk`
+    piece: int  # a multiple of `room`
     workers: tuple[torch.device, ...]
 
     @property
-    def rooms(self) -> int:
-        """Pieces that are held at a time."""
+    def under_way(self) -> int:
+        """Pieces that are worked on, or wait for it, at a time."""
         return AHEAD + len(self.workers)
 
     @property
     def room_bytes(self) -> int:
-        """Of one piece of base and inputs, each aligned."""
+        """Of base and inputs, each aligned, that one thread reads at a time."""
         needs = self.needs
-        return self.piece * needs.inputs + ALIGN * (needs.rows + 1) if needs.inputs else 0
+        return self.room * needs.inputs + ALIGN * (needs.rows + 1) if needs.inputs else 0
 
     @property
     def nbytes(self) -> int:
         """All that the pass allocates."""
-        needs, rooms, workers = self.needs, self.rooms, len(self.workers)
-        read = rooms * self.room_bytes
-        written = (rooms + WRITES) * self.piece * needs.outputs if needs.outputs else 0
+        needs, pieces, workers = self.needs, self.under_way, len(self.workers)
+        read = workers * self.room_bytes
+        written = (pieces + WRITES) * self.piece * needs.outputs if needs.outputs else 0
         computed = workers * 4 * self.chunk * (needs.rows + 1 + needs.extra)
-        # Of a piece: one for each room, the one that is added up, and three on the way to one.
-        summed = (rooms + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
+        # Of a piece: one that is kept, the one that is added up, and three on the way to one.
+        summed = (pieces + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
         return read + written + computed + summed
 
 
@@ -101,9 +104,12 @@ def chunk_length(rows: int, kind: str) -> int:
 
 
 def worker_count(device: torch.device) -> int:
-    """Threads that compute: each its own piece, since PyTorch's threads within one operation cost
-    more than they gain on pieces that fit a cache, and far more on a busy machine."""
-    return min(torch.get_num_threads(), MOST_WORKERS) if device.type == "cpu" else 1
+    """Threads that read and compute: each its own piece, since PyTorch's threads within one
+    operation cost more than they gain on chunks that fit a cache, and far more on a busy machine.
+    """
+    if device.type == "cpu":
+        return min(torch.get_num_threads(), MOST_WORKERS)
+    return DEVICE_WORKERS
 
 
 def plan_layout(
@@ -116,8 +122,8 @@ def plan_layout(
 ) -> Layout:
     """The longest pieces and the most threads that `budget` bytes hold.
 
-    Fewer threads come before smaller chunks, so that the result does not depend on the budget
-    unless it is very small.
+    Short rooms and fewer threads come before smaller chunks, so that the result does not depend on
+    the budget unless it is very small.
 
     Args:
         devices: where to compute, all of one kind; each gets threads of its own.
@@ -133,12 +139,12 @@ def plan_layout(
     if devices[0].type != "cpu":  # a piece goes there as a whole
         longest = chunk
     for count in range(len(threads), 0, -1):
-        least = Layout(needs, chunk, chunk, tuple(threads[:count]))
+        least = Layout(needs, chunk, chunk, chunk, tuple(threads[:count]))
         if least.nbytes <= budget:
-            return _longest(least, budget, longest)
+            return _longest(_roomy(least, budget, longest), budget, longest)
     while True:
         chunk = _blocks(chunk // 2)
-        least = Layout(needs, chunk, chunk, (threads[0],))
+        least = Layout(needs, chunk, chunk, chunk, (threads[0],))
         if least.nbytes <= budget:
             return least
         if chunk == BLOCK:
@@ -149,14 +155,22 @@ def plan_layout(
             )
 
 
-def _longest(least: Layout, budget: int, longest: int) -> Layout:
-    """With as many chunks to a piece as the budget allows: what is allocated grows linearly."""
+def _roomy(least: Layout, budget: int, longest: int) -> Layout:
+    """With rooms for reads of a good length, where the budget allows."""
     chunk = least.chunk
-    two = Layout(least.needs, chunk, 2 * chunk, least.workers)
-    more = two.nbytes - least.nbytes
-    count = (budget - least.nbytes) // more + 1 if more else longest // chunk
-    piece = max(1, min(count, longest // chunk)) * chunk
-    return Layout(least.needs, chunk, piece, least.workers)
+    for count in range(min(-(-ROOM // chunk), longest // chunk), 1, -1):
+        layout = replace(least, room=count * chunk, piece=count * chunk)
+        if layout.nbytes <= budget:
+            return layout
+    return least
+
+
+def _longest(least: Layout, budget: int, longest: int) -> Layout:
+    """With as many rooms to a piece as the budget allows: what is allocated grows linearly."""
+    room = least.room
+    more = replace(least, piece=2 * room).nbytes - least.nbytes
+    count = (budget - least.nbytes) // more + 1 if more else longest // room
+    return replace(least, piece=max(1, min(count, longest // room)) * room)
 
 
 def _blocks(length: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -26,12 +27,13 @@ from tvb_mergekit.gram import (
     DEFAULT_BUDGET,
     ChunkSums,
     GramSums,
+    Products,
     Sketch,
     not_finite,
     products,
     symmetric,
 )
-from tvb_mergekit.layout import AHEAD, ALIGN, BLOCK, LONGEST, WRITES, Layout, Needs, plan_layout
+from tvb_mergekit.layout import ALIGN, BLOCK, LONGEST, WRITES, Layout, Needs, plan_layout
 from tvb_mergekit.progress import Update
 from tvb_mergekit.weights import StateDict, Weights
 
@@ -45,11 +47,16 @@ class Part:
     """One input's share in a tensor: read(start, stop, room) gives its flattened elements.
 
     `held`: they are in memory, on any device, and `read` gives a view of them and takes no room.
+    fill(start, stop, room), where they lie in a file, reads their bytes: between calls of PyTorch
+    threads pass the interpreter's lock to each other, which takes longer than to read them.
+    ahead(start, stop) asks the disk for elements that will be read soon.
     """
 
     dtype: torch.dtype
     read: Callable[[int, int, Tensor], Tensor]
     held: bool = False
+    fill: Callable[[int, int, memoryview], None] | None = None
+    ahead: Callable[[int, int], None] = lambda start, stop: None
 
     @classmethod
     def of(cls, weights: Weights, name: str) -> Part:
@@ -61,6 +68,9 @@ class Part:
         def read(start: int, stop: int, room: Tensor) -> Tensor:
             return weights.read(name, start, stop, room)
 
+        if isinstance(weights, Checkpoint) and info.offset is not None:
+            fill, ahead = partial(weights.fill, name), partial(weights.ahead, name)
+            return cls(info.dtype, read, fill=fill, ahead=ahead)
         return cls(info.dtype, read, isinstance(weights, StateDict))
 
 
@@ -85,10 +95,23 @@ class Item:
     def parts(self) -> tuple[Part, ...]:
         return (*(() if self.base is None else (self.base,)), *self.inputs)
 
+    @cached_property
+    def in_files_alike(self) -> int | None:
+        """Bytes of an element, where base and inputs have one dtype and lie in files."""
+        parts = self.parts
+        if self.base is None or any(p.fill is None or p.dtype != parts[0].dtype for p in parts):
+            return None
+        return parts[0].dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         """Bytes that reading it takes."""
         return self.numel * sum(part.dtype.itemsize for part in self.parts)
+
+    def ahead(self, start: int, stop: int) -> None:
+        """Elements `start` to `stop` will be read soon."""
+        for part in self.parts:
+            part.ahead(start, stop)
 
     def whole(self, part: Part) -> Tensor:
         room = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
@@ -135,18 +158,11 @@ def whole_parts(
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of an item; the tensors are overwritten after the next piece.
-
-    `together` [number of inputs, stop - start] is all inputs as one tensor, where they have one
-    dtype and were read.
-    """
+    """Elements `start` to `stop` of an item: one task of one thread."""
 
     item: Item
     start: int
     stop: int
-    base: Tensor | None
-    inputs: Sequence[Tensor]
-    together: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -154,8 +170,20 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        tensors = self.inputs if self.base is None else [self.base, *self.inputs]
-        return self.numel * sum(tensor.dtype.itemsize for tensor in tensors)
+        return self.numel * sum(part.dtype.itemsize for part in self.item.parts)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Elements of the parts of an item, as they are stored.
+
+    `rows` are chunks [1 + number of inputs, n] of base and inputs as one tensor, where they are
+    that; then `inputs` is empty.
+    """
+
+    base: Tensor | None
+    inputs: Sequence[Tensor] = ()
+    rows: Sequence[Tensor] = ()
 
 
 class Sink(Protocol):
@@ -173,52 +201,120 @@ def allocate(
 
 
 class TaskVectorBlocks:
-    """Walks a piece in chunks of task vectors, in buffers that are allocated once.
+    """Reads a piece and walks it in chunks of task vectors, in buffers that are allocated once.
 
-    Each step yields (start, stop, base32 [n], tau [T, n]) in float32 on `device`; both are views
-    of buffers that the next step overwrites. One instance per thread. The first `deltas` inputs
-    are differences from the base already, as the bases of a store are.
+    One instance per thread, for one layout. What is read stays in the cache of the processor that
+    read it. The first `deltas` inputs are differences from the base already, as the bases of a
+    store are.
+
+    Threads pass the interpreter's lock on at every call of PyTorch, the making of a view too, and
+    that takes longer than a small chunk: so the views of whole chunks are made once.
     """
 
-    def __init__(self, rows: int, chunk: int, device: torch.device, deltas: int = 0) -> None:
-        self.device, self.chunk, self.deltas = device, chunk, deltas
-        self.sizes = (rows, chunk, device, deltas)
-        self._tau = allocate(rows, chunk, dtype=torch.float32, device=device)
-        self._base = allocate(chunk, dtype=torch.float32, device=device)
+    def __init__(self, layout: Layout, device: torch.device, deltas: int = 0) -> None:
+        rows, self.chunk, self.room = layout.needs.rows, layout.chunk, layout.room
+        self.device, self.deltas = device, deltas
+        self.sizes = self.sizes_of(layout, device, deltas)
+        buffer = allocate(1 + rows, self.chunk, dtype=torch.float32, device=device)
+        self._whole = _Chunk(buffer, deltas)
+        pinned = device.type == "cuda"  # from there the copy to the GPU is fast
+        self._room = allocate(layout.room_bytes, dtype=torch.uint8, pinned=pinned)
+        self._bytes = memoryview(self._room.numpy())  # type: ignore[arg-type]
+        self._rooms: dict[tuple[int, torch.dtype], Stored] = {}
 
-    def walk(self, piece: Piece) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield the chunks of a piece, by their places in it; see the class. Without a base, which
-        only deltas can do without, base32 is zero."""
-        for start in range(0, piece.numel, self.chunk):
-            stop = min(start + self.chunk, piece.numel)
-            base32, tau = self._base[: stop - start], self._tau[:, : stop - start]
-            if piece.base is None:
-                base32.zero_()
-            else:
-                base32.copy_(self._near(piece.base[start:stop]))
-            if piece.together is not None:
-                tau.copy_(self._near(piece.together[:, start:stop]))
-            else:
-                for row, model in zip(tau, piece.inputs, strict=True):
-                    row.copy_(self._near(model[start:stop]))
-            if self.deltas < len(tau):
-                tau[self.deltas :].sub_(base32)
-            yield start, stop, base32, tau
+    @staticmethod
+    def sizes_of(layout: Layout, device: torch.device, deltas: int) -> tuple[object, ...]:
+        """What two instances agree in that can stand for each other."""
+        return layout.needs.rows, layout.chunk, layout.room, layout.room_bytes, device, deltas
 
-    def draw(
-        self, piece: Piece, rows: Callable[[int], Tensor]
+    def read(self, piece: Piece) -> Iterator[tuple[int, int, Stored]]:
+        """Yield (start, stop, what is stored), by places in the piece; overwritten by the next."""
+        for start in range(0, max(1, piece.numel), self.room):
+            stop = min(start + self.room, piece.numel)
+            yield start, stop, self._stored(piece.item, piece.start + start, piece.start + stop)
+            if self.device.type != "cpu":  # what was read may still be on its way there
+                torch.accelerator.current_stream(self.device).synchronize()
+
+    def walk(
+        self, piece: Piece, drawn: Callable[[int], Tensor] | None = None
     ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """The same of a piece of the base, with the next `rows(n)` [T, n] as the task vectors."""
-        assert piece.base is not None
-        for start in range(0, piece.numel, self.chunk):
-            stop = min(start + self.chunk, piece.numel)
-            base32 = self._base[: stop - start]
-            base32.copy_(self._near(piece.base[start:stop]))
-            yield start, stop, base32, rows(stop - start)
+        """Yield (start, stop, base32 [n], tau [T, n]) in float32 on the device, by places in the
+        piece; both are views of buffers that the next step overwrites.
 
-    def _near(self, piece: Tensor) -> Tensor:
+        Without a base, which only deltas can do without, base32 is zero. With `drawn`, the piece is
+        of the base alone, and the next `drawn(n)` [T, n] are the task vectors.
+        """
+        for first, last, stored in self.read(piece):
+            for number, start in enumerate(range(first, last, self.chunk)):
+                stop = min(start + self.chunk, last)
+                into = self._whole if stop - start == self.chunk else self._whole.part(stop - start)
+                self._widen(stored, number, into)
+                if drawn is not None:
+                    yield start, stop, into.base, drawn(stop - start)
+                    continue
+                if self.deltas < len(into.tau):
+                    into.models.sub_(into.base)
+                yield start, stop, into.base, into.tau
+
+    def _stored(self, item: Item, start: int, stop: int) -> Stored:
+        """Every part in its own place in the room, side by side if they have one dtype."""
+        parts, count, place = item.parts, stop - start, 0
+        width = item.in_files_alike
+        if width is None:
+            read: list[Tensor] = []
+            for part in parts:
+                place += -place % ALIGN
+                size = 0 if part.held else count * part.dtype.itemsize
+                room = self._room[place : place + size].view(part.dtype)
+                read.append(part.read(start, stop, room))
+                place += size
+            return Stored(None, read) if item.base is None else Stored(read[0], read[1:])
+        for part in parts:
+            assert part.fill is not None
+            part.fill(start, stop, self._bytes[place : place + count * width])
+            place += count * width
+        kind = len(parts), parts[0].dtype
+        if count == self.room and kind in self._rooms:
+            return self._rooms[kind]
+        rows = self._room[:place].view(parts[0].dtype).view(len(parts), count)
+        stored = Stored(rows[0], rows=rows.split(self.chunk, dim=1))
+        if count == self.room:
+            self._rooms[kind] = stored
+        return stored
+
+    def _widen(self, stored: Stored, number: int, into: _Chunk) -> None:
+        """Base and inputs of a chunk, in float32."""
+        if stored.rows:
+            rows = stored.rows[number]
+            both = into.both if len(rows) == len(into.both) else into.both[: len(rows)]
+            both.copy_(self._near(rows))
+            return
+        start = number * self.chunk
+        chunk = slice(start, start + len(into.base))
+        if stored.base is None:
+            into.base.zero_()
+        else:
+            into.base.copy_(self._near(stored.base[chunk]))
+        for row, model in zip(into.rows, stored.inputs, strict=False):
+            row.copy_(self._near(model[chunk]))
+
+    def _near(self, stored: Tensor) -> Tensor:
         # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
-        return piece.to(self.device, non_blocking=True)
+        return stored if self.device == CPU else stored.to(self.device, non_blocking=True)
+
+
+class _Chunk:
+    """Views of a float32 buffer [1 + T, n]: theta_0 and the task vectors."""
+
+    def __init__(self, both: Tensor, deltas: int) -> None:
+        self._deltas = deltas
+        self.both, self.base, self.tau = both, both[0], both[1:]
+        self.rows = tuple(self.tau)
+        self.models = self.tau[deltas:]  # what are no differences yet
+
+    def part(self, count: int) -> _Chunk:
+        """Of the first `count` elements."""
+        return _Chunk(self.both[:, :count], self._deltas)
 
 
 def layout_for(
@@ -249,56 +345,42 @@ def in_order(
 ) -> Iterator[Result]:
     """What `work` makes of the items' pieces of at most `layout.piece` elements, in order.
 
-    AHEAD threads read, each of the layout's workers computes. `work(device)` is called once in
-    each computing thread; what it returns is called with a piece and the piece's number. A piece's
-    tensors are overwritten once its result has been taken and the next is asked for.
+    Each of the layout's workers is a thread that reads and computes; the disk is asked for the
+    pieces after theirs. `work(device)` is called once in each of them; what it returns is called
+    with a piece and the piece's number. The result of a piece must be used before the one
+    `layout.under_way` further is asked for.
     """
-    spans = list(_spans(items, layout.piece))
+    pieces = list(pieces_of(items, layout.piece))
     devices: SimpleQueue[torch.device] = SimpleQueue()
     for device in layout.workers:
         devices.put(device)
-    pinned = layout.workers[0].type == "cuda"  # from there the copy to the GPU overlaps
-    rooms = [
-        allocate(layout.room_bytes, dtype=torch.uint8, pinned=pinned)
-        for _ in range(min(layout.rooms, len(spans)) if layout.room_bytes else 0)
-    ]
     local = threading.local()
 
-    def fill(number: int) -> Piece:
-        return _read(*spans[number], rooms[number % len(rooms)] if rooms else None)
-
-    def compute(piece: Piece, number: int) -> Result:
+    def compute(number: int) -> Result:
         if not hasattr(local, "act"):
             device = devices.get_nowait()
             if device.type == "cpu":
                 torch.set_num_threads(1)
             local.act = work(device)
         with torch.no_grad():
-            result: Result = local.act(piece, number)
+            result: Result = local.act(pieces[number], number)
         return result
 
     with _same_threads():
-        if len(spans) == 1:  # such as a small tensor on its own: threads would take longer
-            yield compute(fill(0), 0)
+        if len(pieces) == 1:  # such as a small tensor on its own: threads would take longer
+            yield compute(0)
             return
         waiting: deque[Future[Result]] = deque()
-        readers = ThreadPoolExecutor(AHEAD, "tvb-read")
-        computers = ThreadPoolExecutor(len(layout.workers), "tvb-compute")
-        with readers, computers:
+        with ThreadPoolExecutor(len(layout.workers), "tvb-compute") as computers:
             try:
-                for number in range(len(spans)):
-                    if len(waiting) == layout.rooms:
+                for number, piece in enumerate(pieces):
+                    if len(waiting) == layout.under_way:
                         yield waiting.popleft().result()
-                    read = readers.submit(fill, number)
-                    waiting.append(
-                        computers.submit(lambda r, n: compute(r.result(), n), read, number)
-                    )
+                    piece.item.ahead(piece.start, piece.stop)
+                    waiting.append(computers.submit(compute, number))
                 while waiting:
                     yield waiting.popleft().result()
             finally:
-                readers.shutdown(wait=False, cancel_futures=True)
-                for future in waiting:
-                    future.cancel()
                 computers.shutdown(wait=True, cancel_futures=True)
 
 
@@ -312,39 +394,11 @@ def _same_threads() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _spans(items: Sequence[Item], length: int) -> Iterator[tuple[Item, int, int]]:
+def pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
+    """The items in pieces of at most `length` elements; an empty tensor is a piece too."""
     for item in items:
-        for start in range(0, max(1, item.numel), length):  # an empty tensor is a piece too
-            yield item, start, min(start + length, item.numel)
-
-
-def _read(item: Item, start: int, stop: int, room: Tensor | None) -> Piece:
-    """Read every part into its own place in `room`, the inputs side by side."""
-    count, place = stop - start, 0
-    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def place_for(part: Part, aligned: bool) -> Tensor:
-        nonlocal place
-        if part.held or room is None:
-            return nothing.view(part.dtype)
-        place += -place % ALIGN if aligned else 0
-        first, place = place, place + count * part.dtype.itemsize
-        return room[first:place].view(part.dtype)
-
-    def read(part: Part, aligned: bool) -> Tensor:
-        return part.read(start, stop, place_for(part, aligned))
-
-    base = None if item.base is None else read(item.base, True)
-    if len({part.dtype for part in item.inputs}) == 1 and room is not None:
-        place += -place % ALIGN
-        first = place
-        inputs = [read(part, False) for part in item.inputs]
-        if not any(part.held for part in item.inputs):
-            together = room[first:place].view(item.inputs[0].dtype).view(len(inputs), count)
-            return Piece(item, start, stop, base, inputs, together)
-    else:
-        inputs = [read(part, True) for part in item.inputs]
-    return Piece(item, start, stop, base, inputs)
+        for start in range(0, max(1, item.numel), length):
+            yield Piece(item, start, min(start + length, item.numel))
 
 
 def gram_of(
@@ -380,12 +434,13 @@ def gram_of(
     streams: dict[str, torch.Generator] = {}
 
     def work(device: torch.device) -> Callable[[Piece, int], tuple[Piece, ChunkSums | None]]:
-        blocks = TaskVectorBlocks(len(tasks), layout.chunk, device, deltas)
+        blocks = TaskVectorBlocks(layout, device, deltas)
+        square = Products()
 
         def add(piece: Piece, number: int) -> tuple[Piece, ChunkSums | None]:
             name = piece.item.name
             drawn = None if sketch is None else streams.setdefault(name, sketch.stream(name))
-            return piece, _chunk_sums(piece, blocks, sketch, drawn)
+            return piece, _chunk_sums(piece, blocks, square, sketch, drawn)
 
         return add
 
@@ -420,11 +475,15 @@ def gram_layout(
 
 
 def _chunk_sums(
-    piece: Piece, blocks: TaskVectorBlocks, sketch: Sketch | None, drawn: torch.Generator | None
+    piece: Piece,
+    blocks: TaskVectorBlocks,
+    square: Products,
+    sketch: Sketch | None,
+    drawn: torch.Generator | None,
 ) -> ChunkSums | None:
     grams, norms, omegas, tasks = [], [], [], []
     for start, stop, base32, tau in blocks.walk(piece):
-        grams.append(products(tau, tau))
+        grams.append(square(tau))
         norms.append(torch.dot(base32, base32))
         if sketch is not None and drawn is not None:
             omega = sketch.rows(drawn, stop - start, blocks.device)
@@ -476,7 +535,7 @@ def combine(
     streams: dict[str, torch.Generator] = {}
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], None]:
-        blocks = TaskVectorBlocks(rows, layout.chunk, device, deltas)
+        blocks = TaskVectorBlocks(layout, device, deltas)
         held = allocate(outputs, layout.chunk, dtype=torch.float32, device=device)
         weights = matrix.T.to(device, torch.float32)
 
@@ -490,8 +549,9 @@ def combine(
                     omega = sketch.rows(generator, stop - start, device)
                     out[:, start:stop].copy_(torch.mm(weights, omega, out=held[:, : stop - start]))
             elif not item.inputs:
-                assert piece.base is not None
-                out.copy_(piece.base.expand(outputs, -1))
+                for start, stop, stored in blocks.read(piece):
+                    assert stored.base is not None
+                    out[:, start:stop].copy_(stored.base.expand(outputs, -1))
             else:
                 good = True
                 for start, stop, base32, tau in blocks.walk(piece):
@@ -519,7 +579,7 @@ def deliver(
     """Have `work(device)`'s function fill the outputs of each piece, [outputs, n] in `item.out` on
     the CPU, and give them to `sink` in order, while the next are computed."""
     width = max((item.out.itemsize for item in items), default=4)
-    count = min(layout.rooms + WRITES, len(list(_spans(items, layout.piece))))
+    count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
     rooms = [allocate(outputs, layout.piece * width, dtype=torch.uint8) for _ in range(count)]
 
     def computing(device: torch.device) -> Callable[[Piece, int], tuple[Piece, Tensor]]:
