@@ -1,7 +1,7 @@
 """Settings and streams of tensors in, basis and merged tensors out: the order of the work.
 
 Pass 1 sums the Gram matrix, pass 2 (TIES with `trim: model` only) the magnitudes of the bases,
-and the last pass merges (`merge_items`, or tensor by tensor `merge_tensor`).
+and the last pass merges (`merge_items`, or tensor by tensor `merge_item`).
 """
 
 from __future__ import annotations
@@ -377,13 +377,19 @@ def merge_tensor(
     Raises:
         UserError: the result overflows a 16-bit `dtype`.
     """
-    out = torch.empty(base.shape, dtype=dtype, device=base.device)
+    item = held_item(name, base, models, dtype)
+    return merge_item(basis, item, Job(name, tunables), device, base.device)
+
+
+def merge_item(
+    basis: Combination, item: Item, job: Job, device: torch.device, home: torch.device = CPU
+) -> Tensor:
+    """The same for an item: its merged tensor, in `item.out`, on the device `home`."""
+    out = torch.empty(item.shape, dtype=item.out, device=home)
     flat = out.view(-1)
     if isinstance(basis, Basis) and basis.sketch is not None:
-        models = ()  # Omega is drawn
-    item = held_item(name, base, models, dtype)
-    jobs = {name: Job(name, tunables)}
-    merging = _Merging(basis, jobs, [item], [device], block_budget())
+        item = replace(item, inputs=())  # Omega is drawn
+    merging = _Merging(basis, {item.name: job}, [item], [device], block_budget())
     lent: list[TaskVectorBlocks] = []
 
     def work(device: torch.device) -> Callable[[Piece, int], None]:

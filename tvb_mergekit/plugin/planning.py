@@ -2,8 +2,8 @@
 
 mergekit plans one task per tensor. For our methods each is replaced: by `MergeTensor`, which also
 depends on one `BuildBasis` node, or by `KeepBase` for a tensor that stays the base's. `BuildBasis`
-has no inputs in the graph and reads the checkpoints itself, mapped and in bounded blocks: had it
-graph inputs, every tensor would stay resident until the basis is known.
+has no inputs in the graph and reads the checkpoints itself, in bounded blocks: had it graph inputs,
+every tensor would stay resident until the basis is known.
 """
 
 from __future__ import annotations
@@ -102,10 +102,8 @@ class Plan:
         return block_budget() * len(self.devices) if self.memory is None else self.memory
 
     def items(self) -> list[Item]:
-        """The tensors that count, ready to be read; mapped under mergekit's own executor, which
-        maps them all anyway."""
-        mapped = self.memory is None and all(device.type == "cpu" for device in self.devices)
-        return [planned.item(mapped) for planned in self.counted.values()]
+        """The tensors that count, ready to be read."""
+        return [planned.item() for planned in self.counted.values()]
 
     def place(self, planned: Planned) -> tuple[str, int]:
         """Where the base's tensor lies: shard and offset."""
@@ -391,12 +389,15 @@ def replace_tasks(
         parts = () if mean is None else (Part.of(mean, str(first.name)),)
         output = Planned(weight.name, recipe.tasks, every, whole, parts)
         plan.outputs[weight.name] = output
+        if whole is None:
+            plan.note_read(output)
         if counted_as == weight.name:
             plan.counted[weight.name] = output
         merge = MergeTensor(
             name=weight.name,
             bases=recipe.store is not None,
             more=more,
+            stored=output.item if whole is None else None,
             counted_as=counted_as,
             inputs=inputs,
             basis=node,

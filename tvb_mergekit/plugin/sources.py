@@ -50,13 +50,6 @@ def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
     return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load, part)
 
 
-def _in_place(part: Part, source: Source) -> Part:
-    def read(start: int, stop: int, room: Tensor) -> Tensor:
-        return source.load().reshape(-1)[start:stop]
-
-    return part if part.held else Part(part.dtype, read, held=True)
-
-
 def _absent() -> Tensor:
     raise AssertionError("a tensor that a checkpoint lacks takes no part")
 
@@ -120,13 +113,9 @@ class Planned:
     def nbytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
 
-    def item(self, mapped: bool = False) -> Item:
+    def item(self) -> Item:
         """The tensor as an item of the stream, in the base's dtype; loaded once, and dropped, where
         only that tells its shape.
-
-        Args:
-            mapped: not to read stored tensors but to map them, which saves a copy of each byte;
-                what was mapped stays resident until the kernel wants the room.
 
         Raises:
             UserError: the shapes differ.
@@ -135,8 +124,6 @@ class Planned:
             shape = self.sources[0].shape
             parts = [source.part for source in self.sources if source.part is not None]
             assert shape is not None and len(parts) == len(self.sources)
-            if mapped:
-                parts = [_in_place(part, s) for part, s in zip(parts, self.sources, strict=True)]
         else:
             shape, dtypes = self._learned(self.whole)
             parts = whole_parts(self.whole, dtypes, torch.Size(shape).numel())

@@ -129,8 +129,9 @@ class StreamingExecutor:
 def _as_saved(item: Item, save: SaveTensor) -> Item:
     """The item in the dtype in which mergekit would write it."""
     task = save.tensor_task
-    assert isinstance(task, MergeTensor | KeepBase) and item.base is not None
-    models = task.models if isinstance(task, MergeTensor) else ()
-    dtypes = [part.dtype for part in item.inputs[: len(models)]]
-    merged = task.out_dtype(item.base.dtype, dtypes)
-    return replace(item, out=torch_dtype(save.dtype) or merged)
+    if isinstance(task, MergeTensor):
+        item = task.typed(item)
+    else:
+        assert isinstance(task, KeepBase) and item.base is not None
+        item = replace(item, out=task.out_dtype(item.base.dtype))
+    return replace(item, out=torch_dtype(save.dtype) or item.out)

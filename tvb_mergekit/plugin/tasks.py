@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from tvb_mergekit.basis import Combination
 from tvb_mergekit.combine import check_output
-from tvb_mergekit.engine import Tunables, merge_tensor
+from tvb_mergekit.engine import CPU, Job, Tunables, merge_item
 from tvb_mergekit.refusals import refusing
+from tvb_mergekit.stream import Item, held_item
 
 
 class BuildBasis(Task[Combination]):
@@ -46,7 +48,11 @@ class BuildBasis(Task[Combination]):
 
 
 class MergeTensor(Task[Tensor]):
-    """One merged tensor from the base's and the models' tensors and the basis."""
+    """One merged tensor from the base's and the models' tensors and the basis.
+
+    Tensors that are merged as they are stored are read here, piece by piece: mergekit would map
+    them whole. It still brings those that it changes (a vocabulary, converted experts).
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -61,9 +67,11 @@ class MergeTensor(Task[Tensor]):
     dtype: str | None  # None: what the inputs' dtypes promote to
     device: str
     more: tuple[Callable[[], Tensor], ...] = ()  # inputs that are no models of the recipe
+    stored: Callable[[], Item] | None = None  # the tensor where mergekit does not change it
 
     def arguments(self) -> dict[str, Task]:
-        return {"tensors": self.inputs, "basis": self.basis}
+        changed = {"tensors": self.inputs} if self.stored is None else {}
+        return {"basis": self.basis, **changed}
 
     def group_label(self) -> str | None:
         label: str | None = self.inputs.group_label()
@@ -74,19 +82,32 @@ class MergeTensor(Task[Tensor]):
         others = [] if self.bases else models
         return torch_dtype(self.dtype) or functools.reduce(torch.promote_types, others, base)
 
+    def typed(self, item: Item) -> Item:
+        """The item with the dtype of the merged tensor."""
+        assert item.base is not None
+        models = [part.dtype for part in item.inputs[: len(self.models)]]
+        return replace(item, out=self.out_dtype(item.base.dtype, models))
+
     def execute(
-        self, tensors: dict[ModelReference, Tensor], basis: Combination, **_kwargs: Any
+        self,
+        basis: Combination,
+        tensors: dict[ModelReference, Tensor] | None = None,
+        **_kwargs: Any,
     ) -> Tensor:
-        base = tensors[self.base]
-        models = [tensors[model] for model in self.models]
-        dtype = self.out_dtype(base.dtype, [model.dtype for model in models])
-        models += [load() for load in self.more]
-        device = base.device
+        if self.stored is not None:
+            item, home = self.stored(), CPU
+        else:
+            assert tensors is not None
+            base = tensors[self.base]
+            models = [*(tensors[model] for model in self.models), *(load() for load in self.more)]
+            item, home = held_item(self.name, base, models), base.device
+        device = home
         if device.type == "cpu":  # move block by block, not the T + 1 tensors at once
             inner = torch.get_default_device()  # the worker's own under --multi-gpu
             device = inner if inner.type != "cpu" else torch.device(self.device)
+        job = Job(self.counted_as, self.tunables)
         with refusing():
-            return merge_tensor(basis, self.counted_as, base, models, self.tunables, dtype, device)
+            return merge_item(basis, self.typed(item), job, device, home)
 
 
 class KeepBase(Task[Tensor]):
@@ -111,14 +132,14 @@ class KeepBase(Task[Tensor]):
         tensor = tensors[self.base]
         if self.dtype is None or not tensor.is_floating_point():
             return tensor
-        dtype = self.out_dtype(tensor.dtype, [])
+        dtype = self.out_dtype(tensor.dtype)
         cast = tensor.to(dtype)
         with refusing():
             check_output(self.name, cast, dtype)
         return cast
 
-    def out_dtype(self, base: torch.dtype, models: Sequence[torch.dtype]) -> torch.dtype:
-        """Of the tensor that is written, from the stored ones'."""
+    def out_dtype(self, base: torch.dtype) -> torch.dtype:
+        """Of the tensor that is written, from the stored one's."""
         return (torch_dtype(self.dtype) or base) if base.is_floating_point else base
 
 
