@@ -194,12 +194,15 @@ class Checkpoint(Named):
             view, place = view[count:], place + count
 
     def ahead(self, name: str, start: int, stop: int) -> None:
-        """Ask the operating system to have elements `start` to `stop` of a tensor in its cache."""
+        """Ask the operating system to have elements `start` to `stop` of a tensor in its cache,
+        unless the last of them is there."""
         info = self.tensors[name]
-        if info.offset is not None and hasattr(os, "posix_fadvise"):
-            place, size = info.offset + start * info.dtype.itemsize, stop - start
-            size *= info.dtype.itemsize
-            os.posix_fadvise(self._file(info.shard).fileno(), place, size, os.POSIX_FADV_WILLNEED)
+        if info.offset is None or not hasattr(os, "posix_fadvise"):
+            return
+        place, end = (info.offset + at * info.dtype.itemsize for at in (start, stop))
+        file = self._file(info.shard).fileno()
+        if not _cached(file, end - 1):  # to ask in vain takes as long as to read a tenth of it
+            os.posix_fadvise(file, place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
         with self._lock:
@@ -321,6 +324,14 @@ def _read_at(file: BinaryIO, view: memoryview, place: int) -> int:
     with _seeking:  # Windows: one position per file
         file.seek(place)
         return file.readinto(view)  # type: ignore[attr-defined,no-any-return]
+
+
+def _cached(file: int, place: int) -> bool:
+    """Whether a byte of a file is known to be in memory."""
+    try:
+        return os.preadv(file, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except (AttributeError, OSError):  # not on Linux; not in memory, or a file system without it
+        return False
 
 
 def _open_for_samples(path: Path) -> BinaryIO:

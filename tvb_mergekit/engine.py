@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk that counting one basis takes: bins as int32 and int64
 KEEP_EVERY = 10.0  # seconds between writing down what a Gram pass has summed
-SPLIT = 4  # pieces for each thread, of a tensor in memory
+SPLIT = 4  # pieces for each thread, of a tensor alone
 
 
 @dataclass(frozen=True)
@@ -527,10 +527,10 @@ def _swept(basis: Combination) -> bool:
 
 
 def _longest(items: Sequence[Item]) -> int:
-    """Elements of a piece: fewer where one tensor in memory is shared by the threads."""
-    if len(items) > 1 or read_width(items):
+    """Elements of a piece: fewer where one tensor is shared by the threads."""
+    if len(items) > 1:
         return LONGEST
-    return max(1, items[0].numel // (SPLIT * worker_count(CPU)))
+    return min(LONGEST, max(1, items[0].numel // (SPLIT * worker_count(CPU))))
 
 
 def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
