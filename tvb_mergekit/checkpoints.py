@@ -14,6 +14,7 @@ import pickle
 import re
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,12 +27,18 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
 
 _MOST_OPEN = 4  # files per checkpoint; tensors are read in their files' order
+_UNKNOWN_LIMIT = 512  # open files, where the system does not say
 
 DTYPES = {
     "F64": torch.float64,
@@ -205,13 +212,17 @@ class Checkpoint(Named):
             os.posix_fadvise(file, place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
+        """A file that is closed when neither this checkpoint nor a reader holds it."""
         with self._lock:
-            if shard not in self._files:
+            if (file := self._files.get(shard)) is None:
                 self._check_unchanged(shard)
-                if len(self._files) == _MOST_OPEN:  # many models of many shards: too many files
+                file = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
+                if self._files and (len(self._files) == _MOST_OPEN or _too_many_open()):
                     self._files.pop(next(iter(self._files)))
-                self._files[shard] = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
-            return self._files[shard]
+                if not _too_many_open():  # else it is opened again for the next piece
+                    self._files[shard] = file
+                    _opened.add(file)
+            return file
 
     def _check_unchanged(self, shard: str) -> None:
         """A file is opened when it is first read: it must still be the one whose header is known,
@@ -313,6 +324,19 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+
+
+_opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open
+
+
+def _too_many_open() -> bool:
+    """Whether many models of many shards leave less than half of the process's files to others."""
+    most = _UNKNOWN_LIMIT
+    if resource is not None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most == resource.RLIM_INFINITY:
+            return False
+    return len(_opened) >= most // 2
 
 
 _seeking = threading.Lock()
