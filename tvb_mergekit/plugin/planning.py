@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -23,11 +24,13 @@ from mergekit.common import (
     get_torch_accelerator_count,
     get_torch_accelerator_type,
 )
+from mergekit.config import ConfigReader, OutputSliceDefinition
 from mergekit.graph import Task
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
+from pydantic import PrivateAttr
 from torch import Tensor
 
 from tvb_mergekit import report
@@ -92,7 +95,7 @@ class Plan:
     tunables: dict[str, set[float]] = field(default_factory=dict)  # values of lambda, alpha ...
     memory: int | None = None  # bytes that a pass may allocate, if the command says so
 
-    @property
+    @functools.cached_property
     def checkpoints(self) -> dict[ModelReference, Checkpoint]:
         return {model: loader.checkpoint for model, loader in self.loaders.items()}
 
@@ -283,7 +286,8 @@ def wrap_planner(module: ModuleType) -> None:
             devices = devices_of(self.options)
             loaders = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
             check_store(recipe, loaders)
-            original(self)
+            with _for_many_models(module, self):
+                original(self)
             trust = self.options.trust_remote_code
             dtype = self.config.out_dtype or self.config.dtype
             plan = Plan(recipe, self.options, devices, loaders, dtype)
@@ -298,6 +302,42 @@ def wrap_planner(module: ModuleType) -> None:
 
     _plan.tvb_mergekit = True  # type: ignore[attr-defined]
     planner._plan = _plan
+
+
+@contextmanager
+def _for_many_models(module: ModuleType, planner: Any) -> Iterator[None]:
+    """Let mergekit's planner take time in proportion to the number of models.
+
+    For every tensor it compares each model with each, and from 128 models on it reads every
+    configuration anew for every layer.
+    """
+    architecture = type(planner)._model_arch.__wrapped__
+    planner._model_arch = functools.cache(functools.partial(architecture, planner))
+    reader, module.ConfigReader = module.ConfigReader, _Reader  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.ConfigReader = reader  # type: ignore[attr-defined]
+
+
+class _Reader(ConfigReader):
+    """mergekit's, with the same settings in the same order, found by the model's hash."""
+
+    _of: dict[ModelReference, list[Any]] = PrivateAttr(default_factory=dict)
+    _slice: OutputSliceDefinition | None = PrivateAttr(default=None)
+
+    def parameter_sources(self, model: ModelReference | None = None) -> Iterator[Any]:
+        if self.slice_out is not None:
+            if self._slice is not self.slice_out:
+                self._slice, self._of = self.slice_out, {}
+                for source in self.slice_out.sources:
+                    self._of.setdefault(source.model, []).append(source.parameters)
+            if model is not None:
+                yield from self._of.get(model, ())
+            yield self.slice_out.parameters
+        if self.module is not None:
+            yield self.module.parameters
+        yield self.config.parameters
 
 
 def check_store(recipe: Recipe, loaders: Mapping[ModelReference, MappedLoader]) -> None:

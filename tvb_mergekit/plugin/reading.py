@@ -6,7 +6,7 @@ import importlib.resources
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from mergekit.common import ModelReference
 from pydantic import BaseModel
@@ -196,12 +196,14 @@ def _sections(config: Any) -> Iterator[_Section]:
 
 def _models(config: Any, base: ModelReference) -> tuple[ModelReference, ...]:
     """The fine-tuned models in the recipe's order; every list must name each of them once."""
-    lists: dict[str, list[ModelReference]] = {}
+    lists: dict[str, dict[_Identity, ModelReference]] = {}
+    its_own = _identity(base)
     for where, item, in_slice in _inputs(config):
         model = _reference(item.model)
         assert model is not None
-        listed = lists.setdefault(where.rpartition("[")[0], [])
-        if _same(model, base):
+        listed = lists.setdefault(where.rpartition("[")[0], {})
+        identity = _identity(model)
+        if identity == its_own:
             if in_slice and model != base:
                 raise UserError(
                     f"`{where}` writes the base as {model}, `base_model` as {base}: mergekit takes "
@@ -212,15 +214,15 @@ def _models(config: Any, base: ModelReference) -> tuple[ModelReference, ...]:
                     f"`{where}` is the base model {base}: list only fine-tuned models; the base "
                     "stands under `base_model`"
                 )
-        elif twin := next((other for other in listed if _same(model, other)), None):
+        elif twin := listed.get(identity):
             also = "" if str(twin) == str(model) else f" (it is the same folder as {twin})"
             raise UserError(f"`{where}` lists {model} a second time{also}: list each model once")
-        listed.append(model)
+        listed[identity] = model
     first: tuple[ModelReference, ...] = ()
     for where, listed in lists.items():
-        if ".sources" in where and not any(_same(model, base) for model in listed):
+        if ".sources" in where and its_own not in listed:
             raise UserError(f"`{where}` does not list the base model {base}: each slice must")
-        models = tuple(model for model in listed if not _same(model, base))
+        models = tuple(model for same, model in listed.items() if same != its_own)
         first = first or models
         if set(models) != set(first):
             missing = next(iter(set(first) ^ set(models)))
@@ -233,14 +235,19 @@ def _models(config: Any, base: ModelReference) -> tuple[ModelReference, ...]:
     return first
 
 
-def _same(a: ModelReference, b: ModelReference) -> bool:
-    def identity(path: Any) -> tuple[str, str | None] | None:
+_Identity: TypeAlias = tuple[tuple[str, str | None] | None, ...]
+
+
+def _identity(model: ModelReference) -> _Identity:
+    """Equal for two ways to write one model: where it lies, its revision, and its adapter's."""
+
+    def place(path: Any) -> tuple[str, str | None] | None:
         if path is None:
             return None
         local = os.path.realpath(path.path) if os.path.exists(path.path) else path.path
         return local, path.revision
 
-    return identity(a.model) == identity(b.model) and identity(a.lora) == identity(b.lora)
+    return place(model.model), place(model.lora)
 
 
 def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
@@ -290,7 +297,7 @@ def _model_values(
                 )
             if key not in MODEL_KEYS:
                 raise unknown_key(key, tuple(MODEL_KEYS), f"`{section.where}`")
-            if _same(model, base):
+            if _identity(model) == _identity(base):
                 raise UserError(f"`{key}` under `{section.where}`: the base model has no task")
             value = check_value(key, _one_value(key, setting, section.where))
             if found.setdefault((model, key), value) != value:
