@@ -182,16 +182,21 @@ def test_adding_task_vectors_equals_float64(made: Models, data: st.DataObject) -
     ((base, listed),) = made.values()
     tasks = tasks_of(made)
     weights = [data.draw(st.floats(-3, 3)) for _ in listed]
+    cut = data.draw(st.integers(0, len(listed)))  # two steps, as negation beside addition has
+    scale = data.draw(st.floats(-2, 2))
+    parts = [*weights[:cut], *[0.0] * (len(listed) - cut)], [*[0.0] * cut, *weights[cut:]]
+    steps = [(one, torch.tensor(part)) for one, part in zip((1.0, scale), parts, strict=True)]
+    weights[cut:] = [scale * weight for weight in weights[cut:]]
     before = [tensor.clone() for tensor in (base, *listed)]
     settings_ = resolve_settings("basis_ta", {"basis": "none"}, tasks)
     basis = build_basis(settings_, tasks, [1.0] * len(tasks), lambda: items_of(made))
-    with mock.patch.object(basis, "coefficients", lambda *_: weights):
+    with mock.patch.object(basis, "steps", lambda *_: steps):
         out = merge_tensor(basis, "t0", base, listed, Tunables(1.0), torch.float32, CPU)
     tau = torch.stack([m.double() - base.double() for m in listed])
-    parts = torch.tensor(weights, dtype=torch.float64)[:, None] * tau
-    want = base.double() + parts.sum(0)
-    steps = len(listed) + 2  # roundings, each of a partial sum
-    slack = 2.0**-24 * steps * (base.double().abs() + parts.abs().sum(0)) + 1e-38
+    moved = torch.tensor(weights, dtype=torch.float64)[:, None] * tau
+    want = base.double() + moved.sum(0)
+    roundings = len(listed) + 5  # each of a partial sum, a weight or a product
+    slack = 2.0**-24 * roundings * (base.double().abs() + moved.abs().sum(0)) + 1e-38
     assert ((out.double() - want).abs() <= slack).all()
     for old, new in zip(before, (base, *listed), strict=True):
         assert torch.equal(old, new)
@@ -231,6 +236,31 @@ def test_merging_from_files_is_merging_in_memory(
         want = want if n in jobs else base.bfloat16()
         assert torch.equal(sink.states[0][n], want)
     assert seen == [0]  # all the bytes that were announced
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(made=models(), scale=st.floats(-2, 2), out=st.sampled_from(DTYPES))
+def test_a_direction_alone_gives_every_merge(
+    method: str, made: Models, scale: float, out: torch.dtype
+) -> None:
+    """theta_0 + fl(scale * direction), to the bit of the output dtype."""
+    name, keys = METHODS[method]
+    tasks = tasks_of(made)
+    assume(method != "projection" or sum(b.numel() for b, _ in made.values()) > 100)
+    assume((dense(made) != 0).any(0).all())
+    settings_ = resolve_settings(name, keys, tasks)
+    basis = build_basis(settings_, tasks, [1.0] * len(tasks), lambda: items_of(made))
+    jobs = {n: engine.Job(n, Tunables(0.0, density=0.3), alone=True) for n in made}
+    sink = MemorySink(1)
+    engine.merge_items(basis, items_of(made, False), jobs, sink)
+    if name == "basis_negate":
+        tunables = Tunables(0.0, -scale)
+    else:
+        tunables = Tunables(scale, density=0.3)
+    for n, (base, listed) in made.items():
+        found = base.float() + scale * sink.states[0][n]
+        assert torch.equal(found.to(out), merge_tensor(basis, n, base, listed, tunables, out, CPU))
 
 
 def counting(left: list[int]) -> Progress:

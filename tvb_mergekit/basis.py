@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tvb_mergekit.combine import Step
 from tvb_mergekit.encoders import Encoding, encode, projection
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, Sketch
@@ -58,9 +59,28 @@ class Combination(ABC):
             return 1.0
         return len(self.tasks) / self.num_bases
 
+    @property
     @abstractmethod
-    def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
-        """Of each input in the merged model, [num_inputs]."""
+    def addition(self) -> Tensor:
+        """The sum of the bases from the vectors that are combined, [num_inputs] float64 (for
+        rand_proj from the columns of Omega, [M])."""
+
+    @property
+    @abstractmethod
+    def forgetting(self) -> Tensor:
+        """The sum of the reconstructed task vectors to forget, likewise."""
+
+    def steps(self, lambda_: float, alpha: float = 0.0) -> list[Step]:
+        """lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, in the order of adding up."""
+        steps = [(lambda_ * self.scale, self.addition)]
+        if self.settings.forget:
+            steps.append((-alpha, self.forgetting))
+        return [step for step in steps if step[0] != 0]
+
+    @property
+    def direction(self) -> Tensor:
+        """What a tuned coefficient scales, up to a factor of each."""
+        return self.forgetting if self.settings.forget else self.addition
 
     @property
     @abstractmethod
@@ -98,24 +118,22 @@ class Basis(Combination):
     def num_bases(self) -> int:
         return self.encoding.num_bases
 
-    def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
-        """Of each model's raw task vector theta_i - theta_0 in the merged model, [T].
+    @property
+    def addition(self) -> Tensor:
+        if self.sketch is not None:
+            assert self.encoding.mixing is not None
+            return self.encoding.mixing.sum(1)
+        return self.weighted_encoder.sum(1)
 
-        lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, with the weights folded in.
-        """
-        encoding = self.encoding
-        assert encoding.encoder is not None and encoding.reconstruction is not None
-        total = lambda_ * self.scale * encoding.encoder.sum(1)
-        if self.settings.forget:
-            total = total - alpha * encoding.reconstruction[:, self.forgotten].sum(1)
-        return [c * w for c, w in zip(total.tolist(), self.weights, strict=True)]
-
-    def sketch_weights(self, lambda_: float, alpha: float) -> Tensor:
-        """For rand_proj: the merged delta is Omega @ these weights, [M] float64."""
-        assert self.encoding.mixing is not None
-        inner = torch.full_like(self.encoding.decoder[:, 0], lambda_ * self.scale)
-        inner -= alpha * self.encoding.decoder[:, self.forgotten].sum(1)
-        return self.encoding.mixing @ inner
+    @property
+    def forgetting(self) -> Tensor:
+        encoding, columns = self.encoding, self.forgotten
+        if self.sketch is not None:
+            assert encoding.mixing is not None
+            return encoding.mixing @ encoding.decoder[:, columns].sum(1)
+        assert encoding.reconstruction is not None
+        weights = torch.tensor(self.weights, dtype=torch.float64, device="cpu")
+        return encoding.reconstruction[:, columns].sum(1) * weights
 
     @property
     def weighted_encoder(self) -> Tensor:
@@ -156,12 +174,15 @@ class StoredBases(Combination):
     def deltas(self) -> int:
         return self.num_inputs
 
-    def coefficients(self, lambda_: float, alpha: float = 0.0) -> list[float]:
-        """lambda * v_m - alpha * sum_{j in forget} W_d[m, j], [num_inputs]."""
-        total = torch.zeros(self.num_inputs, dtype=torch.float64)
-        total[: self.num_bases] = lambda_ * self.scale * self.shares
-        total -= alpha * self.reconstruction[:, self.forgotten].sum(1)
-        return total.tolist()
+    @property
+    def addition(self) -> Tensor:
+        total = torch.zeros(self.num_inputs, dtype=torch.float64, device="cpu")
+        total[: self.num_bases] = self.shares
+        return total
+
+    @property
+    def forgetting(self) -> Tensor:
+        return self.reconstruction[:, self.forgotten].sum(1)
 
     @property
     def weighted_encoder(self) -> Tensor:

@@ -1,6 +1,10 @@
 """Chunks of task vectors in, merged chunks out: addition, negation, and TIES over bases.
 
 Everything is computed in float32, and cast once to the output dtype by the caller.
+
+A coefficient multiplies a finished direction: theta_0 + fl(scale * direction), two roundings of
+each entry by itself, where a fused product and sum would round as the chunk and the processor have
+it. So a direction that is computed once gives the merged weights for any scale, to the last bit.
 """
 
 from __future__ import annotations
@@ -16,16 +20,25 @@ from tvb_mergekit.errors import UserError
 # From (theta_0 [n], task vectors [T, n]), float32 and overwritten, to the merged tensor [n].
 MergeChunk = Callable[[Tensor, Tensor], Tensor]
 
+Step = tuple[float, Tensor]  # a scale, and the weights [T] of the direction that it scales
+ADDING_ROWS = 1  # float32 rows of a chunk that `adding` holds beside the task vectors
 
-def adding(coefficients: Sequence[float] | Tensor, device: torch.device) -> MergeChunk:
-    """theta_0 + sum_i coefficients[i] * tau_i.
+
+def adding(steps: Sequence[Step], device: torch.device) -> MergeChunk:
+    """theta_0 + sum over steps of scale * sum_i weights[i] * tau_i.
 
     Addition over bases and negation are both this, since B = T W_e and T_hat = T R
-    (paper Eqs. 7 and 9): the coefficients are lambda * W_e 1 - alpha * R[:, forget] 1. For
-    rand_proj the rows of Omega stand in the place of task vectors.
+    (paper Eqs. 7 and 9): the steps are (lambda, W_e 1) and (-alpha, R[:, forget] 1). For rand_proj
+    the rows of Omega stand in the place of task vectors.
     """
-    weights = torch.as_tensor(coefficients, dtype=torch.float32, device="cpu").to(device)
-    return lambda base32, tau: base32.addmv_(tau.T, weights)
+    turned = [(scale, weights.to(device, torch.float32)) for scale, weights in steps]
+
+    def merge(base32: Tensor, tau: Tensor) -> Tensor:
+        for scale, weights in turned:
+            base32 += torch.mv(tau.T, weights).mul_(scale)
+        return base32
+
+    return merge
 
 
 def trimming(
@@ -48,7 +61,7 @@ def trimming(
         up = _merge(bases.clamp(min=0), merge_func)
         down = _merge(bases.clamp_(max=0), merge_func)
         merged = (up * sign.clamp(min=0)).addcmul_(down, sign.clamp_(max=0), value=-1)
-        return base32.add_(merged, alpha=scale)
+        return base32.add_(merged.mul_(scale))
 
     return merge
 

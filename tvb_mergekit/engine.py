@@ -21,6 +21,7 @@ from torch import Tensor
 from tvb_mergekit import cache
 from tvb_mergekit.basis import Basis, Combination, build
 from tvb_mergekit.combine import (
+    ADDING_ROWS,
     MergeChunk,
     adding,
     check_output,
@@ -74,10 +75,16 @@ class Tunables:
 
 @dataclass(frozen=True)
 class Job:
-    """How one tensor is merged, and the name under which it counted in the Gram matrix."""
+    """How one tensor is merged, and the name under which it counted in the Gram matrix.
+
+    `alone`: what is given is the direction that a tuned coefficient scales, without theta_0: the
+    sum of the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
+    to forget. Merging adds fl(scale * this) last.
+    """
 
     counted_as: str
     tunables: Tunables
+    alone: bool = False
 
 
 def build_basis(
@@ -443,11 +450,12 @@ class _Merging:
         self.basis, self.jobs = basis, jobs
         self.sketch = basis.sketch if isinstance(basis, Basis) else None
         self.streams: dict[str, torch.Generator] = {}
-        rows, extra, workers, rest = basis.num_inputs, 0, None, budget
+        rows, extra, workers, rest = basis.num_inputs, ADDING_ROWS, None, budget
         if basis.settings.method == "basis_ties":
             extra, rest = trimming_rows(basis.num_bases), _beside_tables(basis, budget)
         if self.sketch is not None:
-            rows, extra, workers = self.sketch.columns, 2 * self.sketch.columns, 1
+            rows, workers = self.sketch.columns, 1
+            extra = 2 * rows + ADDING_ROWS
         width = max((item.out.itemsize for item in items), default=4)
         needs = Needs(rows, read_width(items), width, extra)
         self.layout: Layout = layout_for(
@@ -498,7 +506,7 @@ class _Merging:
                     stream = self.streams.setdefault(item.name, sketch.stream(job.counted_as))
                     drawn = lambda count: sketch.rows(stream, count, device)  # noqa: E731
                 for start, stop, base32, tau in blocks.walk(piece, drawn):
-                    merged = chunk(base32, tau)
+                    merged = chunk(base32.zero_() if job.alone else base32, tau)
                     out[start:stop].copy_(merged)
                     good &= fits(merged, item.out)
             if not good:
@@ -513,12 +521,13 @@ class _Merging:
 
     def _chunk(self, name: str, job: Job, device: torch.device) -> MergeChunk:
         basis, given = self.basis, job.tunables
-        if isinstance(basis, Basis) and basis.sketch is not None:
-            return adding(basis.sketch_weights(given.lambda_, given.alpha), device)
         if basis.settings.method == "basis_ties":
-            scale, how = given.lambda_ * basis.scale, basis.settings.merge_func
-            return trimming(basis.weighted_encoder, self.thresholds[name], how, scale, device)
-        return adding(basis.coefficients(given.lambda_, given.alpha), device)
+            scale = 1.0 if job.alone else given.lambda_ * basis.scale
+            how, thresholds = basis.settings.merge_func, self.thresholds[name]
+            return trimming(basis.weighted_encoder, thresholds, how, scale, device)
+        if job.alone:
+            return adding([(1.0, basis.direction)], device)
+        return adding(basis.steps(given.lambda_, given.alpha), device)
 
 
 def _swept(basis: Combination) -> bool:
