@@ -34,11 +34,15 @@ def load(
     folder = data or os.environ.get("MINI_DATA")
     if folder is None:
         raise ValueError("set MINI_DATA to the folder RUN/data of evals/mini/train.py")
-    path = Path(folder) / f"{task}.{split}.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: is MINI_DATA a folder RUN/data of evals/mini/train.py?")
-    items = datasets.Dataset.from_json(str(path), keep_in_memory=True)
-    return datasets.DatasetDict({"test": items})
+    found = {}
+    for name, part in (("test", split), ("validation", "validation")):
+        path = Path(folder) / f"{task}.{part}.jsonl"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path}: is MINI_DATA a folder RUN/data of evals/mini/train.py?"
+            )
+        found[name] = datasets.Dataset.from_json(str(path), keep_in_memory=True)
+    return datasets.DatasetDict(found)
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

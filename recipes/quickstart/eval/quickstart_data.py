@@ -12,6 +12,10 @@ DATA = Path(__file__).resolve().parent / "data"
 
 def load(name: str, split: str = "test", **_: object) -> datasets.DatasetDict:
     """`--metadata '{"split": "val"}'` on lm_eval's command line scores the validation items."""
-    path = DATA / (f"{name}.jsonl" if split == "test" else f"{name}.{split}.jsonl")
-    items = datasets.Dataset.from_json(str(path), keep_in_memory=True)
-    return datasets.DatasetDict({"test": items})
+    files = {"test": f"{name}.jsonl", "validation": f"{name}.val.jsonl"}
+    if split != "test":
+        files["test"] = f"{name}.{split}.jsonl"
+    return datasets.DatasetDict(
+        {part: datasets.Dataset.from_json(str(DATA / file), keep_in_memory=True)
+         for part, file in files.items()}
+    )  # fmt: skip
