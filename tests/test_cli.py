@@ -33,7 +33,7 @@ from tvb_mergekit.cli import main
 
 TVB = Path(sys.executable).with_name("tvb")
 COMMANDS = [
-    "build", "inspect", "add", "export", "merge", "check", "convert", "score", "cache"
+    "build", "inspect", "add", "export", "merge", "check", "convert", "score", "tune", "cache"
 ]  # fmt: skip
 
 
@@ -68,7 +68,9 @@ def misused(*words: object) -> str:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base, math, code, safety, new-model; recipe.yml; a store of the three."""
     root = tmp_path_factory.mktemp("models")
-    tiny.family(root, tasks=("math", "code", "safety", "new-model"))
+    base, _ = tiny.family(root, tasks=("math", "code", "safety", "new-model"))
+    tokens = {"bos_token": "t1", "eos_token": "t2"}  # without which lm-eval scores nothing
+    transformers.AutoTokenizer.from_pretrained(base, **tokens).save_pretrained(base)
     folders = [Path(name) for name in ("math", "code", "safety")]
     made_of = recipe("basis_ta", Path("base"), folders, basis="balanced", num_bases=2)
     (root / "recipe.yml").write_text(yaml.safe_dump(made_of))
@@ -122,7 +124,30 @@ def test_every_command_has_an_example() -> None:
         assert command.help is not None
 
 
-def test_the_examples_work(here: Path) -> None:
+def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`copa` and `rte`, of a few items."""
+    from tvb_mergekit.tuning import harness
+
+    for place, name in enumerate(("copa", "rte")):
+        rows = [{"text": f"t{i}", "answer": (i + place) % 2} for i in range(3, 23)]
+        (here / f"{name}.json").write_text("\n".join(map(json.dumps, rows)))
+        task = {"task": name, "dataset_path": "json", "validation_split": "train",
+                "dataset_kwargs": {"data_files": str(here / f"{name}.json")},
+                "output_type": "multiple_choice", "doc_to_text": "{{text}}",
+                "doc_to_target": "answer", "doc_to_choice": ["t1", "t2"],
+                "metric_list": [{"metric": "acc"}]}  # fmt: skip
+        (here / "tasks").mkdir(exist_ok=True)
+        (here / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    forget = {"basis": "balanced", "num_bases": 2, "forget": "code", "alpha": 1.0}
+    folders = [Path(name) for name in ("math", "code", "safety")]
+    made_of = recipe("basis_negate", Path("base"), folders, **forget)
+    (here / "forget.yml").write_text(yaml.safe_dump(made_of))
+    manager = harness.manager([str(here / "tasks")], {})
+    monkeypatch.setattr(harness, "manager", lambda path, metadata: manager)
+
+
+def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_tasks(here, monkeypatch)
     test_authors.autoencoder(here / "AutoencoderBasisMethod_M4")
     state = {name: torch.ones(shape) for name, shape in test_authors.SHAPES.items()}
     torch.save(state, here / "zeroshot.pt")
@@ -134,7 +159,7 @@ def test_the_examples_work(here: Path) -> None:
         shutil.rmtree(here / "math-model", ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
-        if name in ("inspect", "add", "export"):
+        if name in ("inspect", "add", "export", "tune"):
             shutil.copytree(here / "built", here / "store")
         lines = examples(command)
         if isinstance(command, click.Group) and command is not main:

@@ -46,6 +46,7 @@ def main() -> None:
       tvb merge ./store/recipes/add.yml ./merged
       tvb add ./store ./new-model --task new
       tvb export ./store ./math --task math
+      tvb tune recipe.yml --tasks copa,rte --out tuned
 
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
@@ -72,6 +73,8 @@ def _careful(out: str = "") -> Callable[[Command], Command]:
             except KeyboardInterrupt:
                 kept = f"{place}.partial"
                 more = f" {kept} is kept: --resume goes on." if os.path.isdir(kept) else ""
+                if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
+                    more = " The same command goes on."
                 click.echo(f"Interrupted.{more}", err=True)
                 sys.exit(130)
 
@@ -180,7 +183,7 @@ def _model_options(values: dict[str, Any]) -> Options:
     from tvb_mergekit.plugin.inputs import Options
 
     names = ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache", "fuse")
-    return Options(**{name: values[name] for name in names})
+    return Options(**{name: values[name] for name in names if name in values})
 
 
 @main.command()
@@ -649,6 +652,146 @@ def score(
     print_table(found, Console(highlight=False))
     if out is not None:
         click.echo(f"Written to {out}")
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(exists=True))
+@click.option("--tasks", required=True, metavar="T1,T2", help="Of lm-eval: tasks or groups.")
+@click.option("--out", required=True, metavar="DIR", help="For all that is found; see below.")
+@click.option("--write", metavar="DIR", help="Also merge with what was found, into this folder.")
+@click.option(
+    "--grid", default="0:1:0.05", show_default=True, help="START:STOP:STEP, or numbers with commas."
+)
+@click.option(
+    "--search",
+    type=click.Choice(["grid", "golden"]),
+    default="grid",
+    show_default=True,
+    help="golden: golden section between the grid's ends, 9 points where the grid has 21.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    help="Of golden; half the grid's step by default.",
+)
+@click.option(
+    "--per-basis",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Then search a weight for each basis of a store, by Powell's method, in N points.",
+)
+@click.option(
+    "--early-stop", is_flag=True, help="Give a point up once it is two standard errors behind."
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="TASK:METRIC",
+    help="As lm-eval names it: METRIC,FILTER. Repeatable, also for one task.",
+)
+@click.option(
+    "--reference",
+    metavar="PATH",
+    help="Results of lm_eval for the specialists: scores become shares of theirs.",
+)
+@click.option(
+    "--control",
+    "controls",
+    multiple=True,
+    metavar="TASK[:METRIC]",
+    help="basis_negate: what must not be forgotten. Repeatable.",
+)
+@click.option(
+    "--keep",
+    type=float,
+    default=0.95,
+    show_default=True,
+    help="basis_negate: the least share of the control score that alpha 0 has.",
+)
+@click.option("--limit", type=float, help="Items per task, or below 1 the share of them; seeded.")
+@click.option(
+    "--subsample", is_flag=True, help="Of these items, M/T for M bases of T tasks (the paper's)."
+)
+@click.option(
+    "--test-share",
+    type=float,
+    default=0.2,
+    show_default=True,
+    help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the items, and of mergekit."
+)
+@click.option(
+    "--include-path", multiple=True, metavar="DIR", help="Folder of own lm-eval tasks. Repeatable."
+)
+@click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that take some.")
+@click.option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
+@click.option("--apply-chat-template", "chat_template", is_flag=True, help="lm-eval's.")
+@click.option("--confirm-run-unsafe-code", "unsafe_code", is_flag=True, help="lm-eval's.")
+@click.option("--batch-size", default="1", show_default=True, help="lm-eval's; `auto` too.")
+@click.option("--model-args", default="", metavar="K=V,...", help="lm-eval's: max_length=4096 ...")
+@_memory
+@_device
+@_access
+@_quiet
+@_careful("out")
+def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
+    """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
+
+    One model in memory moves along theta_0 + lambda * Delta and is scored at each point; its
+    weights are those that mergekit-yaml writes, to the last bit. For basis_ta, basis_ties,
+    basis_negate (whose coefficient is alpha) and mergekit's task_arithmetic, ties, breadcrumbs;
+    dare and della, which draw at random, are merged point by point.
+
+    DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. The same command goes on
+    after an interruption. Test items are not used: a task is scored on its validation split. Of one
+    without, a seeded part is, and test_samples.json names the rest, for `lm_eval --samples`.
+
+    Memory: the loaded model, and --memory while models are merged. Disk, below DIR and deleted at
+    the end: up to five times the merged model, for the first merge, theta_0 and Delta.
+
+    \b
+    Example:
+      tvb tune recipe.yml --tasks copa,rte --limit 200 --out tuned
+      tvb tune ./store --tasks copa --search golden --out golden
+      tvb tune forget.yml --tasks copa --control rte --out rest --write ./new
+    """
+    from rich.console import Console
+
+    from tvb_mergekit.tuning.report import print_table, write
+    from tvb_mergekit.tuning.running import Request
+    from tvb_mergekit.tuning.running import tune as search
+
+    options = _model_options(values)
+    for name in ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache"):
+        del values[name]
+    values["device"] = str(_device_of(values["device"]))
+    values["metadata"] = _json(values["metadata"])
+    request = Request(
+        recipe,
+        [name.strip() for name in tasks.split(",") if name.strip()],
+        Path(out),
+        options=options,
+        **values,
+    )
+    found = search(request)
+    missing = write(found)
+    print_table(found, Console(highlight=False))
+    for line in missing:
+        click.echo(line, err=True)
+    click.echo(f"Written to {out}")
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        raise UserError(f"--metadata {text}: no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f"--metadata {text}: expected a JSON object")
+    return found
 
 
 @main.group("cache")

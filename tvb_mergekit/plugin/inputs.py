@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mergekit.architecture import get_architecture_info
+from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.graph import Task
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
@@ -286,20 +288,42 @@ def plan_only(document: Document, options: Options) -> Plan:
     Raises:
         UserError, MergeRefused: what would refuse the merge before it starts.
     """
-    config, settings = document.config, options.mergekit
+    with planned(document, options) as (plan, _tasks):
+        return plan
+
+
+@contextmanager
+def planned(
+    document: Document, options: Options
+) -> Iterator[tuple[Plan, Sequence[tuple[WeightInfo, Task[Any]]]]]:
+    """mergekit's plan with our tasks in it, and the tasks, which may be run within the context.
+
+    The document is used up: mergekit rewrites its configuration.
+
+    Raises:
+        UserError, MergeRefused: what would refuse the merge before it starts.
+    """
     running = Session(None)
     token = session.set(running)
     try:
         with refusing(planning=lambda: running.plan is None), fresh_loaders():
-            check_local_files(document.recipe, settings)
-            check_tokenizer_source(config)
-            architecture = get_architecture_info(config, settings)
-            LoaderCache().setup(options=settings)
-            out = _model_out_config(
-                config, architecture, trust_remote_code=settings.trust_remote_code
-            )
-            MergePlanner(config, architecture, settings, out).plan_in_memory()
+            check_local_files(document.recipe, options.mergekit)
+            check_tokenizer_source(document.config)
+            tasks = stock_tasks(document.config, options)
+            assert running.plan is not None, "mergekit planned without our planner"
+            yield running.plan, tasks
     finally:
         session.reset(token)
-    assert running.plan is not None, "mergekit planned without our planner"
-    return running.plan
+
+
+def stock_tasks(config: Any, options: Options) -> list[tuple[WeightInfo, Task[Any]]]:
+    """What mergekit plans to do for each tensor of the merged model, up to the cast to
+    `out_dtype`, which our own tasks do themselves."""
+    settings = options.mergekit
+    architecture = get_architecture_info(config, settings)
+    LoaderCache().setup(options=settings)
+    out = _model_out_config(config, architecture, trust_remote_code=settings.trust_remote_code)
+    planner: Any = MergePlanner(config, architecture, settings, out)
+    planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
+    tasks: list[tuple[WeightInfo, Task[Any]]] = planner._tensors
+    return tasks

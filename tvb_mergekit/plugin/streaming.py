@@ -46,7 +46,7 @@ def merge_recipe(path: str, out: str, options: MergeOptions, memory: int) -> Non
             "folders as Hugging Face writes them"
         )
     text = Path(path).read_text(encoding="utf-8")
-    with _streaming(memory):
+    with streaming(memory):
         mergekit.merge.run_merge(document.config, out, options, config_source=text)
 
 
@@ -64,8 +64,8 @@ def shard_size(text: str) -> int:
 
 
 @contextmanager
-def _streaming(memory: int) -> Iterator[None]:
-    """Let `run_merge` run its tasks by `StreamingExecutor`."""
+def streaming(memory: int) -> Iterator[None]:
+    """Let `run_merge` run the tasks of our methods by `StreamingExecutor`."""
     module: Any = mergekit.merge
     stock = module.Executor, module.MultiGPUExecutor
 

@@ -1,0 +1,231 @@
+"""Grids, golden section, the rule of negation, weights by Powell, means and early stopping."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.scoring.results import Origin, Results, TaskResult
+from tvb_mergekit.tuning import search
+from tvb_mergekit.tuning.harness import Choice, Entry, Scored
+from tvb_mergekit.tuning.objective import Estimate, cannot_win, mean, objective
+
+GRID = search.grid_points("0:1:0.05")
+
+
+def test_the_paper_s_grid() -> None:
+    assert GRID == tuple(i / 20 for i in range(21))
+    assert search.grid_points("0.5, 0,0.5") == (0.0, 0.5)
+    assert search.grid_points("-0.2:0.2:0.1") == (-0.2, -0.1, 0.0, 0.1, 0.2)
+    assert search.grid_points("0:1:0.3") == (0.0, 0.3, 0.6, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no point"),
+        (",", "holds no point"),
+        ("1:0:0.1", "holds no point"),
+        ("0:1:0", "the step must be positive"),
+        ("0:1:-1", "the step must be positive"),
+        ("0:inf:1", "the step must be positive"),
+        ("0:1", "expected START:STOP:STEP"),
+        ("a,b", "expected START:STOP:STEP"),
+        ("0,nan", "expected START:STOP:STEP"),
+        ("0:1:1e-6", "1,000,001 points"),
+    ],
+)
+def test_a_grid_that_is_none(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        search.grid_points(text)
+
+
+def test_of_equals_the_smallest_wins() -> None:
+    assert search.best([0.0, 0.5, 1.0], [0.2, 0.7, 0.7 + 1e-12]) == 0.5
+    assert search.grid([0.0, 1.0], lambda x: -x) == (0.0, [0.0, -1.0])
+
+
+@st.composite
+def unimodal(draw: st.DrawFn) -> Callable[[float], float]:
+    """Strictly rising up to somewhere in [0, 1], strictly falling from there."""
+    top = draw(st.floats(0, 1))
+    rise, fall = draw(st.floats(0.1, 20)), draw(st.floats(0.1, 20))
+    power = draw(st.sampled_from([0.4, 1, 2, 3]))
+    return lambda x: -(rise * (top - x) ** power if x < top else fall * (x - top) ** power)
+
+
+@settings(deadline=None)
+@given(unimodal())
+def test_golden_section_within_a_step_of_the_grid_in_nine(curve: Callable[[float], float]) -> None:
+    asked = []
+
+    def score(x: float) -> float:
+        asked.append(x)
+        return curve(x)
+
+    found = search.golden(0.0, 1.0, 0.025, score)
+    best, _ = search.grid(GRID, curve)
+    assert len(asked) <= 9 and len(set(asked)) == len(asked)
+    assert abs(found - best) <= 0.05 + 1e-9
+    assert curve(found) == max(map(curve, asked))
+
+
+@pytest.mark.parametrize("low", [0.0, 1.0, -3e15, 1e-300])
+@pytest.mark.parametrize("length", [1.0, 3e-9, 1e6])
+def test_golden_section_ends_where_numbers_do(low: float, length: float) -> None:
+    """Whatever the tolerance: at a ten-thousandth of the interval, or at neighbouring floats."""
+    asked = []
+
+    def score(x: float) -> float:
+        asked.append(x)
+        assert len(asked) <= 24
+        return -abs(x - top) / (high - low)
+
+    high = max(low + length, math.nextafter(low, math.inf))
+    top = low + 0.3 * (high - low)
+    found = search.golden(low, high, 5e-324, score)
+    assert low <= found <= high
+    assert abs(found - top) <= 1e-4 * (high - low) + 2 * math.ulp(low)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=21, max_size=21),
+    st.sampled_from([0.5, 0.95, 1.0]),
+)
+def test_the_rule_of_negation(counts: list[tuple[int, int]], keep: float) -> None:
+    """Against the rule written out; the control score is asked for no more than it must be."""
+    target = {x: c[0] / 4 for x, c in zip(GRID, counts, strict=True)}
+    control = {x: c[1] / 4 for x, c in zip(GRID, counts, strict=True)}
+    allowed = [x for x in GRID if control[x] >= keep * control[0.0]]
+    want = min(allowed, key=lambda x: (target[x], x))
+    asked: list[float] = []
+
+    def kept(x: float) -> float:
+        asked.append(x)
+        return control[x]
+
+    assert search.most_forgotten(GRID, target.__getitem__, kept, keep) == want
+    better = [x for x in GRID if (target[x], x) < (target[want], want)]
+    assert len(asked) == 1 + len(better) + 1
+
+
+def test_nothing_keeps_the_control() -> None:
+    with pytest.raises(UserError, match="at no point the control score stays at"):
+        search.most_forgotten([0.5, 1.0], lambda x: 0.0, lambda x: float(x == 0), 0.95)
+
+
+def test_a_weight_for_each_basis() -> None:
+    """A bowl whose top is far from equal weights: found, within the bounds and the budget."""
+    asked: list[tuple[float, ...]] = []
+
+    def score(point: tuple[float, ...]) -> float:
+        asked.append(point)
+        return -((point[0] - 0.4) ** 2) - (point[1] - 1.7) ** 2 - (point[2] - 9) ** 2
+
+    found = search.coordinates(3, 2.0, 60, score)
+    assert asked[0] == (1.0, 1.0, 1.0)
+    assert len(asked) == len(set(asked)) <= 60
+    assert all(0 < x <= 2 for point in asked for x in point)
+    assert found == pytest.approx((0.4, 1.7, 2.0), abs=0.05)
+    assert score(found) == max(map(score, list(asked)))
+    asked.clear()
+    search.coordinates(3, 2.0, 5, score)
+    assert len(asked) == 5
+
+
+# ----------------------------------------------------------------------------------- objectives
+
+
+def entry(name: str, *metrics: str, lower: bool = False) -> Entry:
+    return Entry(name, metrics or ("acc,none",), lower, (), "", None)
+
+
+def scored(value: float, error: float | None = 0.1, metric: str = "acc,none") -> Scored:
+    return Scored({metric: value}, {} if error is None else {metric: error})
+
+
+def specialists(**values: float) -> Results:
+    origin = Origin("file.json")
+    return Results(
+        {n: TaskResult({"acc,none": v}, {}, frozenset(), origin) for n, v in values.items()}
+    )
+
+
+def test_means_and_their_errors() -> None:
+    goal = objective([entry("a"), entry("b")], None, "")
+    assert goal.mean({"a": scored(0.2, 0.3), "b": scored(0.6, 0.4)}) == Estimate(0.4, 0.25)
+    assert goal.mean({"a": scored(0.2, None), "b": scored(0.6)}) == Estimate(0.4, None)
+    two = objective([entry("a", "x,none", "y,none")], None, "")
+    both = Scored({"x,none": 0.2, "y,none": 0.4}, {"x,none": 0.1, "y,none": 0.3})
+    assert two.mean({"a": both}).value == pytest.approx(0.3)
+    assert two.mean({"a": both}).stderr == pytest.approx(0.2)
+    assert mean([Estimate(1.0, 0.5)]) == Estimate(1.0, 0.5)
+
+
+def test_shares_of_the_specialists() -> None:
+    goal = objective([entry("a"), entry("b")], specialists(a=0.5, b=0.8), "r")
+    found = goal.mean({"a": scored(0.25, 0.1), "b": scored(0.8, None)})
+    assert found.value == pytest.approx(0.75) and found.stderr is None
+    found = goal.mean({"a": scored(0.25, 0.1), "b": scored(0.8, 0.0)})
+    assert found.stderr == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reference", "said"),
+    [
+        ([entry("a")], specialists(b=0.5), r"--reference r: no acc,none of a in it \(it has b\)"),
+        ([entry("a")], specialists(a=0.0), "a share of it says nothing"),
+        ([entry("a", "f1,none")], specialists(a=0.4), r"no f1,none of a in it \(it has acc,none\)"),
+        ([entry("a"), entry("b", "ppl,none", lower=True)], None, "ppl,none of b is better when"),
+        ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "has no share"),
+    ],
+)
+def test_objectives_that_are_none(entries: list[Entry], reference: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        objective(entries, reference, "r")
+
+
+def test_a_point_is_given_up_when_it_cannot_win() -> None:
+    goal = objective([entry("a"), entry("b")], None, "")
+    leader, tops = Estimate(0.8, 0.05), {"a": 0.9, "b": 0.9}
+    assert cannot_win(goal, {"a": scored(0.1, 0.01)}, tops, leader)
+    assert not cannot_win(goal, {"a": scored(0.6, 0.01)}, tops, leader)  # 0.75 and 0.1 of error
+    assert not cannot_win(goal, {"a": scored(0.1, 0.5)}, tops, leader)
+    assert not cannot_win(goal, {"a": scored(0.1, None)}, tops, leader)
+    assert not cannot_win(goal, {"a": scored(0.1, 0.01)}, {"a": 0.9}, leader)
+    assert not cannot_win(goal, {"a": scored(0.1, 0.01)}, tops, Estimate(0.8, None))
+
+
+# ---------------------------------------------------------------------------------------- items
+
+
+@given(st.integers(2, 300), st.integers(0, 5), st.floats(0.05, 1), st.booleans())
+def test_fewer_items_are_part_of_more(total: int, seed: int, share: float, own: bool) -> None:
+    whole, rest = Choice(seed=seed).part("t", total, own)
+    some, left = Choice(limit=20, seed=seed).part("t", total, own)
+    fewer, _ = Choice(limit=20, share=share, seed=seed).part("t", total, own)
+    assert set(fewer) <= set(some) <= set(whole) <= set(range(total))
+    assert len(some) == min(20, len(whole)) and len(fewer) == max(1, round(len(some) * share))
+    assert some == sorted(some) and left == rest
+    if own:
+        assert len(whole) == total and rest is None
+    else:
+        assert len(whole) == max(1, min(round(0.2 * total), total - 1))
+        assert rest is not None and sorted([*whole, *rest]) == list(range(total)) and rest
+    assert Choice(limit=0.5, seed=seed).part("t", total, True)[0].__len__() == math.ceil(total / 2)
+
+
+def test_items_depend_on_seed_and_task() -> None:
+    drawn = {tuple(Choice(limit=5, seed=s).part(t, 50, True)[0]) for s in (0, 1) for t in "ab"}
+    assert len(drawn) == 4
+    state = random.getstate()
+    Choice(limit=5).part("a", 50, True)
+    assert random.getstate() == state
+    assert Choice(test_share=1.0).part("a", 3, False) == ([0, 1, 2], [])
