@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 import tvb_mergekit
+from tvb_mergekit.tuning import search
+from tvb_mergekit.tuning.search import DIGITS
 
 TASKS = tuple(data.TASKS)
 PAPERS_LAMBDA = 0.3  # online, where the paper does not search
 KEPT = 0.95  # of the control score
-DIGITS = 9  # of a mean; what lies below is rounding
 ASCENT = 1e-3  # the longest step of gradient ascent, over the base's norm
 
 
@@ -88,8 +89,9 @@ class Direction:
         self, grid: Sequence[float], tasks: Sequence[str], items: int
     ) -> tuple[float, list[float]]:
         """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
-        found = [_mean(self.accuracy(s, "validation", tasks, items), tasks) for s in grid]
-        return grid[max(range(len(grid)), key=lambda i: (found[i], -grid[i]))], found
+        return search.grid(
+            grid, lambda s: _mean(self.accuracy(s, "validation", tasks, items), tasks)
+        )
 
 
 def _addition(run: Run, cell: Cell) -> dict[str, Any]:
@@ -232,22 +234,15 @@ def _most_forgotten(
     others: Sequence[str],
     items: int,
 ) -> float:
-    """Of the alphas that keep 95 % of the control score, the one with the least target score.
+    """Of the alphas that keep 95 % of the control score, the one with the least target score."""
 
-    The smallest of equals. The control score is only taken until an alpha keeps it, in the order of
-    preference.
-    """
+    def target(alpha: float) -> float:
+        return run.accuracy(states[alpha], "validation", [task], items)[task]
 
     def control(alpha: float) -> float:
         return _mean(run.accuracy(states[alpha], "validation", others, items), others)
 
-    least = round(KEPT * control(0.0), DIGITS)
-    target = {
-        alpha: run.accuracy(state, "validation", [task], items)[task]
-        for alpha, state in states.items()
-    }
-    liked = sorted(target, key=lambda alpha: (target[alpha], alpha))
-    return next(alpha for alpha in liked if control(alpha) >= least)
+    return search.most_forgotten(list(states), target, control, KEPT)
 
 
 def _forgetting(run: Run, cell: Cell) -> Callable[[str], Weights] | None:
