@@ -596,6 +596,13 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
                         ["--control", "quickstart_max", "--search", "golden"], "on a grid"),
     "keep more than all": (quick(), ["--keep", 1.5], "--keep is 1.5"),
     "no share": (quick(), ["--test-share", 0], "--test-share is 0"),
+    "no task": (quick(), ["--tasks", ", "], "--tasks names none"),
+    "endless items": (quick(), ["--limit", "inf"], "--limit is inf"),
+    "no number of items": (quick(), ["--limit", "nan"], "--limit is nan"),
+    "a tolerance for a grid": (quick(), ["--tolerance", 0.1], "goes with --search golden"),
+    "no chat template": (quick(), ["--apply-chat-template", "--grid", "0.2"],
+                         "the base's tokenizer has no chat template"),
+    "no such dtype": (quick(), ["--model-args", "dtype=float99", "--grid", "0.2"], "float99"),
     "half an item": (quick(), ["--limit", 2.5], "--limit is 2.5"),
     "weights without a store": (quick(), ["--per-basis", 5], "--per-basis needs a recipe over"),
     "golden with one end": (quick(), ["--search", "golden", "--grid", "0.4"], "with two ends"),
@@ -627,6 +634,10 @@ def test_folders_that_are_in_use(tmp_path: Path, small: Path) -> None:
     assert "already holds" in refused(
         *words(path, tmp_path / "out", "--write", QUICK / "models" / "sum")
     )
+    for place in (tmp_path / "out", tmp_path):
+        assert "lies there; name another" in refused(
+            *words(path, tmp_path / "out", "--write", place)
+        )
     assert "a folder, and no store" in refused(*words(QUICK / "models" / "sum", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

@@ -721,7 +721,11 @@ def score(
     help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the items, and of mergekit."
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of the items, and of mergekit.",
 )
 @click.option(
     "--include-path", multiple=True, metavar="DIR", help="Folder of own lm-eval tasks. Repeatable."

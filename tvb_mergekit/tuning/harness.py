@@ -305,7 +305,7 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
                     f"task {name} has no metric {metric}{_near(metric, emitted)} It has "
                     f"{', '.join(emitted)}"
                 )
-        return asked
+        return list(dict.fromkeys(asked))
     usual = {
         task.name: task.metric
         for benchmark in map(read_benchmark, SHIPPED)
@@ -324,12 +324,18 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
 
 
 def load_model(
-    folder: Path, device: str, batch_size: str, model_args: str, trust_remote_code: bool
+    folder: Path,
+    device: str,
+    batch_size: str,
+    model_args: str,
+    *,
+    chat_template: bool = False,
+    trust_remote_code: bool = False,
 ) -> Any:
     """The model in a folder, as `lm_eval --model hf` loads it: an HFLM.
 
     Raises:
-        UserError: lm-eval does not take these arguments.
+        UserError: lm-eval cannot load it, or it has no chat template where one is to be applied.
     """
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import simple_parse_args_string
@@ -337,16 +343,19 @@ def load_model(
     _calm()
     given = simple_parse_args_string(model_args) if model_args else {}
     try:
-        return HFLM(
+        lm = HFLM(
             pretrained=str(folder),
             device=device,
             batch_size=batch_size,
             trust_remote_code=trust_remote_code,
             **given,
         )
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # all that --model-args can make wrong
         reason = " ".join(str(error).split())
         raise UserError(f"lm-eval cannot load the model: {reason:.300}") from error
+    if chat_template and lm.tokenizer.chat_template is None:
+        raise UserError("--apply-chat-template: the base's tokenizer has no chat template")
+    return lm
 
 
 def score(lm: Any, entry: Entry, *, chat_template: bool = False) -> Scored:
@@ -354,9 +363,10 @@ def score(lm: Any, entry: Entry, *, chat_template: bool = False) -> Scored:
     change.
 
     Raises:
-        UserError: a metric is not among the results.
+        UserError: a metric is not among the results, or the device's memory is too small.
     """
     import numpy as np
+    import torch
     from lm_eval.evaluator import evaluate
     from lm_eval.utils import set_torch_seed
 
@@ -365,18 +375,21 @@ def score(lm: Any, entry: Entry, *, chat_template: bool = False) -> Scored:
     set_torch_seed(SEEDS[2])
     for task in entry.loaded["tasks"].values():
         task.set_fewshot_seed(seed=SEEDS[3])
-    with _without_bars():
-        found = evaluate(
-            lm=lm,
-            task_dict=entry.loaded,
-            samples={p.task: list(p.chosen) for p in entry.parts if len(p.chosen) < p.total},
-            cache_requests=False,
-            bootstrap_iters=BOOTSTRAP,
-            log_samples=False,
-            apply_chat_template=chat_template,
-            fewshot_as_multiturn=chat_template,  # as the command has it
-            confirm_run_unsafe_code=True,  # `_entry` has asked
-        )
+    try:
+        with _without_bars():
+            found = evaluate(
+                lm=lm,
+                task_dict=entry.loaded,
+                samples={p.task: list(p.chosen) for p in entry.parts if len(p.chosen) < p.total},
+                cache_requests=False,
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=False,
+                apply_chat_template=chat_template,
+                fewshot_as_multiturn=chat_template,  # as the command has it
+                confirm_run_unsafe_code=True,  # `_entry` has asked
+            )
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"task {entry.name}: too little memory; a smaller --batch-size?") from error
     assert found is not None
     results = found["results"][entry.name]
     values, stderrs = {}, {}
@@ -385,9 +398,9 @@ def score(lm: Any, entry: Entry, *, chat_template: bool = False) -> Scored:
         if not isinstance(value := results.get(metric), int | float) or math.isnan(value):
             raise UserError(f"task {entry.name} gave no number for {metric}: {value!r}")
         values[metric] = float(value)
-        error = results.get(f"{name}_stderr,{rest}")
-        if isinstance(error, int | float) and math.isfinite(error):
-            stderrs[metric] = float(error)
+        spread = results.get(f"{name}_stderr,{rest}")
+        if isinstance(spread, int | float) and math.isfinite(spread):
+            stderrs[metric] = float(spread)
     return Scored(values, stderrs)
 
 

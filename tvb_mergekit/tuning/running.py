@@ -157,16 +157,21 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
             raise UserError("--reference goes with addition: leave it out")
     elif request.controls:
         raise UserError(f"--control goes with basis_negate, and the recipe's is {recipe.method}")
+    if not request.tasks:
+        raise UserError(
+            "--tasks names none: give tasks or groups of lm-eval, as in --tasks copa,rte"
+        )
     if not 0 < request.keep <= 1:
         raise UserError(f"--keep is {request.keep:g}: expected a number in (0, 1]")
     if not 0 < request.test_share <= 1:
         raise UserError(f"--test-share is {request.test_share:g}: expected a number in (0, 1]")
-    if request.limit is not None and (
-        request.limit <= 0 or (request.limit > 1 and request.limit != int(request.limit))
-    ):
-        raise UserError(f"--limit is {request.limit:g}: a number of items, or a share below 1")
+    limit = request.limit
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
+        raise UserError(f"--limit is {limit:g}: a number of items, or a share below 1")
     if request.search == "golden" and len(points) < 2:
         raise UserError("--search golden needs a --grid with two ends")
+    if request.tolerance is not None and request.search != "golden":
+        raise UserError("--tolerance goes with --search golden")
     if request.early_stop and request.search != "grid":
         raise UserError("--early-stop goes with --search grid")
     if request.per_basis is not None:
@@ -179,7 +184,9 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
         if found != [WORK]:
             raise UserError(f"--out {out} holds other files ({found[0]}): name another folder")
     if request.write is not None:
-        check_output_folder(request.write, [str(out)] if out.is_dir() else [])
+        if Path(request.write).resolve() in (out.resolve(), *out.resolve().parents):
+            raise UserError(f"--write {request.write}: --out {out} lies there; name another folder")
+        check_output_folder(request.write)
 
 
 def _objectives(request: Request, choice: Choice) -> tuple[Objective, Objective | None]:
@@ -231,8 +238,14 @@ def _named(text: str, option: str) -> tuple[str, str | None]:
 
 
 def _load(request: Request, folder: Path) -> Any:
-    trust = request.options.trust_remote_code
-    return harness.load_model(folder, request.device, request.batch_size, request.model_args, trust)
+    return harness.load_model(
+        folder,
+        request.device,
+        request.batch_size,
+        request.model_args,
+        chat_template=request.chat_template,
+        trust_remote_code=request.options.trust_remote_code,
+    )
 
 
 def _facts(
