@@ -169,7 +169,12 @@ def test_points_are_what_separate_runs_give(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_points_of_the_paper_s_grid(tmp_path: Path) -> None:
-    compare(tmp_path, [i / 20 for i in range(21)], None)
+    compare(tmp_path, [i / 20 for i in range(21)], 100)
+
+
+@pytest.mark.slow
+def test_points_are_what_the_commands_give(tmp_path: Path) -> None:
+    compare(tmp_path, (0.0, 0.35), None, "--grid", "0,0.35")
 
 
 def test_merged_with_what_was_found(tmp_path: Path) -> None:
