@@ -17,10 +17,11 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tvb_mergekit.gram import GramSums
 
@@ -96,7 +97,7 @@ def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str])
 
 
 class Unfinished:
-    """The sums of a pass that was cut: of its first tensors, whole.
+    """The sums of a pass that was cut: of its first tensors, together or one by one.
 
     `key` names what the sums depend on, to the bit; without one nothing is kept. A cache that
     cannot be written is no error.
@@ -106,24 +107,28 @@ class Unfinished:
         folder = None if key is None else cache_folder()
         self._path = None if folder is None else folder / f"{key}.unfinished"
 
-    def load(self) -> tuple[int, GramSums] | None:
+    def load(self) -> tuple[int, list[GramSums]] | None:
         """The number of tensors and their sums; None where nothing is kept, or it is damaged."""
-        sums = None if self._path is None else read_sums(self._path)
-        if sums is None or self._path is None:
+        if self._path is None:
             return None
-        note = _note_of(self._path)
-        done = note.get("done")
-        if not isinstance(done, int) or note.get("digest") != _digest(done, sums):
+        try:
+            with safetensors.safe_open(self._path, framework="pt") as file:
+                note = json.loads(file.metadata()["tvb_mergekit"])
+                kept = {name: file.get_tensor(name).clone() for name in file.keys()}
+            if note["digest"] != _digest(note["done"], kept):
+                return None
+            return note["done"], _apart(kept)
+        except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
             return None
-        return done, sums
 
-    def save(self, done: int, sums: GramSums) -> None:
+    def save(self, done: int, sums: Sequence[GramSums]) -> None:
         """Keep the sums of the first `done` tensors in the place of what was kept."""
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_sums(self._path, sums, (), (), done=done, digest=_digest(done, sums))
+            kept = _together(sums)
+            _write(self._path, kept, {"done": done, "digest": _digest(done, kept)})
         except (OSError, safetensors.SafetensorError):
             return
 
@@ -134,23 +139,39 @@ class Unfinished:
                 self._path.unlink()
 
 
-def _note_of(path: Path) -> dict[str, Any]:
-    with safetensors.safe_open(path, framework="pt") as file:
-        note: dict[str, Any] = json.loads(file.metadata()["tvb_mergekit"])
-    return note
+_SUMMED = ("gram", "sketch_gram", "sketch_tasks")
 
 
-def _digest(done: int, sums: GramSums) -> str:
-    digest = hashlib.sha256(f"{done} {sums.base_norm_squared} {sums.num_parameters}".encode())
-    for tensor in (sums.gram, sums.sketch_gram, sums.sketch_tasks):
-        digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+def _together(sums: Sequence[GramSums]) -> dict[str, Tensor]:
+    """Several sums as tensors with one more dimension."""
+    kept = {
+        "base_norm_squared": torch.tensor([s.base_norm_squared for s in sums], dtype=torch.float64),
+        "num_parameters": torch.tensor([s.num_parameters for s in sums], dtype=torch.int64),
+    }
+    for name in _SUMMED:
+        if getattr(sums[0], name) is not None:
+            kept[name] = torch.stack([getattr(each, name) for each in sums])
+    return kept
+
+
+def _apart(kept: Mapping[str, Tensor]) -> list[GramSums]:
+    norms, counts = kept["base_norm_squared"].tolist(), kept["num_parameters"].tolist()
+    summed = [kept[name] if name in kept else [None] * len(counts) for name in _SUMMED]
+    return [
+        GramSums(gram, norm, count, *sketch)
+        for norm, count, gram, *sketch in zip(norms, counts, *summed, strict=True)
+    ]
+
+
+def _digest(done: int, kept: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(str(done).encode())
+    for name in sorted(kept):
+        digest.update(kept[name].contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def write_sums(
-    path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str], **more: object
-) -> None:
-    """Write beside `path`, then rename; `more` goes into the file's note."""
+def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
+    """Write an entry at `path`."""
     tensors = {"gram": sums.gram}
     if sums.sketch_gram is not None and sums.sketch_tasks is not None:
         tensors |= {"sketch_gram": sums.sketch_gram, "sketch_tasks": sums.sketch_tasks}
@@ -159,8 +180,12 @@ def write_sums(
         "num_parameters": sums.num_parameters,
         "tasks": list(tasks),
         "models": list(models),
-        **more,
     }
+    _write(path, tensors, note)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, object]) -> None:
+    """Write beside `path`, then rename."""
     handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:

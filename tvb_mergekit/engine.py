@@ -1,24 +1,26 @@
 """Settings and streams of tensors in, basis and merged tensors out: the order of the work.
 
 Pass 1 sums the Gram matrix, pass 2 (TIES with `trim: model` only) the magnitudes of the bases,
-and the last pass merges (`merge_items`, or tensor by tensor `merge_item`).
+and the last pass merges (`merge_items`, or tensor by tensor `merge_item`). Of several processes
+(see `ranks`) each reads its share in the first two.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import logging
 import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit import cache
+from tvb_mergekit import cache, ranks
 from tvb_mergekit.basis import Basis, Combination, build
 from tvb_mergekit.combine import (
     ADDING_ROWS,
@@ -129,7 +131,8 @@ def build_basis(
         progress=progress,
     )
     summed = time.perf_counter()
-    basis = build(settings, tasks, weights, raw, sketch)
+    # Solvers are not the same to the bit on any two machines.
+    basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
     encoded = time.perf_counter()
     basis.cached = cached
     basis.seconds = {"gram": summed - started, "encode": encoded - summed}
@@ -154,45 +157,60 @@ def sums_of(
     Args:
         deltas: how many inputs, at the start, are differences from the base already.
     """
+    world = ranks.world()
     entry = None
     if key is not None:
         entry = cache.key_of({**key, "sketch": [sketch.columns, sketch.seed] if sketch else None})
-        if (found := cache.load(entry)) is not None:
+        if (found := world.share(lambda: cache.load(entry))) is not None:
             return found, True
     read = items()
     if not read:
         raise UserError(
             "no tensor takes part: every floating-point tensor is excluded or missing in a model"
         )
-    passing = _Pass(read, entry, deltas, gram_layout(read, len(tasks), devices, budget, sketch))
+    mine = read[_share_of(read)]
+    kept = 1 if world.size == 1 else len(mine)
+    layout = gram_layout(mine, len(tasks), devices, budget, sketch, kept)
+    passing = _Pass(mine, entry, deltas, layout)
+    rest = mine[passing.done :]
     try:
-        sums = gram_of(
-            read,
+        gram_of(
+            rest,
             tasks,
             devices=devices,
             budget=budget,
             deltas=deltas,
             sketch=sketch,
-            progress=progress("Gram matrix", sum(item.nbytes for item in read[passing.done :])),
-            done=passing.done,
-            sums=passing.sums,
+            progress=progress("Gram matrix", sum(item.nbytes for item in rest)),
             finished=passing.finished,
+            kept=kept,
         )
     except UserError:  # it would be raised again
         raise
     except BaseException:  # Ctrl-C too
         passing.keep()
         raise
-    if entry is not None:
+    # The shares follow each other: their tensors are added in the order that one process takes.
+    every = chain.from_iterable(world.collect(passing.sums))
+    sums = world.share(lambda: functools.reduce(GramSums.plus, every))
+    if entry is not None and world.leads:
         cache.store(entry, sums, list(tasks), list(models))
     passing.kept.discard()
     return sums, False
 
 
+def _share_of(items: Sequence[Item]) -> slice:
+    """The items that this process reads in a pass, balanced by bytes."""
+    world = ranks.world()
+    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
+    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+
+
 class _Pass:
     """A Gram pass that keeps what it has summed, and goes on with what one that was cut has kept.
 
-    The same to the bit as without an interruption: the sums are taken in the order of the items.
+    The same to the bit as without an interruption: the sums are added in the order of the items.
+    `sums` are those of all items so far in one process, and one by one in each of several.
     """
 
     def __init__(
@@ -212,11 +230,7 @@ class _Pass:
             ],
         }
         self.kept = cache.Unfinished(None if entry is None else cache.key_of(key))
-        self.done = 0
-        self.sums: GramSums | None = None
-        if (found := self.kept.load()) is not None:
-            self.done, self.sums = found
-        self._last: GramSums | None = None
+        self.done, self.sums = self.kept.load() or (0, [])
         self._saved = time.monotonic()
         if self.done:
             LOG.warning(
@@ -228,15 +242,16 @@ class _Pass:
 
     def finished(self, sums: GramSums) -> None:
         """One more item is summed."""
+        alone = ranks.world().size == 1
+        self.sums = [self.sums[0].plus(sums)] if alone and self.sums else [*self.sums, sums]
         self.done += 1
-        self._last = copy.deepcopy(sums)
         if time.monotonic() - self._saved >= KEEP_EVERY:
             self.keep()
 
     def keep(self) -> None:
         """Write down the sums of the finished items."""
-        if self._last is not None:
-            self.kept.save(self.done, self._last)
+        if self.sums:
+            self.kept.save(self.done, self.sums)
             self._saved = time.monotonic()
 
 
@@ -253,10 +268,12 @@ def count_if_needed(
         return
     started = time.perf_counter()
     read = items()
-    update = progress("Trim thresholds", sum(item.nbytes for item in read))
+    mine = read[_share_of(read)]
+    update = progress("Trim thresholds", sum(item.nbytes for item in mine))
     fresh = lambda: MagnitudeHistogram(basis.num_bases)  # noqa: E731
-    counted = _count(basis, read, fresh, devices, budget, update)
+    counted = _count(basis, mine, fresh, devices, budget, update)
     assert isinstance(counted, MagnitudeHistogram)
+    ranks.world().add_up(counted.counts)
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started
 
@@ -324,7 +341,7 @@ def _count(
 
     for nbytes in in_order(items, layout, work):
         progress(nbytes)
-    total, *others = made
+    total, *others = made or [fresh()]  # of no items
     for other in others:
         total.counts += other.counts
     return total
@@ -537,7 +554,7 @@ def _swept(basis: Combination) -> bool:
 
 def _longest(items: Sequence[Item]) -> int:
     """Elements of a piece: fewer where one tensor is shared by the threads."""
-    if len(items) > 1:
+    if len(items) != 1:
         return LONGEST
     return min(LONGEST, max(1, items[0].numel // (SPLIT * worker_count(CPU))))
 

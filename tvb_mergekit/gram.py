@@ -59,6 +59,21 @@ class GramSums:
             for products in chunks.sketch_tasks:
                 self.sketch_tasks += products
 
+    def plus(self, other: GramSums) -> GramSums:
+        """Both together. Sums of tensors are added in the order of the tensors, wherever they were
+        taken: so they are the same to the bit however many processes take them."""
+
+        def added(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+            return None if one is None or two is None else one + two
+
+        return GramSums(
+            self.gram + other.gram,
+            self.base_norm_squared + other.base_norm_squared,
+            self.num_parameters + other.num_parameters,
+            added(self.sketch_gram, other.sketch_gram),
+            added(self.sketch_tasks, other.sketch_tasks),
+        )
+
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The same sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
         w = torch.tensor(weights, dtype=torch.float64, device="cpu")

@@ -54,6 +54,7 @@ class Needs:
         outputs: of one element of all outputs, as they are written.
         extra: more float32 rows of a chunk in every thread, for what is computed.
         sums: of what each chunk is summed up to.
+        kept: in all, beside what is held of each piece.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class Needs:
     outputs: int = 0
     extra: int = 0
     sums: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Layout:
         computed = workers * 4 * self.chunk * (needs.rows + 1 + needs.extra)
         # Of a piece: one that is kept, the one that is added up, and three on the way to one.
         summed = (pieces + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
-        return read + written + computed + summed
+        return read + written + computed + summed + needs.kept
 
 
 def chunk_length(rows: int, kind: str) -> int:

@@ -410,27 +410,27 @@ def gram_of(
     deltas: int = 0,
     sketch: Sketch | None = None,
     progress: Update = lambda nbytes: None,
-    done: int = 0,
     sums: GramSums | None = None,
     finished: Callable[[GramSums], object] = lambda sums: None,
+    kept: int = 1,
 ) -> GramSums:
     """G [T, T] of the inputs of all items, float64 (see `gram`): each read once.
 
-    The same to the bit whatever the number of devices and threads, and the budget unless it is
-    very small.
+    Each item is summed on its own, and the sums of the items in their order: the same to the bit
+    whatever the number of devices, threads and processes, and the budget unless it is very small.
 
     Args:
         tasks: names of the inputs, for messages.
         deltas: how many of them, at the start, are differences from the base already.
         progress: called with the bytes read.
-        done: how many items, at the start, are in `sums` already.
-        sums: to add to; changed.
-        finished: called with the sums after each item.
+        sums: to add to.
+        finished: called with the sums of each item.
+        kept: how many of them the caller keeps.
 
     Raises:
         UserError: NaN or infinity in an input: which, in which tensor, how many.
     """
-    layout = gram_layout(items, len(tasks), devices, budget, sketch)
+    layout = gram_layout(items, len(tasks), devices, budget, sketch, kept)
     streams: dict[str, torch.Generator] = {}
 
     def work(device: torch.device) -> Callable[[Piece, int], tuple[Piece, ChunkSums | None]]:
@@ -445,15 +445,18 @@ def gram_of(
         return add
 
     total = GramSums.zero(len(tasks), sketch) if sums is None else sums
-    for piece, share in in_order(items[done:], layout, work):
+    one = GramSums.zero(len(tasks), sketch)
+    for piece, share in in_order(items, layout, work):
         if share is not None:
             if not torch.isfinite(share.gram).all():
                 raise UserError(_not_finite(piece.item, tasks))
-            total.add(share)
-            total.num_parameters += piece.numel
+            one.add(share)
+            one.num_parameters += piece.numel
         progress(piece.nbytes)
         if piece.stop == piece.item.numel:
-            finished(total)
+            total = total.plus(one)
+            finished(one)
+            one = GramSums.zero(len(tasks), sketch)
     return total
 
 
@@ -463,13 +466,16 @@ def gram_layout(
     devices: Sequence[torch.device],
     budget: int,
     sketch: Sketch | None,
+    kept: int = 1,
 ) -> Layout:
     """The layout of `gram_of`."""
     columns = 0 if sketch is None else sketch.columns
     squares = tasks**2 + columns * (columns + tasks)
     # The batched products of a chunk: float32, and float64 while they are summed.
     extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
-    needs = Needs(tasks, read_width(items), extra=extra, sums=8 * (squares + 1))
+    sums = 8 * (squares + 1)
+    kept = (kept + 4) * sums  # of an item, of all so far, and what adding them makes
+    needs = Needs(tasks, read_width(items), extra=extra, sums=sums, kept=kept)
     # Only one thread may draw Omega, which is one sequence in each tensor.
     return layout_for(items, needs, devices, budget, workers=1 if sketch else None)
 

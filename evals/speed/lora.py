@@ -47,7 +47,8 @@ def dense_gram(adapters: list[Adapter]) -> GramSums:
     total = GramSums.zero(len(tasks))
     for name, factors in adapters[0].factors.items():
         updates = [a.factors[name].left @ a.factors[name].right for a in adapters]
-        gram_of([held_item(name, torch.zeros(factors.shape), updates)], tasks, sums=total)
+        item = held_item(name, torch.zeros(factors.shape), updates)
+        total = gram_of([item], tasks, sums=total)
     return total
 
 

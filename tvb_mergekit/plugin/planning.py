@@ -33,7 +33,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from tvb_mergekit import report
+from tvb_mergekit import ranks, report
 from tvb_mergekit.basis import Basis, Combination, StoredBases, warnings
 from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.engine import (
@@ -155,7 +155,8 @@ class Plan:
             if self.memory is not None and settings.method == "basis_ties":
                 bases = most_bases(settings, len(self.recipe.tasks))
                 check_tables(store.bases.num_bases if store else bases, self.memory)
-            for name, load in self.kept.items():
+            world = ranks.world()
+            for name, load in list(self.kept.items())[world.rank :: world.size]:
                 if (tensor := load()).is_floating_point() and any(count_not_finite(tensor)):
                     raise UserError(not_finite(name, tensor))
             if self.recipe.store is not None:

@@ -1,0 +1,518 @@
+"""Several processes at one job, one of which leads: the only module that knows torch.distributed.
+
+`accelerate launch` and `torchrun` start the same command N times and say so in the environment.
+Rank 0 leads: it alone looks at what is there, prints, keeps caches, and publishes; the others read
+and write their share. What they tell each other (small float64 sums, a basis, records of files)
+goes through gloo from CPU to CPU, each of the others with rank 0, so that it works with or without
+accelerators. In each process a thread listens, which tells when another process fails or dies:
+then all end, and what was begun is deleted by the leader when the others have let go of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from datetime import timedelta
+from pathlib import Path
+from queue import Full, Queue
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.refusals import MergeRefused, refusing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Value = TypeVar("Value")
+
+# By torchrun and accelerate; by mpirun, which accelerate takes for CPUs.
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+BEAT = 30.0  # seconds between signs of life
+SILENCE = 600.0  # seconds without one after which a process counts as dead
+GATHERING = 600.0  # seconds that the processes may take to come together
+NEWS = 2.0  # seconds in which the reason for a signal may arrive
+LETTING_GO = 20.0  # seconds that the others get to end; a launcher waits 30 before it kills
+
+
+def rank() -> int:
+    """The number of this process."""
+    return _number(RANKS, 0)
+
+
+def size() -> int:
+    """How many processes a launcher started; 1 without one."""
+    return _number(SIZES, 1)
+
+
+def local_rank() -> int:
+    """The number of this process on its machine."""
+    return _number(LOCAL_RANKS, rank())
+
+
+def local_size() -> int:
+    """How many processes run on this machine."""
+    return _number(LOCAL_SIZES, size())
+
+
+def _number(names: Sequence[str], otherwise: int) -> int:
+    for name in names:
+        if text := os.environ.get(name, ""):
+            try:
+                return int(text)
+            except ValueError as error:
+                raise UserError(f"{name} is `{text}`: expected a launcher's number") from error
+    return otherwise
+
+
+def shares(sizes: Sequence[int], count: int) -> list[slice]:
+    """Cut a list into `count` runs, some perhaps empty, of which the largest is the least."""
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_runs(sizes, middle)) <= count else (middle + 1, high)
+    runs = _runs(sizes, low)
+    return [*runs, *[slice(len(sizes), len(sizes))] * (count - len(runs))]
+
+
+def _runs(sizes: Sequence[int], most: int) -> list[slice]:
+    """Runs as long as `most` allows."""
+    runs, start, held = [], 0, 0
+    for index, nbytes in enumerate(sizes):
+        if held + nbytes > most and index > start:
+            runs.append(slice(start, index))
+            start, held = index, 0
+        held += nbytes
+    return [*runs, slice(start, len(sizes))]
+
+
+class World:
+    """The processes of this job: here one alone, which shares with nobody."""
+
+    rank = 0
+    size = 1
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def cleans(self) -> bool:
+        """Whether this process deletes what a job that failed has begun."""
+        return self.leads
+
+    def share(self, make: Callable[[], Value]) -> Value:
+        """What the leader makes, for all."""
+        return make()
+
+    def first(self, act: Callable[[], Value]) -> Value:
+        """Have the leader do it before the others: download models, fuse adapters, refuse."""
+        made = [act()] if self.leads else []
+        self.share(lambda: None)
+        return made[0] if made else act()
+
+    def collect(self, value: Value) -> list[Value]:
+        """The leader gets everyone's, in order of rank; the others nothing."""
+        return [value]
+
+    def add_up(self, counts: Tensor) -> None:
+        """Add what all have counted, int64 [rows, n], into everyone's."""
+
+    def agree(self, what: object, about: str) -> None:
+        """Raise UserError unless all have come to the same, plain JSON."""
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        for number, found in enumerate(self.collect(digest)):
+            if found != digest:
+                raise UserError(
+                    f"rank {number} finds other {about} than rank 0: the processes must see the "
+                    "same files, with the same versions of all packages"
+                )
+
+    def check_shared(self, folder: Path) -> None:
+        """Raise UserError unless a file that the leader makes in `folder` is seen by all."""
+        if self.size == 1:
+            return
+        with tempfile.NamedTemporaryFile(dir=folder) if self.leads else nullcontext() as made:
+            token = self.share(lambda: "" if made is None else str(made.name))
+            for number, seen in enumerate(self.collect(_appears(Path(token)))):
+                if not seen:
+                    raise UserError(
+                        f"rank {number} does not see {folder}, which rank 0 has made: the output "
+                        "must lie on a file system that all machines share"
+                    )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around what all do together, within whatever deletes it: who fails here, ends all."""
+        yield
+
+    def dismiss(self) -> None:
+        """All is written: the others stop here, and end as the leader does who goes on alone."""
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there; a network's file system may take a while to show it."""
+    for _ in range(10):
+        if path.exists():
+            return True
+        time.sleep(1)
+    return False
+
+
+ALONE = World()
+_current: ContextVar[World] = ContextVar("tvb_mergekit_world", default=ALONE)
+
+
+def world() -> World:
+    """The processes of the running command."""
+    return _current.get()
+
+
+def one_only(what: str) -> None:
+    """Refuse several processes for a command that would do its work, or write, N times.
+
+    Raises:
+        UserError: in rank 0.
+        SystemExit: in the others, which say nothing, and leave the exit code to rank 0: a launcher
+            would kill it before it speaks.
+    """
+    if size() == 1:
+        return
+    if rank():
+        raise SystemExit(0)
+    raise UserError(
+        f"{what} runs in one process, and was started {size()} times: start it without the "
+        "launcher (`tvb build` and `tvb merge` work in several processes)"
+    )
+
+
+@contextmanager
+def joined(out: str) -> Iterator[World]:
+    """The world of a command, which ends in all processes as it does in one: with one line.
+
+    Args:
+        out: what the command writes, for the line.
+
+    Raises:
+        UserError: the processes cannot reach each other.
+        click.ClickException: in rank 0, another process failed or died.
+        SystemExit: in the others.
+    """
+    if size() == 1:
+        if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ:
+            click.echo(
+                "WARNING: `accelerate launch --cpu` starts one process (but by mpirun): for "
+                "several take --multi_gpu, which serves CPUs too, or torchrun",
+                err=True,
+            )
+        yield ALONE
+        return
+    if sys.platform == "win32":
+        raise UserError("several processes at one job need Linux or macOS")
+    several = Several(rank(), size())
+    if not several.leads:
+        logging.disable(logging.WARNING)
+    token = _current.set(several)
+    try:
+        with several.handling():
+            try:
+                with several.whole():
+                    several.start()
+                    yield several
+                several.bid_farewell()
+            except BaseException as error:
+                several.end(error, out)
+    finally:
+        _current.reset(token)
+
+
+class Stopped(SystemExit):
+    """Another process died: unlike an input that is refused, nothing against going on later."""
+
+
+class Several(World):
+    """One of several processes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.peers = list(range(1, size)) if rank == 0 else [0]
+        self._told: str | None = None  # why all end
+        self._refused = False  # because of a user's mistake
+        self._news = threading.Event()
+        self._over = threading.Event()
+        self._ending = self._dismissed = self._headless = False
+        self._noting = threading.Lock()
+        self._sending = {peer: threading.Lock() for peer in self.peers}
+        self._came: dict[int, Queue[Any]] = {peer: Queue(4) for peer in self.peers}
+        self._listeners: list[threading.Thread] = []
+
+    # Coming together
+
+    def start(self) -> None:
+        """Meet the others.
+
+        Raises:
+            UserError: they cannot be reached.
+        """
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=GATHERING)
+        try:
+            dist.init_process_group("gloo", timeout=limit, rank=self.rank, world_size=self.size)
+        except (RuntimeError, ValueError) as error:  # what PyTorch raises, its own kinds too
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"rank {self.rank} cannot reach the other {self.size - 1} processes: {reason} "
+                "(GLOO_SOCKET_IFNAME names the network interface to take)"
+            ) from error
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self.peers
+        ]
+        for thread in (*self._listeners, threading.Thread(target=self._beat, daemon=True)):
+            thread.start()
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """SIGTERM, by a launcher or by a listening thread of ours, ends the main thread."""
+        before = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            yield
+        finally:  # what ends already needs no launcher's signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self._ending else before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._ending:
+            return
+        if self._told is not None:
+            self._stop()
+        sys.exit(128 + number)
+
+    def _stop(self) -> NoReturn:
+        if self._refused:
+            raise UserError(str(self._told))
+        raise Stopped(1)
+
+    # Messages: each a pickle behind its length
+
+    def _send(self, peer: int, kind: str, *what: object) -> None:
+        import torch
+        import torch.distributed as dist
+
+        data = pickle.dumps((kind, *what), protocol=pickle.HIGHEST_PROTOCOL)
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with self._sending[peer]:
+            dist.send(torch.tensor([len(body)]), dst=peer)
+            dist.send(body, dst=peer)
+
+    def _tell(self, peer: int, kind: str, *what: object) -> None:
+        """The same to one who may be gone."""
+        with suppress(RuntimeError, ValueError):
+            self._send(peer, kind, *what)
+
+    def _receive(self, peer: int) -> tuple[Any, ...]:
+        import torch
+        import torch.distributed as dist
+
+        def get(room: Tensor) -> Tensor:
+            work = dist.irecv(room, src=peer)
+            assert work is not None
+            work.wait(timedelta(seconds=SILENCE))
+            return room
+
+        length = int(get(torch.empty(1, dtype=torch.int64)))
+        body = get(torch.empty(length, dtype=torch.uint8))
+        message: tuple[Any, ...] = pickle.loads(memoryview(body.numpy()))  # type: ignore[arg-type]
+        return message
+
+    def _listen(self, peer: int) -> None:
+        while True:
+            try:
+                kind, *what = self._receive(peer)
+            except Exception:  # no message that came whole
+                self._lost(peer)
+                return
+            if kind == "value":
+                self._keep(peer, what[0])
+            elif kind == "failed":
+                self._note(*what)
+            elif kind == "left":
+                return
+
+    def _keep(self, peer: int, value: object) -> None:
+        """For the main thread to fetch, unless nobody will."""
+        while not self._ending:
+            with suppress(Full):
+                self._came[peer].put(value, timeout=1)
+                return
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            for peer in self.peers:
+                self._tell(peer, "alive")
+
+    def _put(self, peer: int, value: object) -> None:
+        try:
+            self._send(peer, "value", value)
+        except RuntimeError:
+            self._lost(peer)
+            self._stop()
+
+    def _fetch(self, peer: int) -> Any:
+        return self._came[peer].get()  # a signal interrupts it, unlike what waits within gloo
+
+    # What is told by them
+
+    def share(self, make: Callable[[], Value]) -> Value:
+        if not self.leads:
+            value: Value = self._fetch(0)
+            return value
+        value = make()
+        for peer in self.peers:
+            self._put(peer, value)
+        return value
+
+    def collect(self, value: Value) -> list[Value]:
+        if not self.leads:
+            self._put(0, value)
+            return []
+        return [value, *(self._fetch(peer) for peer in self.peers)]
+
+    def add_up(self, counts: Tensor) -> None:
+        for index, row in enumerate(counts):  # one at a time: each takes megabytes
+            for other in self.collect(row)[1:]:
+                row += other
+            counts[index] = self.share(lambda: counts[index])  # noqa: B023
+
+    # Ending
+
+    def _lost(self, peer: int) -> None:
+        if self._told is None:
+            self._headless = peer == 0
+        self._note(
+            f"rank {peer} died (it was killed, perhaps for lack of memory, or its machine was lost)"
+        )
+
+    def _note(self, text: str, refused: bool = False) -> None:
+        """Why all end: the first reason counts. Ends this process, and by the leader all."""
+        with self._noting:
+            if self._told is not None or self._over.is_set():
+                return
+            self._told, self._refused = text, refused
+        self._news.set()
+        if self.leads:
+            for peer in self.peers:
+                self._tell(peer, "failed", text, refused)
+        main = threading.main_thread()
+        if threading.current_thread() is not main and main.ident is not None:
+            signal.pthread_kill(main.ident, signal.SIGTERM)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not (self._ending or (self._dismissed and not self.leads)):
+                self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others, and wait until they have let go of what they wrote."""
+        self._ending = True
+        if isinstance(error, SystemExit) or not (self.leads or isinstance(error, Exception)):
+            self._news.wait(NEWS)  # a launcher's signal may be sooner here than its reason
+        if self._told is None:
+            text, refused = _line_of(error, self.rank)
+            if self.leads:
+                self._note(text, refused)
+            else:
+                self._tell(0, "failed", text, refused)
+        if not self.leads:
+            self._tell(0, "left")
+        deadline = time.monotonic() + LETTING_GO
+        for thread in self._listeners:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def cleans(self) -> bool:
+        return self.leads or self._headless
+
+    def dismiss(self) -> None:
+        if not self.leads:
+            self._tell(0, "left")
+        for thread in self._listeners:  # of the leader: until all have left
+            thread.join()
+        self._dismissed = True
+        if self._told is not None:
+            self._stop()
+        if not self.leads:
+            raise SystemExit(0)
+
+    def bid_farewell(self) -> None:
+        """The work of all is done."""
+        self._over.set()
+        for peer in self.peers:
+            self._tell(peer, "left")
+
+    def end(self, error: BaseException, out: str) -> NoReturn:
+        """Raise what ends this process: the first that is left says why, the others are silent."""
+        if self._dismissed and self._told is None and not self.leads:
+            raise error
+        self._over.set()
+        text = self._told or _line_of(error, self.rank)[0]
+        speaker = self.rank if not self._listeners else 1 if self._headless else 0
+        if self.rank != speaker:
+            _record(text)
+            raise SystemExit(1) from None
+        if isinstance(error, Stopped):
+            kept = Path(f"{out}.partial")
+            text += ": all stopped; " + (
+                f"{kept} keeps what was finished: go on with --resume"
+                if kept.is_dir()
+                else "nothing was written"
+            )
+            error = click.ClickException(text)
+        _record(text)
+        raise error
+
+
+def _line_of(error: BaseException, rank: int) -> tuple[str, bool]:
+    """What to say of an error, and whether it refuses a user's mistake."""
+    try:
+        with refusing():
+            raise error
+    except MergeRefused as refused:
+        return refused.message, True
+    except KeyboardInterrupt:
+        return f"rank {rank} was interrupted", False
+    except SystemExit:
+        return f"rank {rank} was told to end", False
+    except BaseException as other:
+        if rank:  # the leader's own is raised
+            traceback.print_exception(other)
+        return f"rank {rank}: {type(other).__name__}: {other}", False
+
+
+def _record(text: str) -> None:
+    """Where torchrun's own report, the last thing that a user sees, looks for the reason."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra: Mapping[str, str] = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
