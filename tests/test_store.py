@@ -232,7 +232,10 @@ def test_a_base_that_ties_what_its_models_do_not_is_refused(tmp_path: Path) -> N
 
 
 def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
-    patch.setattr(store_writing, "plan_shards", lambda items, _: writing.plan_shards(items, limit))
+    def plan(items: Any, _: int, ranks: int = 1) -> list[writing.Shard]:
+        return writing.plan_shards(items, limit, ranks)
+
+    patch.setattr(store_writing, "plan_shards", plan)
 
 
 def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

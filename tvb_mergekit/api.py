@@ -74,7 +74,7 @@ def build(
     inputs = _inputs(base, models, weights or {}, settings)
     if out is None:
         return build_in_memory(inputs, dtype=dtype, device=device)
-    return build_store(inputs, out, dtype=dtype, device=device)
+    return build_store(inputs, out, dtype=dtype, devices=[device])
 
 
 def load(path: str | os.PathLike[str]) -> Bases:

@@ -1,7 +1,8 @@
 """T models in, a basis store out: the Gram matrix in one pass, the M bases in a second.
 
 The store is written in STORE.partial and renamed when it is whole. What is there after an
-interruption is gone on with by `resume`: the Gram matrix and every tensor that was finished.
+interruption is gone on with by `resume`: the Gram matrix and every tensor that was finished. Of
+several processes (see `ranks`) each reads and writes its share.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tvb_mergekit import cache
+from tvb_mergekit import cache, ranks
 from tvb_mergekit.basis import Basis, warnings
 from tvb_mergekit.basis import build as encode_basis
 from tvb_mergekit.engine import sketch_of, sums_of
@@ -40,9 +42,9 @@ from tvb_mergekit.store_writing import (
     tensors_of,
     writers_of,
 )
-from tvb_mergekit.stream import combine
+from tvb_mergekit.stream import Item, combine
 from tvb_mergekit.weights import StateDict
-from tvb_mergekit.writing import FoldersSink, MemorySink, read_journal
+from tvb_mergekit.writing import FoldersSink, MemorySink, read_journal, run_of
 
 LOG = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def build_store(
     out: str | os.PathLike[str],
     *,
     dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
+    devices: Sequence[torch.device] = (CPU,),
     resume: bool = False,
     budget: int | None = None,
     progress: Progress = silent,
@@ -71,7 +73,7 @@ def build_store(
 
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
-        device: where to compute.
+        devices: where to compute.
         resume: go on with `out`.partial, if it is there.
         budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
@@ -81,11 +83,15 @@ def build_store(
     """
     dtype_name(dtype)
     target = Path(os.path.realpath(out))
-    held = store_lock(target, LOG.warning)
+    world = ranks.world()
+    held = store_lock(target, LOG.warning) if world.leads else None
     try:
-        return _build(inputs, target, dtype, device, resume, budget or block_budget(), progress)
+        with world.whole():
+            budget = budget or block_budget()
+            return _build(inputs, target, dtype, devices, resume, budget, progress)
     finally:
-        held.release()
+        if held is not None:
+            held.release()
 
 
 def build_in_memory(
@@ -95,10 +101,11 @@ def build_in_memory(
     dtype_name(dtype)
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
     budget = block_budget()
-    basis = _basis(inputs, _sums(inputs, sketch, device, budget, silent), sketch)
+    basis = _basis(inputs, _sums(inputs, sketch, [device], budget, silent), sketch)
     matrix = encoder_matrix(basis)
     sink = MemorySink(matrix.shape[1])
-    _combine(inputs, basis, matrix, sink, 0, dtype, device, budget, silent)
+    items = [replace(item, out=dtype) for item in inputs.items]
+    _combine(inputs, basis, matrix, sink, items, [device], budget, silent)
     facts = store_facts(inputs, basis, dtype, {}, cast_losses(basis, dtype))
     vectors = [StateDict(state) for state in sink.states]
     mean = vectors.pop() if basis.settings.basis == "pca" else None
@@ -113,7 +120,7 @@ def inspect_inputs(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """basis.json and basis.safetensors of what a build would give, without building."""
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
-    sums = _sums(inputs, sketch, device, budget or block_budget(), progress)
+    sums = _sums(inputs, sketch, [device], budget or block_budget(), progress)
     basis = _basis(inputs, sums, sketch)
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         LOG.warning("%s", line)
@@ -125,56 +132,47 @@ def _build(
     inputs: Inputs,
     out: Path,
     dtype: torch.dtype,
-    device: torch.device,
+    devices: Sequence[torch.device],
     resume: bool,
     budget: int,
     progress: Progress,
 ) -> Bases:
-    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+    world = ranks.world()
     partial = out.with_name(f"{out.name}.partial")
     state = {
         "key": cache.key_of({**inputs.key, "dtype": str(dtype), "weights": list(inputs.weights)}),
         "settings": inputs.settings.model_dump(mode="json"),
         "tasks": list(inputs.tasks),
+        "processes": world.size if world.size > 1 else None,
     }
-    going_on = resume and (partial / STATE).is_file()
-    there = {entry.name for entry in partial.iterdir()} if partial.is_dir() else set()
-    if going_on:
-        _check_same(partial, state)
-    elif resume:
-        LOG.warning("--resume: nothing to go on with in %s; starting anew", partial)
-    if there - {BEGUN} and STATE not in there:
-        raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
+    going_on = world.share(lambda: _looked_at(partial, inputs, out, state, resume))
     started = time.perf_counter()
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
-    sums = cache.read_sums(partial / SUMS) if going_on else None
-    sums = sums or _sums(inputs, sketch, device, budget, progress)
+    sums = world.share(lambda: cache.read_sums(partial / SUMS) if going_on else None)
+    sums = sums or _sums(inputs, sketch, devices, budget, progress)
     summed = time.perf_counter()
-    basis = _basis(inputs, sums, sketch)
+    basis = world.share(lambda: _basis(inputs, sums, sketch))
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         LOG.warning("%s", line)
-    if not going_on:  # not before, so that inputs which are refused leave nothing
-        if partial.is_dir():
-            if there - {BEGUN}:
-                LOG.warning("%s, an unfinished build, is replaced (--resume would go on)", partial)
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        (partial / BEGUN).write_text(json.dumps(state), encoding="utf-8")
-        os.replace(partial / BEGUN, partial / STATE)
-    cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
-    encoded = time.perf_counter()
     matrix = encoder_matrix(basis)
-    outputs = matrix.shape[1]
-    _check_matrix(partial / MATRIX, matrix)
-    finished = read_journal(partial / JOURNAL)
-    done = finished.done
-    size = sum(item.numel for item in inputs.items) * dtype.itemsize * outputs
-    written = sum(item.numel for item in inputs.items[:done]) * dtype.itemsize * outputs
-    check_disk(str(partial), size - written)
+    if world.leads:
+        if not going_on:  # not before, so that inputs which are refused leave nothing
+            _begin(partial, state)
+        cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
+        _check_matrix(partial / MATRIX, matrix)
+    encoded = time.perf_counter()
+    journals = [partial / _journal(number, world.size) for number in range(world.size)]
+    every = world.share(lambda: [read_journal(journal) for journal in journals])
+    world.check_shared(partial)
     items = [replace(item, out=dtype) for item in inputs.items]
-    writers = writers_of(partial, folders_of(basis), items, inputs.folder, done)
-    sink = FoldersSink(writers, partial / JOURNAL, finished)
-    _combine(inputs, basis, matrix, sink, done, dtype, device, budget, progress)
+    finished = every[world.rank]
+    writers = writers_of(partial, folders_of(basis), items, inputs.folder, finished.done)
+    plan = writers[0].plan
+    left = [run_of(plan, number)[found.done :] for number, found in enumerate(every)]
+    numel = sum(item.numel for item in chain.from_iterable(left))
+    check_disk(str(partial), numel * dtype.itemsize * matrix.shape[1])
+    sink = FoldersSink(writers, journals[world.rank], finished)
+    _combine(inputs, basis, matrix, sink, left[world.rank], devices, budget, progress)
     basis.seconds = {
         "gram": summed - started,
         "encode": encoded - summed,
@@ -186,10 +184,42 @@ def _build(
     finish_store(partial, out, facts, tensors_of(basis))
     os.rename(partial, out)
     sync(out.parent)
-    for name in (STATE, SUMS, MATRIX, JOURNAL):  # not before: until then `resume` may need them
+    names = [journal.name for journal in journals]
+    for name in (STATE, SUMS, MATRIX, *names):  # not before: until then `resume` may need them
         (out / name).unlink(missing_ok=True)
     note_files(out, facts["store"]["files"])
     return load(out)
+
+
+def _looked_at(
+    partial: Path, inputs: Inputs, out: Path, state: Mapping[str, object], resume: bool
+) -> bool:
+    """Whether what an unfinished build has left is gone on with."""
+    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+    there = {entry.name for entry in partial.iterdir()} if partial.is_dir() else set()
+    if resume and STATE in there:
+        _check_same(partial, state)
+        return True
+    if resume:
+        LOG.warning("--resume: nothing to go on with in %s; starting anew", partial)
+    if there - {BEGUN} and STATE not in there:
+        raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
+    return False
+
+
+def _begin(partial: Path, state: Mapping[str, object]) -> None:
+    if partial.is_dir():
+        if (partial / STATE).is_file():
+            LOG.warning("%s, an unfinished build, is replaced (--resume would go on)", partial)
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    (partial / BEGUN).write_text(json.dumps(state), encoding="utf-8")
+    os.replace(partial / BEGUN, partial / STATE)
+
+
+def _journal(rank: int, size: int) -> str:
+    """The journal of one process: where there are several, each has its own."""
+    return JOURNAL if size == 1 else f"{rank}-{JOURNAL}"
 
 
 def _warn_of_rounding(facts: Mapping[str, Any]) -> None:
@@ -216,6 +246,7 @@ def _check_same(partial: Path, state: Mapping[str, object]) -> None:
         ("tasks", "other tasks"),
         ("settings", "other settings"),
         ("key", "other model files or another --dtype"),
+        ("processes", "another number of processes"),
     ):
         if before.get(key) != state[key]:
             raise UserError(
@@ -238,7 +269,7 @@ def _check_matrix(path: Path, matrix: Tensor) -> None:
 def _sums(
     inputs: Inputs,
     sketch: Sketch | None,
-    device: torch.device,
+    devices: Sequence[torch.device],
     budget: int,
     progress: Progress,
 ) -> GramSums:
@@ -247,7 +278,7 @@ def _sums(
     sums, _cached = sums_of(
         lambda: inputs.items,
         inputs.tasks,
-        devices=[device],
+        devices=devices,
         budget=budget,
         deltas=len(inputs.tasks) if inputs.deltas else 0,
         sketch=sketch,
@@ -279,20 +310,18 @@ def _combine(
     basis: Basis,
     matrix: Tensor,
     sink: FoldersSink | MemorySink,
-    done: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    items: Sequence[Item],
+    devices: Sequence[torch.device],
     budget: int,
     progress: Progress,
 ) -> None:
-    items = [replace(item, out=dtype) for item in inputs.items[done:]]
     if basis.sketch is not None:  # Omega is drawn, not read
         items = [replace(item, base=None, inputs=()) for item in items]
     combine(
         items,
         matrix,
         sink,
-        devices=[device],
+        devices=devices,
         budget=budget,
         deltas=len(inputs.tasks) if inputs.deltas else 0,
         sketch=basis.sketch,

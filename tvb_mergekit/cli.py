@@ -57,19 +57,27 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
-def _careful(out: str = "") -> Callable[[Command], Command]:
-    """Turn what a user can mend into one line and exit code 1; `out` names the argument that is
-    written to."""
+def _careful(out: str = "", *, several: bool = False) -> Callable[[Command], Command]:
+    """Turn what a user can mend into one line and exit code 1.
+
+    Args:
+        out: the argument that is written to.
+        several: the command works in the processes that a launcher started.
+    """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
+            from tvb_mergekit import ranks
             from tvb_mergekit.refusals import refusing, unwinding
 
             place = str(values.get(out) or "the output")
             try:
-                with refusing(out=place), unwinding():
-                    return command(**values)
+                with refusing(out=place):
+                    if not several:
+                        ranks.one_only(click.get_current_context().command_path)
+                    with ranks.joined(place), refusing(out=place), unwinding():
+                        return command(**values)
             except KeyboardInterrupt:
                 kept = f"{place}.partial"
                 more = f" {kept} is kept: --resume goes on." if os.path.isdir(kept) else ""
@@ -95,6 +103,7 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 _device = click.option(
     "--device", default="auto", show_default=True, help="Where to compute: cpu, cuda, cuda:1 ..."
 )
+_multi_gpu = click.option("--multi-gpu", is_flag=True, help="Compute on all accelerators.")
 _quiet = click.option("--quiet", is_flag=True, help="No progress bars.")
 _base = click.option(
     "--base", help="The base model, where it is no longer in the place that the store names."
@@ -126,8 +135,8 @@ _memory = click.option(
     callback=_bytes,
     default="1GB",  # layout.MEMORY
     show_default=True,
-    help="The most that tensors may take, such as 500MB; Python and its libraries take about 0.4 "
-    "GB more.",
+    help="The most that tensors may take in each process, such as 500MB; Python and its libraries "
+    "take about 0.4 GB more.",
 )
 _dtypes = click.Choice(["float32", "bfloat16", "float16"])
 
@@ -135,8 +144,12 @@ _dtypes = click.Choice(["float32", "bfloat16", "float16"])
 def _device_of(name: str) -> torch.device:
     import torch
 
+    from tvb_mergekit import ranks
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda" and ranks.size() > 1:  # one for each process of a machine
+            name = f"cuda:{ranks.local_rank() % torch.cuda.device_count()}"
     try:
         device = torch.device(name)
         torch.zeros(1, dtype=torch.float64, device=device).item()  # which some devices lack
@@ -144,6 +157,28 @@ def _device_of(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here: {reason}") from error
     return device
+
+
+def _check_multi_gpu(values: dict[str, Any]) -> None:
+    from tvb_mergekit import ranks
+
+    if values["multi_gpu"] and ranks.local_size() > 1:
+        raise UserError(
+            f"--multi-gpu is for one process on a machine, and {ranks.local_size()} were started: "
+            "leave it out, each takes an accelerator of its own"
+        )
+
+
+def _devices_of(values: dict[str, Any]) -> list[torch.device]:
+    """Of `--device` and `--multi-gpu`."""
+    _check_multi_gpu(values)
+    if not values["multi_gpu"]:
+        return [_device_of(values["device"])]
+    from mergekit.options import MergeOptions
+
+    from tvb_mergekit.plugin.planning import devices_of
+
+    return devices_of(MergeOptions(multi_gpu=True))
 
 
 def _named_base(store: Bases) -> str:
@@ -194,10 +229,11 @@ def _model_options(values: dict[str, Any]) -> Options:
 @click.option("--adapters", is_flag=True, help="Store the bases of LoRA adapters as adapters.")
 @click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
 @_device
+@_multi_gpu
 @_memory
 @_models
 @_quiet
-@_careful("store")
+@_careful("store", several=True)
 def build(recipe: str, store: str, **values: Any) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
 
@@ -205,8 +241,11 @@ def build(recipe: str, store: str, **values: Any) -> None:
     be deleted afterwards; the base may not.
 
     \b
-    Example: tvb build recipe.yml ./store --dtype bfloat16
+    Example:
+      tvb build recipe.yml ./store --dtype bfloat16
+      torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
+    from tvb_mergekit import ranks
     from tvb_mergekit.adapters import NOT_ADAPTERS, build_adapters
     from tvb_mergekit.building import build_store
     from tvb_mergekit.output import check_new_folder
@@ -219,12 +258,15 @@ def build(recipe: str, store: str, **values: Any) -> None:
         raise UserError("--rank belongs to --adapters")
     if values["adapters"] and (values["resume"] or values["fuse"]):
         raise UserError("--adapters goes with neither --resume nor --fuse")
-    device = _device_of(values["device"])
+    if values["adapters"]:
+        ranks.one_only("tvb build --adapters")
+    devices = _devices_of(values)
+    world = ranks.world()
     document = read_document(recipe)
     if values["adapters"] and not all(model.lora for model in document.recipe.models):
         raise UserError(NOT_ADAPTERS)
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
-    inputs = read_inputs(document, _model_options(values))
+    inputs = world.first(lambda: read_inputs(document, _model_options(values)))
     dtype = DTYPES[values["dtype"]]
     if values["adapters"]:
         bases = build_adapters(inputs, store, dtype=dtype, rank=values["rank"])
@@ -233,10 +275,10 @@ def build(recipe: str, store: str, **values: Any) -> None:
             inputs,
             store,
             dtype=dtype,
-            device=device,
+            devices=devices,
             resume=values["resume"],
             budget=values["memory"],
-            progress=bars(values["quiet"]),
+            progress=bars(values["quiet"] or not world.leads),
         )
     _say_built(bases)
 
@@ -462,14 +504,14 @@ def export(store: str, out: str, **values: Any) -> None:
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
 @click.argument("out", type=click.Path())
 @_device
-@click.option("--multi-gpu", is_flag=True, help="Compute on all accelerators.")
+@_multi_gpu
 @_memory
 @_access
 @click.option("--out-shard-size", metavar="SIZE", default="5B", help="mergekit's: 500M, 5B ...")
 @click.option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Of the base, into OUT.")
 @click.option("--write-model-card/--no-write-model-card", default=True, help="OUT/README.md.")
 @_quiet
-@_careful("out")
+@_careful("out", several=True)
 def merge(recipe: str, out: str, **values: Any) -> None:
     """Merge the models of RECIPE into OUT: what `mergekit-yaml` writes, bit by bit, and sooner.
 
@@ -478,12 +520,17 @@ def merge(recipe: str, out: str, **values: Any) -> None:
     and of the shards of OUT.
 
     \b
-    Example: tvb merge recipe.yml ./merged --memory 2GB
+    Example:
+      tvb merge recipe.yml ./merged --memory 2GB
+      torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
     """
     from mergekit.options import MergeOptions
 
+    from tvb_mergekit import ranks
     from tvb_mergekit.plugin.streaming import merge_recipe, shard_size
 
+    _check_multi_gpu(values)
+    values["quiet"] |= not ranks.world().leads
     options = MergeOptions(
         device=None if values["multi_gpu"] else str(_device_of(values["device"])),
         out_shard_size=shard_size(values["out_shard_size"]),

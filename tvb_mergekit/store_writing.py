@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit import report
+from tvb_mergekit import ranks, report
 from tvb_mergekit.basis import Basis
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.online import cast_loss, errors_of, relative
@@ -57,20 +57,30 @@ def writers_of(
         config: the folder of the base's configuration.
         done: how many items are written already.
     """
-    # mergekit-pytorch, which takes bare weights, takes them from one file.
-    shards = plan_shards(items, sys.maxsize if config is None else SHARD_BYTES)
+    world = ranks.world()
+    if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
+        shards = plan_shards(items, sys.maxsize)
+    else:
+        shards = plan_shards(items, SHARD_BYTES, world.size)
     return [
-        FolderWriter(folder / name, shards, {"format": "pt", MARKER: name}, done) for name in names
+        FolderWriter(folder / name, shards, {"format": "pt", MARKER: name}, done, world.rank)
+        for name in names
     ]
 
 
 def finish_vectors(
     writers: Sequence[FolderWriter], config: Path | None, first: int = 0
 ) -> dict[str, dict[str, object]]:
-    """Complete the folders of vectors, of which the first is B_first; returns their files."""
+    """Complete the folders of vectors, of which the first is B_first; returns their files.
+
+    Of several processes, the leader's work: the others stop here.
+    """
+    world = ranks.world()
+    records = world.collect([writer.whole() for writer in writers])
+    world.dismiss()
     files = {}
-    for index, writer in enumerate(writers, first):
-        for name, record in writer.finish().items():
+    for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
+        for name, record in writer.finish(written).items():
             files[f"{writer.folder.name}/{name}"] = record
         copy_config(config, writer.folder, index)
     return files

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tvb_mergekit.checkpoints import DTYPES
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.ranks import shares
 from tvb_mergekit.stream import Item
 
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
@@ -31,10 +32,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its name, and its tensors in the order in which they come."""
+    """One file: its name, its tensors in the order in which they come, and which process of
+    several writes it."""
 
     name: str
     items: tuple[Item, ...]
+    rank: int = 0
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
         """The file's first bytes: length, JSON, blanks up to a multiple of 8."""
@@ -53,34 +56,50 @@ class Shard:
         return struct.pack("<Q", len(text)) + text
 
 
-def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
-    """Cut the items, in order, into files of at most `limit` bytes (or one tensor)."""
-    groups: list[list[Item]] = [[]]
-    size = 0
-    for item in items:
-        nbytes = item.numel * item.out.itemsize
-        if groups[-1] and size + nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += nbytes
+def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1) -> list[Shard]:
+    """Cut the items, in order, into files of at most `limit` bytes (or one tensor).
+
+    Each of several processes gets files of its own: a run of items, balanced by the bytes that
+    are read and written. So there may be more files than one process makes.
+    """
+    sizes = [item.numel * item.out.itemsize for item in items]
+    work = [item.nbytes + nbytes for item, nbytes in zip(items, sizes, strict=True)]
+    groups: list[tuple[int, list[Item]]] = []
+    for rank, run in enumerate(shares(work, ranks)):
+        size = limit + 1  # no file of another process
+        for item, nbytes in zip(items[run], sizes[run], strict=True):
+            if size + nbytes > limit:
+                groups.append((rank, []))
+                size = 0
+            groups[-1][1].append(item)
+            size += nbytes
+    groups = groups or [(0, [])]
     if len(groups) == 1:
-        return [Shard("model.safetensors", tuple(groups[0]))]
+        return [Shard("model.safetensors", tuple(groups[0][1]), groups[0][0])]
     total = len(groups)
     return [
-        Shard(f"model-{number + 1:05d}-of-{total:05d}.safetensors", tuple(group))
-        for number, group in enumerate(groups)
+        Shard(f"model-{number + 1:05d}-of-{total:05d}.safetensors", tuple(group), rank)
+        for number, (rank, group) in enumerate(groups)
     ]
+
+
+def run_of(plan: Sequence[Shard], rank: int) -> list[Item]:
+    """The items that one process writes."""
+    return [item for shard in plan if shard.rank == rank for item in shard.items]
 
 
 @dataclass
 class FolderWriter:
-    """The tensors of one folder, written in order; `done` items are there already."""
+    """The tensors of one folder, written in order; `done` items are there already.
+
+    Of several processes each writes the files of its `rank`, and one of them the index of all.
+    """
 
     folder: Path
-    shards: Sequence[Shard]
+    plan: Sequence[Shard]
     metadata: Mapping[str, str]
     done: int = 0
+    rank: int = 0
     written: dict[str, dict[str, object]] = field(default_factory=dict)  # file -> bytes, hash
     _file: BinaryIO | None = None
     _shard: int = -1
@@ -88,6 +107,7 @@ class FolderWriter:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.shards = [shard for shard in self.plan if shard.rank == self.rank]
         self._digest = xxhash.xxh3_128()
         done = self.done
         while done:
@@ -147,12 +167,25 @@ class FolderWriter:
         self._file.close()
         self._file = None
 
-    def finish(self) -> dict[str, dict[str, object]]:
-        """Write the shard index where there is one; returns file -> {bytes, xxh3_128}."""
+    def whole(self) -> dict[str, dict[str, object]]:
+        """All files are written; returns file -> {bytes, xxh3_128}."""
         assert self._file is None and self._shard == len(self.shards) - 1
-        if len(self.shards) > 1:
-            where = {item.name: shard.name for shard in self.shards for item in shard.items}
-            total = sum(i.numel * i.out.itemsize for shard in self.shards for i in shard.items)
+        return self.written
+
+    def finish(
+        self, records: Sequence[Mapping[str, dict[str, object]]] = ()
+    ) -> dict[str, dict[str, object]]:
+        """Write the shard index where there is one; returns file -> {bytes, xxh3_128}.
+
+        Args:
+            records: what `whole` returned in each process.
+        """
+        self.whole()
+        for written in records:
+            self.written |= written
+        if len(self.plan) > 1:
+            where = {item.name: shard.name for shard in self.plan for item in shard.items}
+            total = sum(i.numel * i.out.itemsize for shard in self.plan for i in shard.items)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             name = "model.safetensors.index.json"
             text = json.dumps(index, indent=2) + "\n"

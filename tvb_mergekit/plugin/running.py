@@ -21,7 +21,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from pydantic import BaseModel
 
-from tvb_mergekit import report
+from tvb_mergekit import ranks, report
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import StagedFolder, check_output_folder, stale_parts
 from tvb_mergekit.plugin.files import (
@@ -58,12 +58,16 @@ def wrap_run_merge(module: ModuleType) -> None:
         running = Session(out_path)
         with refusing(planning=lambda: running.plan is None, out=out_path):
             recipe = read_recipe(merge_config)
-            check_output_folder(out_path, input_folders(recipe))
-            check_local_files(recipe, options)
-            check_tokenizer_source(merge_config)
-            warn_of_stale_parts(out_path)
+            world = ranks.world()
+            if world.leads:
+                check_output_folder(out_path, input_folders(recipe))
+                check_local_files(recipe, options)
+                check_tokenizer_source(merge_config)
+                warn_of_stale_parts(out_path)
             started = time.perf_counter()
             with unwinding(), staged(running) as stage, fresh_loaders(), _local_cards():
+                if not world.leads:  # wait until the leader has planned, downloaded and fused
+                    world.share(lambda: None)
                 install_adapters(recipe)
                 original(merge_config, str(stage.path), options, config_source)
                 assert running.plan is not None, "run_merge returned without planning"
@@ -77,15 +81,23 @@ def wrap_run_merge(module: ModuleType) -> None:
 
 @contextmanager
 def staged(running: Session) -> Iterator[StagedFolder]:
-    """A staged folder, and `running` where the planner adds its plan; on an error, no folder."""
-    assert running.out is not None
-    stage = StagedFolder(running.out)
+    """A staged folder, and `running` where the planner adds its plan; on an error, no folder.
+
+    Of several processes the leader makes the folder, and deletes it when no other writes into it.
+    """
+    out = running.out
+    assert out is not None
+    world = ranks.world()
+    stage = world.share(lambda: StagedFolder(out))
     token = session.set(running)
     try:
-        yield stage
+        with world.whole(), refusing(planning=lambda: running.plan is None, out=out):
+            world.check_shared(stage.path)
+            yield stage
     finally:
         session.reset(token)
-        stage.discard()
+        if world.cleans:
+            stage.discard()
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
@@ -139,6 +151,7 @@ def wrap_command(
         if not (path and os.path.isfile(path) and uses_our_methods(path)):
             return original(*args, **kwargs)
         with refusing(planning=lambda: True):
+            ranks.one_only(str(command.name))
             check_documents(path, schema, multiple)
         with refusing(out=str(kwargs.get("out_path"))), unwinding():
             return original(*args, **kwargs)

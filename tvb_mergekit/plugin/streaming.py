@@ -2,7 +2,8 @@
 
 mergekit reads the recipe, plans, and writes configuration, tokenizer and model card; what would run
 the planned tasks is ours: all tensors go through `engine.merge_items` in one pass, in bounded
-memory, and are written as they come. Every float is the one that `mergekit-yaml` writes.
+memory, and are written as they come. Every float is the one that `mergekit-yaml` writes. Of several
+processes (see `ranks`) each plans all, and reads and writes its share; the leader writes the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mergekit.graph import Executor, Task
 from mergekit.io.tasks import FinalizeModel, SaveTensor
 from mergekit.options import MergeOptions
 
+from tvb_mergekit import ranks
 from tvb_mergekit.engine import Job, merge_items
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.inputs import read_document
@@ -27,7 +29,7 @@ from tvb_mergekit.plugin.planning import Plan, session
 from tvb_mergekit.plugin.tasks import KeepBase, MergeTensor, torch_dtype
 from tvb_mergekit.progress import bars
 from tvb_mergekit.stream import Item
-from tvb_mergekit.writing import FoldersSink, FolderWriter, plan_shards
+from tvb_mergekit.writing import FoldersSink, FolderWriter, plan_shards, run_of
 
 
 def merge_recipe(path: str, out: str, options: MergeOptions, memory: int) -> None:
@@ -70,6 +72,9 @@ def streaming(memory: int) -> Iterator[None]:
     stock = module.Executor, module.MultiGPUExecutor
 
     def made(targets: Sequence[Task[Any]], **_devices: Any) -> StreamingExecutor:
+        world = ranks.world()
+        if world.leads:  # the others wait for it before they plan: see `run_merge`
+            world.share(lambda: None)
         return StreamingExecutor(targets, memory)
 
     module.Executor = module.MultiGPUExecutor = made
@@ -111,19 +116,24 @@ class StreamingExecutor:
             if isinstance(task, MergeTensor):
                 jobs[name] = Job(task.counted_as, task.tunables)
             plan.note_read(planned)
+        world = ranks.world()
         writer = self.saves[0].writer_task
-        shards = plan_shards(items, writer.max_shard_size or sys.maxsize)
-        folder = FolderWriter(Path(writer.out_path), shards, {"format": "pt"})
+        shards = plan_shards(items, writer.max_shard_size or sys.maxsize, world.size)
+        world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards], "tensors")
+        path = Path(writer.out_path)
+        folder = FolderWriter(path, shards, {"format": "pt"}, rank=world.rank)
         merge_items(
             basis,
-            items,
+            run_of(shards, world.rank),
             jobs,
             FoldersSink([folder]),
             devices=plan.devices,
             budget=plan.budget,
             progress=bars(quiet),
         )
-        folder.finish()
+        records = world.collect(folder.whole())
+        world.dismiss()
+        folder.finish(records)
 
 
 def _as_saved(item: Item, save: SaveTensor) -> Item:
