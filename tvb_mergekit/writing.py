@@ -93,6 +93,7 @@ class FolderWriter:
     """The tensors of one folder, written in order; `done` items are there already.
 
     Of several processes each writes the files of its `rank`, and one of them the index of all.
+    `synced` waits until the disk has a file: what it replaces may be deleted soon.
     """
 
     folder: Path
@@ -100,6 +101,7 @@ class FolderWriter:
     metadata: Mapping[str, str]
     done: int = 0
     rank: int = 0
+    synced: bool = True
     written: dict[str, dict[str, object]] = field(default_factory=dict)  # file -> bytes, hash
     _file: BinaryIO | None = None
     _shard: int = -1
@@ -163,7 +165,8 @@ class FolderWriter:
         assert self._file is not None
         name = self.shards[self._shard].name
         self.written[name] = {"bytes": self._file.tell(), HASH: self.digest}
-        os.fsync(self._file.fileno())  # what these files replace may be deleted soon
+        if self.synced:
+            os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
 

@@ -252,7 +252,9 @@ class TunedRecipe:
                     starts.append(output.item())
             alone = {name: replace(job, alone=True) for name, job in jobs.items()}
             for kind, items, how in ((START, starts, fixed), (DIRECTION, directions, alone)):
-                writer = FolderWriter(folder / kind, plan_shards(items), {"format": "pt"})
+                writer = FolderWriter(
+                    folder / kind, plan_shards(items), {"format": "pt"}, synced=False
+                )
                 sink = FoldersSink([writer])
                 merge_items(basis, items, how, sink, budget=self.memory, progress=progress)
                 writer.finish()
