@@ -265,12 +265,12 @@ def test_the_process_grows_by_the_budget_at_most(command: str, tmp_path: Path) -
     for name, make in (("small", llama), ("large", tall)):
         base, models = family(tmp_path / name, make, [f"t{i}" for i in range(8)], tokenizer=False)
         made = recipe("basis_ta", base, models, basis="balanced", num_bases=4)
-        for memory in ("20MB", "250MB"):
+        for memory in ("40MB", "250MB"):
             out = tmp_path / f"{name}-{memory}"
             words = [sys.executable, "-c", "from tvb_mergekit.cli import main; main()", command]
             words += [str(write(made, out)), str(out), "--memory", memory, "--quiet"]
             most[name, memory] = peak(words, out)
-    for memory in ("20MB", "250MB"):
+    for memory in ("40MB", "250MB"):
         grown = most["large", memory] - most["small", memory]
         assert grown <= parse_memory(memory) + 16 * MB, (most, memory)
     assert most["large", "250MB"] > most["small", "250MB"] + 10 * MB  # more than tiny ones
