@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +40,7 @@ class Merge:
     def ours(self) -> bool:
         return self.method.startswith("basis_")
 
-    def recipe(self, base: Path, tasks: Sequence[Path]) -> str:
+    def recipe(self, base: Path, tasks: Sequence[Path], dtype: str = "bfloat16") -> str:
         inputs = [{"model": str(path), "parameters": self.per_model} for path in tasks]
         if not self.per_model:
             inputs = [{"model": str(path)} for path in tasks]
@@ -49,7 +49,7 @@ class Merge:
             "base_model": str(base),
             "models": inputs,
             "parameters": self.parameters,
-            "dtype": "bfloat16",
+            "dtype": dtype,
         }
         return yaml.safe_dump(document, sort_keys=False)
 
@@ -77,8 +77,10 @@ class Bench:
     def __init__(self, inputs: Path, run: Path, tasks: int, threads: int | None) -> None:
         self.base = inputs / "base"
         self.tasks = [inputs / f"task-{index}" for index in range(tasks)]
-        self.files = [path / "model.safetensors" for path in (self.base, *self.tasks)]
-        self.input_bytes = sum(path.stat().st_size for path in self.files)
+        found = [file for path in (self.base, *self.tasks) for file in path.glob("*.safetensors")]
+        self.input_bytes = sum(file.stat().st_size for file in found)
+        self.files = [*{file.stat().st_ino: file for file in found}.values()]  # some are links
+        self.about_to_start = {kind: [script("mergekit-yaml"), "--help"] for kind in (True, False)}
         self.run_folder = run
         self.rows: list[Row] = []
         self.start_up = {True: 0.0, False: 0.0}  # of ours, of mergekit's: this round's
@@ -111,8 +113,8 @@ class Bench:
 
     def note_start_up(self, about: Row) -> None:
         """Both kinds of command up to the end of their imports."""
-        for kind in (True, False):
-            row = self.measured([script("mergekit-yaml"), "--help"], self.environment(kind), None)
+        for kind, command in self.about_to_start.items():
+            row = self.measured(command, self.environment(kind), None)
             self.start_up[kind] = row["wall_s"]
             self.rows.append({**about, "what": "start-up", "ours": kind, **row})
 
@@ -134,15 +136,30 @@ class Bench:
             row |= self.measured(command, env, state)
             row["net_s"] = row["wall_s"] - self.start_up[merge.ours]
             written = [p for p in out.glob("*.safetensors") if p.name != "basis.safetensors"]
-            row["output_mb"] = sum(path.stat().st_size for path in written) / measure.MB
+            row["output_mb"] = size_of(written)
             if merge.ours:
                 facts = json.loads((out / "basis.json").read_text())
                 row |= {"phases": facts["seconds"], "gram_cached": facts["gram_cached"]}
                 if not facts["gram_cached"]:
-                    used = facts["num_parameters"] * 2 * len(self.files)
+                    used = facts["num_parameters"] * 2 * (len(self.tasks) + 1)
                     row["gram_gb_per_s"] = used / max(facts["seconds"]["gram"], 1e-9) / 1e9
         finally:
             shutil.rmtree(out, ignore_errors=True)
+        return row
+
+    def build(self, about: Row, parameters: Row, dtype: str, memory: str, state: str | None) -> Row:
+        """`tvb build` of the inputs, which leaves the store in the run's folder."""
+        recipe, out = self.run_folder / "recipe.yml", self.run_folder / "store"
+        shutil.rmtree(out, ignore_errors=True)
+        recipe.write_text(Merge("basis_ta", parameters, {}).recipe(self.base, self.tasks, dtype))
+        command = [script("tvb"), "build", str(recipe), str(out)]
+        command += ["--dtype", dtype, "--memory", memory, "--quiet"]
+        row = {**about, "what": "merge", "method": "tvb build", "ours": True}
+        row |= self.measured(command, self.environment(True), state)
+        facts = json.loads((out / "basis.json").read_text())
+        row["net_s"] = row["wall_s"] - self.start_up[True]
+        row["output_mb"] = size_of(out.glob("basis-*/*.safetensors"))
+        row |= {"phases": facts["seconds"], "num_parameters": facts["num_parameters"]}
         return row
 
     def pair(self, about: Row, name: str, state: str) -> None:
@@ -154,6 +171,10 @@ class Bench:
             raise click.ClickException(f"{name}: the two commands wrote models of different sizes")
         self.rows += pair
         tell(f"  {name}, {state}: ours {a['wall_s']:.1f} s, mergekit's {b['wall_s']:.1f} s")
+
+
+def size_of(files: Iterable[Path]) -> float:
+    return sum(file.stat().st_size for file in files) / measure.MB
 
 
 def script(name: str) -> str:
@@ -280,11 +301,9 @@ def main(
     if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:
         raise click.ClickException(f"{work} has no room for {tasks + 3} x {megabytes} MB")
     try:
-        if not found:  # in a process of its own: see measure.py on memory
+        if not found:
             tell(f"writing models to {inputs}")
-            numbers = ["--tasks", tasks, "--megabytes", megabytes, "--seed", seed]
-            command = [sys.executable, HERE / "models.py", inputs, *numbers]
-            subprocess.run([str(part) for part in command], check=True)
+            models.ensure(work, tasks, megabytes, seed)
         with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
             bench = Bench(inputs, Path(run), tasks, threads)
             if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:

@@ -55,9 +55,7 @@ def main(
     folder: Path, tasks: int, megabytes: int, budget: int, compress: str, dtype: str, seed: int
 ) -> None:
     """Add generated models to a store one after another, and print what each step cost."""
-    family = folder / models.folder_name(tasks, megabytes, seed)
-    if not models.whole(family):
-        models.generate(family, tasks, megabytes, seed)
+    family = models.ensure(folder, tasks, megabytes, seed)
     options = ["--budget", str(budget), "--compress", compress, "--dtype", dtype]
     run = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
     full = []

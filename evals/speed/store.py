@@ -119,12 +119,7 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for count in tasks:
-        inputs = work / models.folder_name(count, megabytes, 0)
-        if not models.whole(inputs):
-            # In a process of its own: this one must stay small (see measure.py).
-            command = [sys.executable, str(HERE / "models.py"), str(inputs)]
-            command += ["--tasks", str(count), "--megabytes", str(megabytes)]
-            measure.run(command, os.environ, work / "log")
+        inputs = models.ensure(work, count, megabytes)
         state = "cold" if cold else "warm"
         for number in range(rounds + 1):
             row = one_round(work, inputs, count, bases, state)

@@ -15,7 +15,7 @@ QUANTITIES = {  # what is compared: its heading, decimals
     "peak_rss_mb": ("peak RSS, MB", 0),
     "peak_rss_anon_mb": ("peak RssAnon, MB", 0),
 }
-PHASES = ("gram", "encode", "trim", "merge")
+PHASES = ("load", "gram", "encode", "trim", "merge", "combine", "write", "save")
 Row = dict[str, Any]
 
 
@@ -46,7 +46,7 @@ def summarize(rows: Sequence[Row]) -> Row:
             more = ("read_mb", "resident_before", "others_cpu_s", "output_mb")
             for key in (*QUANTITIES, *more):
                 entry[key] = statistics.median(row[key] for row in runs)
-            if runs is a:
+            if "phases" in runs[0]:
                 phases = [row["phases"] for row in runs]
                 entry["phases"] = {
                     key: statistics.median(each[key] for each in phases) for key in phases[0]
@@ -89,11 +89,12 @@ def render(summary: Row, settings: Row) -> str:
     """The tables."""
     gigabytes = settings["input_bytes"] / 1e9
     rounds = summary["ratios"][0]["rounds"]
-    start_up = summary["start_up_s"]
+    start_up, theirs = summary["start_up_s"], settings.get("theirs", "mergekit's")
     parts = [
-        f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in bf16. Medians of {rounds} "
+        f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in "
+        f"{settings.get('dtype', 'bf16')}. Medians of {rounds} "
         f"rounds. Start-up (imports only), taken off for `net`: ours {between(start_up['ours'])} "
-        f"s, mergekit's {between(start_up['mergekit'])} s. RssAnon is polled every "
+        f"s, {theirs} {between(start_up['mergekit'])} s. RssAnon is polled every "
         f"{1000 * measure.POLL:.0f} ms.\n"
     ]
     heads = [title for title, _ in QUANTITIES.values()]
@@ -107,21 +108,22 @@ def render(summary: Row, settings: Row) -> str:
     head = ["pair", "page cache", "method", *heads]
     head += ["input cached before", "read from disk, MB", "others' CPU, s"]
     parts.append(table(head, rows, 3))
-    parts.append("Ratios, ours / mergekit's, pair by pair: median (least..largest).\n")
+    parts.append(f"Ratios, ours / {theirs}, pair by pair: median (least..largest).\n")
     titles = [title.split(",")[0] for title in heads]
     rows = [
         [row["pair"], row["cache"], *(between(row[key]) for key in QUANTITIES)]
         for row in summary["ratios"]
     ]
     parts.append(table(["pair", "page cache", *titles], rows))
-    parts.append("Seconds of our commands' phases, from `basis.json`.\n")
+    parts.append("Seconds of the commands' phases: ours from `basis.json`.\n")
+    timed = [row for row in summary["medians"] if "phases" in row]
+    phases = [p for p in PHASES if any(p in row["phases"] for row in timed)]
     rows = [
-        [row["pair"], row["cache"]]
-        + [f"{row['phases'][p]:.2f}" if p in row["phases"] else "-" for p in PHASES]
-        for row in summary["medians"]
-        if "phases" in row
+        [row["pair"], row["cache"], f"`{row['method']}`"]
+        + [f"{row['phases'][p]:.2f}" if p in row["phases"] else "-" for p in phases]
+        for row in timed
     ]
-    parts.append(table(["pair", "page cache", *PHASES], rows))
+    parts.append(table(["pair", "page cache", "method", *phases], rows, 3))
     if summary["gram"]:
         parts.append("The Gram pass against a plain read of the same files, round by round.\n")
         keys = ("gram_gb_per_s", "read_gb_per_s", "ratio")

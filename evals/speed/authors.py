@@ -1,0 +1,136 @@
+"""`tvb build` against the paper's own procedure, in pairs: see README.md and SCALING.md.
+
+The procedure is `authors_procedure.py`, plain PyTorch. Both read the same files and write the same
+artifacts, M vectors in float32. With the default encoder they are the same vectors up to rounding,
+which is checked. Let nothing else run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import measure
+import models
+from compare import HERE, Bench, doubts, machine, save, script, size_of, tell
+from tables import Row, render, summarize
+
+SAME = 1e-3  # ||a - b|| / ||b|| of a vector: 4000 steps in float32 enlarge the Gram's rounding
+PAIRS = {  # our parameters, and how the procedure holds the task vectors
+    "ae": ({"basis": "ae"}, "dicts"),
+    "ae, matrix": ({"basis": "ae"}, "matrix"),
+    "exact": ({"basis": "ae", "solver": "exact"}, "dicts"),
+    "balanced": ({"basis": "balanced"}, "dicts"),
+}
+
+
+def procedure(bench: Bench, about: Row, form: str, bases: int) -> Row:
+    """One run of the authors' procedure, which leaves its files in the run's folder."""
+    out = bench.run_folder / "plain"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, str(HERE / "authors_procedure.py"), form, str(bases), str(out)]
+    command += map(str, (bench.base, *bench.tasks))
+    row = {**about, "what": "merge", "method": f"procedure, {form}", "ours": False}
+    row |= bench.measured(command, bench.environment(False), "warm")
+    row["net_s"] = row["wall_s"] - bench.start_up[False]
+    row["phases"] = json.loads((bench.run_folder / "log").read_text().splitlines()[-1])
+    row["output_mb"] = size_of(out.glob("basis-*.safetensors"))
+    return row
+
+
+def pair(bench: Bench, about: Row, name: str, memory: str, bases: int) -> None:
+    """Ours, then the procedure; and that what they wrote is the same where it should be."""
+    parameters, form = PAIRS[name]
+    about = {**about, "pair": f"{name}, {memory}"}
+    ours = bench.build(about, {**parameters, "num_bases": bases}, "float32", memory, "warm")
+    theirs = procedure(bench, about, form, bases)
+    if abs(ours["output_mb"] - theirs["output_mb"]) > 0.01 * theirs["output_mb"] + 0.1:
+        raise click.ClickException(f"{name}: the two wrote vectors of different sizes")
+    if parameters == {"basis": "ae"} and about["round"] <= 0:
+        words = [str(HERE / "same.py"), *(str(bench.run_folder / f) for f in ("store", "plain"))]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+        ours["distance"] = float(done.stdout)
+        tell(f"  the vectors differ by {ours['distance']:.1e} of their norms at most")
+        if not ours["distance"] < SAME:
+            raise click.ClickException(f"{name}: the two wrote other vectors")
+    bench.rows += [ours, theirs]
+    tell(f"  {about['pair']}: ours {ours['wall_s']:.1f} s, theirs {theirs['wall_s']:.1f} s")
+
+
+@click.command(
+    epilog="Example: python evals/speed/authors.py --tasks 4 --megabytes 8 --rounds 1 --only ae"
+)
+@click.option("--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs; default: all.")
+@click.option("--memory", multiple=True, default=("1GB", "250MB"), show_default=True)
+@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
+@click.option("--bases", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--megabytes",
+    type=click.IntRange(1),
+    default=352,
+    show_default=True,
+    help="Size of each model in float32: 352 are 88 million parameters.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default.")
+@click.option("--work", default="speed-work", show_default=True, type=click.Path(path_type=Path))
+@click.option("--keep", is_flag=True, help="Keep the generated models for the next time.")
+def main(
+    only: tuple[str, ...],
+    memory: tuple[str, ...],
+    tasks: int,
+    bases: int,
+    megabytes: int,
+    rounds: int,
+    warm_up: int,
+    threads: int | None,
+    work: Path,
+    keep: bool,
+) -> None:
+    """Time and memory of `tvb build` and of the paper's procedure, in turn, files in the cache."""
+    facts = machine()
+    work = work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    inputs = models.ensure(work, tasks, megabytes, dtype="float32")
+    settings: Row = {"tasks": tasks, "bases": bases, "megabytes": megabytes, "threads": threads}
+    settings |= {"dtype": "float32", "theirs": "the procedure's", "rounds": rounds}
+    try:
+        with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
+            bench = Bench(inputs, Path(run), tasks, threads)
+            settings["input_bytes"] = bench.input_bytes
+            bench.about_to_start = {
+                True: [script("mergekit-yaml"), "--help"],  # imports what `tvb build` does
+                False: [sys.executable, str(HERE / "authors_procedure.py"), "start-up"],
+            }
+            for number in range(-warm_up, rounds):
+                about = {"round": number, "counted": number >= 0}
+                tell(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up, not counted")
+                bench.note_start_up(about)
+                for name in only or PAIRS:
+                    for budget in memory:
+                        pair(bench, about, name, budget, bases)
+                if number < 0:
+                    continue
+                summary = summarize(bench.rows)
+                result = {"format_version": 1, "machine": facts, "settings": settings}
+                result |= {**summary, "runs": bench.rows}
+                save(work / "authors.json", json.dumps(result, indent=1, allow_nan=False))
+                save(work / "authors.md", render(summary, settings))
+        click.echo((work / "authors.md").read_text())
+        doubts(bench.rows)
+    except measure.CommandFailed as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        if not keep:
+            shutil.rmtree(inputs, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Time and memory of `tvb build` over the number of tasks, under a budget: see SCALING.md.
+
+The models are put together from a few versions of files (hard links: `models.py --versions`), so
+that 72 of them take the disk of a few, and the page cache holds them all. Runs that are in
+`memory.json` already are not repeated. Let nothing else run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import measure
+import models
+from compare import Bench, machine, save, tell
+from tables import Row, table
+
+KEY = ("models", "memory", "bases", "threads", "tasks")  # of a group of rounds; one of runs: round
+
+
+def held(row: Row, form: str) -> float:
+    """MB of float32 that the paper's procedure holds: `authors_procedure.py` says how."""
+    vectors = {"dicts": row["tasks"] + row["bases"] + 1, "matrix": 2 * row["tasks"] + 1}[form]
+    return 4.0 * row["num_parameters"] * vectors / measure.MB
+
+
+def groups(rows: list[Row], *key: str) -> dict[tuple[Any, ...], list[Row]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["tasks"]):
+        found.setdefault(tuple(row[name] for name in key), []).append(row)
+    return found
+
+
+def measured(rows: list[Row]) -> str:
+    """Markdown: medians over the rounds."""
+    lines = []
+    for (name, memory, bases, _, tasks), mine in groups(rows, *KEY).items():
+
+        def median(of: str, mine: list[Row] = mine) -> float:
+            return statistics.median(row[of] for row in mine)
+
+        phases = [statistics.median(row["phases"][p] for row in mine) for p in ("gram", "write")]
+        cells = [name, memory, str(tasks), str(bases), f"{median('wall_s'):.2f}"]
+        cells += [f"{seconds:.2f}" for seconds in phases]
+        cells += [f"{median(of):.0f}" for of in ("peak_rss_mb", "peak_rss_anon_mb")]
+        cells += [f"{held(mine[0], form):.0f}" for form in ("dicts", "matrix")]
+        lines.append(cells)
+    head = ["models", "--memory", "T", "M", "whole, s", "Gram, s", "write, s", "peak RSS, MB"]
+    head += ["peak RssAnon, MB", "the paper's way, dicts, MB", "matrix, MB"]
+    return table(head, lines, 2)
+
+
+def laws(rows: list[Row]) -> str:
+    """Growth over T of each kind of model under each budget: least squares over all runs."""
+    import numpy as np  # not before: the process that measures stays small
+
+    lines = []
+    for (name, memory, *_), mine in groups(rows, *KEY[:-1]).items():
+        tasks = np.array([row["tasks"] for row in mine], dtype=float)
+        if len(set(tasks)) < 2:
+            continue
+        by_task = groups(mine, "tasks").values()
+        cells = [name, memory]
+        for key in ("peak_rss_mb", "peak_rss_anon_mb"):
+            medians = [statistics.median(row[key] for row in some) for some in by_task]
+            cells.append(f"{max(medians) / min(medians):.3f}")
+        slope, start = np.polyfit(tasks, [row["peak_rss_mb"] for row in mine], 1)
+        cells.append(f"{start:.0f} MB + {slope:.2f} MB T")
+        for phase in ("gram", "write"):
+            powers = np.stack([tasks + 1, tasks**2], axis=1) if phase == "gram" else None
+            seconds = np.array([row["phases"][phase] for row in mine])
+            if powers is not None and len(set(tasks)) > 2:
+                each, squares = np.linalg.lstsq(powers, seconds, rcond=None)[0]
+                cells.append(f"{each:.4f} s (T + 1) + {squares:.6f} s T^2")
+            else:
+                each = float(seconds @ (tasks + 1) / ((tasks + 1) @ (tasks + 1)))
+                cells.append(f"{each:.4f} s (T + 1)")
+        lines.append(cells)
+    head = ["models", "--memory", "peak RSS, largest / least", "RssAnon, largest / least"]
+    return table([*head, "peak RSS", "Gram pass", "second pass"], lines, 2)
+
+
+@click.command(epilog="Example: python evals/speed/memory.py --tasks 4 --tasks 5 --megabytes 4")
+@click.option("--tasks", multiple=True, type=int, default=(8, 16, 32, 72), show_default=True)
+@click.option("--memory", multiple=True, default=("1GB", "250MB"), show_default=True)
+@click.option("--bases", default=4, show_default=True)
+@click.option("--megabytes", default=176, show_default=True, help="Size of each model, about.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
+@click.option("--shape", nargs=3, type=int, help="Hidden size, vocabulary, layers; tied.")
+@click.option("--versions", default=3, show_default=True, help="Of each file of a model.")
+@click.option("--rounds", default=1, show_default=True)
+@click.option("--cache", type=click.Choice(["warm", "cold"]), default="warm", show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default.")
+@click.option("--work", default="speed-work", show_default=True, type=click.Path(path_type=Path))
+@click.option("--keep", is_flag=True, help="Keep the generated models for the next time.")
+def main(
+    tasks: tuple[int, ...],
+    memory: tuple[str, ...],
+    bases: int,
+    megabytes: int,
+    dtype: str,
+    shape: tuple[int, int, int] | None,
+    versions: int,
+    rounds: int,
+    cache: str,
+    threads: int | None,
+    work: Path,
+    keep: bool,
+) -> None:
+    """Build stores of T models, and print time and memory over T, and the law of growth."""
+    work = work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    path = work / "memory.json"
+    rows: list[Row] = json.loads(path.read_text())["runs"] if path.exists() else []
+    spec: Row = {"dtype": dtype, "versions": versions, "shape": shape}
+    inputs = models.ensure(work, max(tasks), megabytes, **spec)
+    name = f"{'x'.join(map(str, shape)) if shape else f'{megabytes} MB'} {dtype}, {cache}"
+    try:
+        for number in range(rounds):
+            for count in tasks:
+                for budget in memory:
+                    about = {"models": name, "memory": budget, "bases": bases, "tasks": count}
+                    about |= {"threads": threads, "round": number, "counted": True}
+                    if any(about.items() <= row.items() for row in rows):
+                        continue
+                    with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
+                        bench = Bench(inputs, Path(run), count, threads)
+                        parameters = {"basis": "balanced", "num_bases": bases}
+                        row = bench.build(about, parameters, dtype, budget, cache)
+                    row |= {"cores": threads or machine()["cores"]}
+                    rows.append(row)
+                    result = {"format_version": 1, "machine": machine(), "runs": rows}
+                    save(path, json.dumps(result, indent=1, allow_nan=False))
+                    tell(f"{name}, T = {count}, {budget}: {row['wall_s']:.1f} s")
+    except measure.CommandFailed as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        if not keep:
+            shutil.rmtree(inputs, ignore_errors=True)
+    text = f"{measured(rows)}\n{laws(rows)}"
+    save(work / "memory.md", text)
+    click.echo(text)
+
+
+if __name__ == "__main__":
+    main()
