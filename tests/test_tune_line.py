@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from commands import merge, recipe, tvb
+from safetensors.torch import save_file
 from tiny import TASKS, family, load
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.tuning import TunedRecipe, read_tuned
 from tvb_mergekit.tuning import line as lines
 from tvb_mergekit.tuning.line import Line, Live, Point
+from tvb_mergekit.tuning.model import Model
 from tvb_mergekit.writing import MemorySink
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -170,6 +173,57 @@ def test_a_live_model_moves_to_and_fro(tmp_path: Path) -> None:
     assert load(tmp_path / "first").keys() == made.keys()
 
 
+def rewritten(folder: Path, **changed: Tensor | None) -> None:
+    """A checkpoint with other tensors, or without those that are None."""
+    state: dict[str, Any] = {**load(folder), **changed}
+    kept = {name: tensor for name, tensor in state.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("what", ["own heads", "a bias that one lacks"])
+def test_points_of_odd_models_from_0_on(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tied models with heads of their own are tied only at 0, and mergekit merges an optional
+    tensor from the models that have it."""
+    import transformers
+    from tiny import llama
+
+    def opt() -> torch.nn.Module:
+        return transformers.OPTForCausalLM(
+            transformers.OPTConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1,
+                                   num_attention_heads=2, max_position_embeddings=64,
+                                   word_embed_proj_dim=32)
+        )  # fmt: skip
+
+    heads = what == "own heads"
+    make = (lambda: llama(tie_word_embeddings=True)) if heads else opt
+    base, listed = family(tmp_path / "in", make, TASKS[:3])
+    own: dict[int, dict[str, Any]] = {}
+    keys: dict[str, Any] = dict(BALANCED)
+    if heads:
+        for number, folder in enumerate((base, *listed)):
+            embedding = load(folder)["model.embed_tokens.weight"]
+            rewritten(folder, **{"lm_head.weight": embedding * (1 + number / 10)})
+    else:
+        rewritten(listed[0], **{"model.decoder.layers.0.fc1.bias": None})
+        own, keys = {index: {"weight": 0.5} for index in range(3)}, {}
+    method = "basis_ta" if heads else "task_arithmetic"
+    tuned = written(recipe(method, base, listed, own, **keys), tmp_path / "r.yml")
+
+    def load_model(folder: Path) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        return SimpleNamespace(model=model, device=model.device)
+
+    model = Model(tuned, tmp_path / "work", load_model, quiet=True, begin=0.3)
+    for value in (0.0, 0.3, 0.7):
+        found = model.at(Point(value)).model.state_dict()
+        merge(tuned.at(Point(value)), tmp_path / str(value))
+        want = load_model(tmp_path / str(value)).model.state_dict()
+        assert [n for n in want if not torch.equal(found[n], want[n])] == []
+    assert model._line is not None and "merged to disk" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("setting", "factor"),
     [(0.4, False), ("4e-1", False), (None, False), ([0.2], True), ([0.1, 0.9], True)],
@@ -215,3 +269,22 @@ def test_the_user_s_own_text_is_kept(tmp_path: Path) -> None:
     (tmp_path / "r.yml").write_text(other)
     tuned = read_tuned(str(tmp_path / "r.yml"), Options())
     assert yaml.safe_load(tuned.tuned(Point(0.35)))["parameters"]["lambda"] == 0.35
+
+
+@pytest.mark.parametrize("form", ["indented", "with a mark", "null"])
+def test_recipes_that_are_written_oddly(form: str, tmp_path: Path) -> None:
+    """What stands in tuned.yml below its comment is YAML still."""
+    document: dict[str, Any] = recipe("basis_ta", tmp_path / "b", [tmp_path / t for t in TASKS])
+    document["parameters"] = None if form == "null" else {"lambda": 0.4}
+    text = yaml.safe_dump(document, sort_keys=False)
+    if form == "indented":
+        text = "".join(f"  {line}" for line in text.splitlines(keepends=True))
+    encoding = "utf-8-sig" if form == "with a mark" else "utf-8"
+    (tmp_path / "r.yml").write_text(text, encoding=encoding)
+    for folder in (tmp_path / "b", *(tmp_path / t for t in TASKS)):
+        folder.mkdir()
+        save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+    tuned = read_tuned(str(tmp_path / "r.yml"), Options())
+    assert yaml.safe_load(f"# found\n{tuned.tuned(Point(0.2))}") == tuned.at(Point(0.2))
+    assert tuned.at(Point(0.2))["parameters"] == {"lambda": 0.2}
+    assert "lambda" not in (tuned.identity()["recipe"]["parameters"] or {})

@@ -121,12 +121,13 @@ class TunedRecipe:
         Raises:
             UserError: the recipe cannot say a coefficient for each.
         """
-        if self.recipe is None or self.recipe.store is None or self.key != "lambda":
+        models = self.document.get("models")  # of slices each model may be listed several times
+        if self.recipe is None or self.recipe.store is None or self.key != "lambda" or not models:
             raise UserError(
                 "--per-basis needs a recipe over the bases of a store, each of which has a "
                 "`weight` there: tvb build RECIPE STORE, then tune STORE/recipes/add.yml"
             )
-        return self.recipe.store.bases.num_bases
+        return len(models)
 
     def at(self, point: Point) -> dict[str, Any]:
         """The recipe of one point, as plain objects."""
@@ -141,7 +142,7 @@ class TunedRecipe:
         elif self.key not in root and (default := self._default) is not None:
             root[self.key] = default * point.value
         for model, weight in zip(document.get("models") or (), point.weights, strict=False):
-            own = model.setdefault("parameters", {})
+            model["parameters"] = own = model.get("parameters") or {}
             own["weight"] = float(own.get("weight", 1.0)) * weight
         return document
 
@@ -183,7 +184,7 @@ class TunedRecipe:
         config = config.config if self.recipe is not None else config
         document = copy.deepcopy(dict(self.document))
         if not self.factor:
-            document.get("parameters", {}).pop(self.key, None)
+            (document.get("parameters") or {}).pop(self.key, None)
         files = {}
         with refusing(planning=lambda: True):
             for model in sorted(config.referenced_models(), key=str):
@@ -315,7 +316,7 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
         path = str(Path(path) / "recipes" / "add.yml")
     try:
         documents = load_documents(path)
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     if len(documents) != 1 or not isinstance(documents[0], dict):
@@ -432,10 +433,13 @@ class StockSplit(Task[tuple[Tensor, Tensor] | None]):
         self, tensors: dict[ModelReference, Tensor], **_kwargs: Any
     ) -> tuple[Tensor, Tensor] | None:
         merge, start = self.merge, tensors.get(self.merge.base_model)
-        whole = all(tensors.get(model) is not None for model in merge.model_order)
-        if start is None or not whole or not start.is_floating_point():
+        models = {  # an optional tensor is merged from those that have it
+            model: tensor
+            for model in merge.model_order
+            if model != merge.base_model and (tensor := tensors.get(model)) is not None
+        }
+        if start is None or not models or not start.is_floating_point():
             return None
-        models = {model: tensors[model] for model in merge.model_order if model != merge.base_model}
         dtypes = [tensor.dtype for tensor in models.values()]
         start = start.to(reduce(torch.promote_types, dtypes, start.dtype))
         moved = {model: tensor.to(start.dtype) - start for model, tensor in models.items()}

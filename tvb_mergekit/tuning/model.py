@@ -25,21 +25,30 @@ SLACK = 2**28  # bytes, of a batch of a tiny model and the like
 class Model:
     """What lm-eval scores, at any point.
 
-    The first point that is asked for is merged to a folder and loaded from there, so that
-    configuration, tokenizer and dtype are those of a merged model. From then on its weights move in
-    place. The line must lead through that point to the last bit; where it does not, and where the
-    recipe is not linear, every point is merged to a folder and loaded.
+    One point is merged to a folder and loaded from there, so that configuration, tokenizer and
+    dtype are those of a merged model. From then on its weights move in place. The line must lead
+    through that point to the last bit; where it does not, and where the recipe is not linear, every
+    point is merged to a folder and loaded.
 
     Args:
         work: a folder for the merged model and the line; emptied here.
         load: a folder -> the lm-eval model in it, whose `model` is the module.
+        begin: a coefficient to merge first in the place of 0, through which every line leads, and
+            where what the models say differently is the same.
     """
 
     def __init__(
-        self, recipe: TunedRecipe, work: Path, load: Callable[[Path], Any], quiet: bool
+        self,
+        recipe: TunedRecipe,
+        work: Path,
+        load: Callable[[Path], Any],
+        quiet: bool,
+        begin: float = 1.0,
     ) -> None:
         self.recipe, self.work, self.load, self.quiet = recipe, work, load, quiet
+        self.begin = begin
         self._lm: Any = None
+        self._merged: Point | None = None  # what lies in the folder
         self._live: Live | None = None
         self._line: Line | None = None
 
@@ -50,11 +59,9 @@ class Model:
             UserError, MergeRefused: what stops a merge; an overflow of the output dtype.
         """
         if self._lm is None:
-            self._begin(Point(point.value))
-            if not point.weights:
-                return self._lm
+            self._begin(Point(point.value or self.begin) if self.recipe.linear else point)
         if self._live is None or self._line is None:
-            return self._reload(point)
+            return self._lm if point == self._merged else self._reload(point)
         if point.weights:
             self.recipe.merge_into(point, self._live, self._live.dtypes)
         else:
@@ -91,10 +98,10 @@ class Model:
 
     def _reload(self, point: Point) -> Any:
         folder = self.work / "model"
-        self._lm = None  # before the next one is loaded
+        self._lm = self._merged = None  # before the next one is loaded
         shutil.rmtree(folder, ignore_errors=True)
         self.recipe.write(point, folder, quiet=True)
-        self._lm = self.load(folder)
+        self._lm, self._merged = self.load(folder), point
         return self._lm
 
     def close(self) -> None:
