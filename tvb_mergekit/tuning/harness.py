@@ -29,6 +29,7 @@ from tvb_mergekit.scoring.benchmark import SHIPPED, read_benchmark
 
 SEEDS = (0, 1234, 1234, 1234)  # lm-eval's: random, numpy, torch, few-shot
 BOOTSTRAP = 1000  # for metrics whose standard error has no formula
+DOCS = ("has_test_docs", "test_docs", "has_validation_docs", "validation_docs")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -141,12 +142,14 @@ def load_entries(
     *,
     num_fewshot: int | None = None,
     unsafe_code: bool = False,
+    option: str = "--metric",
 ) -> list[Entry]:
     """Tasks and groups of lm-eval by name; a group stands for its members, but for one that is
     averaged by the number of items (`mmlu_stem`), which is one task in parts.
 
     Args:
         metrics: task -> its metrics, for those whose are not to be the usual one.
+        option: which says so, for messages.
 
     Raises:
         UserError: an unknown name or metric, data that cannot be loaded.
@@ -172,7 +175,7 @@ def load_entries(
     for name in metrics:
         if name not in entries:
             raise UserError(
-                f"--metric {name}: it is none of {', '.join(entries)}{_near(name, entries)}"
+                f"{option} {name}: it is none of {', '.join(entries)}{_near(name, entries)}"
             )
     return list(entries.values())
 
@@ -267,8 +270,13 @@ def _to_validation(task: Any) -> tuple[str, bool]:
 
     if not (task.has_test_docs() and task.has_validation_docs()):
         return ("test" if task.has_test_docs() else "validation"), False
-    if not isinstance(task, ConfigurableTask):
+    config_decides = isinstance(task, ConfigurableTask) and all(
+        getattr(type(task), name) is getattr(ConfigurableTask, name) for name in DOCS
+    )
+    if not config_decides:  # a class of its own finds them
         task.has_test_docs = lambda: False
+        if isinstance(task, ConfigurableTask) and not task.has_training_docs():
+            task.config.test_split = task.fewshot_cfg.split  # as below
         return "validation", True
     config = task.config
     split = str(config.validation_split)
