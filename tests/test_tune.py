@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,8 @@ from lm_eval.tasks import TaskManager
 from PIL import Image
 from tiny import family, load
 
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.tuning import TunedRecipe
 from tvb_mergekit.scoring import read_results
 from tvb_mergekit.tuning import harness
 from tvb_mergekit.tuning.model import Model
@@ -178,7 +181,8 @@ def test_points_are_what_the_commands_give(tmp_path: Path) -> None:
 
 
 def test_merged_with_what_was_found(tmp_path: Path) -> None:
-    path = write(tmp_path, quick())
+    path = write(tmp_path, quick(lambda_=0.1))
+    path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
     said = tvb(*words(path, tmp_path / "out", "--limit", 4, "--grid", "0.2,0.4", "--write",
                       tmp_path / "model"))  # fmt: skip
     assert "lambda" in said.stdout and str(tmp_path / "out") in said.stdout
@@ -188,6 +192,23 @@ def test_merged_with_what_was_found(tmp_path: Path) -> None:
     assert made.tensors.keys() == want.tensors.keys()
     assert all(torch.equal(made.tensors[n], want.tensors[n]) for n in want.tensors)
     assert made.facts["method"] == "basis_ta"
+
+
+def test_what_was_found_is_kept_if_it_cannot_be_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = TunedRecipe.write
+
+    def full(recipe: TunedRecipe, point: Any, out: Any, quiet: bool = True) -> None:
+        if str(out) == str(tmp_path / "model"):
+            raise UserError("no space left")
+        usual(recipe, point, out, quiet)
+
+    monkeypatch.setattr(TunedRecipe, "write", full)
+    path, more = write(tmp_path, quick()), ("--limit", 2, "--grid", "0.2")
+    said = tvb(*words(path, tmp_path / "out", *more, "--write", tmp_path / "model"), code=1)
+    assert "no space left" in said.stderr
+    assert {file.name for file in (tmp_path / "out").iterdir()} == FILES
 
 
 @pytest.mark.slow
@@ -276,6 +297,10 @@ def test_scores_of_another_tuning_are_not_taken(tmp_path: Path) -> None:
     assert "holds scores of another tuning (tasks differ)" in said
     write(tmp_path, quick(exclude="lm_head"))
     assert "(recipe differ)" in refused(*words(path, out, *more))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "points.jsonl").write_text("[1]\n")
+    assert "cannot be read; name another --out" in refused(*words(path, other, *more))
     write(tmp_path, quick(lambda_=0.9))  # the number that is searched is none
     tvb(*words(path, out, *more))
 
@@ -338,6 +363,9 @@ def test_a_weight_for_each_basis_of_a_store(tmp_path: Path) -> None:
     out = tmp_path / "out"
     tvb(*words(tmp_path / "store", out, "--limit", 10, "--grid", "0.2,0.3", "--per-basis", 6))
     found = facts(out)
+    at_zero = tmp_path / "zero"  # where no basis counts, the grid's result is kept
+    tvb(*words(tmp_path / "store", at_zero, "--limit", 2, "--grid", "0", "--per-basis", 6))
+    assert facts(at_zero)["best"]["lambda"] == 0 and len(facts(at_zero)["points"]) == 1
     weighted = [row for row in found["points"] if "weights" in row]
     assert 1 <= len(weighted) <= 6 and weighted[0]["weights"] == [1.0, 1.0]
     top = max(row["score"]["value"] for row in found["points"])
@@ -354,7 +382,9 @@ def test_a_method_that_draws_at_random_is_merged_point_by_point(
     path, out = write(tmp_path, quick("dare_ties")), tmp_path / "out"
     tvb(*words(path, out, "--limit", 4, "--grid", "0.2,0.5", "--write", tmp_path / "model"))
     assert "dare_ties draws at random and is not linear in lambda" in caplog.text
-    tuned = yaml.safe_load((out / "tuned.yml").read_text())
+    text = (out / "tuned.yml").read_text()
+    assert "merge it with mergekit-yaml --random-seed 0" in text
+    tuned = yaml.safe_load(text)
     want = merge(tuned, tmp_path / "want", "--random-seed", "0").tensors
     made = load(tmp_path / "model")
     assert all(torch.equal(made[name], want[name]) for name in want)
@@ -381,7 +411,6 @@ def test_a_line_that_does_not_lead_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the line gives is compared with what mergekit wrote before it is used."""
-    from tvb_mergekit.plugin.tuning import TunedRecipe
     from tvb_mergekit.tuning import line
 
     path = write(tmp_path, quick())
@@ -556,6 +585,38 @@ def test_an_item_is_not_its_own_example(tmp_path: Path) -> None:
         assert text.count(doc["question"]) == 1
 
 
+@pytest.mark.parametrize("shots", [0, 3])
+def test_a_class_that_finds_its_items_itself(shots: int, tmp_path: Path) -> None:
+    """Its splits are no keys of the configuration: the validation items all the same."""
+    tasks = tmp_path / "tasks"
+    own_task(tasks, "tt_class", {"validation": 6, "test": 8}, num_fewshot=shots,
+             validation_split=None, test_split=None)  # fmt: skip
+    code = """
+    from lm_eval.api.task import ConfigurableTask
+
+    class Own(ConfigurableTask):
+        def __init__(self, config):
+            super().__init__(config={k: v for k, v in config.items() if k != "class"})
+
+        has_training_docs = lambda self: False
+        has_validation_docs = has_test_docs = lambda self: True
+        validation_docs = lambda self: self.dataset["validation"]
+        test_docs = lambda self: self.dataset["test"]
+    """
+    (tasks / "tt_own.py").write_text(textwrap.dedent(code))
+    with (tasks / "tt_class.yaml").open("a") as file:
+        file.write("class: !function tt_own.Own\n")
+    named = {"tt_class": ["acc,none"]}
+    manager = harness.manager([str(tasks)], {})
+    (entry,) = harness.load_entries(manager, ["tt_class"], named, harness.Choice())
+    assert [(part.split, part.total) for part in entry.parts] == [("validation", 6)]
+    (task,) = entry.loaded["tasks"].values()
+    task.set_fewshot_seed(seed=1234)
+    assert len(task.eval_docs) == 6
+    for doc in task.eval_docs:
+        assert task.fewshot_context(doc, num_fewshot=shots).count(doc["question"]) == 1
+
+
 def test_shares_of_the_specialists(tmp_path: Path) -> None:
     path = write(tmp_path, quick())
     results = {"results": {"quickstart_copy": {"exact_match,none": 0.5},
@@ -597,6 +658,9 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
                                "--control goes with basis_negate"),
     "a control to forget": (quick("basis_negate", forget="sum", alpha=1.0),
                             ["--control", "quickstart_copy"], "both to be forgotten and --control"),
+    "a metric of a control group": (quick("basis_negate", forget="sum", alpha=1.0),
+                                    ["--control", "quickstart:exact_match,none"],
+                                    "--control quickstart: it is none of quickstart_copy, "),
     "golden negation": (quick("basis_negate", forget="sum", alpha=1.0),
                         ["--control", "quickstart_max", "--search", "golden"], "on a grid"),
     "keep more than all": (quick(), ["--keep", 1.5], "--keep is 1.5"),
@@ -611,6 +675,7 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "half an item": (quick(), ["--limit", 2.5], "--limit is 2.5"),
     "weights without a store": (quick(), ["--per-basis", 5], "--per-basis needs a recipe over"),
     "golden with one end": (quick(), ["--search", "golden", "--grid", "0.4"], "with two ends"),
+    "no tolerance": (quick(), ["--search", "golden", "--tolerance", "nan"], "--tolerance is nan"),
     "early and golden": (quick(), ["--search", "golden", "--early-stop"], "goes with --search"),
     "energy": (quick(num_bases=None, energy=0.9), ["--subsample"], "needs M, which `energy`"),
     "a wrong key": (quick(lamda=0.4), [], "did you mean `lambda`?"),
@@ -651,6 +716,13 @@ def test_several_metrics_and_none_named(small: Path, tmp_path: Path) -> None:
     own_task(tmp_path / "tasks", "tt_two", {"test": 10})
     said = refused(*asked(small, "tt_two", tmp_path / "tasks", tmp_path / "out"))
     assert "--metric tt_two:METRIC, one of acc,none, acc_norm,none" in said
+
+
+def test_giving_up_where_less_is_better(small: Path, tmp_path: Path) -> None:
+    own_task(tmp_path / "tasks", "tt_less", {"test": 10},
+             metric_list=[{"metric": "acc", "higher_is_better": False}])  # fmt: skip
+    said = refused(*asked(small, "tt_less", tmp_path / "tasks", tmp_path / "out", "--early-stop"))
+    assert "--early-stop goes with scores that rise" in said
 
 
 def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

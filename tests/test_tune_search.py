@@ -24,6 +24,7 @@ def test_the_paper_s_grid() -> None:
     assert GRID == tuple(i / 20 for i in range(21))
     assert search.grid_points("0.5, 0,0.5") == (0.0, 0.5)
     assert search.grid_points("-0.2:0.2:0.1") == (-0.2, -0.1, 0.0, 0.1, 0.2)
+    assert search.grid_points("0:1e-13:1e-13") == (0.0,)
     assert search.grid_points("0:1:0.3") == (0.0, 0.3, 0.6, 0.9)
 
 

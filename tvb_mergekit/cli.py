@@ -800,8 +800,9 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     after an interruption. Test items are not used: a task is scored on its validation split. Of one
     without, a seeded part is, and test_samples.json names the rest, for `lm_eval --samples`.
 
-    Memory: the loaded model, and --memory while models are merged. Disk, below DIR and deleted at
-    the end: up to five times the merged model, for the first merge, theta_0 and Delta.
+    Memory: the loaded model, and --memory while models are merged (mergekit's own methods take what
+    mergekit takes). Disk, below DIR and deleted at the end: up to five times the merged model, for
+    the first merge, theta_0 and Delta.
 
     \b
     Example:
@@ -833,6 +834,9 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     for line in missing:
         click.echo(line, err=True)
     click.echo(f"Written to {out}")
+    if request.write is not None:
+        found.recipe.write(found.best.point, request.write, request.quiet)
+        click.echo(f"Merged into {request.write}")
 
 
 def _json(text: str | None) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class Record:
                 self._found[point, row["task"]] = Scored(row["values"], row["stderrs"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: cannot be read ({error}); name another --out") from error
+        if not isinstance(begun, dict):
+            raise UserError(f"{path}: cannot be read; name another --out")
         if begun != head:
             differing = [key for key in head if begun.get(key) != head[key]]
             raise UserError(

@@ -191,6 +191,8 @@ def how(tuned: Tuned) -> list[str]:
     lines = [f"{recipe.key}: {kind} over {request.grid}, {len(tuned.rows)} points scored"]
     if recipe.factor:
         lines.append(f"{recipe.key} multiplies the recipe's own gradients and filters")
+    if not recipe.linear:
+        lines.append(f"draws at random: merge it with mergekit-yaml --random-seed {recipe.seed}")
     if tuned.best.point.weights:
         lines.append("then a weight for each basis, by Powell's method")
     if tuned.control is not None:
@@ -214,7 +216,7 @@ def recipe_text(tuned: Tuned) -> str:
     """`tuned.yml`: the recipe with the coefficient written in, and how it was found."""
     lines = ["Found by tvb tune.", headline(tuned), *how(tuned)]
     comment = "".join(f"# {printable(line)}\n" for line in lines)
-    return f"{comment}\n{tuned.recipe.tuned(tuned.best.point).lstrip()}"
+    return f"{comment}\n{tuned.recipe.tuned(tuned.best.point)}"
 
 
 def _figure(tuned: Tuned) -> Figure:

@@ -98,7 +98,8 @@ class Tuned:
 
 
 def tune(request: Request) -> Tuned:
-    """Find the coefficient. The files are `report.write`'s, but for OUT/points.jsonl.
+    """Find the coefficient. The files are `report.write`'s, but for OUT/points.jsonl; the merged
+    model is the caller's to write.
 
     Raises:
         UserError, MergeRefused: a mistake in what was asked for, or what stops a merge.
@@ -117,12 +118,15 @@ def tune(request: Request) -> Tuned:
     check_memory(size, request.device)
     check_disk(request.out, (DISK if recipe.linear else 1) * size)
     goal, control = _objectives(request, choice)
+    if request.early_stop and goal.lower:
+        raise UserError("--early-stop goes with scores that rise, and here less is better")
     notes = harness.without_split([*goal.entries, *(control.entries if control else ())])
     for note in notes:
         LOG.warning("%s", note)
     request.out.mkdir(parents=True, exist_ok=True)
     facts = _facts(request, recipe, goal, control)
-    model = Model(recipe, request.out / WORK, partial(_load, request), request.quiet)
+    begin = min((abs(value), value) for value in (*points, 1.0) if value)[1]
+    model = Model(recipe, request.out / WORK, partial(_load, request), request.quiet, begin)
     held = lock(request.out, lambda text: LOG.warning("%s", text))
     try:
         record = Record(request.out / POINTS, facts)
@@ -132,8 +136,6 @@ def tune(request: Request) -> Tuned:
         finally:
             scorer.close()
             model.close()
-        if request.write is not None:
-            recipe.write(best, request.write, request.quiet)
     finally:
         held.release()
     rows = [scorer.row(point) for point in scorer.asked]
@@ -172,6 +174,8 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
         raise UserError("--search golden needs a --grid with two ends")
     if request.tolerance is not None and request.search != "golden":
         raise UserError("--tolerance goes with --search golden")
+    if request.tolerance is not None and not request.tolerance > 0:
+        raise UserError(f"--tolerance is {request.tolerance:g}: expected a positive number")
     if request.early_stop and request.search != "grid":
         raise UserError("--early-stop goes with --search grid")
     if request.per_basis is not None:
@@ -218,7 +222,7 @@ def _objectives(request: Request, choice: Choice) -> tuple[Objective, Objective 
             "be forgotten needs a score that rises"
         )
     given = {name: found for name, found in controls.items() if found}
-    kept = load(list(controls), given)
+    kept = load(list(controls), given, option="--control")
     if both := {entry.name for entry in entries} & {entry.name for entry in kept}:
         raise UserError(f"{min(both)} is both to be forgotten and --control")
     control = objective(kept, None, "")
@@ -356,7 +360,7 @@ class Scorer:
 
     def better(self, point: Point) -> float:
         """The same, the larger the better; minus infinity for a point that was given up."""
-        self._ask(point, self.goal.entries, self.request.early_stop and not self.goal.lower)
+        self._ask(point, self.goal.entries, self.request.early_stop)
         found = self.row(point).target
         if found is None:
             return float("-inf")
@@ -389,7 +393,8 @@ def _search(
     if request.per_basis is None:
         return Point(best)
     if best == 0:
-        raise UserError(f"--per-basis: the best {recipe.key} is 0, where no basis counts")
+        LOG.warning("--per-basis: the best %s is 0, where no basis counts", recipe.key)
+        return Point(best)
     scorer.expect(len(scorer.asked) + request.per_basis)
     weights = search.coordinates(
         recipe.num_bases,

@@ -40,7 +40,7 @@ def grid_points(text: str) -> tuple[float, ...]:
             count = math.floor((stop - start) / step + 1e-9) + 1
             if count > MOST:
                 raise UserError(f"--grid {text}: {count:,} points, the most are {MOST}")
-            points = [round(start + step * i, 12) for i in range(count)]
+            points = list(dict.fromkeys(round(start + step * i, 12) for i in range(count)))
     except ValueError as error:
         if isinstance(error, UserError):
             raise
