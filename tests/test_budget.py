@@ -208,7 +208,7 @@ def test_sizes_for_large_tensors(tasks: int, megabytes: int) -> None:
     assert layout.nbytes <= megabytes * MB
     assert layout.piece % layout.room == layout.room % layout.chunk == layout.chunk % BLOCK == 0
     bigger = replace(layout, piece=layout.piece + layout.room)
-    assert bigger.nbytes > megabytes * MB or bigger.piece > 2**20
+    assert bigger.nbytes > megabytes * MB or bigger.piece > 8 * layout.chunk
     assert layout.piece >= 16 * BLOCK
 
 
@@ -226,7 +226,7 @@ def test_sizes_do_not_grow_with_the_models(outputs: int) -> None:
         else:
             layout = stream.gram_layout(items, tasks, [CPU], 1000 * MB, None)
         taken.append(layout.nbytes)
-    assert max(taken) - min(taken) < 60 * MB and max(taken) < 150 * MB, taken
+    assert max(taken) - min(taken) < 25 * MB and max(taken) < 150 * MB, taken
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:

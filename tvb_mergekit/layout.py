@@ -21,8 +21,8 @@ BLOCK = 2048  # columns that one float32 matrix product sums over
 CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each; with 8 models
 CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
 DEVICE_TAU = 2**22  # the same on an accelerator
-LONGEST = 2**20  # elements of a piece, and
-WIDEST = 2**24  # bytes of it in all outputs: longer pieces gained nothing
+CHUNKS = 8  # of a piece at most: longer ones gained nothing
+LONGEST = CHUNKS * CPU_ROW  # elements
 ROOM = 2**15  # elements of each input that are worth a call of the operating system
 AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
 WRITES = 2  # pieces that wait to be written
@@ -171,11 +171,10 @@ def _roomy(least: Layout, budget: int, longest: int) -> Layout:
 def _longest(least: Layout, budget: int, longest: int) -> Layout:
     """With as many rooms to a piece as the budget allows: what is allocated grows linearly.
 
-    But not more bytes than gain time, so that memory is the same for few outputs and for many.
+    But not more than gain time, so that memory is the same for few models and for many.
     """
     room = least.room
-    if least.needs.outputs:
-        longest = min(longest, WIDEST // least.needs.outputs)
+    longest = min(longest, max(room, CHUNKS * least.chunk))
     more = replace(least, piece=2 * room).nbytes - least.nbytes
     count = (budget - least.nbytes) // more + 1 if more else longest // room
     return replace(least, piece=max(1, min(count, longest // room)) * room)
