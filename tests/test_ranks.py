@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from click.testing import CliRunner
 from commands import recipe, refused, tvb, write
 from hypothesis import given
 from hypothesis import strategies as st
+from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
 from several import Ended, run, started, waited
-from tiny import family, gpt2, llama, load
+from tiny import family, gpt2, llama, load, save_tokenizer
 
 from tvb_mergekit import ranks
 from tvb_mergekit.errors import UserError
@@ -257,33 +260,23 @@ def test_a_signal_to_all_leaves_nothing(
 # What works in one process only
 
 
-@pytest.fixture
-def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_refuse(
+    models: dict[str, Folders], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-
-
-def test_other_commands_refuse(
-    second_of_two: None,
-    models: dict[str, Folders],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from click.testing import CliRunner
-    from mergekit.scripts.run_yaml import main
-
-    file = write(recipe("basis_ta", *models["tied"], **BALANCED), tmp_path / "out")
-    assert tvb("check", file).output == ""
-    silent = CliRunner().invoke(main, [str(file), str(tmp_path / "out")])
-    assert (silent.exit_code, silent.output) == (0, "")
-    monkeypatch.setenv("RANK", "0")
+    out = tmp_path / "out"
+    file = write(recipe("basis_ta", *models["tied"], **BALANCED), out)
     assert "check runs in one process, and was started 2 times" in refused("check", file)
-    told = CliRunner().invoke(main, [str(file), str(tmp_path / "out")])
-    assert told.exit_code == 1
+    told = CliRunner().invoke(run_yaml.main, [str(file), str(out)])
+    assert told.exit_code == 1 and not out.exists()
     assert "Error: mergekit-yaml runs in one process" in told.output and "tvb merge" in told.output
-    assert not (tmp_path / "out").exists()
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert "WORLD_SIZE is `two`" in refused("check", file)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "--multi-gpu is for one process on a machine" in refused(
+        "merge", file, out, "--multi-gpu"
+    )
 
 
 def test_without_a_launcher_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,16 +307,37 @@ def launched(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_under_accelerate(models: dict[str, Folders], tmp_path: Path) -> None:
-    file = write(recipe("basis_ties", *models["sharded"], **BALANCED), tmp_path / "recipe")
-    tvb("merge", file, tmp_path / "one", "--quiet")
+def test_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mergekit orders new tokens as a set, which each process has in another order: the matrices
+    that two processes write must have their rows in the order of the one tokenizer."""
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    little = partial(llama, num_hidden_layers=1, num_key_value_heads=1, intermediate_size=2)
+    base, listed = family(tmp_path / "in", little, TASKS)
+    tokens = {f"<{n}>": float(n) for n in range(9)}
+    vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+    state = load(listed[0])
+    for name in vocabulary:
+        rows = torch.tensor(list(tokens.values()))[:, None].expand(-1, 32)
+        state[name] = torch.cat([state[name], rows])
+    save_file(state, listed[0] / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((listed[0] / "config.json").read_text()) | {"vocab_size": 105}
+    (listed[0] / "config.json").write_text(json.dumps(config))
+    save_tokenizer(listed[0], 96, list(tokens))
+    keys = {"exclude": "embed_tokens|lm_head|proj", "extra": {"tokenizer_source": "union"}}
+    out = tmp_path / "out"
+    file = write(recipe("basis_ta", base, listed, **BALANCED, **keys), out)
     launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", 2]
-    port = ["--main_process_port", 0]
-    words = ["-m", "tvb_mergekit", "merge", file, tmp_path / "out"]
-    done = launched(*launch, *port, *words, cwd=tmp_path)
+    words = ["--main_process_port", 0, "-m", "tvb_mergekit", "merge", file, out]
+    done = launched(*launch, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Retained energy") == 1
-    same(tmp_path / "one", tmp_path / "out")
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index[vocabulary[0]] != index[vocabulary[1]]
+    merged = load(out)
+    places = transformers.AutoTokenizer.from_pretrained(out).get_vocab()
+    for token, value in tokens.items():
+        for name in vocabulary:
+            assert (merged[name][places[token]] == value).all(), (token, name)
 
 
 KILLED = """

@@ -145,6 +145,7 @@ def _build(
         "tasks": list(inputs.tasks),
         "processes": world.size if world.size > 1 else None,
     }
+    world.agree([item.name for item in inputs.items], "tensors")
     going_on = world.share(lambda: _looked_at(partial, inputs, out, state, resume))
     started = time.perf_counter()
     sketch = sketch_of(inputs.settings, len(inputs.tasks))

@@ -185,7 +185,7 @@ def sums_of(
             finished=passing.finished,
             kept=kept,
         )
-    except UserError:  # it would be raised again
+    except (UserError, ranks.Refused):  # it would be raised again
         raise
     except BaseException:  # Ctrl-C too
         passing.keep()

@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -186,21 +186,12 @@ def world() -> World:
 
 
 def one_only(what: str) -> None:
-    """Refuse several processes for a command that would do its work, or write, N times.
-
-    Raises:
-        UserError: in rank 0.
-        SystemExit: in the others, which say nothing, and leave the exit code to rank 0: a launcher
-            would kill it before it speaks.
-    """
-    if size() == 1:
-        return
-    if rank():
-        raise SystemExit(0)
-    raise UserError(
-        f"{what} runs in one process, and was started {size()} times: start it without the "
-        "launcher (`tvb build` and `tvb merge` work in several processes)"
-    )
+    """Raise UserError if a command that would do its work, or write, N times was started so."""
+    if size() > 1:
+        raise UserError(
+            f"{what} runs in one process, and was started {size()} times (WORLD_SIZE): start it "
+            "without the launcher (`tvb build` and `tvb merge` work in several processes)"
+        )
 
 
 @contextmanager
@@ -244,7 +235,11 @@ def joined(out: str) -> Iterator[World]:
 
 
 class Stopped(SystemExit):
-    """Another process died: unlike an input that is refused, nothing against going on later."""
+    """Another process died. No `Exception`, which some code between here and there would take."""
+
+
+class Refused(Stopped):
+    """Another process refused its input: it would do so again."""
 
 
 class Several(World):
@@ -257,7 +252,7 @@ class Several(World):
         self._refused = False  # because of a user's mistake
         self._news = threading.Event()
         self._over = threading.Event()
-        self._ending = self._dismissed = self._headless = False
+        self._ending = self._dismissed = self._headless = self._mine = False
         self._noting = threading.Lock()
         self._sending = {peer: threading.Lock() for peer in self.peers}
         self._came: dict[int, Queue[Any]] = {peer: Queue(4) for peer in self.peers}
@@ -305,9 +300,7 @@ class Several(World):
         sys.exit(128 + number)
 
     def _stop(self) -> NoReturn:
-        if self._refused:
-            raise UserError(str(self._told))
-        raise Stopped(1)
+        raise (Refused if self._refused else Stopped)(1)
 
     # Messages: each a pickle behind its length
 
@@ -375,7 +368,10 @@ class Several(World):
             self._stop()
 
     def _fetch(self, peer: int) -> Any:
-        return self._came[peer].get()  # a signal interrupts it, unlike what waits within gloo
+        while self._told is None:  # a signal just before a wait does not interrupt it
+            with suppress(Empty):
+                return self._came[peer].get(timeout=1)
+        self._stop()
 
     # What is told by them
 
@@ -435,9 +431,11 @@ class Several(World):
     def _fail(self, error: BaseException) -> None:
         """Tell the others, and wait until they have let go of what they wrote."""
         self._ending = True
+        # A launcher's signal may be sooner here than its reason; of a signal to all, rank 0 tells.
         if isinstance(error, SystemExit) or not (self.leads or isinstance(error, Exception)):
-            self._news.wait(NEWS)  # a launcher's signal may be sooner here than its reason
+            self._news.wait(NEWS if self.leads else 2 * NEWS)
         if self._told is None:
+            self._mine = True
             text, refused = _line_of(error, self.rank)
             if self.leads:
                 self._note(text, refused)
@@ -457,7 +455,8 @@ class Several(World):
         if not self.leads:
             self._tell(0, "left")
         for thread in self._listeners:  # of the leader: until all have left
-            thread.join()
+            while thread.is_alive() and self._told is None:
+                thread.join(1)
         self._dismissed = True
         if self._told is not None:
             self._stop()
@@ -480,13 +479,14 @@ class Several(World):
         if self.rank != speaker:
             _record(text)
             raise SystemExit(1) from None
-        if isinstance(error, Stopped):
-            kept = Path(f"{out}.partial")
-            text += ": all stopped; " + (
-                f"{kept} keeps what was finished: go on with --resume"
-                if kept.is_dir()
-                else "nothing was written"
-            )
+        if not (self._mine or isinstance(error, Exception)):  # but a signal: of others, or ours
+            if not self._refused:
+                kept = Path(f"{out}.partial")
+                text += ": all stopped; " + (
+                    f"{kept} keeps what was finished: go on with --resume"
+                    if kept.is_dir()
+                    else "nothing was written"
+                )
             error = click.ClickException(text)
         _record(text)
         raise error

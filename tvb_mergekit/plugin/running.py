@@ -88,15 +88,17 @@ def staged(running: Session) -> Iterator[StagedFolder]:
     out = running.out
     assert out is not None
     world = ranks.world()
-    stage = world.share(lambda: StagedFolder(out))
+    stage = made = StagedFolder(out) if world.leads else None
     token = session.set(running)
     try:
         with world.whole(), refusing(planning=lambda: running.plan is None, out=out):
+            stage = world.share(lambda: made)
+            assert stage is not None
             world.check_shared(stage.path)
             yield stage
     finally:
         session.reset(token)
-        if world.cleans:
+        if stage is not None and world.cleans:
             stage.discard()
 
 

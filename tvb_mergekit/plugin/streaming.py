@@ -100,7 +100,8 @@ class StreamingExecutor:
         plan = running.plan
         plan.memory = self.memory
         for task in self.others:
-            for _, value in Executor([task]).run(quiet=True):
+            # mergekit puts new tokens in the order of a set, which each process has another of.
+            for _, value in ranks.world().share(lambda: list(Executor([task]).run(quiet=True))):  # noqa: B023
                 plan.tokenizers[task] = value
                 yield task, value
         if self.saves:
