@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import refused
 from mergekit import multigpu_executor
 from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
@@ -14,10 +15,13 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from tiny import family
 
-from tvb_mergekit.engine import Tunables, build_basis, merge_tensor
+from tvb_mergekit import cli
+from tvb_mergekit.engine import Job, Tunables, build_basis, merge_items, merge_tensor
+from tvb_mergekit.layout import MEMORY, Needs, plan_layout
 from tvb_mergekit.plugin.tasks import BuildBasis
 from tvb_mergekit.recipe import resolve_settings
-from tvb_mergekit.stream import Item, gram_of, held_item
+from tvb_mergekit.stream import Item, combine, gram_of, held_item
+from tvb_mergekit.writing import MemorySink
 
 CPU = torch.device("cpu")
 TASKS = ["a", "b", "c", "d"]
@@ -83,6 +87,47 @@ def test_two_workers_sum_to_the_same_gram_matrix() -> None:
     assert one.base_norm_squared == two.base_norm_squared
 
 
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("basis_ta", {"basis": "balanced"}),
+        ("basis_ties", {"basis": "none"}),
+        ("basis_ties", {"basis": "none", "trim": "tensor"}),
+    ],
+)
+def test_two_devices_merge_to_the_same_bits(method: str, given: dict[str, object]) -> None:
+    items = items_of(tensors(count=5, numel=300_000))
+    settings = resolve_settings(method, given, TASKS)
+    jobs = {item.name: Job(item.name, Tunables(0.4, density=0.2)) for item in items}
+    states = []
+    for devices in ([CPU], [CPU, CPU, CPU]):
+        basis = build_basis(settings, TASKS, [1.0] * 4, lambda: items, devices=devices)
+        sink, bases = MemorySink(1), MemorySink(basis.num_bases)
+        merge_items(basis, items, jobs, sink, devices=devices)
+        combine(items, basis.weighted_encoder, bases, devices=devices)
+        states.append([*sink.states, *bases.states])
+    for one, two in zip(*states, strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_every_device_gets_its_threads() -> None:
+    devices = [torch.device("cuda", index) for index in range(3)]
+    assert plan_layout(Needs(8, 18, 2), devices, MEMORY).workers == 4 * tuple(devices)
+
+
+def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cli._auto_device() == "cuda"
+    found = []
+    for rank in range(4):
+        for name, value in (("WORLD_SIZE", "8"), ("RANK", rank + 4), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        found.append(cli._auto_device())
+    assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
 def test_an_error_in_one_worker_stops_the_others() -> None:
     made = tensors(count=6)
     made["layer.2.weight"][1][1][17] = float("nan")
@@ -124,3 +169,13 @@ def test_a_missing_device_is_refused_before_reading(
     with pytest.raises(RuntimeError, match=wanted):
         run_merge(recipe, str(tmp_path / "out"), MergeOptions(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
+def test_a_build_on_all_devices_is_refused_without_any(
+    recipe: MergeConfiguration, tmp_path: Path
+) -> None:
+    file = tmp_path / "recipe.yml"
+    file.write_text(recipe.to_yaml())
+    told = refused("build", file, tmp_path / "store", "--multi-gpu")
+    assert "--multi-gpu: PyTorch sees no accelerator" in told

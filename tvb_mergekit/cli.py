@@ -144,12 +144,8 @@ _dtypes = click.Choice(["float32", "bfloat16", "float16"])
 def _device_of(name: str) -> torch.device:
     import torch
 
-    from tvb_mergekit import ranks
-
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda" and ranks.size() > 1:  # one for each process of a machine
-            name = f"cuda:{ranks.local_rank() % torch.cuda.device_count()}"
+        name = _auto_device()
     try:
         device = torch.device(name)
         torch.zeros(1, dtype=torch.float64, device=device).item()  # which some devices lack
@@ -157,6 +153,18 @@ def _device_of(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {name} cannot be used here: {reason}") from error
     return device
+
+
+def _auto_device() -> str:
+    import torch
+
+    from tvb_mergekit import ranks
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    if ranks.size() == 1:
+        return "cuda"
+    return f"cuda:{ranks.local_rank() % torch.cuda.device_count()}"  # each process its own
 
 
 def _check_multi_gpu(values: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -190,9 +189,8 @@ def sums_of(
     except BaseException:  # Ctrl-C too
         passing.keep()
         raise
-    # The shares follow each other: their tensors are added in the order that one process takes.
-    every = chain.from_iterable(world.collect(passing.sums))
-    sums = world.share(lambda: functools.reduce(GramSums.plus, every))
+    total = world.in_turn(passing.added_to)
+    sums = world.share(lambda: total)
     if entry is not None and world.leads:
         cache.store(entry, sums, list(tasks), list(models))
     passing.kept.discard()
@@ -247,6 +245,10 @@ class _Pass:
         self.done += 1
         if time.monotonic() - self._saved >= KEEP_EVERY:
             self.keep()
+
+    def added_to(self, before: GramSums | None) -> GramSums:
+        """These sums after those of the tensors before: in the order of one process."""
+        return functools.reduce(GramSums.plus, [*([] if before is None else [before]), *self.sums])
 
     def keep(self) -> None:
         """Write down the sums of the finished items."""

@@ -45,6 +45,7 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+PIECE = 2**17  # numbers that one message holds, of which the leader gets one from each
 BEAT = 30.0  # seconds between signs of life
 SILENCE = 600.0  # seconds without one after which a process counts as dead
 GATHERING = 600.0  # seconds that the processes may take to come together
@@ -132,8 +133,13 @@ class World:
         """The leader gets everyone's, in order of rank; the others nothing."""
         return [value]
 
+    def in_turn(self, act: Callable[[Value | None], Value]) -> Value:
+        """What the last process makes of what the one before made, from rank 0's of None on; for
+        the leader, while the others get anything."""
+        return act(None)
+
     def add_up(self, counts: Tensor) -> None:
-        """Add what all have counted, int64 [rows, n], into everyone's."""
+        """Add what all have counted, int64 and contiguous, into everyone's."""
 
     def agree(self, what: object, about: str) -> None:
         """Raise UserError unless all have come to the same, plain JSON."""
@@ -218,9 +224,9 @@ def joined(out: str) -> Iterator[World]:
     if sys.platform == "win32":
         raise UserError("several processes at one job need Linux or macOS")
     several = Several(rank(), size())
-    if not several.leads:
-        logging.disable(logging.WARNING)
     token = _current.set(several)
+    told = logging.root.manager.disable
+    logging.disable(told if several.leads else logging.WARNING)
     try:
         with several.handling():
             try:
@@ -231,6 +237,7 @@ def joined(out: str) -> Iterator[World]:
             except BaseException as error:
                 several.end(error, out)
     finally:
+        logging.disable(told)
         _current.reset(token)
 
 
@@ -384,6 +391,17 @@ class Several(World):
             self._put(peer, value)
         return value
 
+    def in_turn(self, act: Callable[[Value | None], Value]) -> Value:
+        if not self.leads:
+            value = act(self._fetch(0))
+            self._put(0, value)
+            return value
+        value = act(None)
+        for peer in self.peers:
+            self._put(peer, value)
+            value = self._fetch(peer)
+        return value
+
     def collect(self, value: Value) -> list[Value]:
         if not self.leads:
             self._put(0, value)
@@ -391,10 +409,14 @@ class Several(World):
         return [value, *(self._fetch(peer) for peer in self.peers)]
 
     def add_up(self, counts: Tensor) -> None:
-        for index, row in enumerate(counts):  # one at a time: each takes megabytes
-            for other in self.collect(row)[1:]:
-                row += other
-            counts[index] = self.share(lambda: counts[index])  # noqa: B023
+        for piece in counts.view(-1).split(PIECE):
+            self._add_up(piece)
+
+    def _add_up(self, counts: Tensor) -> None:
+        total = counts.clone()  # a pickle of a view would hold all that it is a view of
+        for other in self.collect(total)[1:]:
+            total += other
+        counts.copy_(self.share(lambda: total))
 
     # Ending
 

@@ -8,6 +8,7 @@ processes (see `ranks`) each plans all, and reads and writes its share; the lead
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ class StreamingExecutor:
         plan.memory = self.memory
         for task in self.others:
             # mergekit puts new tokens in the order of a set, which each process has another of.
-            for _, value in ranks.world().share(lambda: list(Executor([task]).run(quiet=True))):  # noqa: B023
+            for _, value in ranks.world().share(functools.partial(_run, task)):
                 plan.tokenizers[task] = value
                 yield task, value
         if self.saves:
@@ -136,6 +137,10 @@ class StreamingExecutor:
         records = world.collect(folder.whole())
         world.dismiss()
         folder.finish(records)
+
+
+def _run(task: Task[Any]) -> list[tuple[Task[Any], Any]]:
+    return list(Executor([task]).run(quiet=True))
 
 
 def _as_saved(item: Item, save: SaveTensor) -> Item:
