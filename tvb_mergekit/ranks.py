@@ -259,7 +259,8 @@ class Several(World):
         self._refused = False  # because of a user's mistake
         self._news = threading.Event()
         self._over = threading.Event()
-        self._ending = self._dismissed = self._headless = self._mine = False
+        self._ending = self._dismissed = self._headless = self._mine = self._sends = False
+        self._late = 0  # the number of a signal that came while a message was sent
         self._noting = threading.Lock()
         self._sending = {peer: threading.Lock() for peer in self.peers}
         self._came: dict[int, Queue[Any]] = {peer: Queue(4) for peer in self.peers}
@@ -292,19 +293,43 @@ class Several(World):
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """SIGTERM, by a launcher or by a listening thread of ours, ends the main thread."""
-        before = signal.signal(signal.SIGTERM, self._on_signal)
+        """SIGTERM, by a launcher or by a listening thread of ours, ends the main thread, as Ctrl-C
+        does; but not in the middle of a message."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = [signal.signal(number, self._on_signal) for number in numbers]
         try:
             yield
         finally:  # what ends already needs no launcher's signal
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if self._ending else before)
+            for number, handler in zip(numbers, before, strict=True):
+                ignored = self._ending and number == signal.SIGTERM
+                signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._ending:
             return
+        if self._sends:
+            self._late = number
+            return
         if self._told is not None:
             self._stop()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(128 + number)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """No signal ends what the main thread does here, but then."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._sends = True
+        try:
+            yield
+        finally:
+            self._sends = False
+        late, self._late = self._late, 0
+        if late:
+            self._on_signal(late, None)
 
     def _stop(self) -> NoReturn:
         raise (Refused if self._refused else Stopped)(1)
@@ -317,7 +342,7 @@ class Several(World):
 
         data = pickle.dumps((kind, *what), protocol=pickle.HIGHEST_PROTOCOL)
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        with self._sending[peer]:
+        with self._undisturbed(), self._sending[peer]:
             dist.send(torch.tensor([len(body)]), dst=peer)
             dist.send(body, dst=peer)
 
