@@ -224,6 +224,7 @@ def joined(out: str) -> Iterator[World]:
     if sys.platform == "win32":
         raise UserError("several processes at one job need Linux or macOS")
     several = Several(rank(), size())
+    several.meet()  # nothing is written yet: a launcher's signal may end it at once
     token = _current.set(several)
     told = logging.root.manager.disable
     logging.disable(told if several.leads else logging.WARNING)
@@ -231,7 +232,7 @@ def joined(out: str) -> Iterator[World]:
         with several.handling():
             try:
                 with several.whole():
-                    several.start()
+                    several.listen()
                     yield several
                 several.bid_farewell()
             except BaseException as error:
@@ -268,8 +269,8 @@ class Several(World):
 
     # Coming together
 
-    def start(self) -> None:
-        """Meet the others.
+    def meet(self) -> None:
+        """Wait for the others.
 
         Raises:
             UserError: they cannot be reached.
@@ -285,6 +286,9 @@ class Several(World):
                 f"rank {self.rank} cannot reach the other {self.size - 1} processes: {reason} "
                 "(GLOO_SOCKET_IFNAME names the network interface to take)"
             ) from error
+
+    def listen(self) -> None:
+        """To the others, from now on."""
         self._listeners = [
             threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self.peers
         ]
@@ -348,7 +352,7 @@ class Several(World):
 
     def _tell(self, peer: int, kind: str, *what: object) -> None:
         """The same to one who may be gone."""
-        with suppress(RuntimeError, ValueError):
+        with suppress(RuntimeError):
             self._send(peer, kind, *what)
 
     def _receive(self, peer: int) -> tuple[Any, ...]:
@@ -522,8 +526,7 @@ class Several(World):
             raise error
         self._over.set()
         text = self._told or _line_of(error, self.rank)[0]
-        speaker = self.rank if not self._listeners else 1 if self._headless else 0
-        if self.rank != speaker:
+        if self.rank != (1 if self._headless else 0):
             _record(text)
             raise SystemExit(1) from None
         if not (self._mine or isinstance(error, Exception)):  # but a signal: of others, or ours
