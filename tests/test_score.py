@@ -303,7 +303,8 @@ def test_files_of_lm_eval_itself(tmp_path: Path) -> None:
     for task, pairs in items.items():
         rows = [{"task": task, "prompt": prompt, "answer": answer} for prompt, answer in pairs]
         lines = "\n".join(map(json.dumps, rows))
-        (tmp_path / f"{task}.test.jsonl").write_text(lines + "\n")
+        for split in ("test", "validation"):
+            (tmp_path / f"{task}.{split}.jsonl").write_text(lines + "\n")
         right = 3 if task == "math_add" else 1
         rules |= dict(pairs[:right])
     script = stand_ins.script(tmp_path / "script.json", rules)

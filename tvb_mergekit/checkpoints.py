@@ -207,9 +207,9 @@ class Checkpoint(Named):
         if info.offset is None or not hasattr(os, "posix_fadvise"):
             return
         place, end = (info.offset + at * info.dtype.itemsize for at in (start, stop))
-        file = self._file(info.shard).fileno()
+        file = self._file(info.shard)  # held: another thread may close it else
         if not _cached(file, end - 1):  # to ask in vain takes as long as to read a tenth of it
-            os.posix_fadvise(file, place, end - place, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
         """A file that is closed when neither this checkpoint nor a reader holds it."""
@@ -350,10 +350,10 @@ def _read_at(file: BinaryIO, view: memoryview, place: int) -> int:
         return file.readinto(view)  # type: ignore[attr-defined,no-any-return]
 
 
-def _cached(file: int, place: int) -> bool:
+def _cached(file: BinaryIO, place: int) -> bool:
     """Whether a byte of a file is known to be in memory."""
     try:
-        return os.preadv(file, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+        return os.preadv(file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT) == 1
     except (AttributeError, OSError):  # not on Linux; not in memory, or a file system without it
         return False
 
