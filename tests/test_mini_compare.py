@@ -1,4 +1,5 @@
-"""evals/mini/compare.py: the whole comparison of `tiny`, as typed; and resuming, on `micro`."""
+"""evals/mini/compare.py: resuming, on `micro`; and the whole comparison of `tiny`, as typed, which
+takes minutes (slow)."""
 
 from __future__ import annotations
 
@@ -74,6 +75,7 @@ def average(scores: dict[str, float]) -> float:
 # -------------------------------------------------------------------------- what has to hold
 
 
+@pytest.mark.slow
 def test_the_regime(mini: SimpleNamespace, tiny: SimpleNamespace) -> None:
     """Specialists can do their task, the base cannot, and the sum of all lies between."""
     reference = one(tiny, kind="reference")
@@ -88,6 +90,7 @@ def test_the_regime(mini: SimpleNamespace, tiny: SimpleNamespace) -> None:
     assert max(added["validation"]) == added["validation"][added["grid"].index(added["lambda"])]
 
 
+@pytest.mark.slow
 def test_all_bases_are_task_arithmetic(mini: SimpleNamespace, tiny: SimpleNamespace) -> None:
     """M = T with `none`, against a sum of the models' tensors that knows nothing of bases."""
     added = one(tiny, kind="addition", basis="none")["merges"]["ta"]["scales"]["bases"]
@@ -103,6 +106,7 @@ def test_all_bases_are_task_arithmetic(mini: SimpleNamespace, tiny: SimpleNamesp
     assert added["test"] == pytest.approx(scores, abs=0.011)
 
 
+@pytest.mark.slow
 def test_balanced_adds_up_to_task_arithmetic(mini: SimpleNamespace, tiny: SimpleNamespace) -> None:
     ours = mini.runs.Run(tiny.folder, "full")
     total = mini.cells._total(ours, mini.data.TASKS)
@@ -116,6 +120,7 @@ def test_balanced_adds_up_to_task_arithmetic(mini: SimpleNamespace, tiny: Simple
         assert sums["row_sums"] == pytest.approx([count / 10] * 10)
 
 
+@pytest.mark.slow
 def test_what_losses_must_obey(tiny: SimpleNamespace) -> None:
     for count in (2, 5):
         facts = {
@@ -129,6 +134,7 @@ def test_what_losses_must_obey(tiny: SimpleNamespace) -> None:
                 assert facts["ae_exact"]["loss"] <= facts[label]["loss"] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_forgetting_forgets_the_task(tiny: SimpleNamespace) -> None:
     """The true task vector: the target falls far more than the control, for every task."""
     forgotten = one(tiny, kind="negation", basis="plain")
@@ -141,6 +147,7 @@ def test_forgetting_forgets_the_task(tiny: SimpleNamespace) -> None:
     assert sum(s["target"] for s in rough["tasks"].values()) / 10 > start / 2
 
 
+@pytest.mark.slow
 def test_every_kind_is_there(mini: SimpleNamespace, tiny: SimpleNamespace) -> None:
     kinds = {record["cell"]["kind"] for record in tiny.records}
     assert kinds == {"reference", "addition", "negation", "online", "transfer"}
@@ -153,6 +160,7 @@ def test_every_kind_is_there(mini: SimpleNamespace, tiny: SimpleNamespace) -> No
     assert average(whole["test"]) == pytest.approx(average(added["test"]), abs=0.005)
 
 
+@pytest.mark.slow
 def test_tables_and_pictures(tiny: SimpleNamespace) -> None:
     report = tiny.out / "report-tiny"
     assert {str(path) for path in report.iterdir()} == set(tiny.written)
@@ -173,6 +181,7 @@ def times(out: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in out.glob("*/cells/*/*.json")}
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_not_computed_again(tiny: SimpleNamespace) -> None:
     before = times(tiny.out)
     tables = (tiny.out / "report-tiny" / "tables.md").read_bytes()
@@ -187,6 +196,7 @@ def test_what_is_whole_is_not_computed_again(tiny: SimpleNamespace) -> None:
     assert (tiny.out / "report-tiny" / "tables.md").read_bytes() == tables
 
 
+@pytest.mark.slow
 def test_what_is_there_is_reported_as_it_is(tiny: SimpleNamespace, tmp_path: Path) -> None:
     before = times(tiny.out)
     run(tiny.out, "--preset", "tiny", "--as-is", "--seeds", "0,1", "--report", str(tmp_path / "r"))
