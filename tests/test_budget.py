@@ -21,6 +21,7 @@ from commands import recipe, settings, write
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from modes import in_every_thread
 from tiny import family, llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -78,18 +79,10 @@ class HighWater(TorchDispatchMode):
 def high_water(threads: int) -> Iterator[type[HighWater]]:
     """The most that is alive in this thread and in the `threads` that read and compute."""
     HighWater.reset()
-    original = stream.TaskVectorBlocks.__init__
-
-    def watched(self: Any, *args: Any, **keys: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            HighWater().__enter__()
-        original(self, *args, **keys)
-
     with (
-        mock.patch.object(stream.TaskVectorBlocks, "__init__", watched),
+        in_every_thread(HighWater),
         mock.patch("tvb_mergekit.layout.worker_count", lambda device: threads),
         mock.patch.object(engine, "worker_count", lambda device: threads),
-        HighWater(),
     ):
         yield HighWater
 

@@ -16,6 +16,7 @@ import pytest
 import safetensors
 import torch
 from commands import recipe
+from modes import in_every_thread
 from numpy.typing import NDArray
 from reference import Dense, coefficients, flat, least_squares, random_projection
 from safetensors.torch import load_file, save_file
@@ -414,7 +415,7 @@ def test_resuming_after_every_piece_gives_the_same_store(
     monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", "1")
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     in_shards(monkeypatch, shards)
-    base, models = raw_family(tmp_path / "in", {**SIZES, "c": (2, 4, 9000)})
+    base, models = raw_family(tmp_path / "in", {**SIZES, "c": (2, 4, 20000)})
     make = functools.partial(read, base, models, **KINDS[kind])
     calls = stop_at(monkeypatch, -1)
     whole = tmp_path / "whole" / "store"
@@ -670,14 +671,6 @@ def test_a_tensor_larger_than_the_budget_is_never_held(
     base, models = raw_family(tmp_path / "in", {"w": (4000, 2500)})  # 40 MB each
     monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", "8")
     inputs = read(base, models, basis="balanced", num_bases=2)
-    # The threads that compute have modes of their own: enter one wherever blocks are made.
-    original = stream.TaskVectorBlocks.__init__
-
-    def watched(self: Any, *args: Any, **keys: Any) -> None:
-        Largest().__enter__()
-        original(self, *args, **keys)
-
-    monkeypatch.setattr(stream.TaskVectorBlocks, "__init__", watched)
-    with Largest():
+    with in_every_thread(Largest):
         build_store(inputs, tmp_path / "store")
     assert 10_000 < Largest.nbytes <= 8 * 2**20

@@ -320,7 +320,7 @@ def test_what_is_refused_leaves_nothing(models: Folders, tmp_path: Path) -> None
     assert "`num_base`" in says(recipe("basis_ta", base, listed, num_base=2))
     assert "500MB or 2GB" in says(good, "--memory", "many")
     assert "500M or 5B" in says(good, "--out-shard-size", "5 apples")
-    assert "too little for 3 models at a time" in says(good, "--memory", "100KB")
+    assert "too little for 3 models at a time" in says(good, "--memory", "20KB")
     ties = recipe("basis_ties", base, listed, **BALANCED)
     assert "a histogram of 2 bases" in says(ties, "--memory", "60MB")
     save_file(load(base), tmp_path / "raw.safetensors")

@@ -51,8 +51,13 @@ def cache_folder() -> Path | None:
         return None
     if setting:
         return Path(setting).expanduser()
+    return user_folder() / "gram"
+
+
+def user_folder() -> Path:
+    """Ours in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "tvb-mergekit" / "gram"
+    return Path(root).expanduser() / "tvb-mergekit"
 
 
 def key_of(parts: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ and the last pass merges (`merge_items`, or tensor by tensor `merge_item`). Of s
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import logging
 import platform
 import threading
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit import cache, ranks
+from tvb_mergekit import cache, kernels, ranks
 from tvb_mergekit.basis import Basis, Combination, build
 from tvb_mergekit.combine import (
     ADDING_ROWS,
     MergeChunk,
+    Step,
     adding,
     check_output,
     fits,
@@ -37,11 +39,13 @@ from tvb_mergekit.output import megabytes
 from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.recipe import DEFAULT_RATIO, Settings, ratio_to_bases
 from tvb_mergekit.stream import (
+    Fused,
     Item,
     Piece,
     Sink,
     TaskVectorBlocks,
     deliver,
+    fused,
     gram_layout,
     gram_of,
     held_item,
@@ -220,8 +224,10 @@ class _Pass:
             "items": [[item.name, list(item.shape)] for item in items],
             "deltas": deltas,
             "chunk": layout.chunk,
+            "fused": layout.needs.fused,
             "machine": [
                 torch.__version__,
+                importlib.metadata.version("numba"),
                 platform.machine(),
                 torch.backends.cpu.get_cpu_capability(),
                 torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -419,8 +425,10 @@ def merge_item(
     lent: list[TaskVectorBlocks] = []
 
     def work(device: torch.device) -> Callable[[Piece, int], None]:
-        blocks = _spare.take(merging.layout, device, basis.deltas)
-        lent.append(blocks)
+        blocks = None
+        if not merging.fused:
+            blocks = _spare.take(merging.layout, device, basis.deltas)
+            lent.append(blocks)
         merge = merging.work(device, blocks)
         return lambda piece, number: merge(piece, flat[piece.start : piece.stop])
 
@@ -476,7 +484,10 @@ class _Merging:
             rows, workers = self.sketch.columns, 1
             extra = 2 * rows + ADDING_ROWS
         width = max((item.out.itemsize for item in items), default=4)
-        needs = Needs(rows, read_width(items), width, extra)
+        adds = basis.settings.method != "basis_ties" and self.sketch is None
+        outputs = [item.out for item in items if item.inputs]
+        self.fused = adds and fused(items, devices, *outputs)
+        needs = Needs(rows, read_width(items), width, extra, fused=self.fused)
         self.layout: Layout = layout_for(
             items, needs, devices, rest, workers=workers, longest=_longest(items)
         )
@@ -505,6 +516,9 @@ class _Merging:
         self, device: torch.device, blocks: TaskVectorBlocks | None = None
     ) -> Callable[[Piece, Tensor], None]:
         """What one thread does with a piece and the room [n] for its result."""
+        if self.fused:
+            merge_rows = Fused(self.layout, self._combining())
+            return lambda piece, out: merge_rows(piece, out[None])
         sketch = self.sketch
         if blocks is None:
             blocks = TaskVectorBlocks(self.layout, device, self.basis.deltas)
@@ -544,9 +558,27 @@ class _Merging:
             scale = 1.0 if job.alone else given.lambda_ * basis.scale
             how, thresholds = basis.settings.merge_func, self.thresholds[name]
             return trimming(basis.weighted_encoder, thresholds, how, scale, device)
+        return adding(self._steps(job), device)
+
+    def _steps(self, job: Job) -> Sequence[Step]:
         if job.alone:
-            return adding([(1.0, basis.direction)], device)
-        return adding(basis.steps(given.lambda_, given.alpha), device)
+            return [(1.0, self.basis.direction)]
+        return self.basis.steps(job.tunables.lambda_, job.tunables.alpha)
+
+    def _combining(self) -> Callable[[Item], kernels.Combining | None]:
+        """The same by `kernels`, for one thread: most tensors are merged alike."""
+        basis = self.basis
+
+        @functools.lru_cache(maxsize=1)
+        def of(tunables: Tunables, alone: bool) -> kernels.Combining:
+            steps = self._steps(Job("", tunables, alone))
+            return kernels.Combining(basis.num_inputs, basis.deltas, [steps], not alone)
+
+        def find(item: Item) -> kernels.Combining | None:
+            job = self.jobs.get(item.name)
+            return None if job is None else of(job.tunables, job.alone)
+
+        return find
 
 
 def _swept(basis: Combination) -> bool:

@@ -24,6 +24,8 @@ DEVICE_TAU = 2**22  # the same on an accelerator
 CHUNKS = 8  # of a piece at most: longer ones gained nothing
 LONGEST = CHUNKS * CPU_ROW  # elements
 ROOM = 2**15  # elements of each input that are worth a call of the operating system
+FUSED = 512  # columns that `kernels` hold at a time, which fit the first cache: 8 models, 21 KB
+APART = 16  # columns between their rows: at powers of two they would compete for places in it
 AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
 WRITES = 2  # pieces that wait to be written
 MOST_WORKERS = 8  # threads that read and compute on a CPU
@@ -56,6 +58,8 @@ class Needs:
         extra: more float32 rows of a chunk in every thread, for what is computed.
         sums: of what each chunk is summed up to.
         kept: in all, beside what is held of each piece.
+        fused: whether `kernels` work on whole pieces, in buffers that fit a cache; what lies in
+            files is mapped then, which counts as read.
     """
 
     rows: int
@@ -64,6 +68,7 @@ class Needs:
     extra: int = 0
     sums: int = 0
     kept: int = 0
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,8 @@ class Layout:
     @property
     def room_bytes(self) -> int:
         """Of base and inputs, each aligned, that one thread reads at a time."""
-        needs = self.needs
-        return self.room * needs.inputs + ALIGN * (needs.rows + 1) if needs.inputs else 0
+        needs, room = self.needs, self.piece if self.needs.fused else self.room
+        return room * needs.inputs + ALIGN * (needs.rows + 1) if needs.inputs else 0
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +98,9 @@ class Layout:
         needs, pieces, workers = self.needs, self.under_way, len(self.workers)
         read = workers * self.room_bytes
         written = (pieces + WRITES) * self.piece * needs.outputs if needs.outputs else 0
-        computed = workers * 4 * self.chunk * (needs.rows + 1 + needs.extra)
+        rows = needs.rows + 1 + needs.extra
+        held = (FUSED + APART) * (rows + 6) if needs.fused else self.chunk * rows
+        computed = workers * 4 * held
         # Of a piece: one that is kept, the one that is added up, and three on the way to one.
         summed = (pieces + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
         return read + written + computed + summed + needs.kept

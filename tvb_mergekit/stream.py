@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tvb_mergekit import kernels
 from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.combine import check_output, fits
 from tvb_mergekit.errors import UserError
@@ -49,6 +50,7 @@ class Part:
     `held`: they are in memory, on any device, and `read` gives a view of them and takes no room.
     fill(start, stop, room), where they lie in a file, reads their bytes: between calls of PyTorch
     threads pass the interpreter's lock to each other, which takes longer than to read them.
+    view(start, stop), likewise, gives them where they are.
     ahead(start, stop) asks the disk for elements that will be read soon.
     """
 
@@ -56,6 +58,7 @@ class Part:
     read: Callable[[int, int, Tensor], Tensor]
     held: bool = False
     fill: Callable[[int, int, memoryview], None] | None = None
+    view: Callable[[int, int], Tensor] | None = None
     ahead: Callable[[int, int], None] = lambda start, stop: None
 
     @classmethod
@@ -69,8 +72,8 @@ class Part:
             return weights.read(name, start, stop, room)
 
         if isinstance(weights, Checkpoint) and info.offset is not None:
-            fill, ahead = partial(weights.fill, name), partial(weights.ahead, name)
-            return cls(info.dtype, read, fill=fill, ahead=ahead)
+            fill, view = partial(weights.fill, name), partial(weights.view, name)
+            return cls(info.dtype, read, False, fill, view, partial(weights.ahead, name))
         return cls(info.dtype, read, isinstance(weights, StateDict))
 
 
@@ -317,6 +320,40 @@ class _Chunk:
         return _Chunk(self.both[:, :count], self._deltas)
 
 
+class Operands:
+    """The inputs of pieces where they are, for `kernels`. One instance per thread."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._size = layout.room_bytes
+        self._room: Tensor | None = None  # for what is neither in memory nor in a file
+
+    def of(self, piece: Piece) -> list[Tensor]:
+        """The elements of base and inputs of a piece that is not empty, on the CPU; overwritten by
+        the next."""
+        found = []
+        place = 0
+        for part in piece.item.parts:
+            here = None if part.view is None else part.view(piece.start, piece.stop)
+            if here is None or here.data_ptr() % part.dtype.itemsize:  # an unusual header's length
+                size = 0 if part.held else piece.numel * part.dtype.itemsize
+                here = part.read(piece.start, piece.stop, self._part(place, size, part.dtype))
+                place += size + -size % ALIGN
+            found.append(here.to(CPU))
+        return found
+
+    def _part(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
+        if self._room is None and size:
+            self._room = allocate(self._size, dtype=torch.uint8)
+        room = torch.empty(0, dtype=torch.uint8) if self._room is None else self._room
+        return room[place : place + size].view(dtype)
+
+
+def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torch.dtype) -> bool:
+    """Whether `kernels` can do all of them: on a CPU, of the dtypes that they know."""
+    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
+    return all(d.type == "cpu" for d in devices) and dtypes.union(outputs) <= set(kernels.KINDS)
+
+
 def layout_for(
     items: Sequence[Item],
     needs: Needs,
@@ -433,6 +470,18 @@ def gram_of(
     layout = gram_layout(items, len(tasks), devices, budget, sketch, kept)
     streams: dict[str, torch.Generator] = {}
 
+    def fused_work(device: torch.device) -> Callable[[Piece, int], tuple[Piece, ChunkSums | None]]:
+        operands, gram = Operands(layout), kernels.Gram(len(tasks), deltas)
+
+        def add(piece: Piece, number: int) -> tuple[Piece, ChunkSums | None]:
+            if not piece.numel:
+                return piece, None
+            found = operands.of(piece)
+            inputs = kernels.Inputs.of(found, piece.item.base is not None)
+            return piece, gram(inputs, piece.numel, layout.chunk)
+
+        return add
+
     def work(device: torch.device) -> Callable[[Piece, int], tuple[Piece, ChunkSums | None]]:
         blocks = TaskVectorBlocks(layout, device, deltas)
         square = Products()
@@ -446,7 +495,7 @@ def gram_of(
 
     total = GramSums.zero(len(tasks), sketch) if sums is None else sums
     one = GramSums.zero(len(tasks), sketch)
-    for piece, share in in_order(items, layout, work):
+    for piece, share in in_order(items, layout, fused_work if layout.needs.fused else work):
         if share is not None:
             if not torch.isfinite(share.gram).all():
                 raise UserError(_not_finite(piece.item, tasks))
@@ -475,7 +524,8 @@ def gram_layout(
     extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
     sums = 8 * (squares + 1)
     kept = (kept + 4) * sums  # of an item, of all so far, and what adding them makes
-    needs = Needs(tasks, read_width(items), extra=extra, sums=sums, kept=kept)
+    alike = sketch is None and fused(items, devices)
+    needs = Needs(tasks, read_width(items), extra=extra, sums=sums, kept=kept, fused=alike)
     # Only one thread may draw Omega, which is one sequence in each tensor.
     return layout_for(items, needs, devices, budget, workers=1 if sketch else None)
 
@@ -536,9 +586,15 @@ def combine(
     rows, outputs = matrix.shape
     widest = max((item.out.itemsize for item in items), default=4)
     drawn = 0 if sketch is None else 2 * rows
-    needs = Needs(rows, read_width(items), outputs * widest, extra=outputs + drawn)
+    alike = sketch is None and fused(items, devices, *(i.out for i in items if i.inputs))
+    needs = Needs(rows, read_width(items), outputs * widest, extra=outputs + drawn, fused=alike)
     layout = layout_for(items, needs, devices, budget, workers=1 if sketch else None)
     streams: dict[str, torch.Generator] = {}
+
+    def fused_work(device: torch.device) -> Callable[[Piece, Tensor], None]:
+        steps = [[(1.0, column)] for column in matrix.T.cpu()]
+        combining = kernels.Combining(rows, deltas, steps, add_base)
+        return Fused(layout, lambda item: combining if item.inputs else None)
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], None]:
         blocks = TaskVectorBlocks(layout, device, deltas)
@@ -571,7 +627,34 @@ def combine(
 
         return act
 
-    deliver(items, layout, outputs, work, sink, progress)
+    deliver(items, layout, outputs, fused_work if alike else work, sink, progress)
+
+
+class Fused:
+    """What a thread does with a piece and the room [outputs, n] for its results, by `kernels`."""
+
+    def __init__(
+        self, layout: Layout, combining: Callable[[Item], kernels.Combining | None]
+    ) -> None:
+        self._operands, self._combining = Operands(layout), combining
+
+    def __call__(self, piece: Piece, out: Tensor) -> None:
+        """
+        Raises:
+            UserError: an output overflows its dtype or is not finite.
+        """
+        if not piece.numel:
+            return
+        item = piece.item
+        found = self._operands.of(piece)
+        combining = self._combining(item)
+        if combining is None:  # it stays the base's
+            out.copy_(found[0].expand_as(out))
+            good = not item.out.is_floating_point
+        else:
+            good = combining(kernels.Inputs.of(found, item.base is not None), out)
+        if not good:
+            check_output(item.name, out, item.out)
 
 
 def deliver(
