@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from pathlib import Path
 from unittest import mock
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tvb_mergekit import stream
+from tvb_mergekit import checkpoints, stream
 from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.kernels import KINDS, Combining, Inputs
@@ -198,3 +199,37 @@ def test_without_a_place_for_it_what_was_compiled_is_not_kept(tmp_path: Path) ->
     with mock.patch.object(numba.core.dispatcher.Dispatcher, "enable_caching", refuse):
         twice = loops._compiled()(lambda x: 2 * x)
     assert twice(21) == 42
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="not on Linux")
+def test_the_disk_is_asked_only_for_what_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(1000)}, tmp_path / "model.safetensors")
+    model = Checkpoint.open(tmp_path / "model.safetensors")
+    end = (tmp_path / "model.safetensors").stat().st_size
+    asked: list[tuple[int, int]] = []
+    looked: list[int] = []
+    memory: set[int] = set()
+
+    def cached(_file: object, place: int) -> bool:
+        looked.append(end - place)
+        return end - place in memory
+
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _file, place, size, _: asked.append((place - end, size))
+    )
+    monkeypatch.setattr(checkpoints, "_cached", cached)
+
+    def walk() -> tuple[list[tuple[int, int]], list[int]]:
+        asked.clear()
+        looked.clear()
+        for start in range(0, 1000, 250):
+            model.ahead("w", start, start + 250)
+        return asked, looked
+
+    assert walk()[0] == [(-4000, 1000), (-3000, 1000), (-2000, 1000), (-1000, 1000)]
+    memory |= {1, 1001}  # the last byte, and that of the third piece
+    assert walk() == ([], [1])
+    memory -= {1}  # by the next pass it has been dropped
+    assert walk()[0] == [(-4000, 1000), (-3000, 1000), (-1000, 1000)]

@@ -119,6 +119,7 @@ class Checkpoint(Named):
     _open: dict[str, object] = field(default_factory=dict, repr=False)
     _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)
     _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False)
+    _cached: set[str] = field(default_factory=set, repr=False)  # tensors, see `ahead`
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -231,13 +232,19 @@ class Checkpoint(Named):
 
     def ahead(self, name: str, start: int, stop: int) -> None:
         """Ask the operating system to have elements `start` to `stop` of a tensor in its cache,
-        unless the last of them is there."""
+        unless the last of them is there, or the tensor's last was there when its first were asked
+        for: to ask in vain takes as long as to read a tenth of it."""
         info = self.tensors[name]
         if info.offset is None or not hasattr(os, "posix_fadvise"):
             return
+        if start and name in self._cached:
+            return
+        self._cached.discard(name)
         place, end = (info.offset + at * info.dtype.itemsize for at in (start, stop))
         file = self._file(info.shard)  # held: another thread may close it else
-        if not _cached(file, end - 1):  # to ask in vain takes as long as to read a tenth of it
+        if start == 0 and _cached(file, info.offset + info.nbytes - 1):
+            self._cached.add(name)
+        elif not _cached(file, end - 1):
             os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
