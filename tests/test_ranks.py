@@ -147,6 +147,12 @@ def test_a_build_is_the_same_and_goes_on(models: dict[str, Folders], tmp_path: P
     assert "another number of processes" in text
     journals = list((tmp_path / "out.partial").glob("*journal*"))
     assert journals and all(journal.stat().st_size for journal in journals)
+    lost = sorted((tmp_path / "out.partial" / "basis-001").glob("*.safetensors"))[-1]
+    whole = lost.read_bytes()
+    lost.write_bytes(whole[:-8] + bytes(8))
+    ended = run(3, [*words, "--resume"], tmp_path / "damaged")
+    one_line(ended, lost.name, "not what was written")
+    lost.write_bytes(whole)
     ended = run(3, [*words, "--resume"], tmp_path / "again")
     assert [each.code for each in ended] == [0] * 3, ended
     assert ended[0].out.startswith(f"{out}: 2 bases of 3 tasks")

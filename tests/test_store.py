@@ -509,20 +509,36 @@ def test_interrupted_twice_with_the_journal_cut(tmp_path: Path) -> None:
     same(tmp_path / "whole", out)
 
 
-def test_bytes_that_were_lost_are_found_by_resume(tmp_path: Path) -> None:
+def test_bytes_that_were_lost_are_found_by_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a power failure, when the journal reached the disk and the bases did not."""
     base, models = raw_family(tmp_path / "in", SIZES)
     out = tmp_path / "store"
+    in_shards(monkeypatch, 1)  # a tensor each
     partial = interrupted(lambda: read(base, models, **KINDS["pca"]), out, 3)
-    file = partial / "basis-001" / "model.safetensors"
-    whole = file.read_bytes()
-    for damaged, message in (
-        (whole[:-8] + bytes(8), "not what was written"),
-        (whole[:-1000], "shorter than was written"),
-    ):
-        file.write_bytes(damaged)
-        with pytest.raises(UserError, match=message):
+    folder = partial / "basis-001"
+    files = [folder / f"model-{number:05d}-of-{len(SIZES):05d}.safetensors" for number in (1, 2, 3)]
+
+    def refused(file: Path, text: bytes, message: str) -> None:
+        whole = file.read_bytes()
+        file.write_bytes(text)
+        with pytest.raises(UserError, match=message) as caught:
             build_store(read(base, models, **KINDS["pca"]), out, resume=True)
+        assert file.name in str(caught.value) and "\n" not in str(caught.value)
+        file.write_bytes(whole)
+
+    for file in files:  # complete ones, the first too
+        whole = file.read_bytes()
+        refused(file, whole[:-8] + bytes(8), "not what was written")
+        refused(file, whole[:-1], "shorter than was written")
+    journal = partial / building.JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for damaged in (lines[1:], [bytes(len(lines[0]) - 1) + b"\n", *lines[1:]]):
+        refused(journal, b"".join(damaged), "cannot be read")
+    refused(partial / building.MATRIX, b"", "cannot be read")
+    build_store(read(base, models, **KINDS["pca"]), out, resume=True)
+    check(out, dense_of(base, models), KINDS["pca"])
 
 
 def test_a_failure_at_the_very_end_can_be_resumed(
@@ -606,7 +622,12 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
     whole = file.read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for text, message in ((flipped, "checksum"), (whole[:-4], "bytes, its store says")):
+    for text, message in (
+        (flipped, "checksum"),
+        (whole[:-64] + bytes(64), "checksum"),  # as a power cut can leave it
+        (whole[:-4], "bytes, its store says"),
+        (b"", "bytes, its store says"),
+    ):
         file.write_bytes(text)
         with pytest.raises(UserError, match=message):
             store.load(built)

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -167,12 +168,12 @@ def _build(
     world.check_shared(partial)
     items = [replace(item, out=dtype) for item in inputs.items]
     finished = every[world.rank]
-    writers = writers_of(partial, folders_of(basis), items, inputs.folder, finished.done)
+    writers = writers_of(partial, folders_of(basis), items, inputs.folder, finished)
     plan = writers[0].plan
-    left = [run_of(plan, number)[found.done :] for number, found in enumerate(every)]
+    left = [run_of(plan, number)[len(found) :] for number, found in enumerate(every)]
     numel = sum(item.numel for item in chain.from_iterable(left))
     check_disk(str(partial), numel * dtype.itemsize * matrix.shape[1])
-    sink = FoldersSink(writers, journals[world.rank], finished)
+    sink = FoldersSink(writers, journals[world.rank])
     _combine(inputs, basis, matrix, sink, left[world.rank], devices, budget, progress)
     basis.seconds = {
         "gram": summed - started,
@@ -260,7 +261,12 @@ def _check_matrix(path: Path, matrix: Tensor) -> None:
     others from the same Gram matrix."""
     if not path.is_file():
         path.write_bytes(save({"matrix": matrix.contiguous()}))
-    elif not torch.equal(load_file(path)["matrix"], matrix):
+        return
+    try:
+        begun = load_file(path)["matrix"]
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read; start anew without --resume") from error
+    if not torch.equal(begun, matrix):
         raise UserError(
             f"--resume: {path.parent} was begun with another encoder (on another machine, or with "
             "another PyTorch?); start anew without --resume"

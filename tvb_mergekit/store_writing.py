@@ -49,13 +49,17 @@ def folders_of(basis: Basis) -> list[str]:
 
 
 def writers_of(
-    folder: Path, names: Sequence[str], items: Sequence[Item], config: Path | None, done: int = 0
+    folder: Path,
+    names: Sequence[str],
+    items: Sequence[Item],
+    config: Path | None,
+    hashes: Sequence[Sequence[str]] = (),
 ) -> list[FolderWriter]:
     """A writer for each vector of a store in `folder`.
 
     Args:
         config: the folder of the base's configuration.
-        done: how many items are written already.
+        hashes: of each item that is written already, and there of each vector (`read_journal`).
     """
     world = ranks.world()
     if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
@@ -63,8 +67,14 @@ def writers_of(
     else:
         shards = plan_shards(items, SHARD_BYTES, world.size)
     return [
-        FolderWriter(folder / name, shards, {"format": "pt", MARKER: name}, done, world.rank)
-        for name in names
+        FolderWriter(
+            folder / name,
+            shards,
+            {"format": "pt", MARKER: name},
+            [each[index] for each in hashes],
+            world.rank,
+        )
+        for index, name in enumerate(names)
     ]
 
 

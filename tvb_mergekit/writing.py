@@ -90,16 +90,23 @@ def run_of(plan: Sequence[Shard], rank: int) -> list[Item]:
 
 @dataclass
 class FolderWriter:
-    """The tensors of one folder, written in order; `done` items are there already.
+    """The tensors of one folder, written in order.
 
     Of several processes each writes the files of its `rank`, and one of them the index of all.
-    `synced` waits until the disk has a file: what it replaces may be deleted soon.
+
+    Attributes:
+        hashes: of the tensors that are there already, in order: the checksum of what the file that
+            they are in held when each was whole. The bytes are read again and compared.
+        synced: wait until the disk has a file, for where what it replaces will be deleted.
+
+    Raises:
+        UserError: what is there is not what `hashes` says.
     """
 
     folder: Path
     plan: Sequence[Shard]
     metadata: Mapping[str, str]
-    done: int = 0
+    hashes: Sequence[str] = ()
     rank: int = 0
     synced: bool = True
     written: dict[str, dict[str, object]] = field(default_factory=dict)  # file -> bytes, hash
@@ -111,16 +118,17 @@ class FolderWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards = [shard for shard in self.plan if shard.rank == self.rank]
         self._digest = xxhash.xxh3_128()
-        done = self.done
-        while done:
+        done = 0
+        while done < len(self.hashes):
             shard = self.shards[self._shard + 1]
-            self._reopen(shard, min(done, len(shard.items)))
-            done -= min(done, len(shard.items))
+            here = min(len(self.hashes) - done, len(shard.items))
+            done += here
+            self._reopen(shard, here, self.hashes[done - 1])
             if not self._left:
                 self._close()
 
-    def _reopen(self, shard: Shard, done: int) -> None:
-        """Go on after `done` tensors of a file, whose bytes so far are read again for the hash."""
+    def _reopen(self, shard: Shard, done: int, digest: str) -> None:
+        """Go on after `done` tensors of a file, the checksum of whose bytes so far is `digest`."""
         header = shard.header(self.metadata)
         size = len(header) + sum(i.numel * i.out.itemsize for i in shard.items[:done])
         path = self.folder / shard.name
@@ -133,6 +141,8 @@ class FolderWriter:
         self._file.truncate(size)
         while block := self._file.read(2**24):
             self._digest.update(block)
+        if self.digest != digest:
+            raise UserError(f"{path}: not what was written; start anew without --resume")
 
     def write(self, item: Item, last: bool, values: Tensor) -> None:
         """The next elements of the tensor whose turn it is; `last` ends it."""
@@ -197,39 +207,17 @@ class FolderWriter:
         return self.written
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a journal says: the number of tensors that are whole, and the checksum of what each
-    folder's last file held by then."""
-
-    done: int = 0
-    hashes: Sequence[str] = ()
-
-
 class FoldersSink:
     """A `stream.Sink`: output k goes to folder k.
 
-    The journal gets a line, a `Finished`, for each tensor that is whole.
-
-    Raises:
-        UserError: the files are not what `finished`, from where the writers go on, says.
+    The journal gets a line for each tensor that is whole: how many there are by then, and the
+    checksum of what each folder's last file holds.
     """
 
-    def __init__(
-        self,
-        writers: Sequence[FolderWriter],
-        journal: Path | None = None,
-        finished: Finished = Finished(),
-    ) -> None:
+    def __init__(self, writers: Sequence[FolderWriter], journal: Path | None = None) -> None:
         self.writers = writers
-        self.done = finished.done
+        self.done = len(writers[0].hashes)
         self._journal = journal
-        if finished.done:
-            for writer, digest in zip(writers, finished.hashes, strict=True):
-                if writer.digest != digest:
-                    raise UserError(
-                        f"{writer.folder}: not what was written; start anew without --resume"
-                    )
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         last = stop == item.numel
@@ -244,13 +232,29 @@ class FoldersSink:
                     file.write(line + "\n")
 
 
-def read_journal(path: Path) -> Finished:
-    """The last line of a journal; one that a kill cut is taken out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    if lines and not lines[-1].endswith("\n"):
-        path.write_text("".join(lines[:-1]), encoding="utf-8")
+def read_journal(path: Path) -> list[list[str]]:
+    """The checksums of a journal: for each tensor that is whole, one for each folder.
+
+    A last line that a kill cut is taken out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
-    return Finished(*json.loads(lines[-1])) if lines else Finished()
+        path.write_bytes(b"".join(lines))
+    hashes = []
+    for number, line in enumerate(lines, 1):
+        try:
+            done, each = json.loads(line)
+            whole = done == number
+        except (ValueError, TypeError):  # what is no JSON, or no pair
+            whole = False
+        if not whole:
+            raise UserError(f"{path}: line {number} cannot be read; start anew without --resume")
+        hashes.append(each)
+    return hashes
 
 
 class MemorySink:
