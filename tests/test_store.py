@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny import TASKS, as_bin, family, gpt2, llama, load
 from transformers import AutoConfig, AutoTokenizer
 
-from tvb_mergekit import building, engine, store, store_writing, stream, writing
+from tvb_mergekit import building, cache, engine, store, store_writing, stream, writing
 from tvb_mergekit.building import build_store
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.inputs import Inputs
@@ -636,6 +636,21 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
         store.load(built)
     file.write_bytes(whole)
     store.load(built)
+
+
+def test_what_was_verified_is_verified_again_after_a_boot(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut can take the end of a file, not synced, and leave its size and times."""
+    name = "basis-001/model.safetensors"
+    file = built / name
+    file.write_bytes(file.read_bytes()[:-64] + bytes(64))
+    record = json.loads((built / "basis.json").read_text())["store"]["files"][name]
+    cache.note_verified(file, record[writing.HASH])
+    store.load(built)
+    monkeypatch.setattr(cache, "_boot", lambda: "another")
+    with pytest.raises(UserError, match=f"{name}: its checksum"):
+        store.load(built)
 
 
 def test_swapped_bases_are_found(built: Path) -> None:

@@ -253,7 +253,10 @@ def clear() -> int:
 
 
 def is_verified(path: Path, digest: str) -> bool:
-    """Whether this file, unchanged since, has been seen to have this checksum."""
+    """Whether this file, unchanged since, has been seen to have this checksum.
+
+    On Linux since the last boot: what was seen need not have reached the disk before a power cut.
+    """
     note = _note(path)
     try:
         return note is not None and note.read_text(encoding="utf-8") == _stamp(path, digest)
@@ -285,4 +288,13 @@ def _note(path: Path) -> Path | None:
 
 def _stamp(path: Path, digest: str) -> str:
     stat = path.stat()
-    return f"{digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    times = f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
+    return f"{digest} {stat.st_size} {times} {stat.st_ino} {_boot()}"
+
+
+def _boot() -> str:
+    """What tells this boot of the machine from the one before; nothing but on Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
