@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny import TASKS, as_bin, family, gpt2, llama, load
 from transformers import AutoConfig, AutoTokenizer
 
+import tvb_mergekit
 from tvb_mergekit import building, cache, engine, store, store_writing, stream, writing
 from tvb_mergekit.building import build_store
 from tvb_mergekit.errors import UserError
@@ -290,6 +291,28 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert record["bytes"] == (folder / name / file_name).stat().st_size
             assert record == writing.file_record(folder / name / file_name)
     check(folder, dense_of(base, models), {"basis": "pca", "num_bases": 2})
+
+
+def test_only_what_replaces_a_store_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, models = raw_family(tmp_path / "in", SIZES)
+    fsync, synced = os.fsync, set()
+
+    def noted(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    folder = tmp_path / "store"
+    tasks = {path.stem: path for path in models}
+    (last, model) = tasks.popitem()
+    tvb_mergekit.build(base, tasks, folder, basis="balanced", num_bases=2)
+    assert not synced
+    tvb_mergekit.add(folder, base, model, last)
+    files = [*folder.glob("basis*/*.safetensors"), folder / "basis.json"]
+    assert len(files) == 3
+    assert {path.stat().st_ino for path in [*files, folder / "basis.safetensors"]} <= synced
 
 
 def raw_family(

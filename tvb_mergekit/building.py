@@ -3,6 +3,9 @@
 The store is written in STORE.partial and renamed when it is whole. What is there after an
 interruption is gone on with by `resume`: the Gram matrix and every tensor that was finished. Of
 several processes (see `ranks`) each reads and writes its share.
+
+Nothing waits for the disk, as nothing is deleted. A file that a power cut left short or altered
+has another checksum than basis.json or, for `resume`, the journal.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tvb_mergekit.engine import sketch_of, sums_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, Sketch, block_budget
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.output import check_disk, check_new_folder, sync
+from tvb_mergekit.output import check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store import Bases, dtype_name, load, note_files
 from tvb_mergekit.store import lock as store_lock
@@ -185,7 +188,6 @@ def _build(
     _warn_of_rounding(facts)
     finish_store(partial, out, facts, tensors_of(basis))
     os.rename(partial, out)
-    sync(out.parent)
     names = [journal.name for journal in journals]
     for name in (STATE, SUMS, MATRIX, *names):  # not before: until then `resume` may need them
         (out / name).unlink(missing_ok=True)

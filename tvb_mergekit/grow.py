@@ -329,11 +329,11 @@ class _Addition:
             old = self.bases.facts["store"]["files"]
             files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
         names = [basis_folder(m) for m in range(len(kept), len(kept) + outputs)]
-        writers = writers_of(work, names, items, self._config_folder())
+        writers = writers_of(work, names, items, self._config_folder(), synced=True)
         self._combine(items, matrix, FoldersSink(writers))
         files |= finish_vectors(writers, self._config_folder(), first=len(kept))
         facts = self._facts(files)
-        finish_store(work, store, facts, self._tensors())
+        finish_store(work, store, facts, self._tensors(), synced=True)
         if self.bases is not None and self.bases.path is not None:
             _keep_others(self.bases, self.bases.path, work)
         return facts

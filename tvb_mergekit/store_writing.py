@@ -54,12 +54,14 @@ def writers_of(
     items: Sequence[Item],
     config: Path | None,
     hashes: Sequence[Sequence[str]] = (),
+    synced: bool = False,
 ) -> list[FolderWriter]:
     """A writer for each vector of a store in `folder`.
 
     Args:
         config: the folder of the base's configuration.
         hashes: of each item that is written already, and there of each vector (`read_journal`).
+        synced: wait until the disk has each file.
     """
     world = ranks.world()
     if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
@@ -73,6 +75,7 @@ def writers_of(
             {"format": "pt", MARKER: name},
             [each[index] for each in hashes],
             world.rank,
+            synced,
         )
         for index, name in enumerate(names)
     ]
@@ -114,19 +117,25 @@ def companions(source: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def finish_store(
-    folder: Path, out: Path, facts: dict[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path,
+    out: Path,
+    facts: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    synced: bool = False,
 ) -> None:
     """Write all of a store but its bases into `folder`, basis.json last.
 
     Args:
         out: where the folder will lie.
+        synced: wait until the disk has them, as it has what such `writers_of` wrote.
     """
     write_tensors(folder, tensors)
     facts["store"]["files"][TENSORS] = file_record(folder / TENSORS)
     facts["store"]["recipes"] = write_recipes(folder, out, facts)
     write_facts(folder, facts)
-    for path in (folder / TENSORS, folder / FACTS, folder):  # the weights are synced already
-        sync(path)
+    if synced:
+        for path in (folder / TENSORS, folder / FACTS, folder):
+            sync(path)
 
 
 def tensors_of(basis: Basis) -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ class FolderWriter:
     metadata: Mapping[str, str]
     hashes: Sequence[str] = ()
     rank: int = 0
-    synced: bool = True
+    synced: bool = False
     written: dict[str, dict[str, object]] = field(default_factory=dict)  # file -> bytes, hash
     _file: BinaryIO | None = None
     _shard: int = -1

@@ -123,8 +123,7 @@ class StreamingExecutor:
         shards = plan_shards(items, writer.max_shard_size or sys.maxsize, world.size)
         world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards], "tensors")
         path = Path(writer.out_path)
-        # A merge can be had again, and mergekit does not wait for the disk either.
-        folder = FolderWriter(path, shards, {"format": "pt"}, rank=world.rank, synced=False)
+        folder = FolderWriter(path, shards, {"format": "pt"}, rank=world.rank)
         merge_items(
             basis,
             run_of(shards, world.rank),

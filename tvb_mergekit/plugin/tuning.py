@@ -253,9 +253,7 @@ class TunedRecipe:
                     starts.append(output.item())
             alone = {name: replace(job, alone=True) for name, job in jobs.items()}
             for kind, items, how in ((START, starts, fixed), (DIRECTION, directions, alone)):
-                writer = FolderWriter(
-                    folder / kind, plan_shards(items), {"format": "pt"}, synced=False
-                )
+                writer = FolderWriter(folder / kind, plan_shards(items), {"format": "pt"})
                 sink = FoldersSink([writer])
                 merge_items(basis, items, how, sink, budget=self.memory, progress=progress)
                 writer.finish()
