@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import scipy.optimize
+import scipy  # whose parts are imported when they are used
 
 from tvb_mergekit.encoders.balanced import completion, spread_encoder
 from tvb_mergekit.encoders.linear import NULL, Array, Gram

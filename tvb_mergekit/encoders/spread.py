@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import scipy.linalg
+import scipy  # whose parts are imported when they are used
 
 from tvb_mergekit.encoders.linear import Array
 
