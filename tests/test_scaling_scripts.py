@@ -47,7 +47,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 
 def test_models_from_few_versions_of_files(
-    tmp_path: Path, module: Callable[[str], ModuleType]
+    tmp_path: Path, module: Callable[[str], ModuleType], capfd: pytest.CaptureFixture[str]
 ) -> None:
     models = module("models")
     models.generate(tmp_path / "a", 9, 1, 0, "float32", versions=2)
@@ -69,6 +69,10 @@ def test_models_from_few_versions_of_files(
     assert config["tie_word_embeddings"]
     with pytest.raises(Exception, match="take more --versions"):
         models.generate(tmp_path / "c", 9, 1, 0, versions=1)
+    with pytest.raises(SystemExit, match="1"):  # in a process of its own
+        models.ensure(tmp_path, 9, 1, versions=1)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "make 1 different models, not 9" in said
 
 
 @pytest.mark.parametrize("form", ["dicts", "matrix"])
@@ -119,14 +123,19 @@ def test_hours_follow_from_the_rates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_comparison_with_the_procedure(tmp_path: Path) -> None:
-    words = "--tasks 3 --bases 2 --megabytes 2 --rounds 1 --warm-up 0 --only ae --memory 250MB"
-    shown = run("authors.py", *words.split(), "--threads", 1, "--work", tmp_path)
+    words = "--tasks 3 --bases 2 --megabytes 2 --rounds 1 --warm-up 0 --memory 250MB --only ae"
+    more = ["--only", "library, ae", "--threads", 1, "--work", tmp_path]
+    shown = run("authors.py", *words.split(), *more)
     result = json.loads((tmp_path / "authors.json").read_text())
-    ours, theirs = (run for run in result["runs"] if run["what"] == "merge")
-    assert ours["distance"] < 1e-3 and ours["output_mb"] == pytest.approx(4, rel=0.1)
-    assert theirs["output_mb"] == pytest.approx(ours["output_mb"], rel=0.01)
-    assert {"gram", "encode", "write"} <= ours["phases"].keys()
+    merges = [run for run in result["runs"] if run["what"] == "merge"]
+    for ours, theirs in (merges[:2], merges[2:]):
+        assert ours["distance"] < 1e-3 and ours["output_mb"] == pytest.approx(4, rel=0.1)
+        assert theirs["output_mb"] == pytest.approx(ours["output_mb"], rel=0.01)
+        assert {"gram", "encode", "write"} <= ours["phases"].keys()
+        assert ours["net_s"] < ours["wall_s"]
+    assert {"ours", "library", "mergekit"} == result["start_up_s"].keys()
     assert "| ae, 250MB | warm | `procedure, dicts` |" in shown
+    assert "| library, ae | warm | `tvb_mergekit.build` |" in shown
     assert shown.strip() == (tmp_path / "authors.md").read_text().strip()
     assert not list(tmp_path.glob("models-*")) and not list(tmp_path.glob("run-*"))
 

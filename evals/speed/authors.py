@@ -1,4 +1,4 @@
-"""`tvb build` against the paper's own procedure, in pairs: see README.md and SCALING.md.
+"""`tvb build`, and the library, against the paper's own procedure: see README.md and SCALING.md.
 
 The procedure is `authors_procedure.py`, plain PyTorch. Both read the same files and write the same
 artifacts, M vectors in float32. With the default encoder they are the same vectors up to rounding,
@@ -26,6 +26,8 @@ PAIRS = {  # our parameters, and how the procedure holds the task vectors
     "ae, matrix": ({"basis": "ae"}, "matrix"),
     "exact": ({"basis": "ae", "solver": "exact"}, "dicts"),
     "balanced": ({"basis": "balanced"}, "dicts"),
+    "library, ae": ({"basis": "ae"}, "dicts"),
+    "library, balanced": ({"basis": "balanced"}, "dicts"),
 }
 
 
@@ -37,17 +39,32 @@ def procedure(bench: Bench, about: Row, form: str, bases: int) -> Row:
     command += map(str, (bench.base, *bench.tasks))
     row = {**about, "what": "merge", "method": f"procedure, {form}", "ours": False}
     row |= bench.measured(command, bench.environment(False), "warm")
-    row["net_s"] = row["wall_s"] - bench.start_up[False]
+    row["net_s"] = row["wall_s"] - bench.start_up["mergekit"]
     row["phases"] = json.loads((bench.run_folder / "log").read_text().splitlines()[-1])
     row["output_mb"] = size_of(out.glob("basis-*.safetensors"))
     return row
 
 
-def pair(bench: Bench, about: Row, name: str, memory: str, bases: int) -> None:
-    """Ours, then the procedure; and that what they wrote is the same where it should be."""
+def by_library(bench: Bench, about: Row, basis: str, bases: int) -> Row:
+    """One run of a script that calls the library."""
+    command = [sys.executable, str(HERE / "library_build.py"), basis, str(bases)]
+    command += map(str, (bench.store, bench.base, *bench.tasks))
+    return bench.built({**about, "method": "tvb_mergekit.build"}, command, "library", "warm")
+
+
+def pair(bench: Bench, about: Row, name: str, memory: str | None, bases: int) -> None:
+    """Ours, then the procedure; and that what they wrote is the same where it should be.
+
+    Args:
+        memory: of `tvb build`; None: a script of the library, which takes its default.
+    """
     parameters, form = PAIRS[name]
-    about = {**about, "pair": f"{name}, {memory}"}
-    ours = bench.build(about, {**parameters, "num_bases": bases}, "float32", memory, "warm")
+    if memory is None:
+        about = {**about, "pair": name}
+        ours = by_library(bench, about, parameters["basis"], bases)
+    else:
+        about = {**about, "pair": f"{name}, {memory}"}
+        ours = bench.build(about, {**parameters, "num_bases": bases}, "float32", memory, "warm")
     theirs = procedure(bench, about, form, bases)
     if abs(ours["output_mb"] - theirs["output_mb"]) > 0.01 * theirs["output_mb"] + 0.1:
         raise click.ClickException(f"{name}: the two wrote vectors of different sizes")
@@ -93,7 +110,10 @@ def main(
     work: Path,
     keep: bool,
 ) -> None:
-    """Time and memory of `tvb build` and of the paper's procedure, in turn, files in the cache."""
+    """Time and memory of ours and of the paper's procedure, in turn, files in the page cache.
+
+    --memory is for `tvb build`: the library's pairs take its default.
+    """
     facts = machine()
     work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -106,15 +126,16 @@ def main(
             bench = Bench(inputs, Path(run), tasks, threads)
             settings["input_bytes"] = bench.input_bytes
             bench.about_to_start = {
-                True: [script("mergekit-yaml"), "--help"],  # imports what `tvb build` does
-                False: [sys.executable, str(HERE / "authors_procedure.py"), "start-up"],
+                "ours": [script("mergekit-yaml"), "--help"],  # imports what `tvb build` does
+                "library": [sys.executable, str(HERE / "library_build.py"), "start-up"],
+                "mergekit": [sys.executable, str(HERE / "authors_procedure.py"), "start-up"],
             }
             for number in range(-warm_up, rounds):
                 about = {"round": number, "counted": number >= 0}
                 tell(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up, not counted")
                 bench.note_start_up(about)
                 for name in only or PAIRS:
-                    for budget in memory:
+                    for budget in [None] if name.startswith("library") else memory:
                         pair(bench, about, name, budget, bases)
                 if number < 0:
                     continue

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -80,10 +79,11 @@ class Bench:
         found = [file for path in (self.base, *self.tasks) for file in path.glob("*.safetensors")]
         self.input_bytes = sum(file.stat().st_size for file in found)
         self.files = [*{file.stat().st_ino: file for file in found}.values()]  # some are links
-        self.about_to_start = {kind: [script("mergekit-yaml"), "--help"] for kind in (True, False)}
+        imports = [script("mergekit-yaml"), "--help"]
+        self.about_to_start = {"ours": imports, "mergekit": imports}
         self.run_folder = run
         self.rows: list[Row] = []
-        self.start_up = {True: 0.0, False: 0.0}  # of ours, of mergekit's: this round's
+        self.start_up = dict.fromkeys(self.about_to_start, 0.0)  # of this round
         # Settings of the caller's shell must not decide: threads least of all.
         dropped = ("TVB_", "OMP_", "MKL_", "OPENBLAS_", "PYTHON")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
@@ -112,11 +112,11 @@ class Bench:
         return {"cache": state, "resident_before": held, **asdict(usage)}
 
     def note_start_up(self, about: Row) -> None:
-        """Both kinds of command up to the end of their imports."""
+        """Each kind of command up to the end of its imports."""
         for kind, command in self.about_to_start.items():
-            row = self.measured(command, self.environment(kind), None)
+            row = self.measured(command, self.environment(kind != "mergekit"), None)
             self.start_up[kind] = row["wall_s"]
-            self.rows.append({**about, "what": "start-up", "ours": kind, **row})
+            self.rows.append({**about, "what": "start-up", "kind": kind, **row})
 
     def read(self, about: Row, state: str) -> None:
         command = [sys.executable, str(HERE / "read.py"), *map(str, self.files)]
@@ -134,7 +134,7 @@ class Bench:
         try:
             row = {**about, "what": "merge", "method": merge.method, "ours": merge.ours}
             row |= self.measured(command, env, state)
-            row["net_s"] = row["wall_s"] - self.start_up[merge.ours]
+            row["net_s"] = row["wall_s"] - self.start_up["ours" if merge.ours else "mergekit"]
             written = [p for p in out.glob("*.safetensors") if p.name != "basis.safetensors"]
             row["output_mb"] = size_of(written)
             if merge.ours:
@@ -149,16 +149,24 @@ class Bench:
 
     def build(self, about: Row, parameters: Row, dtype: str, memory: str, state: str | None) -> Row:
         """`tvb build` of the inputs, which leaves the store in the run's folder."""
-        recipe, out = self.run_folder / "recipe.yml", self.run_folder / "store"
-        shutil.rmtree(out, ignore_errors=True)
+        recipe = self.run_folder / "recipe.yml"
         recipe.write_text(Merge("basis_ta", parameters, {}).recipe(self.base, self.tasks, dtype))
-        command = [script("tvb"), "build", str(recipe), str(out)]
+        command = [script("tvb"), "build", str(recipe), str(self.store)]
         command += ["--dtype", dtype, "--memory", memory, "--quiet"]
-        row = {**about, "what": "merge", "method": "tvb build", "ours": True}
+        return self.built({**about, "method": "tvb build"}, command, "ours", state)
+
+    @property
+    def store(self) -> Path:
+        return self.run_folder / "store"
+
+    def built(self, about: Row, command: Sequence[str], kind: str, state: str | None) -> Row:
+        """What a command that leaves the store has cost; `kind` names its start-up."""
+        shutil.rmtree(self.store, ignore_errors=True)
+        row = {**about, "what": "merge", "ours": True}
         row |= self.measured(command, self.environment(True), state)
-        facts = json.loads((out / "basis.json").read_text())
-        row["net_s"] = row["wall_s"] - self.start_up[True]
-        row["output_mb"] = size_of(out.glob("basis-*/*.safetensors"))
+        facts = json.loads((self.store / "basis.json").read_text())
+        row["net_s"] = row["wall_s"] - self.start_up[kind]
+        row["output_mb"] = size_of(self.store.glob("basis-*/*.safetensors"))
         row |= {"phases": facts["seconds"], "num_parameters": facts["num_parameters"]}
         return row
 
@@ -338,7 +346,7 @@ def main(
         click.echo((work / "results.md").read_text())
         doubts(bench.rows)
         tell(f"Written to {work / 'results.json'}")
-    except (measure.CommandFailed, subprocess.CalledProcessError) as error:
+    except measure.CommandFailed as error:
         raise click.ClickException(str(error)) from error
     finally:
         if not keep and not found:

@@ -53,7 +53,8 @@ def ensure(work: Path, tasks: int, megabytes: int, seed: int = 0, **more: Any) -
             if value is not None:
                 words += [f"--{name}", *(value if name == "shape" else [value])]
         command = [sys.executable, __file__, folder, *words]
-        subprocess.run([str(word) for word in command], check=True)
+        if subprocess.run([str(word) for word in command]).returncode:
+            raise SystemExit(1)  # it has said why
     return folder
 
 
@@ -205,7 +206,8 @@ def combinations(tasks: int, versions: int, files: int, seed: int) -> list[tuple
     """Which version each file of each model is: no two models alike."""
     if versions**files < tasks:
         raise click.ClickException(
-            f"{versions} versions of {files} files make no {tasks} models: take more --versions"
+            f"{versions} versions of each of {files} files make {versions**files} different "
+            f"models, not {tasks}: take more --versions"
         )
     drawn = Random(seed)
     made: dict[tuple[int, ...], None] = {}

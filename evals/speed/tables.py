@@ -64,11 +64,10 @@ def summarize(rows: Sequence[Row]) -> Row:
             entry["read_gb_per_s"] = spread(y for _, y in speeds)
             entry["ratio"] = spread(x / y for x, y in speeds)
             gram.append(entry)
+    starts = [row for row in counted if row["what"] == "start-up"]
     start_up = {
-        key: spread(
-            row["wall_s"] for row in counted if row["what"] == "start-up" and row["ours"] == kind
-        )
-        for key, kind in (("ours", True), ("mergekit", False))
+        kind: spread(row["wall_s"] for row in starts if row["kind"] == kind)
+        for kind in dict.fromkeys(row["kind"] for row in starts)
     }
     return {"start_up_s": start_up, "medians": medians, "ratios": ratios, "gram": gram}
 
@@ -90,11 +89,12 @@ def render(summary: Row, settings: Row) -> str:
     gigabytes = settings["input_bytes"] / 1e9
     rounds = summary["ratios"][0]["rounds"]
     start_up, theirs = summary["start_up_s"], settings.get("theirs", "mergekit's")
+    library = f"the library's {between(start_up['library'])} s, " if "library" in start_up else ""
     parts = [
         f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in "
         f"{settings.get('dtype', 'bf16')}. Medians of {rounds} "
         f"rounds. Start-up (imports only), taken off for `net`: ours {between(start_up['ours'])} "
-        f"s, {theirs} {between(start_up['mergekit'])} s. RssAnon is polled every "
+        f"s, {library}{theirs} {between(start_up['mergekit'])} s. RssAnon is polled every "
         f"{1000 * measure.POLL:.0f} ms.\n"
     ]
     heads = [title for title, _ in QUANTITIES.values()]
