@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from commands import recipe, tvb, write
-
-SPEED = Path(__file__).resolve().parent.parent / "evals" / "speed"
+from speed_modules import module, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
 
 
-def run(script: str, *words: str | Path | float) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SPEED / script), *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import one of the benchmark's modules, under a name that no other package has."""
-
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"speed_{name}", SPEED / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, loaded)
-        spec.loader.exec_module(loaded)
-        return loaded
-
-    return load
-
-
 def test_models_from_few_versions_of_files(
-    tmp_path: Path, module: Callable[[str], ModuleType], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     models = module("models")
     models.generate(tmp_path / "a", 9, 1, 0, "float32", versions=2)
@@ -79,7 +47,6 @@ def test_models_from_few_versions_of_files(
 def test_the_procedure_and_build_give_one_result(
     form: str,
     tmp_path: Path,
-    module: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-SPEED = Path(__file__).resolve().parent.parent / "evals" / "speed"
+from speed_modules import module, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmark needs Linux")
 
 
-def compare(*args: str | Path) -> str:
-    command = [sys.executable, str(SPEED / "compare.py"), *map(str, args)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import one of the benchmark's modules, under a name that no other package has."""
-
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"speed_{name}", SPEED / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, loaded)
-        spec.loader.exec_module(loaded)
-        return loaded
-
-    return load
-
-
-def test_models_come_from_the_seed_and_are_written_once(
-    tmp_path: Path, module: Callable[[str], ModuleType]
-) -> None:
+def test_models_come_from_the_seed_and_are_written_once(tmp_path: Path) -> None:
     models = module("models")
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         models.generate(tmp_path / folder, 2, 2, seed)
@@ -64,16 +33,14 @@ def test_models_come_from_the_seed_and_are_written_once(
 
 
 @pytest.mark.parametrize("megabytes", [2, 10, 100, 500, 8000])
-def test_models_have_the_size_asked_for(
-    megabytes: int, module: Callable[[str], ModuleType]
-) -> None:
+def test_models_have_the_size_asked_for(megabytes: int) -> None:
     models = module("models")
     shapes = dict(models.shapes(*models.architecture(megabytes)))
     size = sum(2 * math.prod(shape) for shape in shapes.values()) / 1e6
     assert size == pytest.approx(megabytes, rel=0.05)
 
 
-def test_what_a_child_costs(tmp_path: Path, module: Callable[[str], ModuleType]) -> None:
+def test_what_a_child_costs(tmp_path: Path) -> None:
     measure = module("measure")
     size = 40 * 10**6
     work = f"import time; a = b'1' * {size}; time.sleep(0.2); print(sum(range(10**6)))"
@@ -87,9 +54,7 @@ def test_what_a_child_costs(tmp_path: Path, module: Callable[[str], ModuleType])
         measure.run(command, {}, tmp_path / "log")
 
 
-def test_files_leave_and_enter_the_page_cache(
-    tmp_path: Path, module: Callable[[str], ModuleType]
-) -> None:
+def test_files_leave_and_enter_the_page_cache(tmp_path: Path) -> None:
     measure = module("measure")
     file = tmp_path / "file"
     file.write_bytes(os.urandom(10**6))
@@ -107,13 +72,13 @@ def test_files_leave_and_enter_the_page_cache(
 
 
 def test_help_has_an_example() -> None:
-    assert "Example: python evals/speed/compare.py" in compare("--help")
+    assert "Example: python evals/speed/compare.py" in run("compare.py", "--help")
 
 
 @pytest.mark.slow
 def test_a_whole_comparison(tmp_path: Path) -> None:
     options = "--tasks 2 --megabytes 2 --rounds 1 --warm-up 0 --threads 1 --only addition --keep"
-    shown = compare(*options.split(), "--work", tmp_path)
+    shown = run("compare.py", *options.split(), "--work", tmp_path)
     result = json.loads((tmp_path / "results.json").read_text())
 
     assert result["format_version"] == 1
@@ -126,27 +91,27 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert {"cpu", "kernel", "python", "date"} <= machine.keys()
 
     states = ["warm", "cold"]
-    kinds = [(run["what"], run["cache"], run.get("method")) for run in result["runs"]]
+    kinds = [(child["what"], child["cache"], child.get("method")) for child in result["runs"]]
     expected = [("start-up", None, None)] * 2
     for state in states:
         expected.append(("read", state, None))
         expected += [("merge", state, method) for method in ("basis_ta", "task_arithmetic")]
     assert kinds == expected
-    for run in result["runs"]:
-        assert run["counted"]
-        assert run["wall_s"] > 0
-        assert run["cpu_s"] > 0
-        assert run["peak_rss_mb"] > 10
-        assert run["peak_rss_anon_mb"] > 5
-        assert run["read_mb"] >= 0
-        if run["cache"] == "warm":
-            assert run["resident_before"] == 1
-        if run["cache"] == "cold" and run["resident_before"] == 0:
-            assert run["read_mb"] > 0.9 * result["settings"]["input_bytes"] / 1e6
-    ours = [run for run in result["runs"] if run.get("method") == "basis_ta"]
-    for run in ours:
-        assert {"gram", "encode", "merge"} <= run["phases"].keys()
-        assert run["gram_cached"] is False
+    for child in result["runs"]:
+        assert child["counted"]
+        assert child["wall_s"] > 0
+        assert child["cpu_s"] > 0
+        assert child["peak_rss_mb"] > 10
+        assert child["peak_rss_anon_mb"] > 5
+        assert child["read_mb"] >= 0
+        if child["cache"] == "warm":
+            assert child["resident_before"] == 1
+        if child["cache"] == "cold" and child["resident_before"] == 0:
+            assert child["read_mb"] > 0.9 * result["settings"]["input_bytes"] / 1e6
+    ours = [child for child in result["runs"] if child.get("method") == "basis_ta"]
+    for child in ours:
+        assert {"gram", "encode", "merge"} <= child["phases"].keys()
+        assert child["gram_cached"] is False
 
     assert [(row["pair"], row["cache"]) for row in result["ratios"]] == [
         ("addition", state) for state in states

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import measure
 import models
-from compare import HERE, Bench, doubts, machine, save, script, size_of, tell
+from compare import HERE, Bench, doubts, machine, prepared, save, script, shared, size_of, tell
 from tables import Row, render, summarize
 
 SAME = 1e-3  # ||a - b|| / ||b|| of a vector: 4000 steps in float32 enlarge the Gram's rounding
@@ -95,9 +95,7 @@ def pair(bench: Bench, about: Row, name: str, memory: str | None, bases: int) ->
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default.")
-@click.option("--work", default="speed-work", show_default=True, type=click.Path(path_type=Path))
-@click.option("--keep", is_flag=True, help="Keep the generated models for the next time.")
+@shared
 def main(
     only: tuple[str, ...],
     memory: tuple[str, ...],
@@ -115,9 +113,7 @@ def main(
     --memory is for `tvb build`: the library's pairs take its default.
     """
     facts = machine()
-    work = work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
+    work = prepared(work)
     inputs = models.ensure(work, tasks, megabytes, dtype="float32")
     settings: Row = {"tasks": tasks, "bases": bases, "megabytes": megabytes, "threads": threads}
     settings |= {"dtype": "float32", "theirs": "the procedure's", "rounds": rounds}

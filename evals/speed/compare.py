@@ -70,6 +70,34 @@ PAIRS = {
 }
 
 
+OPTIONS = (
+    click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default."),
+    click.option(
+        "--work",
+        type=click.Path(path_type=Path),
+        default="speed-work",
+        show_default=True,
+        help="Folder for models, outputs and results.",
+    ),
+    click.option("--keep", is_flag=True, help="Keep the generated models for the next time."),
+)
+
+
+def shared(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every benchmark that uses `Bench`."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def prepared(work: Path) -> Path:
+    """The folder of --work, made, and never to be committed."""
+    work = work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    return work
+
+
 class Bench:
     """The inputs, the environment of the children, and the rows measured so far."""
 
@@ -271,15 +299,7 @@ def run_rounds(
     help="Size of each model, about.",
 )
 @click.option("--seed", default=0, show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default.")
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path),
-    default="speed-work",
-    show_default=True,
-    help="Folder for models, outputs and results.json.",
-)
-@click.option("--keep", is_flag=True, help="Keep the generated models for the next time.")
+@shared
 def main(
     only: tuple[str, ...],
     cache: str,
@@ -301,9 +321,7 @@ def main(
         tell(
             f"warning: other work is running (load {facts['load_before']:.1f}); times will mislead"
         )
-    work = work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
+    work = prepared(work)
     inputs = work / models.folder_name(tasks, megabytes, seed)
     found = models.whole(inputs)
     if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:

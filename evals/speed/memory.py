@@ -17,7 +17,7 @@ from typing import Any
 import click
 import measure
 import models
-from compare import Bench, machine, save, tell
+from compare import Bench, machine, prepared, save, shared, tell
 from tables import Row, table
 
 KEY = ("models", "memory", "bases", "threads", "tasks")  # of a group of rounds; one of runs: round
@@ -95,9 +95,7 @@ def laws(rows: list[Row]) -> str:
 @click.option("--versions", default=3, show_default=True, help="Of each file of a model.")
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--cache", type=click.Choice(["warm", "cold"]), default="warm", show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default.")
-@click.option("--work", default="speed-work", show_default=True, type=click.Path(path_type=Path))
-@click.option("--keep", is_flag=True, help="Keep the generated models for the next time.")
+@shared
 def main(
     tasks: tuple[int, ...],
     memory: tuple[str, ...],
@@ -113,9 +111,7 @@ def main(
     keep: bool,
 ) -> None:
     """Build stores of T models, and print time and memory over T, and the law of growth."""
-    work = work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
+    work = prepared(work)
     path = work / "memory.json"
     rows: list[Row] = json.loads(path.read_text())["runs"] if path.exists() else []
     spec: Row = {"dtype": dtype, "versions": versions, "shape": shape}
