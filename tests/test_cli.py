@@ -84,7 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of `models`, and the current folder."""
-    folder = tmp_path / "work"
+    folder = tmp_path / "here"
     shutil.copytree(models, folder, ignore=shutil.ignore_patterns(".*"))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -506,13 +506,13 @@ def test_a_narrow_terminal_without_colours(here: Path, monkeypatch: pytest.Monke
 def test_from_another_folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    (tmp_path / "other/link").symlink_to("../work/store")
-    (tmp_path / "other/base-link").symlink_to("../work/base")
-    run("inspect", "../work/store")
-    run("check", "../work/store/recipes/add.yml")
+    (tmp_path / "other/link").symlink_to("../here/store")
+    (tmp_path / "other/base-link").symlink_to("../here/base")
+    run("inspect", "../here/store")
+    run("check", "../here/store/recipes/add.yml")
     for words in (
-        ["export", "../work/store", "out", "--task", "math"],
-        ["add", "../work/store", "../work/new-model", "--task", "new"],
+        ["export", "../here/store", "out", "--task", "math"],
+        ["add", "../here/store", "../here/new-model", "--task", "new"],
     ):
         run(*words, "--quiet")  # the store knows where its base was
     run("check", "link")
