@@ -21,8 +21,11 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import family
+
+from tvb_mergekit.refusals import MergeRefused, refusing
 
 DRIVER = """
 import contextlib, ctypes, errno, importlib, json, os, pkgutil, resource, shutil, signal, sys
@@ -345,3 +348,10 @@ def test_console_script_refuses(tmp_path: Path, tiny_models: Path) -> None:
     outcome = console_script(Outcome(0, "", "", tmp_path / "work", {}), "out")
     assert (outcome.code, outcome.stdout) == (1, "")
     check_refused(outcome, case)
+
+
+def test_a_file_that_cannot_be_read_is_no_full_disk() -> None:
+    error = SafetensorError("Error while deserializing header: incomplete metadata")
+    with pytest.raises(MergeRefused, match="deserializing header") as raised, refusing():
+        raise error
+    assert "free some disk" not in str(raised.value)

@@ -66,7 +66,7 @@ def _of_the_network(error: BaseException) -> bool:
 
 def _of_the_machine(error: BaseException, out: str) -> str:
     text = _one_line(error)
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "serializing" in text:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "while serializing" in text:
         if os.path.isdir(f"{out}.partial"):
             return (
                 f"cannot write {out}: {text}; {out}.partial keeps what was finished: free some "
