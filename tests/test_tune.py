@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -638,6 +639,11 @@ def test_shares_of_the_specialists(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------- mistakes
 
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in quick("ties").items() if name != key}
+
+
 BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "an unknown task": (quick(), ["--tasks", "quickstart_cpoy"],
                         "lm-eval knows no task quickstart_cpoy; did you mean quickstart_copy"),
@@ -651,6 +657,12 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "no point": (quick(), ["--grid", "1:0:0.5"], "holds no point"),
     "no such lambda": (quick("slerp", t=0.5), [], "slerp has no coefficient `lambda` to tune"),
     "no such method": (quick("basis_tia"), [], "`merge_method` is 'basis_tia'"),
+    "no method": (without("merge_method"), [], "`merge_method` is None"),
+    "no base of mergekit's": (without("base_model"), [], "`base_model` is missing"),
+    "a missing base of mergekit's": (quick("ties") | {"base_model": "./nowhere"}, [],
+                                     "model ./nowhere: no such folder"),
+    "a missing base by name": (quick("ties") | {"base_model": "nowhere"}, [],
+                               "model nowhere: no such folder"),
     "a negative alpha": (quick("basis_negate", forget="sum", alpha=1.0),
                          ["--control", "quickstart_max", "--grid", "-1:1:1"], "`alpha` is -1.0"),
     "no control": (quick("basis_negate", forget="sum", alpha=1.0), [], "needs --control TASK"),
@@ -693,6 +705,15 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path) -> None:
     message = refused(*words(path, tmp_path / "out", "--limit", 2, *more))
     assert said in message
     assert not (tmp_path / "out" / "tune.json").exists()
+
+
+def test_a_truncated_model_of_a_method_of_mergekit_s(tmp_path: Path) -> None:
+    document = quick("ties")
+    cut = shutil.copytree(document["models"][7]["model"], tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 400_000)
+    document["models"][7]["model"] = str(cut)
+    said = refused(*words(write(tmp_path, document), tmp_path / "out"))
+    assert f"{cut}/model.safetensors: truncated or damaged" in said
 
 
 def test_folders_that_are_in_use(tmp_path: Path, small: Path) -> None:

@@ -21,52 +21,63 @@ from tvb_mergekit.plugin.reading import Recipe
 
 
 def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
-    """Open what lies on this disk, before anything else is downloaded or planned.
+    """`check_model` of each model of a recipe, before anything else is downloaded or planned."""
+    for model in (recipe.base, *recipe.models):
+        weights = recipe.store is None or model == recipe.base  # a store's bases may be adapters
+        check_model(model, recipe.base, options, weights)
+
+
+def check_model(
+    model: ModelReference, base: ModelReference, options: MergeOptions, weights: bool = True
+) -> None:
+    """Open what lies of a model on this disk; a name is looked up on the Hub.
+
+    Args:
+        weights: whether its weight files are opened too.
 
     Raises:
         UserError: a folder, its configuration or its weights are missing or damaged.
     """
-    for model in (recipe.base, *recipe.models):
-        path = model.model.path
-        if model.lora is not None:
-            _check_adapter(model, options.lora_merge_cache)
-        if os.path.isdir(path):
-            if not os.path.isfile(os.path.join(path, "config.json")):
-                found = ", ".join(weight_files(path)) or "no weight file"
-                adapter = os.path.isfile(os.path.join(path, "adapter_config.json"))
-                hint = "; an adapter is listed as BASE+ADAPTER" if adapter else ""
-                raise UserError(
-                    f"model {path}: no config.json in this folder (found {found}); expected a "
-                    f"Hugging Face model folder{hint}"
-                )
-            if not options.allow_crimes:
-                _check_architecture(path, recipe.base.model.path)
-            if scheme := _config(path).get("quantization_config"):
-                kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-                raise UserError(
-                    f"model {path} is stored quantized ({kind}): its tensors are codes, not "
-                    "weights; take an unquantized checkpoint (an adapter goes as BASE+ADAPTER)"
-                )
-            try:
-                model.config(trust_remote_code=options.trust_remote_code)
-            except (ValueError, KeyError, OSError) as error:
-                reason = str(error).split(". ")[0].splitlines()[0]
-                raise UserError(
-                    f"model {path}: transformers cannot read its config.json: {reason}"
-                ) from error
-            if recipe.store is None or model == recipe.base:  # a store's bases may be adapters
-                Checkpoint.open(path)
-        elif os.path.isfile(path):
+    path = model.model.path
+    if model.lora is not None:
+        _check_adapter(model, options.lora_merge_cache)
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            found = ", ".join(weight_files(path)) or "no weight file"
+            adapter = os.path.isfile(os.path.join(path, "adapter_config.json"))
+            hint = "; an adapter is listed as BASE+ADAPTER" if adapter else ""
             raise UserError(
-                f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
+                f"model {path}: no config.json in this folder (found {found}); expected a "
+                f"Hugging Face model folder{hint}"
             )
-        elif not may_be_on_the_hub(path):
-            hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
-            raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
-        elif _offline():
-            _check_hub_cache(path)
-        else:
-            _check_hub(model, options.trust_remote_code)
+        if not options.allow_crimes:
+            _check_architecture(path, base.model.path)
+        if scheme := _config(path).get("quantization_config"):
+            kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+            raise UserError(
+                f"model {path} is stored quantized ({kind}): its tensors are codes, not "
+                "weights; take an unquantized checkpoint (an adapter goes as BASE+ADAPTER)"
+            )
+        try:
+            model.config(trust_remote_code=options.trust_remote_code)
+        except (ValueError, KeyError, OSError) as error:
+            reason = str(error).split(". ")[0].splitlines()[0]
+            raise UserError(
+                f"model {path}: transformers cannot read its config.json: {reason}"
+            ) from error
+        if weights:
+            Checkpoint.open(path)
+    elif os.path.isfile(path):
+        raise UserError(
+            f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
+        )
+    elif not may_be_on_the_hub(path):
+        hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
+        raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
+    elif _offline():
+        _check_hub_cache(path)
+    else:
+        _check_hub(model, options.trust_remote_code)
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:

@@ -73,11 +73,11 @@ class Document:
     varying: dict[str, Any] = field(default_factory=dict)
 
 
-def read_document(path: str | os.PathLike[str]) -> Document:
-    """The recipe in a file.
+def load_document(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The one recipe in a file, of any method, as plain objects.
 
     Raises:
-        UserError: no recipe of ours, several documents, or a mistake in it.
+        UserError: no such file, no YAML, several documents, or no mapping.
     """
     try:
         documents = load_documents(str(path))
@@ -85,7 +85,16 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         raise UserError(f"{path}: {error.strerror}") from error
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise UserError(f"{path}: expected one recipe, a mapping with `merge_method`")
-    document = documents[0]
+    return documents[0]
+
+
+def read_document(path: str | os.PathLike[str]) -> Document:
+    """The recipe in a file.
+
+    Raises:
+        UserError: no recipe of ours, several documents, or a mistake in it.
+    """
+    document = load_document(path)
     method = document.get("merge_method")
     if method not in METHODS:
         raise UserError(

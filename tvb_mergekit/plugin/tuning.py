@@ -36,9 +36,11 @@ from tvb_mergekit.checkpoints import Checkpoint, weight_files
 from tvb_mergekit.engine import Job, Tunables, merge_items
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.layout import MEMORY
+from tvb_mergekit.plugin.files import check_model, check_tokenizer_source
 from tvb_mergekit.plugin.inputs import (
     Options,
     from_mapping,
+    load_document,
     plan_only,
     planned,
     stock_tasks,
@@ -46,7 +48,6 @@ from tvb_mergekit.plugin.inputs import (
 from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan
 from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys
-from tvb_mergekit.plugin.running import load_documents
 from tvb_mergekit.plugin.streaming import streaming
 from tvb_mergekit.plugin.tasks import MergeTensor
 from tvb_mergekit.progress import Progress, silent
@@ -170,7 +171,11 @@ class TunedRecipe:
         if self.recipe is not None:
             return plan_only(self._read(self._any), self.options).output_bytes
         config = self._read(self._any)
+        base = config.base_model
         with refusing(planning=lambda: True), fresh_loaders():
+            for model in sorted(config.referenced_models(), key=lambda m: (m != base, str(m))):
+                check_model(model, base, self.options.mergekit)
+            check_tokenizer_source(config)
             stock_tasks(copy.deepcopy(config), self.options)
         return max(_open(model, self.options).nbytes for model in config.referenced_models())
 
@@ -312,14 +317,8 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
         if not is_store(path):
             raise UserError(f"{path}: a folder, and no store; name a recipe, or a store")
         path = str(Path(path) / "recipes" / "add.yml")
-    try:
-        documents = load_documents(path)
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        raise UserError(f"{path}: expected one recipe, a mapping with `merge_method`")
-    document = documents[0]
+    document = load_document(path)
+    text = Path(path).read_text(encoding="utf-8-sig")
     method = document.get("merge_method")
     recipe = None
     linear = True
@@ -343,9 +342,9 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
     """Whether one of mergekit's own methods is linear in lambda.
 
     Raises:
-        UserError: it has no lambda.
+        UserError: it has no lambda, or no base.
     """
-    name = str(document.get("merge_method"))
+    name = document.get("merge_method")
     known = {method.spec.name: method for method in merge_methods.registered_methods()}
     if name not in known:
         raise UserError(
@@ -359,7 +358,11 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
         )
     with refusing(planning=lambda: True):
         check_unknown_keys(document, MergeConfiguration)
-        MergeConfiguration.model_validate(document)
+        config = MergeConfiguration.model_validate(document)
+    if config.base_model is None:
+        raise UserError(
+            f"`base_model` is missing: {name} needs the model that all others are fine-tuned from"
+        )
     return (
         isinstance(method, GeneralizedTaskArithmeticMerge)
         and method.sparsification_method not in RANDOM
