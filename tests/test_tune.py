@@ -190,9 +190,35 @@ def test_merged_with_what_was_found(tmp_path: Path) -> None:
     tuned = yaml.safe_load((tmp_path / "out" / "tuned.yml").read_text())
     want = merge(tuned, tmp_path / "want")
     made = Result(tmp_path / "model")
+    assert "Merged into" in said.stdout
     assert made.tensors.keys() == want.tensors.keys()
     assert all(torch.equal(made.tensors[n], want.tensors[n]) for n in want.tensors)
     assert made.facts["method"] == "basis_ta"
+
+
+def test_the_same_command_after_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table again, and the merged model as it is; it is never taken for another result's."""
+    path, out, model = write(tmp_path, quick()), tmp_path / "out", tmp_path / "model"
+
+    def command(*grid: float) -> list[object]:
+        numbers = ",".join(map(str, grid))
+        return words(path, out, "--limit", 4, "--grid", numbers, "--write", model)
+
+    first = tvb(*command(0.3))
+    before = (model / "model.safetensors").stat()
+    calls = counted(monkeypatch)
+    again = tvb(*command(0.3))
+    table = first.stdout.partition("Written to")[0]
+    assert table in again.stdout and f"{model} holds this model already" in again.stdout
+    assert calls == [] and (model / "model.safetensors").stat() == before
+    tvb(*command(2, 0.3))  # a search that goes on, with the same end
+    said = tvb(*command(2), code=1)
+    assert f"--write {model} holds the model of lambda 0.3" in said.stderr
+    assert facts(out)["best"]["lambda"] == 2 and (model / "model.safetensors").stat() == before
+    shutil.rmtree(model)
+    assert "Merged into" in tvb(*command(2)).stdout
+    os.utime(model / "model.safetensors", (0, 0))  # whatever it is now
+    assert "already holds weight files" in refused(*command(2))
 
 
 def test_what_was_found_is_kept_if_it_cannot_be_merged(
@@ -687,6 +713,8 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "half an item": (quick(), ["--limit", 2.5], "--limit is 2.5"),
     "weights without a store": (quick(), ["--per-basis", 5], "--per-basis needs a recipe over"),
     "golden with one end": (quick(), ["--search", "golden", "--grid", "0.4"], "with two ends"),
+    "a batch of less than nothing": (quick(), ["--batch-size", "-3"], "--batch-size is -3"),
+    "a batch of words": (quick(), ["--batch-size", "auto:x"], "--batch-size is auto:x"),
     "no tolerance": (quick(), ["--search", "golden", "--tolerance", "nan"], "--tolerance is nan"),
     "early and golden": (quick(), ["--search", "golden", "--early-stop"], "goes with --search"),
     "energy": (quick(num_bases=None, energy=0.9), ["--subsample"], "needs M, which `energy`"),

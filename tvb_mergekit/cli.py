@@ -805,8 +805,9 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     dare and della, which draw at random, are merged point by point.
 
     DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. The same command goes on
-    after an interruption. Test items are not used: a task is scored on its validation split. Of one
-    without, a seeded part is, and test_samples.json names the rest, for `lm_eval --samples`.
+    after an interruption, and shows the same again after its end. Test items are not used: a task
+    is scored on its validation split. Of one without, a seeded part is, and test_samples.json names
+    the rest, for `lm_eval --samples`.
 
     Memory: the loaded model, and --memory while models are merged (mergekit's own methods take what
     mergekit takes). Disk, below DIR and deleted at the end: up to five times the merged model, for
@@ -821,7 +822,7 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     from rich.console import Console
 
     from tvb_mergekit.tuning.report import print_table, write
-    from tvb_mergekit.tuning.running import Request
+    from tvb_mergekit.tuning.running import Request, merge
     from tvb_mergekit.tuning.running import tune as search
 
     options = _model_options(values)
@@ -843,8 +844,7 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
         click.echo(line, err=True)
     click.echo(f"Written to {out}")
     if request.write is not None:
-        found.recipe.write(found.best.point, request.write, request.quiet)
-        click.echo(f"Merged into {request.write}")
+        click.echo(merge(found))
 
 
 def _json(text: str | None) -> dict[str, Any]:

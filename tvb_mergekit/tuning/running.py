@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +16,11 @@ from typing import Any, Literal
 import tqdm
 
 from tvb_mergekit import __version__
+from tvb_mergekit.checkpoints import weight_files
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.layout import MEMORY
 from tvb_mergekit.output import check_disk, check_output_folder
+from tvb_mergekit.plots import write_file
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.tuning import TunedRecipe, read_tuned
 from tvb_mergekit.scoring.results import read_results
@@ -31,6 +35,8 @@ from tvb_mergekit.tuning.record import POINTS, Record
 LOG = logging.getLogger(__name__)
 DISK = 5  # merged models of 16 bits: the first, and start and direction in float32
 WORK = ".work"  # below OUT: the merged model that is loaded, and the line
+WRITTEN = "written.json"  # below OUT: what --write's folder was given
+BATCH = re.compile(r"[1-9][0-9]*|auto(:[1-9][0-9]*)?")  # what lm-eval takes
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,46 @@ def tune(request: Request) -> Tuned:
     return Tuned(request, recipe, goal, control, choice, chosen, rows, notes, facts)
 
 
+def merge(tuned: Tuned) -> str:
+    """Write the merged model of what was found into --write's folder, unless the same command did
+    so before; a line about it.
+
+    Raises:
+        UserError: the folder holds the model of an earlier result; whatever stops the merge.
+    """
+    request, point, key = tuned.request, tuned.best.point, tuned.recipe.key
+    assert request.write is not None
+    held = _written(request.out, request.write)
+    if held == point:
+        return f"{request.write} holds this model already"
+    if held is not None:
+        raise UserError(
+            f"--write {request.write} holds the model of {key} {held}, found before; delete it or "
+            f"name another folder: the same command then merges {key} {point} at once"
+        )
+    tuned.recipe.write(point, request.write, request.quiet)
+    facts = {"point": point.value, "weights": list(point.weights), **_stamps(request.write)}
+    write_file(request.out / WRITTEN, (json.dumps(facts) + "\n").encode())
+    return f"Merged into {request.write}"
+
+
+def _written(out: Path, folder: str) -> Point | None:
+    """The point whose model this tuning wrote into a folder, where the files are still those."""
+    try:
+        facts = json.loads((out / WRITTEN).read_text(encoding="utf-8"))
+        point = Point(facts.pop("point"), tuple(facts.pop("weights")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return point if facts == _stamps(folder) else None
+
+
+def _stamps(folder: str) -> dict[str, Any]:
+    """What tells the weight files of a folder from others."""
+    stats = {name: (Path(folder) / name).stat() for name in weight_files(folder)}
+    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    return {"folder": os.path.realpath(folder), "files": files}
+
+
 def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> None:
     """All that can be wrong without lm-eval's or the models' help."""
     if recipe.key == "alpha":
@@ -170,6 +216,10 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
     limit = request.limit
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
         raise UserError(f"--limit is {limit:g}: a number of items, or a share below 1")
+    if not BATCH.fullmatch(request.batch_size):
+        raise UserError(
+            f"--batch-size is {request.batch_size}: expected a positive number, auto or auto:N"
+        )
     if request.search == "golden" and len(points) < 2:
         raise UserError("--search golden needs a --grid with two ends")
     if request.tolerance is not None and request.search != "golden":
@@ -190,7 +240,8 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
     if request.write is not None:
         if Path(request.write).resolve() in (out.resolve(), *out.resolve().parents):
             raise UserError(f"--write {request.write}: --out {out} lies there; name another folder")
-        check_output_folder(request.write)
+        if _written(out, request.write) is None:
+            check_output_folder(request.write)
 
 
 def _objectives(request: Request, choice: Choice) -> tuple[Objective, Objective | None]:
