@@ -369,7 +369,7 @@ def test_options_of_export(here: Path) -> None:
         assert f"basis {index}: store has the bases 0 to 1" in refused(*words, "--basis", index)
     assert "not a valid integer" in misused(*words, "--basis", "x")
     assert "did you mean 'math'?" in refused(*words, "--task", "mth")
-    assert "no task '' in store" in refused(*words, "--task", "")
+    assert "no task '' in store. Tasks: math, code, safety" in refused(*words, "--task", "")
     assert "'float64' is not one of" in misused(*words, "--task", "math", "--dtype", "float64")
     assert "the weights of math are others" in refused(*words, "--task", "math", "--base", "math")
     for base in ("nope", "./nope", "some/body"):

@@ -214,9 +214,9 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
             raise UserError(f"`forget` is {text!r}: {name!r} is there twice")
         if name not in tasks:
             guess = nearest(name, tasks)
-            hint = f"did you mean {guess!r}? " if guess else ""
+            hint = f": did you mean {guess!r}?" if guess else "."
             listed = ", ".join(tasks)
-            raise UserError(f"`forget` names the unknown task {name!r}: {hint}Tasks: {listed}")
+            raise UserError(f"`forget` names the unknown task {name!r}{hint} Tasks: {listed}")
     return names
 
 

@@ -174,9 +174,9 @@ class Bases:
         if task in self.tasks:
             return self.tasks.index(task)
         guess = nearest(task, self.tasks)
-        hint = f"did you mean {guess!r}? " if guess else ""
+        hint = f": did you mean {guess!r}?" if guess else "."
         where = self.path or "these bases"
-        raise UserError(f"no task {task!r} in {where}: {hint}Tasks: {', '.join(self.tasks)}")
+        raise UserError(f"no task {task!r} in {where}{hint} Tasks: {', '.join(self.tasks)}")
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[M (+ 1 for the mean), len(tasks)]: each tau_hat over the bases (and the mean)."""
