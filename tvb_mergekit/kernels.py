@@ -60,21 +60,19 @@ class Gram:
 
     def __call__(self, inputs: Inputs, numel: int, chunk: int) -> ChunkSums:
         """The sums of `numel` columns in chunks of `chunk`."""
-        starts = range(0, numel, chunk)
-        sums = np.zeros((len(starts), self._padded, self._padded))
-        norms = np.zeros(len(starts))
-        for number, start in enumerate(starts):
-            stop = min(start + chunk, numel)
-            norms[number] = self._gram(
-                inputs.addresses,
-                inputs.kinds,
-                self._deltas,
-                start,
-                stop,
-                FUSED,
-                self._rows,
-                sums[number],
-            )
+        count = -(-numel // chunk)
+        sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
+        self._gram(
+            inputs.addresses,
+            inputs.kinds,
+            self._deltas,
+            numel,
+            chunk,
+            FUSED,
+            self._rows,
+            sums,
+            norms,
+        )
         upper = np.triu(sums[:, : self._tasks, : self._tasks])
         whole = upper + np.triu(upper, 1).transpose(0, 2, 1)
         return ChunkSums(torch.from_numpy(whole), torch.from_numpy(norms))

@@ -231,26 +231,27 @@ def gram(
     addresses: Any,
     kinds: Any,
     deltas: int,
-    start: int,
-    stop: int,
+    numel: int,
+    chunk: int,
     columns: int,
     rows: Any,
     sums: Any,
-) -> float:
-    """sums [padded T, padded T] += T^T T over the columns `start` to `stop`, in float64 of float32
-    sums over `columns`, above the diagonal; returns ||theta_0||^2."""
-    norm = 0.0
-    for at in range(start, stop, columns):
-        count = min(columns, stop - at)
-        _read(addresses, kinds, deltas, at, count, rows)
-        if at + columns < stop:
-            _fetch(addresses, kinds, at + columns, min(columns, stop - at - columns))
-        norm += _dot(rows[0][:count])
-        for i in range(0, len(sums), TILE):
-            _add_triangle(rows, i, count, sums)
-            for j in range(i + TILE, len(sums), TILE):
-                _add_tile(rows, i, j, count, sums)
-    return norm
+    norms: Any,
+) -> None:
+    """For each chunk, sums [chunks, padded T, padded T] += T^T T above the diagonal and norms
+    [chunks] += ||theta_0||^2: in float64, of float32 sums over `columns`."""
+    for number in range(len(sums)):
+        stop = min((number + 1) * chunk, numel)
+        for at in range(number * chunk, stop, columns):
+            count = min(columns, stop - at)
+            _read(addresses, kinds, deltas, at, count, rows)
+            if at + columns < numel:
+                _fetch(addresses, kinds, at + columns, min(columns, numel - at - columns))
+            norms[number] += _dot(rows[0][:count])
+            for i in range(0, sums.shape[1], TILE):
+                _add_triangle(rows, i, count, sums[number])
+                for j in range(i + TILE, sums.shape[1], TILE):
+                    _add_tile(rows, i, j, count, sums[number])
 
 
 @_compiled(fastmath={"contract"})
