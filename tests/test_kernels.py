@@ -20,6 +20,7 @@ from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.kernels import KINDS, Combining, Inputs
 from tvb_mergekit.stream import Item, Part, combine, gram_of, held_item, layout_for
+from tvb_mergekit.window import Window
 from tvb_mergekit.writing import MemorySink
 
 DTYPES = list(KINDS)
@@ -120,11 +121,21 @@ def test_a_coefficient_multiplies_a_finished_direction() -> None:
     assert torch.equal(made[1], (given[0] + alone[0] * 0.7) + other[0] * -0.3)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def no_mapping(*_: object) -> Tensor:
+    raise OSError("No such device")
+
+
+@pytest.mark.parametrize("how", [0, 1, 2, 3, "no window", "no mapping"])
 def test_files_are_read_where_they_are(
-    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a header of an odd length puts numbers at odd places."""
+    """Also where a header of an odd length puts numbers at odd places, on other systems, and on
+    file systems that map no files."""
+    shift = how if isinstance(how, int) else 0
+    if how == "no window":
+        monkeypatch.setattr(Window, "usable", False)
+    elif how == "no mapping":
+        monkeypatch.setattr(Window, "add", no_mapping)
     cut_at(2**17, monkeypatch)
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(300_001, generator=generator) for _ in range(4)]
@@ -165,11 +176,13 @@ def test_a_file_that_was_cut_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"v": torch.ones(8), "w": torch.ones(100_000)}, path)
     model = Checkpoint.open(path)
-    assert torch.equal(model.view("w", 5, 9), torch.ones(4))  # and so it stays open
+    window = Window()
+    window.clear([16])
+    assert torch.equal(model.view("w", 5, 9, window), torch.ones(4))  # and so it stays open
     with path.open("r+b") as file:
         file.truncate(200_000)
     with pytest.raises(UserError, match="ends in tensor `w`; the file was changed while it was"):
-        model.view("w", 90_000, 100_000)
+        model.view("w", 90_000, 100_000, window)
     item = Item("w", (100_000,), Part.of(model, "w"), (Part.of(model, "w"),))
     with pytest.raises(UserError, match="ends in tensor `w`"):
         gram_of([item], names(1))

@@ -7,15 +7,12 @@ otherwise fail hours later: a missing or truncated shard, an index that points o
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import mmap
 import os
 import pickle
 import re
 import struct
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.window import Window
 
 try:
     import resource
@@ -201,28 +199,22 @@ class Checkpoint(Named):
                 raise UserError(self._cut(name))
             view, place = view[count:], place + count
 
-    def view(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the flattened tensor `name`, at least one, mapped as long
-        as something refers to them; not for a tensor without an offset.
+    def view(self, name: str, start: int, stop: int, window: Window) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor `name`, at least one, as long as
+        `window` is not cleared; not for a tensor without an offset.
 
         Raises:
             UserError: the file ends before, which it did not when it was opened.
+            OSError: its file system maps no files.
         """
         info = self.tensors[name]
         assert info.offset is not None
-        place = info.offset + start * info.dtype.itemsize
-        skip = place % mmap.ALLOCATIONGRANULARITY
-        size = skip + (stop - start) * info.dtype.itemsize
         file = self._file(info.shard)  # held: another thread may close it else
         try:
-            # Private, so that it counts as writable and PyTorch does not warn; nothing writes.
-            pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=place - skip)
-        except ValueError as error:
+            place = info.offset + start * info.dtype.itemsize
+            return window.add(file, place, stop - start, info.dtype)
+        except EOFError as error:
             raise UserError(self._cut(name)) from error
-        view = torch.frombuffer(pages, dtype=info.dtype, count=stop - start, offset=skip)
-        if _MADVISE is not None:
-            _MADVISE(view.data_ptr() - skip, size, _POPULATE)  # before Linux 5.14 it does nothing
-        return view
 
     def _cut(self, name: str) -> str:
         return (
@@ -360,19 +352,6 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
-
-
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """madvise(2), called without the interpreter's lock, which `mmap.madvise` holds; on Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return cast(Callable[[int, int, int], int], call)
-
-
-_MADVISE = _madvise()
-_POPULATE = 22  # MADV_POPULATE_READ: pages take a sixth of the time that they take one by one
 
 
 _opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open

@@ -37,6 +37,7 @@ from tvb_mergekit.gram import (
 from tvb_mergekit.layout import ALIGN, BLOCK, LONGEST, WRITES, Layout, Needs, plan_layout
 from tvb_mergekit.progress import Update
 from tvb_mergekit.weights import StateDict, Weights
+from tvb_mergekit.window import Window
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ class Part:
     `held`: they are in memory, on any device, and `read` gives a view of them and takes no room.
     fill(start, stop, room), where they lie in a file, reads their bytes: between calls of PyTorch
     threads pass the interpreter's lock to each other, which takes longer than to read them.
-    view(start, stop), likewise, gives them where they are.
+    view(start, stop, window), likewise, maps them.
     ahead(start, stop) asks the disk for elements that will be read soon.
     """
 
@@ -58,7 +59,7 @@ class Part:
     read: Callable[[int, int, Tensor], Tensor]
     held: bool = False
     fill: Callable[[int, int, memoryview], None] | None = None
-    view: Callable[[int, int], Tensor] | None = None
+    view: Callable[[int, int, Window], Tensor] | None = None
     ahead: Callable[[int, int], None] = lambda start, stop: None
 
     @classmethod
@@ -325,21 +326,34 @@ class Operands:
 
     def __init__(self, layout: Layout) -> None:
         self._size = layout.room_bytes
-        self._room: Tensor | None = None  # for what is neither in memory nor in a file
+        self._room: Tensor | None = None  # for what is neither in memory nor mapped
+        self._window = Window() if Window.usable else None
 
     def of(self, piece: Piece) -> list[Tensor]:
-        """The elements of base and inputs of a piece that is not empty, on the CPU; overwritten by
-        the next."""
+        """The elements of base and inputs of a piece that is not empty, on the CPU, until the next
+        one is asked for."""
+        parts = piece.item.parts
+        if self._window is not None:
+            self._window.clear([piece.numel * p.dtype.itemsize for p in parts if p.view])
         found = []
         place = 0
-        for part in piece.item.parts:
-            here = None if part.view is None else part.view(piece.start, piece.stop)
-            if here is None or here.data_ptr() % part.dtype.itemsize:  # an unusual header's length
+        for part in parts:
+            here = self._mapped(part, piece)
+            if here is None:
                 size = 0 if part.held else piece.numel * part.dtype.itemsize
                 here = part.read(piece.start, piece.stop, self._part(place, size, part.dtype))
                 place += size + -size % ALIGN
             found.append(here.to(CPU))
         return found
+
+    def _mapped(self, part: Part, piece: Piece) -> Tensor | None:
+        if self._window is None or part.view is None:
+            return None
+        try:
+            here = part.view(piece.start, piece.stop, self._window)
+        except OSError:  # some file systems map no files
+            return None
+        return None if here.data_ptr() % part.dtype.itemsize else here  # a header of odd length
 
     def _part(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
         if self._room is None and size:
