@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tvb_mergekit import checkpoints, stream
+from tvb_mergekit import checkpoints, kernels, stream
 from tvb_mergekit.checkpoints import Checkpoint
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.kernels import KINDS, Combining, Inputs
@@ -200,18 +202,65 @@ def test_a_budget_cuts_pieces_and_not_the_sums(monkeypatch: pytest.MonkeyPatch) 
     assert len(seen) == 1
 
 
-def test_without_a_place_for_it_what_was_compiled_is_not_kept(tmp_path: Path) -> None:
-    """A read-only home: numba's own refusal to import would be a traceback."""
-    import numba
+ADD = """
+import sys
+import torch
+from tvb_mergekit.kernels import Combining, Inputs
+out = torch.empty(1, 3)
+given = [torch.ones(3), torch.full((3,), 3.0)]
+Combining(1, 0, [[(2.0, torch.ones(1))]], with_base=True)(Inputs.of(given, True), out)
+print(out.tolist())
+"""
 
-    from tvb_mergekit import loops
 
-    def refuse(self: object) -> None:
-        raise RuntimeError("cannot cache function: no locator available")
+@pytest.mark.parametrize("fault", ["damaged", "a file in the way", "none"])
+def test_without_what_was_compiled_it_is_compiled_again(fault: str, tmp_path: Path) -> None:
+    """numba itself would end with EOFError or RuntimeError."""
+    cache = tmp_path / "tvb-mergekit" / "compiled"
 
-    with mock.patch.object(numba.core.dispatcher.Dispatcher, "enable_caching", refuse):
-        twice = loops._compiled()(lambda x: 2 * x)
-    assert twice(21) == 42
+    def run() -> str:
+        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        env.pop("NUMBA_CACHE_DIR", None)
+        done = subprocess.run(
+            [sys.executable, "-c", ADD], env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    if fault == "a file in the way":
+        cache.parent.mkdir()
+        cache.write_text("")
+    assert run() == "[[5.0, 5.0, 5.0]]\n"
+    if fault == "damaged":
+        kept = [path for path in cache.rglob("*") if path.is_file()]
+        assert kept
+        for path in kept:
+            path.write_bytes(b"")
+        assert run() == "[[5.0, 5.0, 5.0]]\n"
+
+
+@pytest.mark.parametrize("layout", ["column", "one column", "expanded"])
+def test_tensors_of_any_layout(layout: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    wide = [torch.randn(1000, 3, generator=generator) for _ in range(3)]
+    if layout == "column":
+        given = [tensor[:, 0] for tensor in wide]
+    elif layout == "one column":
+        given = [tensor[:, :1] for tensor in wide]
+    else:
+        given = [tensor[0, :1].expand(1000) for tensor in wide]
+    base, *models = given
+    want = gram_of([held_item("w", base.clone(), [m.clone() for m in models])], names(2))
+    strided = gram_of([held_item("w", base, models)], names(2))
+    assert torch.equal(strided.gram, want.gram)
+
+
+def test_where_the_processor_lacks_float16_pytorch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    item = held_item("w", torch.ones(5), [torch.ones(5) * 3])
+    assert not stream.fused([item], [torch.device("cpu")])
+    assert gram_of([item], names(1)).gram.item() == 20
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="not on Linux")

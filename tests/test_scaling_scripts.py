@@ -124,3 +124,12 @@ def test_a_small_measurement_of_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["authors.py", "memory.py", "scaling.py"])
 def test_help_has_an_example(script: str) -> None:
     assert f"Example: python evals/speed/{script}" in run(script, "--help")
+
+
+def test_the_gram_pass_beside_a_read(tmp_path: Path) -> None:
+    said = run("gram.py", "--tasks", 2, "--megabytes", 1, "--rounds", 2, "--work", tmp_path)
+    *_, head, _line, row = said.strip().splitlines()
+    assert head == "| read, GB/s | Gram, GB/s | read again, GB/s | ratio |"
+    read, speed, _again, ratio = (float(cell.split()[0]) for cell in row.strip("| ").split(" | "))
+    assert read > 0 and speed > 0 and ratio > 0
+    assert not list(tmp_path.glob("models-*"))

@@ -255,7 +255,8 @@ def clear() -> int:
 def is_verified(path: Path, digest: str) -> bool:
     """Whether this file, unchanged since, has been seen to have this checksum.
 
-    On Linux since the last boot: what was seen need not have reached the disk before a power cut.
+    Since the last boot: what was seen need not have reached the disk before a power cut. Where
+    none can be told from the next, nothing is remembered.
     """
     note = _note(path)
     try:
@@ -280,7 +281,7 @@ def note_verified(path: Path, digest: str) -> None:
 
 def _note(path: Path) -> Path | None:
     folder = cache_folder()
-    if folder is None:
+    if folder is None or not _boot():
         return None
     name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
     return folder / "verified" / name[:32]
@@ -293,7 +294,7 @@ def _stamp(path: Path, digest: str) -> str:
 
 
 def _boot() -> str:
-    """What tells this boot of the machine from the one before; nothing but on Linux."""
+    """What tells this boot of the machine from the one before; empty but on Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -8,7 +8,6 @@ and the last pass merges (`merge_items`, or tensor by tensor `merge_item`). Of s
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import platform
 import threading
@@ -224,10 +223,9 @@ class _Pass:
             "items": [[item.name, list(item.shape)] for item in items],
             "deltas": deltas,
             "chunk": layout.chunk,
-            "fused": layout.needs.fused,
+            "loops": kernels.build() if layout.needs.fused else None,
             "machine": [
                 torch.__version__,
-                importlib.metadata.version("numba"),
                 platform.machine(),
                 torch.backends.cpu.get_cpu_capability(),
                 torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -417,11 +415,11 @@ def merge_item(
     basis: Combination, item: Item, job: Job, device: torch.device, home: torch.device = CPU
 ) -> Tensor:
     """The same for an item: its merged tensor, in `item.out`, on the device `home`."""
-    out = torch.empty(item.shape, dtype=item.out, device=home)
-    flat = out.view(-1)
     if isinstance(basis, Basis) and basis.sketch is not None:
         item = replace(item, inputs=())  # Omega is drawn
     merging = _Merging(basis, {item.name: job}, [item], [device], block_budget())
+    out = torch.empty(item.shape, dtype=item.out, device=CPU if merging.fused else home)
+    flat = out.view(-1)
     lent: list[TaskVectorBlocks] = []
 
     def work(device: torch.device) -> Callable[[Piece, int], None]:
@@ -435,7 +433,7 @@ def merge_item(
     for _ in in_order([item], merging.layout, work):
         pass
     _spare.give(lent)
-    return out
+    return out.to(home)
 
 
 class _Spare:

@@ -8,6 +8,8 @@ in PyTorch for other devices and dtypes.
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,23 @@ from tvb_mergekit.layout import APART, FUSED
 BFLOAT16, FLOAT16, FLOAT32, ZERO = range(4)  # how an input is stored; ZERO: there is none
 KINDS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 TILE = 4  # rows of a tile of G, whose 16 sums stay in registers; rows are padded to whole tiles
+
+
+def usable() -> bool:
+    """Whether the processor has what LLVM takes for granted to convert float16: on x86, F16C, which
+    comes with AVX2 (2013). Without it the process would be aborted."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.backends.cpu.get_cpu_capability() != "DEFAULT" and not os.environ.get(
+        "NUMBA_CPU_NAME"
+    )
+
+
+def build() -> str:
+    """What tells one machine code from another: the last digits of sums depend on it."""
+    from tvb_mergekit.loops import BUILD
+
+    return BUILD
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ class Gram:
             sums,
             norms,
         )
-        upper = np.triu(sums[:, : self._tasks, : self._tasks])
+        upper = sums[:, : self._tasks, : self._tasks]  # below the diagonal it is zero
         whole = upper + np.triu(upper, 1).transpose(0, 2, 1)
         return ChunkSums(torch.from_numpy(whole), torch.from_numpy(norms))
 

@@ -1,8 +1,9 @@
 """What a pass over tensors holds at a time: from a budget of memory, the sizes of all it allocates.
 
 A *piece* of a tensor is one task of one thread; it reads the inputs *room* by room, and turns them
-into float32 task vectors a *chunk* at a time. Sums are taken chunk by chunk, so the length of a
-chunk is part of the result (in the last digits of float64); those of rooms and pieces are not.
+into float32 task vectors a *chunk* at a time; `kernels` (*fused* passes) map whole pieces instead,
+and hold only a few hundred columns of task vectors. Sums are taken chunk by chunk, so the length of
+a chunk is part of the result (in the last digits of float64); those of rooms and pieces are not.
 """
 
 from __future__ import annotations

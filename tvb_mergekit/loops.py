@@ -10,38 +10,69 @@ zeros in the last. Nothing is checked here.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, config, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
+from tvb_mergekit import kernels
 from tvb_mergekit.cache import user_folder
 from tvb_mergekit.kernels import BFLOAT16, FLOAT32, TILE, ZERO
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _compiled(**options: Any) -> Callable[[Function], Function]:
-    """Compiled at the first call, and kept in the user's cache where that can be written.
+def _build() -> str:
+    """Of all that the machine code follows from."""
+    host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    sources = [Path(file).read_bytes() for file in (__file__, kernels.__file__)]
+    digest = hashlib.sha256(repr((numba.__version__, binding.llvm_version_info, *host)).encode())
+    for source in sources:
+        digest.update(source)
+    return digest.hexdigest()[:16]
 
-    What is kept counts as stale when this file changes, and only then: so lengths that others
-    decide are arguments.
-    """
+
+BUILD = _build()
+
+
+class _Cache(FunctionCache):
+    """Machine code on disk; where it is damaged or cannot be written, it is compiled again."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(Exception):
+            super().save_overload(sig, data)
+
+
+def _compiled(**options: Any) -> Callable[[Function], Function]:
+    """Compiled at the first call, and kept in the user's cache where that can be written."""
 
     def decorate(function: Function) -> Function:
+        made = njit(nogil=True, error_model="numpy", **options)(function)
         given = config.CACHE_DIR
         # Beside the package it would be left behind when that is uninstalled.
-        config.CACHE_DIR = given or str(user_folder() / "compiled")
+        config.CACHE_DIR = str((Path(given) if given else user_folder() / "compiled") / BUILD)
         try:
-            return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+            made._cache = _Cache(function)
         except RuntimeError:  # there is no place to keep it
-            return njit(nogil=True, error_model="numpy", **options)(function)
+            pass
         finally:
             config.CACHE_DIR = given
+        return made
 
     return decorate
 

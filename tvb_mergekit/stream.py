@@ -73,8 +73,10 @@ class Part:
             return weights.read(name, start, stop, room)
 
         if isinstance(weights, Checkpoint) and info.offset is not None:
-            fill, view = partial(weights.fill, name), partial(weights.view, name)
-            return cls(info.dtype, read, False, fill, view, partial(weights.ahead, name))
+            # A header of an odd length puts numbers at odd places: those are copied.
+            view = None if info.offset % info.dtype.itemsize else partial(weights.view, name)
+            ahead = partial(weights.ahead, name)
+            return cls(info.dtype, read, False, partial(weights.fill, name), view, ahead)
         return cls(info.dtype, read, isinstance(weights, StateDict))
 
 
@@ -327,14 +329,17 @@ class Operands:
     def __init__(self, layout: Layout) -> None:
         self._size = layout.room_bytes
         self._room: Tensor | None = None  # for what is neither in memory nor mapped
-        self._window = Window() if Window.usable else None
+        self._mapping = Window.usable
+        self._window = Window()
 
     def of(self, piece: Piece) -> list[Tensor]:
         """The elements of base and inputs of a piece that is not empty, on the CPU, until the next
         one is asked for."""
         parts = piece.item.parts
-        if self._window is not None:
+        try:
             self._window.clear([piece.numel * p.dtype.itemsize for p in parts if p.view])
+        except OSError:
+            self._mapping = False
         found = []
         place = 0
         for part in parts:
@@ -343,27 +348,29 @@ class Operands:
                 size = 0 if part.held else piece.numel * part.dtype.itemsize
                 here = part.read(piece.start, piece.stop, self._part(place, size, part.dtype))
                 place += size + -size % ALIGN
-            found.append(here.to(CPU))
+            found.append(here.to(CPU).contiguous())
         return found
 
     def _mapped(self, part: Part, piece: Piece) -> Tensor | None:
-        if self._window is None or part.view is None:
+        if not self._mapping or part.view is None:
             return None
         try:
-            here = part.view(piece.start, piece.stop, self._window)
-        except OSError:  # some file systems map no files
+            return part.view(piece.start, piece.stop, self._window)
+        except OSError:  # some file systems map no files; of a bad disk, reading tells more
             return None
-        return None if here.data_ptr() % part.dtype.itemsize else here  # a header of odd length
 
     def _part(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
         if self._room is None and size:
             self._room = allocate(self._size, dtype=torch.uint8)
-        room = torch.empty(0, dtype=torch.uint8) if self._room is None else self._room
+        room = allocate(0, dtype=torch.uint8) if self._room is None else self._room
         return room[place : place + size].view(dtype)
 
 
 def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torch.dtype) -> bool:
-    """Whether `kernels` can do all of them: on a CPU, of the dtypes that they know."""
+    """Whether `kernels` can do all of them: on a CPU that has what they are compiled to, of the
+    dtypes that they know."""
+    if not kernels.usable():
+        return False
     dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
     return all(d.type == "cpu" for d in devices) and dtypes.union(outputs) <= set(kernels.KINDS)
 

@@ -8,6 +8,7 @@ neither choose the addresses nor let other threads run meanwhile.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor
 _PAGE = mmap.PAGESIZE
 _NONE, _READ = 0, 1  # PROT_NONE, PROT_READ
 _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 0x2, 0x10, 0x20, 0x4000  # MAP_*, of Linux
-_POPULATE = 0x8000  # all pages at once take a sixth of the time that they take one by one
+_POPULATE = 22  # MADV_POPULATE_READ: pages take a sixth of the time that they take one by one
 
 
 class Window:
@@ -28,6 +29,9 @@ class Window:
     usable: ClassVar[bool] = sys.platform == "linux"
 
     def __init__(self) -> None:
+        self._address = self._size = self._used = 0
+        if not self.usable:
+            return
         self._call = ctypes.CDLL(None, use_errno=True)
         self._call.mmap.restype = ctypes.c_void_p
         self._call.mmap.argtypes = [
@@ -37,7 +41,7 @@ class Window:
             ctypes.c_int64,
         ]
         self._call.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._address = self._size = self._used = 0
+        self._call.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def clear(self, sizes: list[int]) -> None:
         """Make room for pieces of so many bytes; the tensors before must not be used any more.
@@ -47,7 +51,7 @@ class Window:
         """
         size = sum(_rounded(size) + _PAGE for size in sizes)
         self._used = 0
-        if not size:
+        if not size or not self.usable:
             return
         how = _PRIVATE | _ANONYMOUS | _NORESERVE
         if size <= self._size:
@@ -61,16 +65,20 @@ class Window:
         """`count` elements, at least one, from byte `place` of a file on. Read-only.
 
         Raises:
-            EOFError: the file ends before; to touch what is mapped of it would end the process.
-            OSError: it cannot be mapped.
+            EOFError: the file ends before. To touch what is mapped beyond its end ends the process,
+                as when another program cuts it after this.
+            OSError: it cannot be mapped, or read.
         """
         size = count * dtype.itemsize
         if os.fstat(file.fileno()).st_size < place + size:
             raise EOFError
         skip = place % _PAGE
         address = self._address + self._used
-        how = _PRIVATE | _FIXED | _POPULATE
-        self._map(address, skip + size, _READ, how, file.fileno(), place - skip)
+        self._map(address, skip + size, _READ, _PRIVATE | _FIXED, file.fileno(), place - skip)
+        if self._call.madvise(address, skip + size, _POPULATE):
+            number = ctypes.get_errno()
+            if number != errno.EINVAL:  # Linux before 5.14
+                raise OSError(number, os.strerror(number))
         self._used += _rounded(skip + size)
         room = (ctypes.c_char * size).from_address(address + skip)
         return torch.frombuffer(room, dtype=dtype, count=count)

@@ -244,14 +244,14 @@ def read_journal(path: Path) -> list[list[str]]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
         path.write_bytes(b"".join(lines))
-    hashes = []
+    hashes: list[list[str]] = []
     for number, line in enumerate(lines, 1):
         try:
             done, each = json.loads(line)
-            whole = done == number
+            whole = done == number and all(isinstance(text, str) for text in each)
         except (ValueError, TypeError):  # what is no JSON, or no pair
             whole = False
-        if not whole:
+        if not whole or len(each) != len(hashes[0] if hashes else each):
             raise UserError(f"{path}: line {number} cannot be read; start anew without --resume")
         hashes.append(each)
     return hashes
