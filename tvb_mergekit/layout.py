@@ -71,6 +71,11 @@ class Needs:
     kept: int = 0
     fused: bool = False
 
+    @property
+    def chunks(self) -> int:
+        """Of a piece, at most. Where nothing is written, there is memory for longer ones."""
+        return 2 * CHUNKS if self.fused and not self.outputs else CHUNKS
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -182,7 +187,7 @@ def _longest(least: Layout, budget: int, longest: int) -> Layout:
     But not more than gain time, so that memory is the same for few models and for many.
     """
     room = least.room
-    longest = min(longest, max(room, CHUNKS * least.chunk))
+    longest = min(longest, max(room, least.needs.chunks * least.chunk))
     more = replace(least, piece=2 * room).nbytes - least.nbytes
     count = (budget - least.nbytes) // more + 1 if more else longest // room
     return replace(least, piece=max(1, min(count, longest // room)) * room)
