@@ -1,8 +1,8 @@
 """The Gram matrix G = T^T T of the task vectors: its sums over chunks, and what is wrong with them.
 
-Task vectors are formed in float32 from the stored dtypes; products of 2048 columns are summed in
-float32 inside one matrix product and in float64 from there on (relative error of the trace about
-3e-7, against 3e-4 for whole tensors in float32). `stream.gram_of` has the pass over the tensors.
+Task vectors are formed in float32 from the stored dtypes; products of 2048 columns (of 512 in
+`loops`) are summed in float32 and in float64 from there on (relative error of the trace about 3e-7,
+against 3e-4 for whole tensors in float32). `stream.gram_of` has the pass over the tensors.
 """
 
 from __future__ import annotations
