@@ -94,7 +94,7 @@ CASES = {
     ),
     "no graphics card": Case(args=("--quiet", "--cuda"), wants=("[Cc][Uu][Dd][Aa]",)),
     "interrupted in the Gram pass": Case(
-        patch='on_call(3, "tvb_mergekit.gram.products", send(signal.SIGINT))',
+        patch='on_call(3, "tvb_mergekit.gram.GramSums.add", send(signal.SIGINT))',
         wants=("Aborted!$",),
         foreign=True,
     ),

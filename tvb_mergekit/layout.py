@@ -23,7 +23,10 @@ CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each;
 CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
 DEVICE_TAU = 2**22  # the same on an accelerator
 CHUNKS = 8  # of a piece at most: longer ones gained nothing
-LONGEST = CHUNKS * CPU_ROW  # elements
+FUSED_CHUNKS = 16  # the same where pieces are mapped, which takes time for each
+MAPPED = 40 * 2**20  # bytes of such a piece, about
+WRITTEN = 8 * 2**20  # and of its outputs: six of them wait at a time
+LONGEST = FUSED_CHUNKS * CPU_ROW  # elements
 ROOM = 2**15  # elements of each input that are worth a call of the operating system
 FUSED = 512  # columns that `kernels` hold at a time, which fit the first cache: 8 models, 21 KB
 APART = 16  # columns between their rows: at powers of two they would compete for places in it
@@ -70,11 +73,6 @@ class Needs:
     sums: int = 0
     kept: int = 0
     fused: bool = False
-
-    @property
-    def chunks(self) -> int:
-        """Of a piece, at most. Where nothing is written, there is memory for longer ones."""
-        return 2 * CHUNKS if self.fused and not self.outputs else CHUNKS
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def _longest(least: Layout, budget: int, longest: int) -> Layout:
     But not more than gain time, so that memory is the same for few models and for many.
     """
     room = least.room
-    longest = min(longest, max(room, least.needs.chunks * least.chunk))
+    longest = min(longest, max(room, _most_chunks(least) * least.chunk))
     more = replace(least, piece=2 * room).nbytes - least.nbytes
     count = (budget - least.nbytes) // more + 1 if more else longest // room
     return replace(least, piece=max(1, min(count, longest // room)) * room)
@@ -195,3 +193,12 @@ def _longest(least: Layout, budget: int, longest: int) -> Layout:
 
 def _blocks(length: int) -> int:
     return max(BLOCK, length // BLOCK * BLOCK)
+
+
+def _most_chunks(least: Layout) -> int:
+    needs = least.needs
+    if not needs.fused:
+        return CHUNKS
+    mapped = MAPPED // (least.chunk * max(1, needs.inputs))
+    written = WRITTEN // (least.chunk * needs.outputs) if needs.outputs else FUSED_CHUNKS
+    return max(1, min(FUSED_CHUNKS, mapped, written))

@@ -270,14 +270,16 @@ def gram(
     norms: Any,
 ) -> None:
     """For each chunk, sums [chunks, padded T, padded T] += T^T T above the diagonal and norms
-    [chunks] += ||theta_0||^2: in float64, of float32 sums over `columns`."""
+    [chunks] += ||theta_0||^2: in float64, of float32 sums over `columns`, or fewer."""
     for number in range(len(sums)):
-        stop = min((number + 1) * chunk, numel)
-        for at in range(number * chunk, stop, columns):
-            count = min(columns, stop - at)
+        start, stop = number * chunk, min((number + 1) * chunk, numel)
+        # Of many float32 sums the roundings cancel: a short tensor has many if they are short.
+        width = min(columns, max(32, (stop - start) // 2048 * 32))
+        for at in range(start, stop, width):
+            count = min(width, stop - at)
             _read(addresses, kinds, deltas, at, count, rows)
-            if at + columns < numel:
-                _fetch(addresses, kinds, at + columns, min(columns, numel - at - columns))
+            if at + width < numel:
+                _fetch(addresses, kinds, at + width, min(width, numel - at - width))
             norms[number] += _dot(rows[0][:count])
             for i in range(0, sums.shape[1], TILE):
                 _add_triangle(rows, i, count, sums[number])

@@ -34,7 +34,7 @@ from tvb_mergekit.gram import (
     products,
     symmetric,
 )
-from tvb_mergekit.layout import ALIGN, BLOCK, CPU_ROW, WRITES, Layout, Needs, plan_layout
+from tvb_mergekit.layout import ALIGN, BLOCK, LONGEST, WRITES, Layout, Needs, plan_layout
 from tvb_mergekit.progress import Update
 from tvb_mergekit.weights import StateDict, Weights
 from tvb_mergekit.window import Window
@@ -382,11 +382,9 @@ def layout_for(
     budget: int,
     *,
     workers: int | None = None,
-    longest: int | None = None,
+    longest: int = LONGEST,
 ) -> Layout:
     """`plan_layout`, with pieces not longer than the longest tensor."""
-    if longest is None:
-        longest = needs.chunks * CPU_ROW
     most = max((item.numel for item in items), default=1)
     return plan_layout(needs, devices, budget, workers=workers, longest=min(longest, most))
 
