@@ -302,7 +302,7 @@ def _weigh(rows: Any, weights: Any, made: Any) -> None:
                 made[k] = made[k] + w0 * x0[k] + w1 * x1[k] + w2 * x2[k] + w3 * x3[k]
 
 
-@_compiled()  # two roundings, whatever the processor: see `combine`
+@_compiled()  # two roundings, whatever the processor: see combine.py
 def _add(start: Any, made: Any, scale: float, out: Any) -> None:
     for k in range(len(made)):
         out[k] = start[k] + np.float32(scale * made[k])
