@@ -1,11 +1,12 @@
 """`tvb` in several processes without a launcher: forked from one that has imported everything.
 
 A start of Python with mergekit takes seconds; a fork does not. Each process gets the environment
-that torchrun would give it, and may be made to die.
+that torchrun would give it, and may be made to die: once all that are made slow are where it is.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def started(
         for rank in range(size):
             own = [str(word) for word in (others or {}).get(rank, words)]
             env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            args = (own, env, str(folder / str(rank)), (does or {}).get(rank, ""))
+            args = (own, env, folder / str(rank), (does or {}).get(rank, ""), len(does or {}))
             made.append(context.Process(target=child, args=args))
             made[-1].start()
     return made
@@ -98,8 +99,8 @@ def run(size: int, words: Sequence[object], folder: Path, **keys: Any) -> list[E
     return waited(started(size, words, folder, **keys), folder)
 
 
-def child(words: list[str], env: dict[str, str], said: str, does: str) -> None:
-    """`tvb` with these words, in a process of a job."""
+def child(words: list[str], env: dict[str, str], said: Path, does: str, befallen: int) -> None:
+    """`tvb` with these words, in a process of a job, `befallen` of which have mishaps."""
     os.environ.update(env)
     for name, number in (("out", 1), ("err", 2)):
         with open(f"{said}.{name}", "wb", buffering=0) as file:
@@ -108,7 +109,7 @@ def child(words: list[str], env: dict[str, str], said: str, does: str) -> None:
     from tvb_mergekit.cli import main
 
     if does:
-        MISHAPS[does]()
+        MISHAPS[does](lambda: _met(said, befallen))
     code: Any = 0
     try:
         main(words, prog_name="tvb")
@@ -125,14 +126,26 @@ def child(words: list[str], env: dict[str, str], said: str, does: str) -> None:
 # Mishaps
 
 
-def _after(module: Any, name: str, count: int, then: Any) -> None:
-    """Have something happen after so many calls of a method."""
-    original, left = getattr(module, name), [count]
+Meet = Callable[[], object]  # returns when all whom a mishap befalls have called it
+
+
+def _met(said: Path, count: int) -> None:
+    said.with_suffix(".there").touch()
+    deadline = time.monotonic() + 60
+    while len(list(said.parent.glob("*.there"))) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _after(module: Any, name: str, count: int, meet: Meet, then: Callable[[], object]) -> None:
+    """Have something happen after so many calls of a method, and after each from there on."""
+    original, calls = getattr(module, name), itertools.count(1)
 
     def wrapped(*args: Any, **keys: Any) -> Any:
         value = original(*args, **keys)
-        left[0] -= 1
-        if left[0] <= 0:
+        call = next(calls)
+        if call == count:
+            meet()
+        if call >= count:
             then()
         return value
 
@@ -143,33 +156,37 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _dies_summing() -> None:
+def _dawdle() -> None:
+    time.sleep(0.5)
+
+
+def _dies_summing(meet: Meet) -> None:
     from tvb_mergekit import engine
 
     engine.KEEP_EVERY = 0
-    _after(engine._Pass, "finished", 2, _die)
+    _after(engine._Pass, "finished", 2, meet, _die)
 
 
-def _slow_summing() -> None:
+def _slow_summing(meet: Meet) -> None:
     from tvb_mergekit import engine
 
     engine.KEEP_EVERY = 0
-    _after(engine._Pass, "finished", 1, lambda: time.sleep(0.5))
+    _after(engine._Pass, "finished", 1, meet, _dawdle)
 
 
-def _dies_writing() -> None:
+def _dies_writing(meet: Meet) -> None:
     from tvb_mergekit import writing
 
-    _after(writing.FoldersSink, "write", 1, _die)
+    _after(writing.FoldersSink, "write", 1, meet, _die)
 
 
-def _slow_writing() -> None:
+def _slow_writing(meet: Meet) -> None:
     from tvb_mergekit import writing
 
-    _after(writing.FoldersSink, "write", 1, lambda: time.sleep(0.5))
+    _after(writing.FoldersSink, "write", 1, meet, _dawdle)
 
 
-def _elsewhere() -> None:
+def _elsewhere(meet: Meet) -> None:
     """Sees nothing that the others have made."""
     from tvb_mergekit import ranks
 
