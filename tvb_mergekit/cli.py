@@ -182,11 +182,9 @@ def _devices_of(values: dict[str, Any]) -> list[torch.device]:
     _check_multi_gpu(values)
     if not values["multi_gpu"]:
         return [_device_of(values["device"])]
-    from mergekit.options import MergeOptions
+    from tvb_mergekit.plugin.planning import accelerators
 
-    from tvb_mergekit.plugin.planning import devices_of
-
-    return devices_of(MergeOptions(multi_gpu=True))
+    return accelerators()
 
 
 def _named_base(store: Bases) -> str:
@@ -532,31 +530,14 @@ def merge(recipe: str, out: str, **values: Any) -> None:
       tvb merge recipe.yml ./merged --memory 2GB
       torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
     """
-    from mergekit.options import MergeOptions
-
     from tvb_mergekit import ranks
-    from tvb_mergekit.plugin.streaming import merge_recipe, shard_size
+    from tvb_mergekit.plugin.streaming import merge_recipe
 
     _check_multi_gpu(values)
+    memory = values.pop("memory")
     values["quiet"] |= not ranks.world().leads
-    options = MergeOptions(
-        device=None if values["multi_gpu"] else str(_device_of(values["device"])),
-        out_shard_size=shard_size(values["out_shard_size"]),
-        **{
-            name: values[name]
-            for name in (
-                "multi_gpu",
-                "trust_remote_code",
-                "allow_crimes",
-                "lora_merge_cache",
-                "transformers_cache",
-                "copy_tokenizer",
-                "write_model_card",
-                "quiet",
-            )
-        },
-    )
-    merge_recipe(recipe, out, options, values["memory"])
+    values["device"] = None if values["multi_gpu"] else str(_device_of(values["device"]))
+    merge_recipe(recipe, out, memory, **values)
 
 
 @main.command()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from tvb_mergekit.plugin import lean
+
 
 def on_import(module: ModuleType) -> None:
     """Register our methods in, or wrap the functions of, one freshly imported mergekit module."""
@@ -34,6 +36,7 @@ def on_import(module: ModuleType) -> None:
         wrap_command(module.main, multiple=name.endswith("multimerge"))
 
 
+lean.import_mergekit()
 # Before any part of this package: a part imported first would start the import of mergekit's
 # registry, and that, through the hook, the import of the same part a second time.
 import mergekit.merge_methods  # noqa: E402, F401

@@ -246,6 +246,18 @@ class Session:
 session: ContextVar[Session | None] = ContextVar("tvb_mergekit_session", default=None)
 
 
+def accelerators() -> list[torch.device]:
+    """All of this machine.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not torch.accelerator.is_available():
+        raise UserError("--multi-gpu: PyTorch sees no accelerator on this machine; leave it out")
+    kind, count = get_torch_accelerator_type(), get_torch_accelerator_count()
+    return [torch.device(f"{kind}:{index}") for index in range(count)]
+
+
 def devices_of(options: MergeOptions) -> list[torch.device]:
     """Where the Gram pass computes: every accelerator under --multi-gpu, else the merge's device.
 
@@ -253,12 +265,7 @@ def devices_of(options: MergeOptions) -> list[torch.device]:
         UserError: there is no such device here.
     """
     if options.multi_gpu:
-        if not torch.accelerator.is_available():
-            raise UserError(
-                "--multi-gpu: PyTorch sees no accelerator on this machine; leave it out"
-            )
-        kind, count = get_torch_accelerator_type(), get_torch_accelerator_count()
-        return [torch.device(f"{kind}:{index}") for index in range(count)]
+        return accelerators()
     name = options.device or "cpu"
     try:
         device = torch.device(name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import immutables
 import torch
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, TaskUniverse
 from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
@@ -72,6 +71,8 @@ def graph_sources(
             source = mapped(checkpoint, name)
             found[model] = replace(source, shape=None) if changed else source
             continue
+        from mergekit.architecture.conversion import can_convert_checkpoint_keys  # see `lean`
+
         kind = model.config(trust_remote_code=trust_remote_code).model_type
         able = any(can_convert_checkpoint_keys(kind, set(checkpoint.tensors), n) for n in names)
         load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases)

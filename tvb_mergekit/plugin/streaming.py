@@ -33,15 +33,18 @@ from tvb_mergekit.stream import Item
 from tvb_mergekit.writing import FoldersSink, FolderWriter, plan_shards, run_of
 
 
-def merge_recipe(path: str, out: str, options: MergeOptions, memory: int) -> None:
+def merge_recipe(path: str, out: str, memory: int, *, out_shard_size: str, **options: Any) -> None:
     """Merge the recipe at `path` into the folder `out`, as `mergekit-yaml` does.
 
     Args:
         memory: bytes that the passes may allocate.
+        out_shard_size: as a user writes it.
+        options: others of mergekit's `MergeOptions`.
 
     Raises:
         UserError, MergeRefused: another method than ours, or what refuses the merge.
     """
+    settings = MergeOptions(out_shard_size=shard_size(out_shard_size), **options)
     document = read_document(path)
     if document.raw:
         raise UserError(
@@ -50,7 +53,7 @@ def merge_recipe(path: str, out: str, options: MergeOptions, memory: int) -> Non
         )
     text = Path(path).read_text(encoding="utf-8")
     with streaming(memory):
-        mergekit.merge.run_merge(document.config, out, options, config_source=text)
+        mergekit.merge.run_merge(document.config, out, settings, config_source=text)
 
 
 def shard_size(text: str) -> int:
