@@ -60,7 +60,7 @@ CPU = torch.device("cpu")
 LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk that counting one basis takes: bins as int32 and int64
 KEEP_EVERY = 10.0  # seconds between writing down what a Gram pass has summed
-SPLIT = 4  # pieces for each thread, of a tensor alone
+SPLIT = 4  # pieces for each thread, of a tensor alone; one where pieces are mapped
 
 
 @dataclass(frozen=True)
@@ -487,7 +487,7 @@ class _Merging:
         self.fused = adds and fused(items, devices, *outputs)
         needs = Needs(rows, read_width(items), width, extra, fused=self.fused)
         self.layout: Layout = layout_for(
-            items, needs, devices, rest, workers=workers, longest=_longest(items)
+            items, needs, devices, rest, workers=workers, longest=_longest(items, self.fused)
         )
         self.thresholds = {
             item.name: self._thresholds(item, devices, budget, progress)
@@ -584,11 +584,12 @@ def _swept(basis: Combination) -> bool:
     return basis.settings.method == "basis_ties" and basis.settings.trim == "tensor"
 
 
-def _longest(items: Sequence[Item]) -> int:
+def _longest(items: Sequence[Item], mapped: bool = False) -> int:
     """Elements of a piece: fewer where one tensor is shared by the threads."""
     if len(items) != 1:
         return LONGEST
-    return min(LONGEST, max(1, items[0].numel // (SPLIT * worker_count(CPU))))
+    pieces = (1 if mapped else SPLIT) * worker_count(CPU)
+    return min(LONGEST, max(1, items[0].numel // pieces))
 
 
 def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
