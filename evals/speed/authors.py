@@ -17,7 +17,18 @@ from pathlib import Path
 import click
 import measure
 import models
-from compare import HERE, Bench, doubts, machine, prepared, save, script, shared, size_of, tell
+from compare import (
+    HERE,
+    TVB_IMPORTS,
+    Bench,
+    doubts,
+    machine,
+    prepared,
+    save,
+    shared,
+    size_of,
+    tell,
+)
 from tables import Row, render, summarize
 
 SAME = 1e-3  # ||a - b|| / ||b|| of a vector: 4000 steps in float32 enlarge the Gram's rounding
@@ -122,7 +133,7 @@ def main(
             bench = Bench(inputs, Path(run), tasks, threads)
             settings["input_bytes"] = bench.input_bytes
             bench.about_to_start = {
-                "ours": [script("mergekit-yaml"), "--help"],  # imports what `tvb build` does
+                "tvb": TVB_IMPORTS,
                 "library": [sys.executable, str(HERE / "library_build.py"), "start-up"],
                 "mergekit": [sys.executable, str(HERE / "authors_procedure.py"), "start-up"],
             }

@@ -25,6 +25,10 @@ HERE = Path(__file__).parent
 PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors", "numpy")
 
 
+# `tvb --help` imports nothing that takes time.
+TVB_IMPORTS = [sys.executable, "-c", "import tvb_mergekit.__main__, tvb_mergekit.plugin.streaming"]
+
+
 @dataclass(frozen=True)
 class Merge:
     """One merge method with its settings."""
@@ -38,6 +42,11 @@ class Merge:
     @property
     def ours(self) -> bool:
         return self.method.startswith("basis_")
+
+    @property
+    def kind(self) -> str:
+        """What is started."""
+        return "tvb" if self.engine else "ours" if self.ours else "mergekit"
 
     def recipe(self, base: Path, tasks: Sequence[Path], dtype: str = "bfloat16") -> str:
         inputs = [{"model": str(path), "parameters": self.per_model} for path in tasks]
@@ -108,7 +117,7 @@ class Bench:
         self.input_bytes = sum(file.stat().st_size for file in found)
         self.files = [*{file.stat().st_ino: file for file in found}.values()]  # some are links
         imports = [script("mergekit-yaml"), "--help"]
-        self.about_to_start = {"ours": imports, "mergekit": imports}
+        self.about_to_start = {"ours": imports, "tvb": TVB_IMPORTS, "mergekit": imports}
         self.run_folder = run
         self.rows: list[Row] = []
         self.start_up = dict.fromkeys(self.about_to_start, 0.0)  # of this round
@@ -162,7 +171,7 @@ class Bench:
         try:
             row = {**about, "what": "merge", "method": merge.method, "ours": merge.ours}
             row |= self.measured(command, env, state)
-            row["net_s"] = row["wall_s"] - self.start_up["ours" if merge.ours else "mergekit"]
+            row["net_s"] = row["wall_s"] - self.start_up[merge.kind]
             written = [p for p in out.glob("*.safetensors") if p.name != "basis.safetensors"]
             row["output_mb"] = size_of(written)
             if merge.ours:
@@ -181,7 +190,7 @@ class Bench:
         recipe.write_text(Merge("basis_ta", parameters, {}).recipe(self.base, self.tasks, dtype))
         command = [script("tvb"), "build", str(recipe), str(self.store)]
         command += ["--dtype", dtype, "--memory", memory, "--quiet"]
-        return self.built({**about, "method": "tvb build"}, command, "ours", state)
+        return self.built({**about, "method": "tvb build"}, command, "tvb", state)
 
     @property
     def store(self) -> Path:

@@ -89,12 +89,12 @@ def render(summary: Row, settings: Row) -> str:
     gigabytes = settings["input_bytes"] / 1e9
     rounds = summary["ratios"][0]["rounds"]
     start_up, theirs = summary["start_up_s"], settings.get("theirs", "mergekit's")
-    library = f"the library's {between(start_up['library'])} s, " if "library" in start_up else ""
+    names = {"ours": "ours", "tvb": "`tvb`", "library": "the library's", "mergekit": theirs}
+    starts = ", ".join(f"{names[kind]} {between(took)} s" for kind, took in start_up.items())
     parts = [
         f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in "
         f"{settings.get('dtype', 'bf16')}. Medians of {rounds} "
-        f"rounds. Start-up (imports only), taken off for `net`: ours {between(start_up['ours'])} "
-        f"s, {library}{theirs} {between(start_up['mergekit'])} s. RssAnon is polled every "
+        f"rounds. Start-up (imports only), taken off for `net`: {starts}. RssAnon is polled every "
         f"{1000 * measure.POLL:.0f} ms.\n"
     ]
     heads = [title for title, _ in QUANTITIES.values()]
