@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,12 @@ import pytest
 import torch
 import transformers
 from commands import recipe, write
+from packaging.version import Version
 from tiny import DECODER, family, llama, load
 
-HEAVY = {
-    "peft",
-    "sympy",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "transformers.modeling_utils",
-}
+HEAVY = {"peft", "transformers.modeling_utils"}
+if Version(transformers.__version__) >= Version("5.21"):  # before, transformers imports them itself
+    HEAVY |= {"sympy", "torch._dynamo", "torch.distributed.tensor", "transformers.activations"}
 
 
 def run(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -72,8 +68,7 @@ def test_an_architecture_that_mergekit_has_not_listed(tmp_path: Path) -> None:
         done = run("-m", module, *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     assert "No JSON architecture" in done.stderr
-    ours, theirs = load(tmp_path / "ours"), load(tmp_path / "theirs")
-    assert set(ours) == set(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    equal(tmp_path)
 
 
 def test_an_adapter_is_fused(models: tuple[Path, list[Path]], tmp_path: Path) -> None:
@@ -84,23 +79,42 @@ def test_an_adapter_is_fused(models: tuple[Path, list[Path]], tmp_path: Path) ->
     model.save_pretrained(tmp_path / "adapter")
     given = recipe("basis_ta", base, [tuned, f"{base}+{tmp_path / 'adapter'}"], num_bases=1)
     file = write(given, tmp_path / "out")
-    words = ["build", file, "store", "--fuse", "--lora-merge-cache", "fused"]
-    done = run("-m", "tvb_mergekit", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads((tmp_path / "store" / "basis.json").read_text())["num_bases"] == 1
+    (tmp_path / "broken" / "peft").mkdir(parents=True)
+    (tmp_path / "broken" / "peft" / "__init__.py").write_text("raise ImportError('no luck')\n")
+    cache = tmp_path / "fused-ours"
+    words = ["merge", file, "ours", "--lora-merge-cache", cache]
+    done = run("-c", "import sys; sys.path.insert(0, 'broken')" + COMMAND, *words, cwd=tmp_path)
+    assert done.returncode == 1 and "no luck" in done.stderr
+    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1
+    assert not cache.exists() or not list(cache.iterdir())
+    for module, *words in (
+        ("tvb_mergekit", "merge", file, "ours"),
+        ("mergekit.scripts.run_yaml", file, "theirs"),
+    ):
+        cache = tmp_path / f"fused-{words[-1]}"
+        done = run("-m", module, *words, "--lora-merge-cache", cache, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+    equal(tmp_path)
+
+
+def equal(folder: Path) -> None:
+    ours, theirs = load(folder / "ours"), load(folder / "theirs")
+    assert set(ours) == set(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
 LATER = """
 import sys
-import tvb_mergekit.plugin
+import tvb_mergekit.cli, tvb_mergekit.plugin
 heavy = set(sys.argv[1:])
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 
 import mergekit.architecture, mergekit.common, transformers
 transformers.LlamaConfig()
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert len(mergekit.common.ARCH_NAME_TO_AUTO_CLS) > 100
 from transformers.utils import type_validators
 assert len(type_validators.ACT2FN) > 20 and "laplace" in type_validators.ACT2FN
+assert "xielu" in type_validators.ACT2FN
 from transformers.activations import ACT2FN
 assert list(type_validators.ACT2FN) == list(ACT2FN) and "nothing" not in type_validators.ACT2FN
 
@@ -119,15 +133,58 @@ assert isinstance(transformers.PreTrainedModel, type)
 
 def test_what_comes_later_is_whole(tmp_path: Path) -> None:
     done = run("-c", LATER, *HEAVY, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+WITHIN = """
+import importlib.util, inspect, sys
+from tvb_mergekit.plugin import lean
+for name in ("peft", *lean.FUNCTIONS, lean.ACTIVATIONS):
+    sys.modules.pop(name, None)
+with lean.stand_ins():
+    shown = sys.modules["peft"]
+    assert importlib.util.find_spec("peft") is not None
+    inspect.getmodule(inspect.currentframe())
+    assert sys.modules["peft"] is shown and not inspect.isclass(shown)
+    assert shown.PeftModel.__name__ == "PeftModel"
+    real = sys.modules["peft"]
+    assert real is not shown
+assert sys.modules["peft"] is real
+assert lean.ACTIVATIONS not in sys.modules or sys.modules[lean.ACTIVATIONS].__file__
+"""
+
+
+def test_a_stand_in_gives_way(tmp_path: Path) -> None:
+    done = run("-c", WITHIN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["mergekit.common", "transformers.modeling_utils"])
+STAYS = """
+import sys, {first}
+module = sys.modules["{first}"]
+import tvb_mergekit.cli, tvb_mergekit.plugin, mergekit.common, peft, transformers
+assert sys.modules["{first}"] is module
+assert mergekit.common.peft.PeftModel is peft.PeftModel
+assert isinstance(transformers.PreTrainedModel, type)
+"""
+
+
+@pytest.mark.parametrize("first", ["peft", "transformers.activations"])
 def test_what_is_there_stays(first: str, tmp_path: Path) -> None:
-    code = f"import {first}\nimport tvb_mergekit.plugin, mergekit.common, peft, transformers\n"
-    code += "assert mergekit.common.peft.PeftModel is peft.PeftModel\n"
-    code += "assert isinstance(transformers.PreTrainedModel, type)\n"
-    done = run("-c", code, cwd=tmp_path)
+    done = run("-c", STAYS.format(first=first), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+PLAIN = """
+import {first}, mergekit.architecture, mergekit.common, peft
+import tvb_mergekit.plugin
+assert mergekit.common.peft is peft and mergekit.architecture.auto.__file__
+"""
+
+
+@pytest.mark.parametrize("first", ["mergekit.merge_methods", "tvb_mergekit.plugin"])
+def test_other_processes_import_as_without_us(first: str, tmp_path: Path) -> None:
+    done = run("-c", PLAIN.format(first=first), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -140,7 +197,7 @@ class Fails:
             self.left = 0
             raise ImportError
 sys.meta_path.insert(0, Fails())
-import tvb_mergekit.plugin.streaming, peft, transformers
+import tvb_mergekit.cli, tvb_mergekit.plugin.streaming, peft, transformers
 assert not sys.meta_path[0].left
 assert isinstance(transformers.PreTrainedModel, type) and peft.PeftModel
 """

@@ -1,11 +1,12 @@
 """The adapter: the only package that knows mergekit (0.1.5).
 
 `on_import` is called by the start-up hook after each of mergekit's modules below has run, before
-its importer has taken names from it. Every part is imported only then.
+its importer has taken names from it. Every part that imports mergekit is imported only then.
 """
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 from tvb_mergekit.plugin import lean
@@ -36,7 +37,8 @@ def on_import(module: ModuleType) -> None:
         wrap_command(module.main, multiple=name.endswith("multimerge"))
 
 
-lean.import_mergekit()
-# Before any part of this package: a part imported first would start the import of mergekit's
+if "tvb_mergekit.cli" in sys.modules:
+    lean.import_mergekit()
+# Before any part of this package that imports mergekit: it would start the import of mergekit's
 # registry, and that, through the hook, the import of the same part a second time.
 import mergekit.merge_methods  # noqa: E402, F401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -202,6 +203,13 @@ def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
                 raise UserError(f"model {model}: {error}") from error
     fused = Path(lora_cache) / f"{model.model._unique_id()}_{model.lora._unique_id()}"
     if not fused.exists():
+        try:
+            importlib.import_module("peft")  # before mergekit makes the folder that it fuses into
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"model {model}: peft, which would fuse its adapter, cannot be imported: {reason}"
+            ) from error
         if os.path.isdir(model.model.path):
             check_disk(lora_cache, Checkpoint.open(model.model.path).nbytes)
         return

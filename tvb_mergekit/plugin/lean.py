@@ -3,12 +3,13 @@
 mergekit imports peft, which fuses adapters, and two modules of its own, for architectures that are
 not in its list and for checkpoints of other layouts; an annotation names a class of transformers,
 and what checks configurations there imports all activations. With each come transformers' models,
-PyTorch's compiler and its distributed tensors, SymPy or SciPy. Here they come when they are used.
-A process that has mergekit already is left as it is.
+PyTorch's compiler and its distributed tensors, SymPy or SciPy (transformers before 5.21 imports
+those by itself). Here they come when they are used.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -23,28 +24,33 @@ NAMED, MODELS = "PreTrainedModel", "transformers.modeling_utils"
 ACTIVATIONS, NAMES_IN = "transformers.activations", "transformers.utils.type_validators"
 
 
-class _Later(ModuleType):
+def _of(stand_in: ModuleType, name: str) -> Any:
+    """What the module has under this name, which is imported for it."""
+    if sys.modules.get(stand_in.__name__) is stand_in:
+        del sys.modules[stand_in.__name__]
+    return getattr(importlib.import_module(stand_in.__name__), name)
+
+
+def _call(stand_in: ModuleType, name: str, *args: Any, **keys: Any) -> Any:
+    return _of(stand_in, name)(*args, **keys)
+
+
+class _Module(ModuleType):
     """A module that is imported when something of it is asked for."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `inspect` asks every module
             raise AttributeError(name)
-        return self.found(name)
-
-    def found(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
+        return _of(self, name)
 
 
-class _Functions(_Later):
+class _Functions(ModuleType):
     """A module of functions, that is imported when one of them is called."""
 
-    def found(self, name: str) -> Any:
-        def later(*args: Any, **keys: Any) -> Any:
-            return super(_Functions, self).found(name)(*args, **keys)
-
-        return later
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return functools.partial(_call, self, name)
 
 
 class _Names(Mapping[str, Any]):
@@ -53,6 +59,9 @@ class _Names(Mapping[str, Any]):
     def _all(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = importlib.import_module(ACTIVATIONS).ACT2FN
         return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all()  # to get one would make it
 
     def __getitem__(self, name: str) -> Any:
         return self._all()[name]
@@ -65,10 +74,14 @@ class _Names(Mapping[str, Any]):
 
 
 def import_mergekit() -> None:
-    """Import the parts of mergekit that import others in vain, unless that has been done."""
-    if IMPORTERS[0] in sys.modules:
+    """Import the parts of mergekit that import others in vain.
+
+    For a process of ours, where no other thread imports meanwhile; where mergekit is imported
+    already, or is being imported, nothing is done.
+    """
+    if "mergekit" in sys.modules:
         return
-    with suppress(Exception), _later():  # what is wrong, plain imports will tell
+    with suppress(Exception), stand_ins():  # what is wrong, plain imports will tell
         with suppress(ModuleNotFoundError):  # some versions of transformers have none
             importlib.import_module(NAMES_IN)
         for name in IMPORTERS:
@@ -76,14 +89,13 @@ def import_mergekit() -> None:
 
 
 @contextmanager
-def _later() -> Iterator[None]:
-    """Nothing of this is seen by who imports later."""
-    import torch  # noqa: F401  # it must not meet a stand-in
+def stand_ins() -> Iterator[None]:
+    """In the places of modules that are not imported yet; who imports them later gets them."""
     import transformers
 
     stands: list[ModuleType] = [_Functions(name) for name in FUNCTIONS]
     if (spec := importlib.util.find_spec("peft")) is not None:
-        stands.append(_Later("peft"))
+        stands.append(_Module("peft"))
         stands[-1].__spec__ = spec  # transformers looks at it
     stands.append(ModuleType(ACTIVATIONS))
     vars(stands[-1])["ACT2FN"] = _Names()

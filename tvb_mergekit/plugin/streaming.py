@@ -44,6 +44,7 @@ def merge_recipe(path: str, out: str, memory: int, *, out_shard_size: str, **opt
     Raises:
         UserError, MergeRefused: another method than ours, or what refuses the merge.
     """
+    assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
     settings = MergeOptions(out_shard_size=shard_size(out_shard_size), **options)
     document = read_document(path)
     if document.raw:
