@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,8 @@ from tvb_mergekit.trim import MagnitudeHistogram
 # A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
 # vector norms); another pre-training run lies at about 1.4 times the norm.
 WRONG_BASE_RATIO = 0.5
+UNRELATED_RATIO = 1.2  # not yet that 1.4, and out of reach of fine-tuning
+LARGE_RATIO = 5  # to the median of the other task vectors' norms
 
 
 @dataclass
@@ -219,17 +221,40 @@ def build(
     return Basis(settings, tasks, sums, encoding, weights, sketch)
 
 
+def unlike(
+    norm: float, base_norm: float, others: Sequence[float], ratio: float = WRONG_BASE_RATIO
+) -> str | None:
+    """Why a task vector seems to be of no model fine-tuned from the base; None if it may be one.
+
+    Args:
+        norm: ||tau||, best over the matrices (`GramSums.sizes`), unweighted, as all here.
+        base_norm: ||theta_0||; 0 where the base was not read (adapters).
+        others: of the other tasks.
+        ratio: to ||theta_0||, above which it is too long.
+    """
+    if base_norm and norm > ratio * base_norm:
+        return (
+            f"its task vector's norm is {norm:.4g}, the base's {base_norm:.4g}; fine-tuning moves "
+            "a model by a few percent"
+        )
+    if others and norm > LARGE_RATIO * statistics.median(others):
+        return (
+            f"its task vector's norm is {norm:.4g}, the median of the other tasks' "
+            f"{statistics.median(others):.4g}"
+        )
+    return None
+
+
 def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     """What the Gram matrix says against the recipe, a line each; `models` maps task -> model."""
     lines = []
-    base_norm = math.sqrt(basis.sums.base_norm_squared)
+    base_norm, *sizes = basis.sums.sizes
+    norms = [size / abs(weight) for size, weight in zip(sizes, basis.weights, strict=True)]
     for index, task in enumerate(basis.tasks):
-        norm = math.sqrt(float(basis.sums.gram[index, index])) / abs(basis.weights[index])
-        if base_norm and norm > WRONG_BASE_RATIO * base_norm:  # 0: adapters, the base was not read
+        others = norms[:index] + norms[index + 1 :]
+        if reason := unlike(norms[index], base_norm, others):
             lines.append(
-                f"task `{task}` ({models[task]}): its task vector's norm is {norm:.4g}, the base's "
-                f"{base_norm:.4g}; fine-tuning moves a model by a few percent: is it fine-tuned "
-                "from this base?"
+                f"task `{task}` ({models[task]}): {reason}: is it fine-tuned from this base?"
             )
     cosines = basis.cosines
     for i, j in torch.triu_indices(len(basis.tasks), len(basis.tasks), 1).T.tolist():

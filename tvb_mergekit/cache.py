@@ -26,7 +26,7 @@ from torch import Tensor
 from tvb_mergekit.gram import GramSums
 
 VARIABLE = "TVB_MERGEKIT_CACHE"
-FORMAT = "1"
+FORMAT = "2"
 
 
 _off = ContextVar("tvb_mergekit_cache_off", default=False)
@@ -84,6 +84,7 @@ def read_sums(path: Path) -> GramSums | None:
             note["num_parameters"],
             tensors.get("sketch_gram"),
             tensors.get("sketch_tasks"),
+            tensors.get("matrix_squares"),
         )
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
         return None
@@ -144,7 +145,7 @@ class Unfinished:
                 self._path.unlink()
 
 
-_SUMMED = ("gram", "sketch_gram", "sketch_tasks")
+_SUMMED = ("gram", "sketch_gram", "sketch_tasks", "matrix_squares")
 
 
 def _together(sums: Sequence[GramSums]) -> dict[str, Tensor]:
@@ -163,8 +164,8 @@ def _apart(kept: Mapping[str, Tensor]) -> list[GramSums]:
     norms, counts = kept["base_norm_squared"].tolist(), kept["num_parameters"].tolist()
     summed = [kept[name] if name in kept else [None] * len(counts) for name in _SUMMED]
     return [
-        GramSums(gram, norm, count, *sketch)
-        for norm, count, gram, *sketch in zip(norms, counts, *summed, strict=True)
+        GramSums(gram, norm, count, *others)
+        for norm, count, gram, *others in zip(norms, counts, *summed, strict=True)
     ]
 
 
@@ -180,6 +181,8 @@ def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequenc
     tensors = {"gram": sums.gram}
     if sums.sketch_gram is not None and sums.sketch_tasks is not None:
         tensors |= {"sketch_gram": sums.sketch_gram, "sketch_tasks": sums.sketch_tasks}
+    if sums.matrix_squares is not None:
+        tensors["matrix_squares"] = sums.matrix_squares
     note = {
         "base_norm_squared": sums.base_norm_squared,
         "num_parameters": sums.num_parameters,

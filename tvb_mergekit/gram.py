@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -27,13 +27,17 @@ DEFAULT_BUDGET = 256 * 2**20  # bytes
 @dataclass
 class GramSums:
     """Sums over tensors: `gram` [T, T] and, for random projections, `sketch_gram` [M, M] =
-    Omega^T Omega and `sketch_tasks` [M, T] = Omega^T T; all float64 on the CPU."""
+    Omega^T Omega and `sketch_tasks` [M, T] = Omega^T T; all float64 on the CPU.
+
+    `matrix_squares` [1 + T]: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions.
+    """
 
     gram: Tensor
     base_norm_squared: float = 0.0
     num_parameters: int = 0
     sketch_gram: Tensor | None = None
     sketch_tasks: Tensor | None = None
+    matrix_squares: Tensor | None = None
 
     @classmethod
     def zero(cls, tasks: int, sketch: Sketch | None = None) -> GramSums:
@@ -41,6 +45,7 @@ class GramSums:
             return torch.zeros(rows, columns, dtype=torch.float64, device="cpu")
 
         sums = cls(square(tasks, tasks))
+        sums.matrix_squares = square(1, 1 + tasks)[0]
         if sketch is not None:
             sums.sketch_gram = square(sketch.columns, sketch.columns)
             sums.sketch_tasks = square(sketch.columns, tasks)
@@ -59,6 +64,22 @@ class GramSums:
             for products in chunks.sketch_tasks:
                 self.sketch_tasks += products
 
+    def end(self, shape: Sequence[int]) -> None:
+        """These are the sums of one tensor, of this shape, and they are whole."""
+        if len(shape) > 1:
+            base = torch.tensor([self.base_norm_squared], dtype=torch.float64, device="cpu")
+            self.matrix_squares = torch.cat([base, self.gram.diagonal()])
+
+    @property
+    def sizes(self) -> list[float]:
+        """||theta_0|| and ||tau_i|| over the matrices: norm layers of ones would hide in
+        ||theta_0|| that a model is unlike the base. Over all tensors where there is no matrix."""
+        squares = self.matrix_squares
+        if squares is None or not squares.any():
+            squares = torch.tensor([self.base_norm_squared, *self.gram.diagonal()])
+        sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
+        return sizes
+
     def plus(self, other: GramSums) -> GramSums:
         """Both together. Sums of tensors are added in the order of the tensors, wherever they were
         taken: so they are the same to the bit however many processes take them."""
@@ -72,14 +93,18 @@ class GramSums:
             self.num_parameters + other.num_parameters,
             added(self.sketch_gram, other.sketch_gram),
             added(self.sketch_tasks, other.sketch_tasks),
+            added(self.matrix_squares, other.matrix_squares),
         )
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The same sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
         w = torch.tensor(weights, dtype=torch.float64, device="cpu")
         tasks = None if self.sketch_tasks is None else self.sketch_tasks * w
+        squares = self.matrix_squares
+        if squares is not None:
+            squares = squares * torch.cat([torch.ones(1, dtype=torch.float64), w.square()])
         gram = self.gram * torch.outer(w, w)
-        return GramSums(gram, self.base_norm_squared, self.num_parameters, self.sketch_gram, tasks)
+        return replace(self, gram=gram, sketch_tasks=tasks, matrix_squares=squares)
 
 
 @dataclass(frozen=True)

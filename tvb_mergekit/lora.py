@@ -333,6 +333,7 @@ def factor_gram(adapters: Sequence[Adapter]) -> GramSums:
         sums.gram.index_add_(1, of, rows)
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = (sums.gram + sums.gram.T) / 2  # not every matrix product is symmetric to the bit
+    sums.end((1, 1))  # all of them are matrices
     return sums
 
 

@@ -524,6 +524,7 @@ def gram_of(
             one.num_parameters += piece.numel
         progress(piece.nbytes)
         if piece.stop == piece.item.numel:
+            one.end(piece.item.shape)
             total = total.plus(one)
             finished(one)
             one = GramSums.zero(len(tasks), sketch)
@@ -561,14 +562,14 @@ def _chunk_sums(
     grams, norms, omegas, tasks = [], [], [], []
     for start, stop, base32, tau in blocks.walk(piece):
         grams.append(square(tau))
-        norms.append(torch.dot(base32, base32))
+        norms.append(products(base32[None], base32[None])[0, 0])
         if sketch is not None and drawn is not None:
             omega = sketch.rows(drawn, stop - start, blocks.device)
             omegas.append(products(omega, omega))
             tasks.append(products(omega, tau))
     if not grams:
         return None
-    gram, norm = symmetric(torch.stack(grams)), torch.stack(norms).double().cpu()
+    gram, norm = symmetric(torch.stack(grams)), torch.stack(norms).cpu()
     if not omegas:
         return ChunkSums(gram, norm)
     return ChunkSums(gram, norm, symmetric(torch.stack(omegas)), torch.stack(tasks).cpu())
