@@ -24,6 +24,7 @@ from tiny import load
 from torch import Tensor
 
 from tvb_mergekit import cli
+from tvb_mergekit.plugin.running import load_documents
 
 MODULES = {
     "mergekit-yaml": "mergekit.scripts.run_yaml",
@@ -70,12 +71,12 @@ class Result:
 
     @property
     def facts(self) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads((self.folder / "basis.json").read_text())
+        read: dict[str, Any] = json.loads((self.folder / "basis" / "basis.json").read_text())
         return read
 
     @property
     def basis(self) -> dict[str, NDArray[np.float64]]:
-        held = load_file(self.folder / "basis.safetensors")
+        held = load_file(self.folder / "basis" / "basis.safetensors")
         assert all(tensor.dtype == torch.float64 for tensor in held.values())
         return {name: tensor.numpy() for name, tensor in held.items()}
 
@@ -87,6 +88,12 @@ def write(recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]], out: Path) -
     documents = [recipes] if isinstance(recipes, Mapping) else list(recipes)
     path.write_text(yaml.safe_dump_all([dict(d) for d in documents], sort_keys=False))
     return path
+
+
+def ready(store: Path, name: str) -> dict[str, Any]:
+    """A ready recipe of a store, to be changed and written elsewhere."""
+    (made,) = load_documents(str(store / "recipes" / name))
+    return dict(made)
 
 
 def place(command: str, out: Path) -> list[str]:

@@ -158,11 +158,28 @@ def test_adapters_are_what_peft_adds_and_errors_are_bounds(
     off = found @ bases.decoder - dense
     for task, error in zip(TASKS, off.norm(dim=0) / dense.norm(dim=0), strict=True):
         bounds = bases.facts["errors"][task]
-        assert bounds["at_least"] - 2e-6 <= float(error) <= bounds["at_most"] + 2e-6
-        assert bounds["at_most"] - bounds["at_least"] <= 1e-9
+        assert bounds["at_least"] <= float(error) <= bounds["at_most"]
+        assert bounds["at_most"] - bounds["at_least"] <= 2e-5
     assert "adapter bases" in tvb("inspect", folder).stdout
     for file in folder.rglob("adapter_model.safetensors"):
         assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
+
+
+def test_bounds_hold_where_large_terms_cancel(world: World, build: Callable[..., Path]) -> None:
+    keys: dict[str, Any] = {"basis": "ae", "num_bases": 3, "steps": 20, "temperature": 3000}
+    bases, dense = store.load(build(world.recipe(**keys), "--adapters")), world.dense()
+    assert float(bases.decoder.abs().max()) > 300
+    vectors = torch.stack(
+        [torch.cat([vector.tensor(n).flatten() for n in bases.names]) for vector in bases.vectors]
+    )
+    named = [(n, t.numel()) for n, t in sorted(world.theta.items())]
+    parts = dict(zip((n for n, _ in named), dense.split([k for _, k in named]), strict=True))
+    tau = torch.cat([parts[name] for name in bases.names])
+    for number, task in enumerate(TASKS):
+        summed = (bases.decoder[:, number].float() @ vectors).double()
+        true = float((summed - tau[:, number]).norm() / tau[:, number].norm())
+        bounds = bases.facts["errors"][task]
+        assert bounds["at_least"] <= true <= bounds["at_most"] < 0.1, (true, bounds)
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -201,7 +218,7 @@ def test_ready_recipes_run_from_the_command(
     world: World, build: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = build(world.recipe(), "--adapters")
-    made_of = yaml.safe_load((folder / "recipes/add.yml").read_text())
+    made_of = commands.ready(folder, "add.yml")
     result = commands.merge_outside(made_of, tmp_path / "out")
     assert set(result.tensors) == set(world.theta)
     assert "adapter_config.json" not in {file.name for file in result.folder.iterdir()}
@@ -352,7 +369,7 @@ def test_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
         model = peft.PeftModel.from_pretrained(model_of(base), tmp_path / "store/basis-001")
         found = changes(model.merge_and_unload(), base)
     near(torch.cat([found[n].flatten() for n in sorted(start)]), dense[1])
-    made_of = yaml.safe_load((tmp_path / "store/recipes/add.yml").read_text())
+    made_of = commands.ready(tmp_path / "store", "add.yml")
     made_of["parameters"]["lambda"] = 0.5
     merged = merge(made_of, tmp_path / "out").tensors
     found = torch.cat([(merged[n].double() - start[n]).flatten() for n in sorted(start)])

@@ -139,7 +139,7 @@ def test_basis_json_says_what_was_merged(
     assert len(set(facts["fingerprints"].values())) == len(TASKS) + 1
     assert set(facts["seconds"]) >= {"gram", "encode", "merge"}
     assert all(seconds >= 0 for seconds in facts["seconds"].values())
-    assert "Infinity" not in (text := (results[case].folder / "basis.json").read_text())
+    assert "Infinity" not in (text := (results[case].folder / "basis" / "basis.json").read_text())
     assert "NaN" not in text
 
 

@@ -16,7 +16,7 @@ import test_faults_recipe
 import tiny
 import yaml
 from click.testing import CliRunner
-from commands import merge, tvb
+from commands import merge, ready, tvb
 from safetensors.torch import load_file, save_file
 from test_faults import Case, prepare, recipe, snapshot, tiny_models  # noqa: F401
 from test_faults_recipe import ALL, slices
@@ -132,7 +132,7 @@ def test_weight_files(here: Path) -> None:
     said = check(raw("a", "b"))
     assert "--tensor-intersection or --tensor-union: lm_head.weight not in all files" in said
     tvb("build", "recipe.yml", "store", "--quiet")
-    over = yaml.safe_load((here / "store/recipes/add.yml").read_text())
+    over = ready(here / "store", "add.yml")
     assert "basis_ta over 2 bases" in check(over)
     other = over | {"base_model": str(here / "a/model.safetensors")}
     assert "are others" in check(other, code=1)

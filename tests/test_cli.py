@@ -33,7 +33,8 @@ from tvb_mergekit.cli import main
 
 TVB = Path(sys.executable).with_name("tvb")
 COMMANDS = [
-    "build", "inspect", "add", "export", "merge", "check", "convert", "score", "tune", "cache"
+    "build", "inspect", "add", "undo", "export", "merge", "check", "convert", "score", "tune",
+    "cache",
 ]  # fmt: skip
 
 
@@ -159,8 +160,10 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree(here / "math-model", ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
-        if name in ("inspect", "add", "export", "tune"):
+        if name in ("inspect", "add", "undo", "export", "tune"):
             shutil.copytree(here / "built", here / "store")
+        if name == "undo":
+            run("add", "store", "new-model", "--task", "new", "--quiet")
         lines = examples(command)
         if isinstance(command, click.Group) and command is not main:
             lines += [line for inner in command.commands.values() for line in examples(inner)]
@@ -174,7 +177,7 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 merging = importlib.import_module(MODULES[head]).main
                 done = CliRunner().invoke(merging, words)
             assert done.exit_code == 0, done.output
-    assert (here / "store.png").is_file() and (here / "merged/basis.json").is_file()
+    assert (here / "store.png").is_file() and (here / "merged/basis/basis.json").is_file()
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["cache", "list"]])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from commands import merge, refused, tvb
+from commands import merge, ready, refused, tvb
 from safetensors.torch import load_file, save_file
 from test_authors import INFO, SHAPES, TASKS, VECTORS, WRITERS, M, autoencoder, dense, named, pca
 from torch import Tensor
@@ -87,7 +86,7 @@ def test_recipes_over_it_give_the_dense_numbers(
     for name in sorted(recipes & {"add", "ties", "forget-MNIST"}):
         text = (made.store / "recipes" / f"{name}.yml").read_text()
         assert "mergekit-pytorch" in text
-        made_of: dict[str, Any] = yaml.safe_load(text)
+        made_of = ready(made.store, f"{name}.yml")
         if name == "ties":
             made_of["parameters"]["density"] = 1.0
         file = tmp_path / f"{name}.yml"

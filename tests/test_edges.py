@@ -128,7 +128,7 @@ def test_options_do_not_change_the_result(
     other = merge(made, tmp_path / "other", *options)
     assert_same(plain, other)
     assert (other.folder / "README.md").exists() == ("--no-write-model-card" not in options)
-    assert (other.folder / "basis.json").exists()
+    assert (other.folder / "basis" / "basis.json").exists()
 
 
 def test_output_in_pytorch_s_format(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_float64_tensors_in_memory() -> None:
 def test_the_metadata_of_the_files(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
     """Other programs open the weights by `format: pt`."""
     result = merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "out")
-    for name in ("model.safetensors", "basis.safetensors"):
+    for name in ("model.safetensors", "basis/basis.safetensors"):
         with safe_open(result.folder / name, framework="pt") as file:
             assert file.metadata()["format"] == "pt"
-    assert set(load_file(result.folder / "basis.safetensors")) == set(result.basis)
+    assert set(load_file(result.folder / "basis" / "basis.safetensors")) == set(result.basis)

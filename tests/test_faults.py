@@ -287,7 +287,7 @@ def check_merged(outcome: Outcome, case: Case) -> None:
     allowed = {where, outcome.folder / (case.leaves or case.out)}
     assert not [path for path in changed if not allowed & {path, *path.parents}]
     assert "removed" not in outcome.changed.values()
-    assert (where / "basis.json").is_file()
+    assert (where / "basis" / "basis.json").is_file()
     for file in where.glob("*.safetensors"):
         assert all(t.isfinite().all() for t in load_file(file).values())
 

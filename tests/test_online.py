@@ -29,7 +29,7 @@ import tiny
 import torch
 import yaml
 from click.testing import CliRunner
-from commands import assert_close, merge, recipe
+from commands import assert_close, merge, ready, recipe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
@@ -509,16 +509,17 @@ def test_twenty_llamas_and_the_recipes_of_their_store(
     assert not list(store.parent.glob(".s*adding*"))
 
     def run_recipe(name: str, expected: Array, skip: Array | None = None) -> None:
-        ready = yaml.safe_load((store / "recipes" / name).read_text())
-        ready["dtype"] = "float32"
-        found = merge(ready, tmp_path / name.removesuffix(".yml")).tensors
+        found = merge(
+            {**ready(store, name), "dtype": "float32"}, tmp_path / name.removesuffix(".yml")
+        ).tensors
         split = naive.dense.split
         skipped = None if skip is None else {n: m.bool() for n, m in split(skip).items()}
         assert_close(found, split(expected), start, skip=skipped, strict=1e-5)
 
     dense, summed = naive.dense, naive.bases * naive.shares
-    run_recipe("add.yml", reference.addition(dense, summed, 0.4))
-    want = reference.ties(dense, summed, 0.4)
+    lambda_ = 0.4 if how == "ae" else 0.4 * total / 4  # lambda_scale: tasks
+    run_recipe("add.yml", reference.addition(dense, summed, lambda_))
+    want = reference.ties(dense, summed, lambda_)
     run_recipe("ties.yml", want.merged, want.boundary.astype(float))
     gone = naive.rebuilt[:, [1]]
     run_recipe("forget-t1.yml", reference.negation(dense, summed, gone, 0.0, 1.0))

@@ -78,9 +78,9 @@ def same(one: Path, several: Path) -> None:
     assert all(torch.equal(want[name], found[name]) for name in want)
     facts, bases = [], []
     for folder in (one, several):
-        facts.append(json.loads((folder / "basis.json").read_text()))
+        facts.append(json.loads((folder / "basis" / "basis.json").read_text()))
         facts[-1].pop("seconds")
-        bases.append(load_file(folder / "basis.safetensors"))
+        bases.append(load_file(folder / "basis" / "basis.safetensors"))
     assert facts[0] == facts[1]
     assert set(bases[0]) == set(bases[1])
     assert all(torch.equal(bases[0][key], bases[1][key]) for key in bases[0])
@@ -196,7 +196,7 @@ def test_a_gram_pass_that_was_cut_goes_on(models: dict[str, Folders], tmp_path: 
     assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
     shutil.rmtree(out)
     assert [each.code for each in run(2, words, tmp_path / "third", cache=cache)] == [0, 0]
-    assert json.loads((out / "basis.json").read_text())["gram_cached"] is True
+    assert json.loads((out / "basis" / "basis.json").read_text())["gram_cached"] is True
 
 
 def damaged(folder: Path, models: Folders, how: str) -> Folders:

@@ -117,9 +117,9 @@ def check_output(name: str, out: Path) -> None:
     AutoTokenizer.from_pretrained(out)
 
     tasks, num_bases = PROMISED[name]
-    basis = json.loads((out / "basis.json").read_text())
+    basis = json.loads((out / "basis" / "basis.json").read_text())
     if num_bases is None:
-        eigenvalues = load_file(out / "basis.safetensors")["eigenvalues"]
+        eigenvalues = load_file(out / "basis" / "basis.safetensors")["eigenvalues"]
         held = (eigenvalues.cumsum(0) / eigenvalues.sum()).tolist()
         energy = read(name)["parameters"]["energy"]
         num_bases = next(m for m, share in enumerate(held, 1) if share >= energy)

@@ -221,7 +221,7 @@ def test_stock_methods_after_ours_see_the_files_as_they_are(
     own = {index: {"weight": 1.0} for index in range(3)}
     made = recipe("task_arithmetic", base, models, own, normalize=False, lambda_=0.5)
     stock = in_process(made, tmp_path / "stock")
-    assert not (stock.folder / "basis.json").exists()
+    assert not (stock.folder / "basis").exists()
     dense = dense_of(base, models)
     want = dense.split(dense.theta + 0.5 * dense.tau.sum(axis=1))
     assert_close(stock.tensors, want, dense.base)

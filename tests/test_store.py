@@ -137,10 +137,9 @@ def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float3
     true = np.linalg.norm(rebuilt - dense.tau, axis=0) / norms
     for task, error in zip(facts["tasks"], true, strict=True):
         low, high = facts["errors"][task]["at_least"], facts["errors"][task]["at_most"]
-        assert low - 2e-6 <= error <= high + 2e-6, (task, low, error, high)
-        assert 0 <= low <= high
-        if dtype == "float32":
-            assert high - low < 1e-9
+        assert 0 <= low <= error <= high, (task, low, error, high)
+        if dtype == "float32":  # the square of an error near 0 is known to 1e-6
+            assert high - low < (2e-5 if error > 0.1 else 5e-3), (task, low, error, high)
         else:
             assert high - low < 0.05
     loss = float((norms**2 * true**2).sum())

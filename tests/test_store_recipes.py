@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import Result, merge, merge_outside, recipe
+from commands import Result, merge, merge_outside, ready, recipe
 from safetensors.torch import load_file, save_file
 from test_store import DTYPES, KINDS, SIZES, contents, in_shards, raw_family, read, twice
 from tiny import TASKS, family, gpt2, llama, load, save_tokenizer
@@ -433,8 +433,7 @@ def test_the_ready_recipes_run(kind: str, families: dict[str, Family], tmp_path:
         wanted += ["add.yml", "ties.yml"]
     assert [f.name for f in files] == sorted(wanted)
     for file in files:
-        text = file.read_text()
-        document = yaml.safe_load(text)
+        document = ready(folder, file.name)
         if "code" not in file.name and "forget" in file.name:
             continue
         made = merge(document, tmp_path / file.stem)
@@ -459,21 +458,20 @@ def test_ready_recipes_say_what_the_built_recipe_said(method: str, tmp_path: Pat
     document = from_mapping(recipe(method, base, models, dtype="bfloat16", **keys))
     build_store(read_inputs(document, Options()), tmp_path / "store")
     name = "ties" if method == "basis_ties" else "forget-math"
-    ready = yaml.safe_load((tmp_path / "store" / "recipes" / f"{name}.yml").read_text())
-    assert ready["dtype"] == "bfloat16"
-    found = merge({**ready, "dtype": "float32"}, tmp_path / "merged")
+    own = ready(tmp_path / "store", f"{name}.yml")
+    assert own["dtype"] == "bfloat16"
+    found = merge({**own, "dtype": "float32"}, tmp_path / "merged")
     want = merge(recipe(method, base, models, **keys), tmp_path / "models")
     assert_alike(found, want, base, method, "float32")
     for file in (tmp_path / "store" / "recipes").iterdir():
-        assert merge(yaml.safe_load(file.read_text()), tmp_path / file.stem).tensors
+        assert merge(ready(tmp_path / "store", file.name), tmp_path / file.stem).tensors
 
 
 @pytest.mark.slow
 def test_the_command_runs_a_ready_recipe(families: dict[str, Family], tmp_path: Path) -> None:
     found = families["llama"]
     folder = found.store(tmp_path / "store", **KINDS["balanced"])
-    document = yaml.safe_load((folder / "recipes" / "add.yml").read_text())
-    made = merge_outside(document, tmp_path / "merged")
+    made = merge_outside(ready(folder, "add.yml"), tmp_path / "merged")
     want = found.merge("basis_ta", tmp_path / "models", **KINDS["balanced"])
     assert_alike(made, want, found.base, "basis_ta", "float32")
 
@@ -543,7 +541,8 @@ def test_the_ready_recipes_of_raw_state_dicts_run(tmp_path: Path) -> None:
     for file in sorted((folder / "recipes").iterdir()):
         text = file.read_text()
         assert "mergekit-pytorch" in text and "mergekit-yaml" not in text
-        merge(yaml.safe_load(text), tmp_path / file.stem, command="mergekit-pytorch")
+        made = ready(folder, file.name)
+        merge(made, tmp_path / file.stem, command="mergekit-pytorch")
 
 
 def test_a_raw_basis_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,12 +256,12 @@ def test_every_bit_is_mergekit_s(case: str, merged: Path) -> None:
         for who, folder in folders.items()
     }
     assert names["stock"] == names["ours"] and "config.json" in names["ours"]
-    for name in names["stock"] - {"basis.json", "basis.safetensors"}:
+    for name in names["stock"] - {"basis"}:
         texts = [(folder / name).read_bytes().splitlines() for folder in (ours, stock)]
         if name == "README.md":  # mergekit lists the models in the order of a set
             texts = [sorted(text) for text in texts]
         assert texts[0] == texts[1], name
-    facts = [json.loads((folder / "basis.json").read_text()) for folder in (stock, ours)]
+    facts = [json.loads((folder / "basis" / "basis.json").read_text()) for folder in (stock, ours)]
     for each in facts:
         assert set(each.pop("seconds")) >= {"merge"}
     assert facts[0] == facts[1]
@@ -277,7 +277,7 @@ def test_every_bit_is_mergekit_s(case: str, merged: Path) -> None:
 def load_basis(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(folder / "basis.safetensors")
+    return load_file(folder / "basis" / "basis.safetensors")
 
 
 # The command

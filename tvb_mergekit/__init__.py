@@ -1,4 +1,5 @@
-"""Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `reconstruct`, `merge`.
+"""Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `undo`, `reconstruct`,
+`merge`.
 
 Importing the package is cheap; the library behind these names is imported when one is used.
 """
@@ -9,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tvb_mergekit.api import add, build, load, merge, reconstruct
+    from tvb_mergekit.api import add, build, load, merge, reconstruct, undo
     from tvb_mergekit.errors import UserError
     from tvb_mergekit.store import Bases
 
 __version__ = "0.1.0"
-__all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct"]
+__all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct", "undo"]
 
 _HOME = {"Bases": "store", "UserError": "errors"}
 

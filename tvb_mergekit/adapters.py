@@ -28,7 +28,7 @@ from tvb_mergekit.lora import (
     truncate,
     write_adapter,
 )
-from tvb_mergekit.online import relative
+from tvb_mergekit.online import ARITHMETIC
 from tvb_mergekit.output import check_new_folder
 from tvb_mergekit.store import Bases, basis_folder, load, note_files
 from tvb_mergekit.store import lock as store_lock
@@ -94,7 +94,7 @@ def _write(
     basis = encode_basis(inputs.settings, inputs.tasks, inputs.weights, inputs.sums)
     targets = common_targets(inputs.adapters)
     kind = _task_type(inputs)
-    files = {}
+    files: dict[str, dict[str, object]] = {}
     stored = []
     for index, column in enumerate(basis.weighted_encoder.T):
         kept = combine_adapters(inputs.adapters, column)
@@ -110,14 +110,20 @@ def _write(
             marker={"folder": folder.name},
             task_type=kind,
         )
-        copy_config(inputs.folder, folder, index)
+        files |= copy_config(inputs.folder, folder, index)
         for name in (WEIGHTS, CONFIG):
             files[f"{folder.name}/{name}"] = file_record(folder / name)
         stored.append(Adapter.open(folder, inputs.base.tensors))
-    nothing = torch.zeros(len(stored), dtype=torch.float64)
-    facts = store_facts(inputs, basis, dtype, files, nothing, contents="adapters")
     errors = _errors(inputs, stored, basis.encoding.decoder)
-    facts["errors"] = relative(inputs.tasks, facts["norms"], errors, errors)
+    # Their products in float32, large ones that cancel too, are what is lost.
+    norms, encoder = basis.sums.gram.diagonal().sqrt(), basis.weighted_encoder
+    rounding = ARITHMETIC * (norms @ encoder.abs() @ basis.encoding.decoder.abs())
+    tensors = {
+        **tensors_of(basis, dtype),
+        "gram_bases": factor_gram(stored).gram,
+        "errors": torch.stack([(errors - rounding).clamp(min=0), errors + rounding]),
+    }
+    facts = store_facts(inputs, basis, dtype, files, tensors, contents="adapters")
     facts["store"] |= {
         "rank": rank,
         "targets": [item.name for item in inputs.items],
@@ -130,7 +136,6 @@ def _write(
     facts |= {"loss": loss, "retained_energy": 1 - loss / total}
     if facts["relative_gap"] is not None:
         facts["relative_gap"] = (loss - bound) / bound
-    tensors = {**tensors_of(basis), "gram_bases": factor_gram(stored).gram}
     finish_store(work, out, facts, tensors)
     return facts
 

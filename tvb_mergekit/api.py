@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -113,6 +114,10 @@ def add(
         dtype: of new bases; of existing ones it stays as it is.
         settings: the recipe's keys, for bases that do not exist yet.
 
+    Warns:
+        UserWarning: the task vector is unlike the others, or an exact sum ends. (`tvb add` refuses
+            both without `--force`.)
+
     Raises:
         UserError: see `grow.add_to_store`.
     """
@@ -127,12 +132,26 @@ def add(
     elif compress is not None:
         settings.setdefault("basis", compress)
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
-    growth = grow.Growth(budget, compress, dtype)
+    doubts: list[str] = []
+    growth = grow.Growth(budget, compress, dtype, doubts.append)
     if where is None and found is not None and found.path is not None:
         where = found.path
     if where is not None:
-        return grow.add_to_store(where, inputs, growth, device=device)
-    return grow.add_in_memory(found, inputs, growth, device=device)
+        grown = grow.add_to_store(where, inputs, growth, device=device)
+    else:
+        grown = grow.add_in_memory(found, inputs, growth, device=device)
+    for doubt in doubts:
+        warn(doubt, stacklevel=2)
+    return grown
+
+
+def undo(path: str | os.PathLike[str]) -> Bases:
+    """The store at `path` as it was before the last `add`, of which one step is kept.
+
+    Raises:
+        UserError: no store, or nothing to undo.
+    """
+    return grow.undo_addition(path)
 
 
 def reconstruct(

@@ -35,10 +35,9 @@ from tvb_mergekit.gram import GramSums, Sketch, block_budget
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.output import check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.store import Bases, dtype_name, load, note_files
+from tvb_mergekit.store import Bases, dtype_name, load, note_files, numbers_of
 from tvb_mergekit.store import lock as store_lock
 from tvb_mergekit.store_writing import (
-    cast_losses,
     finish_store,
     finish_vectors,
     folders_of,
@@ -110,10 +109,11 @@ def build_in_memory(
     sink = MemorySink(matrix.shape[1])
     items = [replace(item, out=dtype) for item in inputs.items]
     _combine(inputs, basis, matrix, sink, items, [device], budget, silent)
-    facts = store_facts(inputs, basis, dtype, {}, cast_losses(basis, dtype))
+    tensors = tensors_of(basis, dtype)
+    facts = store_facts(inputs, basis, dtype, {}, tensors)
     vectors = [StateDict(state) for state in sink.states]
     mean = vectors.pop() if basis.settings.basis == "pca" else None
-    return Bases(facts, tensors_of(basis), vectors, mean)
+    return Bases(facts, {**numbers_of(facts), **tensors}, vectors, mean)
 
 
 def inspect_inputs(
@@ -128,8 +128,9 @@ def inspect_inputs(
     basis = _basis(inputs, sums, sketch)
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         LOG.warning("%s", line)
-    facts = store_facts(inputs, basis, torch.float32, {}, cast_losses(basis, torch.float32))
-    return {key: value for key, value in facts.items() if key != "store"}, tensors_of(basis)
+    tensors = tensors_of(basis, torch.float32)
+    facts = store_facts(inputs, basis, torch.float32, {}, tensors)
+    return {key: value for key, value in facts.items() if key != "store"}, tensors
 
 
 def _build(
@@ -184,9 +185,10 @@ def _build(
         "write": time.perf_counter() - encoded,
     }
     files = finish_vectors(writers, inputs.folder)
-    facts = store_facts(inputs, basis, dtype, files, cast_losses(basis, dtype))
+    tensors = tensors_of(basis, dtype)
+    facts = store_facts(inputs, basis, dtype, files, tensors)
     _warn_of_rounding(facts)
-    finish_store(partial, out, facts, tensors_of(basis))
+    finish_store(partial, out, facts, tensors)
     os.rename(partial, out)
     names = [journal.name for journal in journals]
     for name in (STATE, SUMS, MATRIX, *names):  # not before: until then `resume` may need them

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+import yaml
 
 from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError
@@ -187,19 +188,13 @@ def _devices_of(values: dict[str, Any]) -> list[torch.device]:
     return accelerators()
 
 
-def _named_base(store: Bases) -> str:
-    """Where a store says that its base is: as the recipe named it, or where that was then."""
-    name, place = str(store.facts["base_model"]), store.facts["store"].get("base_path")
-    return str(place) if place and not os.path.exists(name) else name
-
-
 def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
     """The base of a store: its name, its weights and its folder.
 
     Raises:
         UserError: it cannot be opened, or is not the one that the store belongs to.
     """
-    name = given or _named_base(store)
+    name = given or store.base_name
     hint = "" if given else f"; it is the base that {store.path} names: say with --base where it is"
     weights, folder = _open_base(name, hint)
     store.check_base(weights, name)
@@ -346,7 +341,7 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.inspection import Inspection
-    from tvb_mergekit.store import is_store, read_output
+    from tvb_mergekit.store import is_output, read_output
 
     if os.path.isfile(path):
         from tvb_mergekit.building import inspect_inputs
@@ -361,7 +356,7 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             facts, tensors = inspect_inputs(inputs, device, show, values["memory"])
             return Inspection({**facts, "built": False}, tensors)
         path = str(document.recipe.store.path)
-    if os.path.isdir(path) and (Path(path) / "basis.json").is_file() and not is_store(path):
+    if is_output(path):
         return Inspection(*read_output(path))
     bases = _load(path)
     return Inspection(bases.facts, bases.tensors)
@@ -390,6 +385,9 @@ def _load(path: str) -> Bases:
     help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
 )
 @click.option("--dtype", type=_dtypes, help="Of a new STORE; float32 by default.")
+@click.option(
+    "--force", is_flag=True, help="Also a model unlike the others, or an end of the exact sum."
+)
 @_base
 @_device
 @_memory
@@ -401,7 +399,8 @@ def add(store: str, model: str, task: str, **values: Any) -> None:
 
     Below the budget the new task vector becomes a basis; at the budget the bases are compressed by
     one first (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before.
-    A STORE that does not exist is made: give --base and --budget.
+    A STORE that does not exist is made: give --base and --budget. The store of before is kept until
+    the next `tvb add`: `tvb undo STORE` brings it back.
 
     \b
     Example: tvb add ./store ./new-model --task new --budget 4
@@ -437,7 +436,9 @@ def add(store: str, model: str, task: str, **values: Any) -> None:
     }
     names = None if bases is None else bases.names
     inputs = read_inputs(from_mapping(recipe), _model_options(values), names)
-    growth = Growth(values["budget"], values["compress"], DTYPES[values["dtype"] or "float32"])
+    dtype = DTYPES[values["dtype"] or "float32"]
+    doubt = logging.warning if values["force"] else _refuse
+    growth = Growth(values["budget"], values["compress"], dtype, doubt)
     grown = add_to_store(
         store,
         inputs,
@@ -452,6 +453,25 @@ def add(store: str, model: str, task: str, **values: Any) -> None:
         f"{grown.facts['store']['budget']} bases; largest relative error of a task at most "
         f"{worst[1]['at_most']:.3f} ({worst[0]})"
     )
+
+
+def _refuse(doubt: str) -> None:
+    raise UserError(f"{doubt}; --force adds it all the same")
+
+
+@main.command()
+@click.argument("store", type=click.Path())
+@_careful("store")
+def undo(store: str) -> None:
+    """Take back the last `tvb add`: STORE is what it was before. One step can be undone.
+
+    \b
+    Example: tvb undo ./store
+    """
+    from tvb_mergekit.grow import undo_addition
+
+    bases = undo_addition(store)
+    click.echo(f"{bases.path}: {_tasks(len(bases.tasks))} in {_bases(bases.num_bases)}, as before")
 
 
 @main.command()
@@ -483,7 +503,8 @@ def export(store: str, out: str, **values: Any) -> None:
     bases = _load(store)
     if task is not None:
         matrix, folders = exporting.task_column(bases, task), [""]
-        what = [f"{task}, reconstructed"]
+        weight = float(bases.weights[bases.index(task)])
+        what = [f"{task}, reconstructed" + f" (without its weight of {weight:g})" * (weight != 1)]
     else:
         indices = list(range(bases.num_bases)) if every else [basis]
         matrix = exporting.basis_columns(bases, indices)
@@ -507,8 +528,10 @@ def export(store: str, out: str, **values: Any) -> None:
 
 
 @main.command()
-@click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
+@click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
 @click.argument("out", type=click.Path())
+@click.option("--method", metavar="NAME", help="Of a STORE: add, ties or forget-TASK.")
+@_base
 @_device
 @_multi_gpu
 @_memory
@@ -522,8 +545,9 @@ def merge(recipe: str, out: str, **values: Any) -> None:
     """Merge the models of RECIPE into OUT: what `mergekit-yaml` writes, bit by bit, and sooner.
 
     RECIPE is one of `basis_ta`, `basis_ties` or `basis_negate`, over models or over the bases of a
-    store. Tensors are streamed: no more than --memory is held of them, whatever the size of a model
-    and of the shards of OUT.
+    store. A STORE needs no recipe: `tvb merge STORE OUT --method add`, by what it was built with.
+    Tensors are streamed: no more than --memory is held of them, whatever the size of a model and of
+    the shards of OUT.
 
     \b
     Example:
@@ -531,13 +555,38 @@ def merge(recipe: str, out: str, **values: Any) -> None:
       torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
     """
     from tvb_mergekit import ranks
+    from tvb_mergekit.plugin.inputs import from_mapping, read_document
+    from tvb_mergekit.plugin.running import recipe_text
     from tvb_mergekit.plugin.streaming import merge_recipe
 
     _check_multi_gpu(values)
-    memory = values.pop("memory")
+    memory, method, base = values.pop("memory"), values.pop("method"), values.pop("base")
     values["quiet"] |= not ranks.world().leads
     values["device"] = None if values["multi_gpu"] else str(_device_of(values["device"]))
-    merge_recipe(recipe, out, memory, **values)
+    if os.path.isdir(recipe):
+        made = _ready_recipe(recipe, method, base)
+        document, text = from_mapping(made), yaml.safe_dump(made, sort_keys=False)
+    elif method is not None or base is not None:
+        raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
+    else:
+        document, text = read_document(recipe), recipe_text(recipe)
+    merge_recipe(document, text, out, memory, **values)
+
+
+def _ready_recipe(store: str, method: str | None, base: str | None) -> dict[str, Any]:
+    """A ready recipe of a store where it lies now."""
+    from tvb_mergekit.keys import nearest
+    from tvb_mergekit.ready import ready
+
+    bases = _load(store)
+    known = ready(bases.facts, os.path.abspath(store), _base_of(bases, base)[0])
+    if method in known:
+        return known[method][1]
+    if method is None:
+        raise UserError(f"{store} is a store: name a --method, one of {', '.join(known)}")
+    guess = nearest(method, known)
+    hint = f"did you mean {guess}? " if guess else ""
+    raise UserError(f"--method {method}: {hint}Expected one of {', '.join(known)}")
 
 
 @main.command()
@@ -559,9 +608,13 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     from tvb_mergekit import cache
 
     if os.path.isdir(recipe):
+        from tvb_mergekit.ready import edited
+
         with cache.off():  # which knows files that were compared before
             bases = _load(recipe)
         click.echo(f"{recipe}: {len(bases.facts['store']['files'])} files as they were written")
+        for name in edited(Path(recipe), bases.facts):
+            click.echo(f"{recipe}/{name} was edited since")
         return
     from tvb_mergekit.inspection import printable
     from tvb_mergekit.plugin.checks import check_recipe

@@ -13,13 +13,13 @@ from torch import Tensor
 from tvb_mergekit import report
 from tvb_mergekit.authors import Published, read_published
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.facts import FORMAT_VERSION
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.inputs import Matched, match
 from tvb_mergekit.output import StagedFolder, check_disk, check_new_folder
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.recipe import check_tasks, resolve_settings
 from tvb_mergekit.store import (
-    FORMAT_VERSION,
     MEAN,
     Bases,
     basis_folder,

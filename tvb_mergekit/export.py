@@ -108,8 +108,8 @@ def export(
 
 
 def task_column(bases: Bases, task: str) -> Tensor:
-    """The combination that is tau_hat of a task, [len(bases.sources), 1]."""
-    return bases.reconstruction([task])
+    """The combination that is tau_hat of a task, without its weight, [len(bases.sources), 1]."""
+    return bases.reconstruction([task]) / bases.weights[bases.index(task)]
 
 
 def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:

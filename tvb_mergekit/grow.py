@@ -1,4 +1,7 @@
-"""`tvb add`: one more task into a store, or into bases in memory, by Algorithm 1 (see `online`)."""
+"""`tvb add`: one more task into a store, or into bases in memory, by Algorithm 1 (see `online`).
+
+The store of before stays in the new one, as the folder `undo`, until the next task is added.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,10 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import online, report
+from tvb_mergekit.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.encoders import Gram
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.facts import FACTS, FORMAT_VERSION, TENSORS
 from tvb_mergekit.gram import GramSums, block_budget
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.output import check_disk, check_new_folder, recover_folder, replace_folder
@@ -26,15 +32,13 @@ from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.ready import FOLDER, keep_edited
 from tvb_mergekit.recipe import Settings, check_tasks
 from tvb_mergekit.store import (
-    FACTS,
-    FORMAT_VERSION,
-    TENSORS,
     Bases,
     basis_folder,
     dtype_name,
     is_store,
     load,
     note_files,
+    numbers_of,
 )
 from tvb_mergekit.store import lock as store_lock
 from tvb_mergekit.store_writing import finish_store, finish_vectors, local_path, writers_of
@@ -43,6 +47,7 @@ from tvb_mergekit.weights import StateDict, Weights
 from tvb_mergekit.writing import FoldersSink, MemorySink
 
 LOG = logging.getLogger(__name__)
+UNDO = "undo"
 CPU = torch.device("cpu")
 
 
@@ -54,11 +59,14 @@ class Growth:
         budget: the most bases that the store may hold.
         compress: `ae` or `balanced`.
         dtype: of a store that is new.
+        doubt: called with what speaks against it: a model that seems to be of another base, the
+            end of an exact sum. It raises to refuse.
     """
 
     budget: int | None = None
     compress: str | None = None
     dtype: torch.dtype = torch.float32
+    doubt: Callable[[str], object] = LOG.warning
 
 
 def add_to_store(
@@ -77,22 +85,15 @@ def add_to_store(
 
     Raises:
         UserError: another base, tensors that differ from the store's, a task name that is there,
-            a budget that does not fit, no room. The store is as it was then.
+            a budget that does not fit, no room, a doubt. The store is as it was then.
     """
     store = Path(os.path.realpath(path))
-    held = store_lock(store, LOG.warning)
-    work = None
-    try:
-        for stale in store.parent.glob(f".{glob.escape(store.name)}.adding-*"):
-            shutil.rmtree(stale, ignore_errors=True)  # ours alone, under the lock
-        recover_folder(store)
+    with _changing(store, "add to") as work:
         if is_store(store):
             bases: Bases | None = load(store)
         else:
             check_new_folder(store, [n for n in inputs.fingerprints if os.path.exists(n)])
             bases = None
-        work = Path(tempfile.mkdtemp(prefix=f".{store.name}.adding-", dir=store.parent))
-        os.chmod(work, 0o755)
         task = _Addition(bases, inputs, growth, device, budget or block_budget(), progress)
         facts = task.write(work, store)
         if bases is None:
@@ -100,13 +101,45 @@ def add_to_store(
         else:
             replace_folder(work, store)
         note_files(store, facts["store"]["files"])
+    return load(store)
+
+
+def undo_addition(path: str | os.PathLike[str]) -> Bases:
+    """Make a store again what it was before the last `add_to_store`.
+
+    Raises:
+        UserError: no store, or nothing to undo.
+    """
+    store = Path(os.path.realpath(path))
+    with _changing(store, "undo the last addition to") as work:
+        load(store, verify=False)
+        if not (store / UNDO).is_dir():
+            raise UserError(f"{path}: nothing to undo: no task was added, or it was undone already")
+        before = load(store / UNDO)
+        _link_own(before, work)
+        _keep_others(load(store, verify=False), work)
+        replace_folder(work, store)
+    return load(store)
+
+
+@contextmanager
+def _changing(store: Path, what: str) -> Iterator[Path]:
+    """A folder beside the store, to be made its successor; locked, and tidied up at the end."""
+    held = store_lock(store, LOG.warning)
+    work = None
+    try:
+        for stale in store.parent.glob(f".{glob.escape(store.name)}.adding-*"):
+            shutil.rmtree(stale, ignore_errors=True)  # ours alone, under the lock
+        recover_folder(store)
+        work = Path(tempfile.mkdtemp(prefix=f".{store.name}.adding-", dir=store.parent))
+        os.chmod(work, 0o755)
+        yield work
     except OSError as error:
-        raise UserError(f"cannot add to {store}, which is as it was: {error}") from error
+        raise UserError(f"cannot {what} {store}, which is as it was: {error}") from error
     finally:
         if work is not None and work.exists():
             shutil.rmtree(work, ignore_errors=True)
         held.release()
-    return load(store)
 
 
 def add_in_memory(
@@ -179,6 +212,11 @@ class _Addition:
                 "--compress balanced keeps the sum of all tasks, and the bases in "
                 f"{self.bases.path or 'memory'} ({self.bases.basis}) do not hold it: compress by "
                 "ae, or build the store with `basis: balanced`"
+            )
+        if how == "ae" and built == "balanced":
+            self.growth.doubt(
+                f"{self._where} is balanced: compressed by ae its bases no longer add up to the "
+                "sum of all tasks, and it cannot be compressed by balanced ever after"
             )
         return str(how)
 
@@ -258,6 +296,7 @@ class _Addition:
                 "to the base"
             )
         self.norm = square**0.5
+        self._check_alike(sums)
         settings = self._settings()
         made = online.add_task(self._buffer(), self.sums.gram, self.budget, self.how, settings)
         self.weight = float(weights[-1])
@@ -266,6 +305,27 @@ class _Addition:
         if not made.compressed:
             lost[:-1] = 0  # as they were
         return made.rounded(lost)
+
+    def _check_alike(self, sums: GramSums) -> None:
+        """Refuse a model that seems to be fine-tuned from another base, or from none."""
+        base, *sizes = sums.sizes
+        mine, others = sizes[-1], []
+        if self.bases is not None:
+            known = self.bases.tensors
+            if "matrix_norms" not in known:  # a store of the first version
+                mine = float(sums.gram[-1, -1]) ** 0.5
+            norms = known.get("matrix_norms", known["norms"])
+            others = (norms / self.bases.weights.abs()).tolist()
+        self.size = mine * abs(self.inputs.weights[0])
+        self.base_size = base
+        model = f"model {self.inputs.models[0]}"
+        if reason := unlike(mine, base, others, UNRELATED_RATIO):
+            self.growth.doubt(
+                f"{model}: {reason}: is it fine-tuned from this base? A task that was added cannot "
+                "be taken out of the bases later"
+            )
+        elif reason := unlike(mine, base, others):
+            LOG.warning("%s: %s: is it fine-tuned from this base?", model, reason)
 
     def _settings(self) -> Settings:
         settings = self.inputs.settings if self.bases is None else self.bases.settings
@@ -276,10 +336,8 @@ class _Addition:
         if bases is None:
             return online.Buffer.empty()
         assert bases.encoder is not None
-        norms = torch.tensor([bases.facts["norms"][t] for t in bases.tasks], dtype=torch.float64)
-        bounds = [bases.facts["errors"][task] for task in bases.tasks]
-        low = torch.tensor([bound["at_least"] for bound in bounds], dtype=torch.float64) * norms
-        high = torch.tensor([bound["at_most"] for bound in bounds], dtype=torch.float64) * norms
+        norms = bases.tensors["norms"]
+        low, high = bases.tensors["errors"]
         gram = bases.tensors.get("gram")
         if "residual" in bases.tensors:
             residual, slack = bases.tensors["residual"], bases.tensors["residual_slack"]
@@ -287,7 +345,7 @@ class _Addition:
             assert gram is not None
             sizes = bases.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
             lost = online.cast_loss(sizes, bases.dtype, bases.facts["num_parameters"])
-            known = online.Known.offline(gram, bases.encoder, bases.decoder, high, lost)
+            known = online.Known.offline(gram, bases.encoder, bases.decoder, lost)
             low, high, residual, slack = known.low, known.high, known.residual, known.slack
         weights = bases.basis_weights
         return online.Buffer(
@@ -311,7 +369,8 @@ class _Addition:
         sink = MemorySink(self.step.matrix.shape[1])
         self._combine(self.items, self.step.matrix, sink)
         vectors: list[Weights] = [StateDict(state) for state in sink.states]
-        return Bases(self._facts({}), self._tensors(), vectors)
+        facts = self._facts({})
+        return Bases(facts, {**numbers_of(facts), **self._tensors()}, vectors)
 
     def write(self, work: Path, store: Path) -> dict[str, Any]:
         """Write the new store into `work`; `store` is where it will lie. Returns its facts."""
@@ -335,7 +394,9 @@ class _Addition:
         facts = self._facts(files)
         finish_store(work, store, facts, self._tensors(), synced=True)
         if self.bases is not None and self.bases.path is not None:
-            _keep_others(self.bases, self.bases.path, work)
+            _keep_others(self.bases, work)
+            (work / UNDO).mkdir()
+            _link_own(self.bases, work / UNDO)
         return facts
 
     def _config_folder(self) -> Path | None:
@@ -343,6 +404,10 @@ class _Addition:
             folder = self.bases.path / basis_folder(0)
             return folder if (folder / "config.json").is_file() else None
         return self.inputs.folder
+
+    @property
+    def _errors(self) -> Tensor:
+        return torch.stack([self.step.low, self.step.high])
 
     def _tensors(self) -> dict[str, Tensor]:
         step = self.step
@@ -352,6 +417,7 @@ class _Addition:
             "gram_bases": step.gram_bases,
             "residual": step.residual,
             "residual_slack": step.slack,
+            "errors": self._errors,
         }
         if step.gram is not None:
             values = torch.from_numpy(Gram.of(step.gram).values.copy())
@@ -371,17 +437,29 @@ class _Addition:
             "models": [*old["models"], inputs.models[0]],
             "num_bases": count,
             "norms": {**old["norms"], task: self.norm},
+            "matrix_norms": {**old.get("matrix_norms", {}), task: self.size},
             "fingerprints": {**old["fingerprints"], **inputs.fingerprints},
             "gram_cached": False,
             "seconds": {"add": round(time.perf_counter() - self.started, 3)},
         }
-        facts["parameters"] = {
+        facts["parameters"] = parameters = {
             **old["parameters"],
             **(settings.in_force() if step.compressed else {}),
             "weights": {**old["parameters"]["weights"], task: self.weight},
         }
+        if self.how == "balanced" and old["parameters"]["lambda_scale"] == "bases":
+            # M stays and T grows: the same lambda would mean less and less for each task.
+            parameters["lambda_scale"] = "tasks"
+            if "lambda" in parameters:
+                parameters["lambda"] = _times(parameters["lambda"], self.count / len(old["tasks"]))
         facts |= _losses(step)
-        facts["errors"] = online.relative(facts["tasks"], facts["norms"], step.low, step.high)
+        facts["errors"] = online.reported(
+            facts["tasks"],
+            facts["norms"],
+            self._errors,
+            step.gram_bases.diagonal().clamp(min=0).sqrt(),
+            step.decoder,
+        )
         weights = step.basis_weights
         facts["store"] = {
             **old["store"],
@@ -412,6 +490,7 @@ class _Addition:
             "num_parameters": sum(item.numel for item in inputs.items),
             "dtype": inputs.dtype,
             "norms": {"base": self.sums.base_norm_squared**0.5},
+            "matrix_norms": {"base": self.base_size},
             "left_out": dict(inputs.left_out),
             "fingerprints": {},
             "store": {
@@ -424,6 +503,15 @@ class _Addition:
                 "added": 0,
             },
         }
+
+
+def _times(setting: Any, factor: float) -> Any:
+    """A coefficient as a recipe gives it (number, text, layer gradient or filters), multiplied."""
+    if isinstance(setting, Mapping):
+        return {**setting, "value": _times(setting["value"], factor)}
+    if isinstance(setting, list):
+        return [_times(each, factor) for each in setting]
+    return float(setting) * factor
 
 
 def _losses(step: online.Step) -> dict[str, Any]:
@@ -442,9 +530,21 @@ def _losses(step: online.Step) -> dict[str, Any]:
     return made
 
 
-def _keep_others(bases: Bases, old: Path, work: Path) -> None:
+def _link_own(bases: Bases, target: Path) -> None:
+    """All that a store holds of its own, in another folder: the same files."""
+    assert bases.path is not None
+    for name in (FACTS, TENSORS):
+        _link(bases.path / name, target / name)
+    for name in (FOLDER, *bases.facts["store"]["folders"]):
+        if (bases.path / name).is_dir():
+            _link_folder(bases.path / name, target / name)
+
+
+def _keep_others(bases: Bases, work: Path) -> None:
     """What a user has put into a store stays in it: notes, other recipes, edited ones."""
-    own = {FACTS, TENSORS, FOLDER, *bases.facts["store"]["folders"]}
+    assert bases.path is not None
+    old = bases.path
+    own = {FACTS, TENSORS, FOLDER, UNDO, *bases.facts["store"]["folders"]}
     for entry in old.iterdir():
         if entry.name not in own and not (work / entry.name).exists():
             copy = shutil.copytree if entry.is_dir() else shutil.copy2
@@ -455,10 +555,14 @@ def _keep_others(bases: Bases, old: Path, work: Path) -> None:
 
 
 def _link_folder(source: Path, target: Path) -> None:
-    """The same files under another name, or copies where the file system has no hard links."""
+    """The same files in another folder, or copies where the file system has no hard links."""
     target.mkdir()
     for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copy2(file, target / file.name)
+        _link(file, target / file.name)
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)

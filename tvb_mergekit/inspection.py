@@ -25,7 +25,7 @@ from tvb_mergekit.encoders.balanced import completion
 from tvb_mergekit.encoders.linear import NULL, Array
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import listed, megabytes
-from tvb_mergekit.report import WIDE
+from tvb_mergekit.report import WIDE, row_sums
 
 NEEDED = ("tasks", "models", "num_bases", "num_parameters")  # in basis.json
 STORE_NEEDED = ("model_bytes", "files")  # in its `store`
@@ -112,6 +112,10 @@ class Inspection:
             "decoder": (bases, tasks),
             "reconstruction": (tasks, tasks),
             "gram_bases": (bases, bases),
+            "basis_weights": (bases,),
+            "weights": (tasks,),
+            "norms": (tasks,),
+            "errors": (2, tasks),
         }
         for name, tensor in self.tensors.items():
             if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
@@ -221,9 +225,9 @@ class Inspection:
 
     @property
     def row_sums(self) -> list[float] | None:
-        """W_e 1 [T], the weight of each task in the sum of the bases; None without an encoder."""
+        """The weight of each task in the sum of the bases, [T]; None without an encoder."""
         encoder = self.tensors.get("encoder")
-        return None if encoder is None else encoder.sum(dim=1).tolist()
+        return None if encoder is None else row_sums(self.facts, encoder)
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -421,8 +425,10 @@ def printable(text: str, ascii_only: bool = False) -> str:
 
 def error_text(low: float, high: float) -> str:
     """One number where the error is known exactly, else the range, or its known end."""
-    if low == high:
-        return _fixed(low, 3)
+    if low == high or _fixed(low, 3) == _fixed(high, 3):
+        return _fixed(high, 3)
+    if high < 5e-4:
+        return f"at most {_fixed(high, 3)}"
     if math.isinf(high):
         return f"at least {_fixed(low, 2)}" if low > 0 else "?"
     return f"{_fixed(low, 2)} to {_fixed(high, 2)}"

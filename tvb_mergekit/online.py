@@ -19,7 +19,9 @@ Over all steps are kept, for every task ever added:
 
 Rounding is in the bounds: inner products are known to NOISE, bases to ARITHMETIC (and to what a
 store's dtype loses), each relative to the vectors that entered. What is small because large terms
-cancel is known the less for it: duplicate tasks, an encoder with nearly equal columns.
+cancel is known the less for it: duplicate tasks, an encoder with nearly equal columns. All this is
+of tau_hat = B D as an exact sum of the bases as they are stored; `reported` adds what float32 sums
+of them lose.
 """
 
 from __future__ import annotations
@@ -95,28 +97,17 @@ class Known:
         """From the Gram matrix of vectors that differ from the tau_i by at most `stored` [T]."""
         off = encoder @ decoder - torch.eye(len(gram), dtype=torch.float64)
         norms = gram.diagonal().clamp(min=0).sqrt()
-        terms, scale = norms @ off.abs(), norms @ encoder
-        squares, noise = (off * (gram @ off)).sum(0), NOISE * terms.square()
-        low = ((squares - noise).clamp(min=0).sqrt() - stored).clamp(min=0)
-        high = (squares + noise).clamp(min=0).sqrt() + stored
-        slack = torch.outer(stored + NOISE * terms, scale)
-        return cls(low, high, off.T @ gram @ encoder, slack)
+        low, high = errors_of(gram, encoder @ decoder)
+        slack = torch.outer(stored + NOISE * (norms @ off.abs()), norms @ encoder)
+        return cls((low - stored).clamp(min=0), high + stored, off.T @ gram @ encoder, slack)
 
     @classmethod
-    def offline(
-        cls, gram: Tensor, encoder: Tensor, decoder: Tensor, high: Tensor, lost: Tensor
-    ) -> Known:
-        """Of bases that were built at once.
-
-        Args:
-            high: [T], the errors as they were reported: from G, and the rounding of the bases.
-            lost: [M], the most that the store's dtype can have lost in each basis.
-        """
-        computed = ARITHMETIC * (gram.diagonal().clamp(min=0).sqrt() @ encoder)
-        moved = (high - errors_of(gram, encoder @ decoder)).clamp(min=0) + computed @ decoder.abs()
+    def offline(cls, gram: Tensor, encoder: Tensor, decoder: Tensor, lost: Tensor) -> Known:
+        """Of bases that were built at once; `lost` [M]: the most that each has lost since."""
+        stored = lost + ARITHMETIC * (gram.diagonal().clamp(min=0).sqrt() @ encoder.abs())
+        moved = stored @ decoder.abs()
         known = cls.of(gram, encoder, decoder, moved)
-        slack = known.slack + torch.outer(known.high + moved, lost + computed)
-        return replace(known, slack=slack)
+        return replace(known, slack=known.slack + torch.outer(known.high + moved, stored))
 
     def rounded(self, lost: Tensor, decoder: Tensor, norms: Tensor) -> Known:
         """For bases of these norms [M] that differ from B by at most `lost` [M].
@@ -306,22 +297,20 @@ def check_budget(budget: int, count: int) -> None:
 
 
 def cast_loss(norms: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-    """The most that a cast of float32 vectors of `numel` elements and these norms can lose.
+    """The most that a cast of vectors of `numel` elements and these norms can lose.
 
     Half a unit of each element's last place, or of the smallest number that `dtype` has.
     """
-    if dtype == torch.float32:
-        return torch.zeros_like(norms)
     kind = torch.finfo(dtype)
     return kind.eps / 2 * (norms + kind.smallest_normal * math.sqrt(numel))
 
 
-def errors_of(gram: Tensor, reconstruction: Tensor) -> Tensor:
-    """||tau_hat_i - tau_i|| [T] from the Gram matrix and the map T_hat = T R."""
+def errors_of(gram: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of ||tau_hat_i - tau_i|| [T] from the Gram matrix and the map T_hat = T R."""
     off = reconstruction - torch.eye(len(gram), dtype=torch.float64)
     squares = (off * (gram @ off)).sum(0)
-    errors: Tensor = squares.clamp(min=0).sqrt()
-    return errors
+    noise = NOISE * (gram.diagonal().clamp(min=0).sqrt() @ off.abs()).square()
+    return (squares - noise).clamp(min=0).sqrt(), (squares + noise).clamp(min=0).sqrt()
 
 
 def _last(norms: Tensor) -> Tensor:
@@ -348,10 +337,21 @@ def _known_gram(buffer: Buffer, products: Tensor) -> Tensor | None:
     return products
 
 
-def relative(
-    tasks: Sequence[str], norms: Mapping[str, float], low: Tensor, high: Tensor
+def reported(
+    tasks: Sequence[str],
+    norms: Mapping[str, float],
+    bounds: Tensor,
+    sizes: Tensor,
+    decoder: Tensor,
 ) -> dict[str, Any]:
-    """`errors` of basis.json: task -> bounds of ||tau_hat - tau|| / ||tau||."""
+    """`errors` of basis.json: task -> bounds of ||tau_hat - tau|| / ||tau||, tau_hat in float32.
+
+    Args:
+        bounds: [2, T], of ||tau_hat_i - tau_i|| before float32 sums of the vectors.
+        sizes: [M], the norms of the vectors; decoder: [M, T], what they are multiplied by.
+    """
+    rounding = ARITHMETIC * (sizes @ decoder.abs())
+    low, high = (bounds[0] - rounding).clamp(min=0), bounds[1] + rounding
     made = {}
     for task, least, most in zip(tasks, low.tolist(), high.tolist(), strict=True):
         norm = norms[task] or math.inf

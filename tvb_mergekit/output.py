@@ -16,7 +16,7 @@ from tvb_mergekit.checkpoints import weight_files
 from tvb_mergekit.errors import UserError
 
 # What a merge writes besides weights; in an output folder that exists they would be overwritten.
-WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis.json", "tokenizer.json")
+WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
 
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:

@@ -1,7 +1,12 @@
-"""The recipes that a store is written with: add, ties, and forget each of its tasks."""
+"""The recipes that a store is written with: add, ties, and forget each of its tasks.
+
+Their paths are relative to the recipe's own folder, so that a store may be moved. mergekit takes
+paths from the current folder; `located` gives it absolute ones.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -10,20 +15,22 @@ from typing import Any
 
 import yaml
 
+from tvb_mergekit.facts import FACTS, HASH, read_facts
 from tvb_mergekit.keys import VARYING_KEYS
-from tvb_mergekit.writing import HASH, file_record
+from tvb_mergekit.store import is_store
+from tvb_mergekit.writing import file_record
 
 FOLDER = "recipes"
 _HEAD = """\
 # {what}
-#   {command} {file} OUT
-# The paths are those of the place where the store was written; change them if it has moved.
+#   {command} STORE/recipes/{name}.yml OUT
+# Paths are relative to this folder: in a copy elsewhere write them anew.
 """
 FIRST = "basis-000"
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
-def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> dict[str, str]:
+def write_recipes(folder: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Write STORE/recipes, from the settings that the store was built with.
 
     Returns:
@@ -31,7 +38,6 @@ def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> dict[s
 
     Args:
         folder: where the store is being written.
-        store: where it will lie.
         facts: its basis.json.
     """
     place = folder / FOLDER
@@ -41,15 +47,55 @@ def write_recipes(folder: Path, store: Path, facts: Mapping[str, Any]) -> dict[s
         facts["store"]["contents"] == "tensors" and not (folder / FIRST / "config.json").is_file()
     )
     command = "mergekit-pytorch" if bare else "mergekit-yaml"
-    for name, (what, recipe) in ready(store, facts).items():
+    beside = facts["store"].get("base_beside")
+    base = os.path.join("..", beside) if beside else facts["base_model"]
+    for name, (what, recipe) in ready(facts, "..", base).items():
         if bare:
             for entry in recipe["models"]:
                 entry["model"] += "/model.safetensors"
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        head = _HEAD.format(what=what, command=command, file=store / FOLDER / name)
-        (place / name).write_text(head + text, encoding="utf-8")
-        written[name] = str(file_record(place / name)[HASH])
+        head = _HEAD.format(what=what, command=command, name=name)
+        file = place / f"{name}.yml"
+        file.write_text(head + text, encoding="utf-8")
+        written[file.name] = str(file_record(file)[HASH])
     return written
+
+
+def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
+    """The recipe read from `path`: where that lies in a store's `recipes`, with absolute paths.
+
+    A base that is not where it was relative to the store is looked for where it was absolutely.
+    """
+    folder = Path(os.path.realpath(path)).parent
+    if folder.name != FOLDER or not isinstance(recipe, dict) or not is_store(folder.parent):
+        return recipe
+
+    def place(model: object) -> object:
+        if not isinstance(model, str) or not model.startswith(f"..{os.sep}"):
+            return model
+        return os.path.normpath(folder / model)
+
+    base = place(recipe.get("base_model"))
+    if base != recipe.get("base_model") and not os.path.exists(str(base)):
+        base = read_facts(folder.parent / FACTS)["store"].get("base_path") or base
+    models = recipe.get("models")
+    if isinstance(models, list):
+        models = [
+            {**entry, "model": place(entry.get("model"))} if isinstance(entry, dict) else entry
+            for entry in models
+        ]
+    return {**recipe, "base_model": base, "models": models}
+
+
+def edited(store: Path, facts: Mapping[str, Any]) -> list[str]:
+    """The ready recipes of a store, as paths below it, that are not as they were written."""
+    written = facts["store"].get("recipes", {})
+    files = [store / FOLDER / name for name in written]
+    return [
+        f"{FOLDER}/{file.name}"
+        for file in files
+        if not file.is_file() or file_record(file)[HASH] != written[file.name]
+    ]
 
 
 def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> list[str]:
@@ -73,18 +119,22 @@ def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> list[str]:
     return renamed
 
 
-def ready(store: Path, facts: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """File name -> what it does, and the recipe."""
+def ready(facts: Mapping[str, Any], store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> what it does, and the recipe; `store` and `base` are their paths in it."""
+
+    def recipe(method: str, forget: str | None = None) -> dict[str, Any]:
+        return _recipe(method, store, base, facts, forget)
+
     made = {}
     parameters = facts["parameters"]
     if parameters["basis"] != "rand_proj":
-        made["add.yml"] = (
+        made["add"] = (
             "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M).",
-            _recipe("basis_ta", store, facts),
+            recipe("basis_ta"),
         )
-        made["ties.yml"] = (
+        made["ties"] = (
             "The same with less interference: TIES over the bases.",
-            _recipe("basis_ties", store, facts),
+            recipe("basis_ties"),
         )
     used: set[str] = set()
     for task in facts["tasks"]:
@@ -94,15 +144,15 @@ def ready(store: Path, facts: Mapping[str, Any]) -> dict[str, tuple[str, dict[st
             number += 1
             name = f"{slug}-{number}"
         used.add(name.lower())
-        made[f"forget-{name}.yml"] = (
+        made[f"forget-{name}"] = (
             f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
-            _recipe("basis_negate", store, facts, forget=task),
+            recipe("basis_negate", forget=task),
         )
     return made
 
 
 def _recipe(
-    method: str, store: Path, facts: Mapping[str, Any], forget: str | None = None
+    method: str, store: str, base: str, facts: Mapping[str, Any], forget: str | None
 ) -> dict[str, Any]:
     built = facts["parameters"]
     same = method == facts["method"]
@@ -120,12 +170,11 @@ def _recipe(
         parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
     if forget is not None:
         parameters["forget"] = forget
-    base, place = facts["base_model"], facts["store"].get("base_path")
     recipe: dict[str, Any] = {
         "merge_method": method,
-        "base_model": place or base,
+        "base_model": base,
         "models": [
-            {"model": str(store / name)}
+            {"model": f"{store}/{name}"}
             for name in facts["store"]["folders"]
             if name.startswith("basis-")
         ],

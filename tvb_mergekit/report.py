@@ -7,7 +7,6 @@ no encoder, `mixing` [M, M] (B = Omega @ mixing). `basis.json` is `facts` below.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.basis import Basis, StoredBases
-from tvb_mergekit.store import FACTS, FORMAT_VERSION, TENSORS
+from tvb_mergekit.facts import FACTS, FOLDER, FORMAT_VERSION, TENSORS, write_facts
+from tvb_mergekit.store import shares
 
+# The tensors of a merge's basis.safetensors; a store's has more.
+MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "mixing")
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
 CITATION = """```bibtex
@@ -76,6 +78,7 @@ def facts(
             "base": math.sqrt(basis.sums.base_norm_squared),
             **dict(zip(basis.tasks, norms, strict=True)),
         },
+        "matrix_norms": dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
         "left_out": dict(left_out),
         "fingerprints": dict(fingerprints),
         "gram_cached": basis.cached,
@@ -88,7 +91,7 @@ def facts_over_store(
     basis: StoredBases,
     *,
     store: str,
-    weights: Sequence[float],
+    basis_weights: Sequence[float],
     left_out: Mapping[str, str],
     tunables: Mapping[str, set[float]],
     dtype: str | None,
@@ -100,7 +103,7 @@ def facts_over_store(
     parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
     for key, values in tunables.items():
         parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
-    parameters["basis_weights"] = list(weights)
+    parameters["basis_weights"] = list(basis_weights)
     return {
         **{key: value for key, value in built.items() if key != "store"},
         "versions": versions(),
@@ -128,10 +131,10 @@ def tensors_of(basis: Basis) -> dict[str, Tensor]:
     return {name: t.contiguous() for name, t in tensors.items() if t is not None}
 
 
-def write_files(
-    folder: str | os.PathLike[str], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    """Write `basis.safetensors` and `basis.json` into `folder`, which is not yet published."""
+def write_files(model: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write both files into `basis` in the folder of a merged model, which is not yet published."""
+    folder = model / FOLDER
+    folder.mkdir()
     write_tensors(folder, tensors)
     write_facts(folder, facts)
 
@@ -143,12 +146,6 @@ def write_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
     # not `save_file`, whose files only their owner may read.
     data = save(contiguous, metadata={"format": "pt"})
     (Path(folder) / TENSORS).write_bytes(data)
-
-
-def write_facts(folder: str | os.PathLike[str], facts: Mapping[str, Any]) -> None:
-    """Write `basis.json` alone."""
-    text = json.dumps(facts, indent=2, allow_nan=False)
-    (Path(folder) / FACTS).write_text(text + "\n", encoding="utf-8")
 
 
 def add_card_section(
@@ -175,13 +172,14 @@ def card_section(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str
         head = ["task", "model", *names, "sum"]
         lines += ["Encoder weights (each basis is this combination of the task vectors):", ""]
         lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        rows = zip(facts["tasks"], facts["models"], tensors["encoder"].tolist(), strict=True)
-        for task, model, row in rows:
+        sums = row_sums(facts, tensors["encoder"])
+        rows = zip(facts["tasks"], facts["models"], tensors["encoder"].tolist(), sums, strict=True)
+        for task, model, row, total in rows:
             cells = [
                 task.replace("|", "\\|"),
                 f"`{model}`",
                 *(f"{w:.3f}" for w in row),
-                f"{sum(row):.3f}",
+                f"{total:.3f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     else:
@@ -192,6 +190,18 @@ def card_section(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str
         lines += [f"Forgotten: {', '.join(forgotten)}.", ""]
     lines += ["If you use this model, please cite:", "", CITATION, ""]
     return "\n".join(lines)
+
+
+def row_sums(facts: Mapping[str, Any], encoder: Tensor) -> list[float]:
+    """The weight of each task in the sum that a merge adds, [T]: W_e v, v as in `Bases.shares`."""
+    factors = facts.get("parameters", {}).get("basis_weights")  # of a merge over a store
+    if store := facts.get("store"):
+        own = store.get("basis_weights")
+        known = None if own is None else torch.tensor(own, dtype=torch.float64)
+        factors = shares(store.get("compress"), known, encoder.shape[1])
+    if factors is None:
+        factors = torch.ones(encoder.shape[1])
+    return (encoder @ torch.as_tensor(factors, dtype=torch.float64)).tolist()
 
 
 def print_summary(
@@ -221,7 +231,7 @@ def print_summary(
     for line in _measures(facts):
         console.print(line)
     if facts["left_out"]:
-        console.print(f"{len(facts['left_out'])} tensors left out: see basis.json")
+        console.print(f"{len(facts['left_out'])} tensors left out: see {FOLDER}/{FACTS}")
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in facts["seconds"].items())
     cached = " (Gram matrix from the cache)" if facts["gram_cached"] else ""
     console.print(f"{seconds}{cached}")

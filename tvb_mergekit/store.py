@@ -6,12 +6,14 @@
       mean/                            PCA only: the mean of the task vectors
       recipes/                         ready to run: add, ties, forget-TASK
 
-`basis.json` has two more keys than a merge's: `store` (what is stored, a checksum of each file,
-the weights of the bases) and `errors` (bounds of each task's reconstruction error).
-`basis.safetensors` also holds `gram_bases` [M, M] = B^T B. Once tasks have been compressed online,
-the Gram matrix of all of them is no longer known: `gram` and `eigenvalues` are absent then,
-`encoder` [T, M] and `decoder` [M, T] are the products of all steps, and `residual` and
-`residual_slack` [T, M] carry what is known of the errors (see `online`).
+`basis.json` (see `facts`) has two more keys than a merge's: `store` (what is stored, a checksum of
+each file, the weights of the bases) and `errors` (bounds of each task's reconstruction error).
+`basis.safetensors` has what merges and additions compute with: also `gram_bases` [M, M] = B^T B,
+`basis_weights` [M] where the sum of all tasks is one of the bases, and of the tasks `weights`,
+`norms`, `matrix_norms` [T] and `errors` [2, T]. Once tasks have been compressed online, the Gram
+matrix of all of them is no longer known: `gram` and `eigenvalues` are absent then, `encoder` [T, M]
+and `decoder` [M, T] are the products of all steps, and `residual` and `residual_slack` [T, M] carry
+what is known of the errors (see `online`).
 """
 
 from __future__ import annotations
@@ -32,29 +34,15 @@ from torch import Tensor
 from tvb_mergekit import cache
 from tvb_mergekit.checkpoints import Checkpoint, TensorInfo, metadata_of
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.facts import FACTS, HASH, TENSORS, read_facts
+from tvb_mergekit.facts import FOLDER as MERGED
 from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
 from tvb_mergekit.recipe import Settings, nearest
 from tvb_mergekit.weights import Weights
-from tvb_mergekit.writing import HASH, file_record
+from tvb_mergekit.writing import file_record
 
 __all__ = ["MARKER", "Bases", "basis_folder", "is_basis", "is_store", "load", "lock", "open_vector"]
 
-# Of the section `store`: what no store is whole without.
-NEEDED = (
-    "contents",
-    "dtype",
-    "folders",
-    "budget",
-    "compress",
-    "basis_weights",
-    "base_fingerprint",
-    "twins",
-    "model_bytes",
-    "added",
-    "files",
-)
-FACTS, TENSORS = "basis.json", "basis.safetensors"
-FORMAT_VERSION = 1  # of both
 MEAN = "mean"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,8 +74,8 @@ class Bases:
     Attributes:
         facts: what basis.json says.
         tensors: float64: `encoder` W_e [T, M] (but for rand_proj), `decoder` W_d [M, T],
-            `gram_bases` [M, M], and while all inner products are known `gram` [T, T] and
-            `eigenvalues` [T].
+            `gram_bases` [M, M], what `numbers_of` gives, and while all inner products are known
+            `gram` [T, T] and `eigenvalues` [T].
         vectors: the M bases as named tensors, in the store's dtype; a tensor that is missing in
             them stays the base's.
         mean: PCA's mean task vector.
@@ -126,8 +114,12 @@ class Bases:
     @property
     def basis_weights(self) -> Tensor | None:
         """w [M] with sum_m w_m B_m = the sum of all task vectors; None where there is none."""
-        weights = self.facts["store"]["basis_weights"]
-        return None if weights is None else torch.tensor(weights, dtype=torch.float64)
+        return self.tensors.get("basis_weights")
+
+    @property
+    def weights(self) -> Tensor:
+        """[T], the scale of each task vector."""
+        return self.tensors["weights"]
 
     @property
     def shares(self) -> Tensor:
@@ -136,10 +128,20 @@ class Bases:
         1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
         that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
         """
-        weights = self.basis_weights
-        if weights is None or self.facts["store"]["compress"] != "balanced":
-            return torch.ones(self.num_bases, dtype=torch.float64)
-        return weights * (self.num_bases / weights.sum())
+        return shares(self.facts["store"]["compress"], self.basis_weights, self.num_bases)
+
+    @property
+    def base_name(self) -> str:
+        """Where the base should be: as the recipe named it, or where that was, relative to the
+        store (which may have moved) or absolutely."""
+        name, place = str(self.facts["base_model"]), self.facts["store"].get("base_path")
+        if not place or os.path.exists(name):
+            return name
+        if self.path is not None and (beside := self.facts["store"].get("base_beside")):
+            beside = os.path.normpath(os.path.join(os.path.realpath(self.path), beside))
+            if os.path.exists(beside):
+                return str(beside)
+        return str(place)
 
     @property
     def names(self) -> list[str]:
@@ -222,24 +224,51 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> Bases:
 def _load(folder: Path, facts: dict[str, Any], verify: bool) -> Bases:
     try:
         store = facts["store"]
-        if missing := [key for key in NEEDED if key not in store]:
-            raise KeyError(missing[0])
         _check_files(folder, store["files"], verify)
-        tensors = load_file(folder / TENSORS)
-        count = len(tensors["decoder"])
+        tensors = {**numbers_of(facts), **load_file(folder / TENSORS)}
+        count, total = facts["num_bases"], len(facts["tasks"])
+        expected = {"decoder": [count, total], "encoder": [total, count], "weights": [total]}
+        for name, shape in expected.items():
+            found = list(tensors[name].shape) if name in tensors else None
+            if found != shape and not (name == "encoder" and found is None):
+                raise UserError(
+                    f"{folder}: `{name}` in {TENSORS} is {found or 'missing'}, expected {shape} "
+                    f"for {total} tasks; build it anew"
+                )
         vectors = [open_vector(folder / basis_folder(m), store) for m in range(count)]
         mean = open_vector(folder / MEAN, store) if MEAN in store["folders"] else None
-        bases = Bases(facts, tensors, vectors, mean, folder)
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        total = len(bases.tasks)
-        if shapes["decoder"] != [count, total] or shapes.get("encoder", [total, count]) != [
-            total,
-            count,
-        ]:
-            raise UserError(f"{folder}: {TENSORS} holds {shapes}, for {total} tasks; build it anew")
     except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
-    return bases
+    return Bases(facts, tensors, vectors, mean, folder)
+
+
+def shares(compress: str | None, basis_weights: Tensor | None, num_bases: int) -> Tensor:
+    """v [M] float64, what multiplies each basis in a merge; see `Bases.shares`."""
+    if basis_weights is None or compress != "balanced":
+        return torch.ones(num_bases, dtype=torch.float64)
+    return basis_weights * (num_bases / basis_weights.sum())
+
+
+def numbers_of(facts: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The numbers in a store's facts that later work computes with, float64.
+
+    `basis_weights` [M]; `weights`, `norms`, `matrix_norms` [T]; `errors` [2, T], bounds of
+    ||tau_hat - tau||. What is not known is left out. `basis.safetensors` holds them, but for stores
+    of the first version.
+    """
+    tasks, bounds = facts["tasks"], facts["errors"]
+    lists = {
+        "basis_weights": facts["store"]["basis_weights"] or [None],
+        "weights": [facts["parameters"].get("weights", {}).get(task, 1.0) for task in tasks],
+        "norms": [facts["norms"].get(task) for task in tasks],
+        "matrix_norms": [facts.get("matrix_norms", {}).get(task) for task in tasks],
+    }
+    known = {name: values for name, values in lists.items() if None not in values}
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in known.items()}
+    ends = [[bounds[task][end] for task in tasks] for end in ("at_least", "at_most")]
+    if None not in ends[0] + ends[1] and "norms" in tensors:
+        tensors["errors"] = torch.tensor(ends, dtype=torch.float64) * tensors["norms"]
+    return tensors
 
 
 def open_vector(folder: Path, store: Mapping[str, Any]) -> Checkpoint | AdapterDelta:
@@ -253,26 +282,33 @@ def open_vector(folder: Path, store: Mapping[str, Any]) -> Checkpoint | AdapterD
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """basis.json and basis.safetensors in the folder of a merged model.
+    """basis.json and basis.safetensors of a merged model, the folder of which `path` is.
 
     Raises:
         UserError: one is missing or damaged.
     """
     folder = Path(path)
+    folder = folder if (folder / FACTS).is_file() else folder / MERGED
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        _check_version(folder / FACTS, facts["format_version"])
-        return facts, load_file(folder / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise UserError(f"{folder}: its {FACTS} or {TENSORS} cannot be read ({error})") from error
+        return read_facts(folder / FACTS), load_file(folder / TENSORS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
+
+
+def is_output(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds our report of a merge; beside the weights in models of before."""
+    places = (Path(path) / MERGED / FACTS, Path(path) / FACTS)
+    return any(place.is_file() for place in places) and not is_store(path)
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder's basis.json is that of a store."""
-    try:
-        return "store" in json.loads((Path(path) / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+    """Whether a folder holds a store's basis.json.
+
+    Raises:
+        UserError: it holds a damaged one.
+    """
+    file = Path(path) / FACTS
+    return file.is_file() and "store" in read_facts(file)
 
 
 def is_basis(path: str | os.PathLike[str]) -> bool:
@@ -303,23 +339,10 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"
         raise UserError(f"{folder} is not a basis store ({hint}); make one with `tvb build`")
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        version = facts["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error})") from error
-    _check_version(file, version)
-    if not isinstance(facts.get("store"), dict):
+    facts = read_facts(file)
+    if "store" not in facts:
         raise UserError(f"{folder} is the output of a merge, not a basis store (see `tvb build`)")
-    return dict(facts)
-
-
-def _check_version(file: Path, version: object) -> None:
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise UserError(
-            f"{file}: format version {version}, this tvb-mergekit reads up to {FORMAT_VERSION}; "
-            "upgrade it: pip install -U tvb-mergekit"
-        )
+    return facts
 
 
 def _check_files(folder: Path, files: Mapping[str, Mapping[str, Any]], verify: bool) -> None:

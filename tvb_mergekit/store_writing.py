@@ -15,12 +15,13 @@ from torch import Tensor
 
 from tvb_mergekit import ranks, report
 from tvb_mergekit.basis import Basis
+from tvb_mergekit.facts import FACTS, TENSORS, write_facts
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.online import cast_loss, errors_of, relative
+from tvb_mergekit.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
 from tvb_mergekit.output import sync
 from tvb_mergekit.ready import write_recipes
-from tvb_mergekit.report import write_facts, write_tensors
-from tvb_mergekit.store import FACTS, MARKER, MEAN, TENSORS, basis_folder, dtype_name
+from tvb_mergekit.report import write_tensors
+from tvb_mergekit.store import MARKER, MEAN, basis_folder, dtype_name, numbers_of
 from tvb_mergekit.stream import Item
 from tvb_mergekit.writing import SHARD_BYTES, FolderWriter, file_record, plan_shards
 
@@ -95,19 +96,23 @@ def finish_vectors(
     for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
         for name, record in writer.finish(written).items():
             files[f"{writer.folder.name}/{name}"] = record
-        copy_config(config, writer.folder, index)
+        files |= copy_config(config, writer.folder, index)
     return files
 
 
-def copy_config(source: Path | None, folder: Path, index: int) -> None:
-    """Give a basis folder the base's configuration, marked, and its tokenizer."""
+def copy_config(source: Path | None, folder: Path, index: int) -> dict[str, dict[str, object]]:
+    """Give a basis folder the base's configuration, marked, and its tokenizer; returns the files
+    and their records."""
     if source is None or not (source / "config.json").is_file():
-        return
+        return {}
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config[MARKER] = {"folder": folder.name, "index": index}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    names = ["config.json"]
     for file in companions(source, config):
         shutil.copyfile(file, folder / file.name)
+        names.append(file.name)
+    return {f"{folder.name}/{name}": file_record(folder / name) for name in names}
 
 
 def companions(source: Path, config: Mapping[str, Any]) -> list[Path]:
@@ -129,32 +134,55 @@ def finish_store(
         out: where the folder will lie.
         synced: wait until the disk has them, as it has what such `writers_of` wrote.
     """
-    write_tensors(folder, tensors)
+    write_tensors(folder, {**numbers_of(facts), **tensors})
     facts["store"]["files"][TENSORS] = file_record(folder / TENSORS)
-    facts["store"]["recipes"] = write_recipes(folder, out, facts)
+    if place := facts["store"]["base_path"]:
+        facts["store"]["base_beside"] = os.path.relpath(place, out)
+    facts["store"]["recipes"] = write_recipes(folder, facts)
     write_facts(folder, facts)
     if synced:
         for path in (folder / TENSORS, folder / FACTS, folder):
             sync(path)
 
 
-def tensors_of(basis: Basis) -> dict[str, Tensor]:
-    """`basis.safetensors` of a store: that of a merge, and `gram_bases`."""
-    encoding = basis.encoding
+def tensors_of(basis: Basis, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`basis.safetensors` of a store in `dtype`, but for `numbers_of`: that of a merge,
+    `gram_bases` [M, M], and `errors` [2, T], bounds of ||tau_hat_i - tau_i|| for exact sums."""
+    encoding, gram = basis.encoding, basis.sums.gram
     if encoding.encoder is None:  # rand_proj: orthonormal
         products = torch.eye(encoding.num_bases, dtype=torch.float64)
+        # An orthogonal projection; its noise is that of ||tau_i||^2.
+        squares, inside = gram.diagonal(), encoding.decoder.square().sum(0)
+        low = (squares * (1 - NOISE) - inside).clamp(min=0).sqrt()
+        high = (squares * (1 + NOISE) - inside).clamp(min=0).sqrt()
     else:
-        products = encoding.encoder.T @ basis.sums.gram @ encoding.encoder
-    return {**report.tensors_of(basis), "gram_bases": (products + products.T) / 2}
+        products = encoding.encoder.T @ gram @ encoding.encoder
+        assert encoding.reconstruction is not None
+        low, high = errors_of(gram, encoding.reconstruction)
+    products = (products + products.T) / 2
+    sizes, terms, table = _vectors(basis, products)
+    lost = cast_loss(sizes, dtype, basis.sums.num_parameters) + ARITHMETIC * terms
+    moved = lost @ table.abs()
+    errors = torch.stack([(low - moved).clamp(min=0), high + moved])
+    return {**report.tensors_of(basis), "gram_bases": products, "errors": errors}
 
 
-def reconstruction_errors(basis: Basis) -> Tensor:
-    """||tau_hat_i - tau_i|| [T], from the Gram matrix."""
-    gram, encoding = basis.sums.gram, basis.encoding
-    if encoding.reconstruction is not None:
-        return errors_of(gram, encoding.reconstruction)
-    lost = gram.diagonal() - encoding.decoder.square().sum(0)  # an orthogonal projection
-    return lost.clamp(min=0).sqrt()
+def _vectors(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the bases and PCA's mean: their norms, the norms of what each is summed from, added up,
+    and what each is multiplied by in every tau_hat [vectors, T]."""
+    encoding, gram = basis.encoding, basis.sums.gram
+    sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
+    norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
+    if encoding.mixing is not None:  # of the columns of Omega
+        assert basis.sums.sketch_gram is not None
+        norms, encoder = basis.sums.sketch_gram.diagonal().sqrt(), encoding.mixing
+    assert encoder is not None
+    terms = norms @ encoder.abs()
+    if basis.settings.basis == "pca":
+        sizes = torch.cat([sizes, gram.mean().clamp(min=0).sqrt().reshape(1)])
+        terms = torch.cat([terms, norms.mean().reshape(1)])
+        table = torch.cat([table, torch.ones(1, table.shape[1], dtype=torch.float64)])
+    return sizes, terms, table
 
 
 def local_path(model: str) -> str | None:
@@ -162,26 +190,18 @@ def local_path(model: str) -> str | None:
     return os.path.abspath(model) if os.path.exists(model) else None
 
 
-def cast_losses(basis: Basis, dtype: torch.dtype) -> Tensor:
-    """The most that storing each basis (and PCA's mean) in `dtype` can lose, [M] or [M + 1]."""
-    squares = tensors_of(basis)["gram_bases"].diagonal()
-    if basis.settings.basis == "pca":
-        squares = torch.cat([squares, basis.sums.gram.mean().reshape(1)])
-    return cast_loss(squares.clamp(min=0).sqrt(), dtype, basis.sums.num_parameters)
-
-
 def store_facts(
     inputs: Inputs,
     basis: Basis,
     dtype: torch.dtype,
     files: dict[str, dict[str, object]],
-    lost: Tensor,
+    tensors: Mapping[str, Tensor],
     contents: str = "tensors",
 ) -> dict[str, Any]:
     """All of a new store's basis.json but the checksum of basis.safetensors.
 
     Args:
-        lost: [M], for PCA [M + 1]: the most that each stored vector can differ from the exact one.
+        tensors: as `tensors_of` gives them.
     """
     facts = report.facts(
         basis,
@@ -212,10 +232,6 @@ def store_facts(
         "added": 0,
         "files": files,
     }
-    exact = reconstruction_errors(basis)
-    # What basis m lost moves tau_hat_i by at most |W_d[m, i]| times that.
-    slack = lost[:count] @ basis.encoding.decoder.abs()
-    slack += lost[count:].sum()  # PCA's mean is in every task
-    low, high = (exact - slack).clamp(min=0), exact + slack
-    facts["errors"] = relative(inputs.tasks, facts["norms"], low, high)
+    sizes, _, table = _vectors(basis, tensors["gram_bases"])
+    facts["errors"] = reported(inputs.tasks, facts["norms"], tensors["errors"], sizes, table)
     return facts

@@ -172,10 +172,9 @@ class Bench:
             row = {**about, "what": "merge", "method": merge.method, "ours": merge.ours}
             row |= self.measured(command, env, state)
             row["net_s"] = row["wall_s"] - self.start_up[merge.kind]
-            written = [p for p in out.glob("*.safetensors") if p.name != "basis.safetensors"]
-            row["output_mb"] = size_of(written)
+            row["output_mb"] = size_of(out.glob("*.safetensors"))
             if merge.ours:
-                facts = json.loads((out / "basis.json").read_text())
+                facts = json.loads((out / "basis" / "basis.json").read_text())
                 row |= {"phases": facts["seconds"], "gram_cached": facts["gram_cached"]}
                 if not facts["gram_cached"]:
                     used = facts["num_parameters"] * 2 * (len(self.tasks) + 1)

@@ -24,8 +24,8 @@ from safetensors.numpy import load_file
 
 def main(merged: str, scores: str, out: str) -> None:
     """Cosines, encoder, and the scores of base, merged model and specialists, side by side."""
-    facts = json.loads((Path(merged) / "basis.json").read_text())
-    tensors = load_file(Path(merged) / "basis.safetensors")
+    facts = json.loads((Path(merged) / "basis" / "basis.json").read_text())
+    tensors = load_file(Path(merged) / "basis" / "basis.safetensors")
     tasks = facts["tasks"]
     norms = np.sqrt(np.diag(tensors["gram"]))
     cosines = tensors["gram"] / np.outer(norms, norms)

@@ -6,7 +6,6 @@ rewritten file; its loader for `.bin` shards holds a whole shard per model.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,10 +20,11 @@ from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
 from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.facts import FACTS, read_facts
 from tvb_mergekit.lora import CONFIG
 from tvb_mergekit.plugin.files import mark_fused
 from tvb_mergekit.plugin.reading import Recipe
-from tvb_mergekit.store import FACTS, is_store, open_vector
+from tvb_mergekit.store import is_store, open_vector
 
 
 class MappedLoader(LazyTensorLoader):
@@ -96,7 +96,7 @@ def _open(path: str) -> Checkpoint:
     folder = Path(path)
     if not (os.path.isfile(folder / CONFIG) and is_store(folder.parent)):
         return Checkpoint.open(folder)
-    facts = json.loads((folder.parent / FACTS).read_text(encoding="utf-8"))
+    facts = read_facts(folder.parent / FACTS)
     # An adapter as dense updates has all of a checkpoint that a merge asks for.
     return cast(Checkpoint, open_vector(folder, facts["store"]))
 

@@ -205,12 +205,12 @@ class Plan:
             bases.facts,
             basis,
             store=str(recipe.store.path),
-            weights=recipe.weights,
+            basis_weights=basis.shares[torch.tensor(recipe.store.order).argsort()].tolist(),
             left_out=self.left_out,
             tunables=self.tunables,
             dtype=self.out_dtype,
         )
-        return facts, {name: t for name, t in bases.tensors.items() if name != "gram_bases"}
+        return facts, {name: t for name, t in bases.tensors.items() if name in report.MERGED}
 
     @property
     def changed(self) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from tvb_mergekit.plugin.files import (
 from tvb_mergekit.plugin.loaders import fresh_loaders, install_adapters
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.reading import check_unknown_keys, read_recipe
+from tvb_mergekit.ready import located
 from tvb_mergekit.recipe import METHODS
 from tvb_mergekit.refusals import refusing, unwinding
 
@@ -149,14 +151,15 @@ def wrap_command(
 
     @functools.wraps(original)
     def callback(*args: Any, **kwargs: Any) -> Any:
-        path = kwargs.get("config_file") or kwargs.get("config_path")
+        key = "config_file" if "config_file" in kwargs else "config_path"
+        path = kwargs.get(key)
         if not (path and os.path.isfile(path) and uses_our_methods(path)):
             return original(*args, **kwargs)
         with refusing(planning=lambda: True):
             ranks.one_only(str(command.name))
             check_documents(path, schema, multiple)
-        with refusing(out=str(kwargs.get("out_path"))), unwinding():
-            return original(*args, **kwargs)
+        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(path) as placed:
+            return original(*args, **{**kwargs, key: placed})
 
     callback.tvb_mergekit = True  # type: ignore[attr-defined]
     command.callback = callback
@@ -210,7 +213,7 @@ def load_documents(path: str) -> list[Any]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            return list(yaml.load_all(file, Loader=_StrictLoader))
+            documents = list(yaml.load_all(file, Loader=_StrictLoader))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: no UTF-8 text ({error})") from error
     except yaml.MarkedYAMLError as error:
@@ -219,6 +222,29 @@ def load_documents(path: str) -> list[Any]:
         raise UserError(f"{path}{line}: {error.problem}{tab}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: no YAML ({' '.join(str(error).split())})") from error
+    return [located(document, path) for document in documents]
+
+
+def recipe_text(path: str) -> str:
+    """A recipe as mergekit is to read it: as it was written, or a store's with absolute paths."""
+    text = Path(path).read_text(encoding="utf-8")
+    documents = load_documents(path)
+    if documents == list(yaml.safe_load_all(text)):
+        return text
+    return str(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True))
+
+
+@contextmanager
+def _placed(path: str) -> Iterator[str]:
+    """A file that holds `recipe_text`: where the recipe lies, or a temporary one."""
+    text = recipe_text(path)
+    if text == Path(path).read_text(encoding="utf-8"):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as copy:
+        copy.write(text)
+        copy.flush()
+        yield copy.name
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -25,7 +25,7 @@ from mergekit.options import MergeOptions
 from tvb_mergekit import ranks
 from tvb_mergekit.engine import Job, merge_items
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.plugin.inputs import read_document
+from tvb_mergekit.plugin.inputs import Document
 from tvb_mergekit.plugin.planning import Plan, session
 from tvb_mergekit.plugin.tasks import KeepBase, MergeTensor, torch_dtype
 from tvb_mergekit.progress import bars
@@ -33,10 +33,20 @@ from tvb_mergekit.stream import Item
 from tvb_mergekit.writing import FoldersSink, FolderWriter, plan_shards, run_of
 
 
-def merge_recipe(path: str, out: str, memory: int, *, out_shard_size: str, **options: Any) -> None:
-    """Merge the recipe at `path` into the folder `out`, as `mergekit-yaml` does.
+def merge_recipe(
+    document: Document,
+    text: str,
+    out: str,
+    memory: int,
+    *,
+    out_shard_size: str,
+    **options: Any,
+) -> None:
+    """Merge into the folder `out`, as `mergekit-yaml` does.
 
     Args:
+        document: the recipe; used up, since mergekit rewrites its configuration.
+        text: the recipe as a text, for the output folder.
         memory: bytes that the passes may allocate.
         out_shard_size: as a user writes it.
         options: others of mergekit's `MergeOptions`.
@@ -46,13 +56,11 @@ def merge_recipe(path: str, out: str, memory: int, *, out_shard_size: str, **opt
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
     settings = MergeOptions(out_shard_size=shard_size(out_shard_size), **options)
-    document = read_document(path)
     if document.raw:
         raise UserError(
-            f"{path}: its models are weight files: merge them with mergekit-pytorch, or list "
+            "the recipe's models are weight files: merge them with mergekit-pytorch, or list "
             "folders as Hugging Face writes them"
         )
-    text = Path(path).read_text(encoding="utf-8")
     with streaming(memory):
         mergekit.merge.run_merge(document.config, out, settings, config_source=text)
 

@@ -1,0 +1,559 @@
+"""A store that was damaged, moved, grown by a wrong model, or grown and taken back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import yaml
+from commands import MODULES, assert_close, merge, ready, recipe, refused, tvb, write
+from reference import Dense, addition
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tvb_mergekit
+from tvb_mergekit import facts, store
+from tvb_mergekit.cli import main
+from tvb_mergekit.errors import UserError
+
+TASKS = ("a", "b", "c", "d", "e", "f", "g")
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, seven models, and `grown`: a balanced store begun and grown by `tvb add`."""
+    root = tmp_path_factory.mktemp("models")
+    tiny.family(root, tasks=TASKS, scale=0.001)
+    for number, task in enumerate(TASKS[:4]):
+        begun = ["--base", root / "base", "--budget", 3, "--compress", "balanced"]
+        words = ["add", root / "grown", root / task, "--task", task, "--quiet"]
+        tvb(*words, *([] if number else begun))
+    return root
+
+
+@pytest.fixture
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "here"
+    shutil.copytree(models, folder)
+    monkeypatch.chdir(folder)
+    yield folder
+
+
+def built(out: Path, models: Path, tasks: str = "abc", **keys: Any) -> Path:
+    """A store by `tvb build` in float32."""
+    own = keys.pop("own", None)
+    keys = {"basis": "balanced", "num_bases": 2, **keys}
+    made = recipe("basis_ta", models / "base", [models / task for task in tasks], own, **keys)
+    tvb("build", write(made, out), out, "--dtype", "float32", "--quiet")
+    return out
+
+
+def dense(models: Path, tasks: str) -> Dense:
+    start = tiny.load(models / "base")
+    return Dense(start, [tiny.load(models / task) for task in tasks], sorted(start))
+
+
+def flat(state: State) -> Tensor:
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Name -> content, of all files."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+# Damage
+
+
+def test_a_weight_of_the_bases_that_was_changed_is_found(here: Path) -> None:
+    file = here / "grown/basis.json"
+    text = file.read_text()
+    weights = json.loads(text)["store"]["basis_weights"]
+    assert weights == [1.5, 1.5, 1.0]
+    file.write_text(text.replace("1.5", "5.5", 1))  # one bit
+    for words in (["merge", "grown/recipes/add.yml", "out"], ["check", "grown"]):
+        assert "basis.json was changed after it was written" in refused(*words)
+    said = merge(ready_of(text, here), here / "yaml", fails=True).output
+    assert "basis.json was changed" in said
+
+
+def ready_of(text: str, here: Path) -> dict[str, Any]:
+    bases = [here / f"grown/basis-00{number}" for number in range(3)]
+    return recipe("basis_ta", here / "base", bases, lambda_=0.4)
+
+
+HALF: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no weights": (lambda f: f["store"].pop("basis_weights"), "`store.basis_weights` is missing"),
+    "text": (lambda f: f["store"].update(budget="3"), "`store.budget` is wrong"),
+    "a task twice": (lambda f: f.update(tasks=["a", "b", "c", "c"]), "is wrong"),
+    "no errors": (lambda f: f.pop("errors"), "`errors` does not name the tasks"),
+    "a negative count": (lambda f: f.update(num_bases=-1), "`num_bases` is wrong"),
+    "another dtype": (lambda f: f["store"].update(dtype="float64"), "`store.dtype` is wrong"),
+}
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_facts_that_are_half_valid_name_the_key(case: str, here: Path) -> None:
+    """As a program of someone else's may write them: without a checksum."""
+    edit, message = HALF[case]
+    found = json.loads((here / "grown/basis.json").read_text())
+    del found[facts.CHECKSUM]
+    edit(found)
+    (here / "grown/basis.json").write_text(json.dumps(found))
+    with pytest.raises(UserError, match=message):
+        store.load(here / "grown")
+    for words in (["inspect", "grown"], ["export", "grown", "out", "--task", "a"]):
+        assert "basis.json is not whole" in refused(*words)
+
+
+def test_damaged_and_missing_facts_are_told_apart(here: Path) -> None:
+    file = here / "grown/basis.json"
+    text = file.read_bytes()
+    for damaged, message in (
+        (b"{", "cannot be read: it is no JSON"),
+        (b"", "cannot be read: it is no JSON"),
+        (b"\xff" + text, "cannot be read: it is no JSON"),
+        (b"[]", "cannot be read: expected an object"),
+        (text.replace(b": 0.", b': NaN, "x": 0.', 1), "cannot be read: it is no JSON"),
+        (text.replace(b'"a"', b'"A"', 1), "was changed after it was written"),
+        (None, "is not a basis store"),
+    ):
+        file.write_bytes(damaged) if damaged is not None else file.unlink()
+        assert message in refused("check", "grown"), damaged
+        said = merge(ready_of("", here), here / "out", fails=True).output
+        assert ("keep a store together" if damaged is None else message) in said, said
+
+
+def test_a_user_may_say_where_the_models_are_now(here: Path) -> None:
+    file = here / "grown/basis.json"
+    found = json.loads(file.read_text())
+    found["models"] = [f"/archive/{model}" for model in found["models"]]
+    found["base_model"] = found["store"]["base_path"] = str(here / "base")
+    file.write_text(json.dumps(found))
+    tvb("export", "grown", "out", "--task", "a", "--quiet")
+
+
+def uses(folder: Path) -> list[tuple[str, str]]:
+    """What a merge, an addition and an export take from a store: their results, or one line."""
+    results = []
+    commands = [
+        *(["check", folder], ["inspect", folder, "--json"]),
+        ["merge", folder, "merged", "--method", "add", "--base", "base"],
+        ["export", folder, "exported", "--task", "b", "--base", "base"],
+        ["add", folder, "e", "--task", "e", "--base", "base"],
+    ]
+    for words in commands:
+        done = run(*words)
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        if done.exit_code:
+            assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
+            results.append((words[0], "refused"))
+            continue
+        made = {"merge": "merged", "export": "exported", "add": str(folder)}.get(str(words[0]))
+        said = done.stdout if words[0] == "inspect" else ""
+        results.append((str(words[0]), said + contents(Path(made)) if made else said))
+        for name in ("merged", "exported"):
+            shutil.rmtree(name, ignore_errors=True)
+    return results
+
+
+def run(*words: object) -> Any:
+    from unittest import mock
+
+    from click.testing import CliRunner
+
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
+        return CliRunner().invoke(main, [*map(str, words), *["--quiet"] * (words[0] != "undo")])
+
+
+def contents(folder: Path) -> str:
+    """All weights and matrices below a folder, as text."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.safetensors")):
+        if store.MEAN not in file.parts and "undo" not in file.parts:
+            for name, tensor in sorted(load_file(file).items()):
+                digest.update(f"{file.name} {name} {tensor.dtype}".encode())
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def flips(folder: Path, count: int, seed: int) -> Iterator[tuple[str, int, int]]:
+    """(file, byte, bit): as many in each file, of its header and its body."""
+    draw = random.Random(seed)
+    files = sorted(name for name in files_of(folder) if not name.startswith("undo"))
+    for number in range(count):
+        name = files[number % len(files)]
+        size = (folder / name).stat().st_size
+        yield name, draw.randrange(min(size, draw.choice((200, 4000, size)))), draw.randrange(8)
+
+
+def check_flips(here: Path, count: int, seed: int) -> dict[str, int]:
+    """Each flipped bit is found, or every result is what it is without it."""
+    want = dict(uses(copy_of(here)))
+    assert "refused" not in want.values()
+    found = {"refused": 0, "harmless": 0}
+    for name, place, bit in flips(here / "grown", count, seed):
+        folder = copy_of(here)
+        content = bytearray((folder / name).read_bytes())
+        content[place] ^= 1 << bit
+        (folder / name).write_bytes(content)
+        results = uses(folder)
+        refusals = [command for command, result in results if result == "refused"]
+        found["refused" if refusals else "harmless"] += 1
+        if name.startswith("recipes/"):  # a user may edit them
+            assert not refusals
+        for command, result in results:
+            same = result in ("refused", want[command])
+            if command == "inspect" and not same:  # names and times are shown as they stand
+                same = without_names(result) == without_names(want[command])
+            assert same, (name, place, bit, command)
+    return found
+
+
+def copy_of(here: Path) -> Path:
+    shutil.rmtree(here / "copy", ignore_errors=True)
+    shutil.copytree(here / "grown", here / "copy")
+    return here / "copy"
+
+
+def without_names(text: str) -> Any:
+    shown = json.loads(text)
+    for key in ("base_model", "models", "store"):
+        shown.pop(key)
+    return shown
+
+
+def test_a_flipped_bit_is_found_or_harmless(here: Path) -> None:
+    found = check_flips(here, 60, 0)
+    assert found["refused"] > 30 and sum(found.values()) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_two_thousand_flipped_bits_are_found_or_harmless(part: int, here: Path) -> None:
+    check_flips(here, 250, 1 + part)
+
+
+def test_edited_recipes_are_named_by_check(here: Path) -> None:
+    assert "edited" not in tvb("check", "grown").stdout
+    file = here / "grown/recipes/add.yml"
+    file.write_text(file.read_text().replace("0.4", "0.5"))
+    assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
+
+
+# A model that does not belong there
+
+
+def rolled(source: Path, folder: Path) -> Path:
+    """The model with every tensor rolled by one."""
+    shutil.copytree(source, folder)
+    state = {name: t.flatten().roll(1).view_as(t) for name, t in tiny.load(source).items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def enlarged(source: Path, base: Path, folder: Path, factor: float) -> Path:
+    """The model with its task vector multiplied."""
+    shutil.copytree(source, folder)
+    start, state = tiny.load(base), tiny.load(source)
+    made = {name: start[name] + factor * (t - start[name]) for name, t in state.items()}
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_foreign_model_is_not_added(here: Path) -> None:
+    tiny.family(here / "other", tasks=(), seed=5)
+    before = files_of(here / "grown")
+    foreign = {
+        "rolled": (rolled(here / "e", here / "rolled"), "the base's"),
+        "unrelated": (here / "other/base", "the base's"),
+        "long": (enlarged(here / "e", here / "base", here / "long", 12), "the median of the other"),
+    }
+    for task, (model, message) in foreign.items():
+        said = refused("add", "grown", model, "--task", task, "--quiet")
+        assert f"model {model}: its task vector's norm is" in said and message in said, said
+        assert "--force adds it all the same" in said
+    assert files_of(here / "grown") == before
+    # norm layers of ones, which make most of the base's norm, do not hide it
+    for name in ("base", "rolled"):
+        state = tiny.load(here / name)
+        state |= {n: torch.full_like(t, 50.0) for n, t in state.items() if t.dim() == 1}
+        save_file(state, here / name / "model.safetensors", {"format": "pt"})
+    words = ["add", "new", here / "rolled", "--task", "x", "--base", "base", "--budget", 3]
+    assert "the base's" in refused(*words, "--quiet")
+    done = tvb(*words, "--quiet", "--force")
+    assert "1 task in 1 of at most 3 bases" in done.stdout
+
+
+def test_the_library_warns_of_a_foreign_model(here: Path) -> None:
+    with pytest.warns(UserWarning, match="the median of the other tasks'"):
+        tvb_mergekit.add(
+            "grown", "base", enlarged(here / "e", here / "base", here / "long", 12), "long"
+        )
+
+
+def test_an_exact_sum_is_not_ended_in_silence(here: Path) -> None:
+    before = files_of(here / "grown")
+    said = refused("add", "grown", "e", "--task", "e", "--compress", "ae", "--quiet")
+    assert "grown is balanced" in said and "no longer add up to the sum of all tasks" in said
+    assert "--force" in said and files_of(here / "grown") == before
+    tvb("add", "grown", "e", "--task", "e", "--compress", "ae", "--quiet", "--force")
+    assert store.load("grown").basis_weights is None
+    said = refused("add", "grown", "f", "--task", "f", "--compress", "balanced", "--quiet")
+    assert "do not hold it" in said
+
+
+# One step back
+
+
+def test_undo_brings_the_store_of_before_back(here: Path) -> None:
+    first = files_of(here / "grown")
+    undo = {name: data for name, data in first.items() if name.startswith("undo/")}
+    own = {name: data for name, data in first.items() if name not in undo}
+    assert undo  # of the addition of `d`
+    tvb("add", "grown", "e", "--task", "e", "--quiet")
+    second = files_of(here / "grown")
+    kept = {n.removeprefix("undo/"): d for n, d in second.items() if n.startswith("undo/")}
+    assert kept == own  # one level: what could be undone before is gone
+    (here / "grown/notes.txt").write_text("mine")
+    assert "4 tasks in 3 bases, as before" in tvb("undo", "grown").stdout
+    assert files_of(here / "grown") == {**own, "notes.txt": b"mine"}
+    assert "nothing to undo" in refused("undo", "grown")
+    tvb("check", "grown")
+    tvb("add", "grown", "e", "--task", "e", "--quiet")  # and on it goes
+    assert contents(here / "grown") == digest_of(second, here)
+    assert tvb_mergekit.undo("grown").tasks == list("abcd")
+    for words in (["undo", "base"], ["undo", "nothing"]):
+        assert refused(*words)
+
+
+def digest_of(files: dict[str, bytes], here: Path) -> str:
+    for name, data in files.items():
+        (here / "written" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "written" / name).write_bytes(data)
+    return contents(here / "written")
+
+
+def test_below_the_budget_undo_takes_no_room(here: Path) -> None:
+    built(here / "small", here, "ab", num_bases=2, basis="none")
+    tvb("add", "small", "c", "--task", "c", "--budget", 5, "--quiet")
+    one, two = (here / f"small/{part}basis-000/model.safetensors" for part in ("", "undo/"))
+    assert one.stat().st_ino == two.stat().st_ino
+
+
+KILLED = """
+import os, sys, threading, time
+from tvb_mergekit.cli import main
+threading.Thread(target=lambda: (time.sleep(float(sys.argv[1])), os._exit(9)), daemon=True).start()
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(5))
+def test_a_kill_of_add_or_undo_leaves_one_store_or_the_other(part: int, here: Path) -> None:
+    """100 kills in all: what is there is whole, and is the store of before or the one after."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TVB_MERGEKIT_CACHE": "off"}
+
+    def killed(after: float, *words: str) -> None:
+        command = [sys.executable, "-c", KILLED, str(after), *words]
+        subprocess.run(command, env=env, capture_output=True, timeout=120)
+
+    draw = random.Random(part)
+    tvb("undo", "grown")
+    for _ in range(10):
+        killed(draw.uniform(3, 5.5), "add", "grown", "d", "--task", "d", "--quiet")
+        tvb("check", "grown")
+        if store.load("grown").tasks == list("abcd"):
+            killed(draw.uniform(1.5, 4), "undo", "grown")
+            tvb("check", "grown")
+        if store.load("grown").tasks == list("abcd"):
+            tvb("undo", "grown")
+        assert store.load("grown").tasks == list("abc")
+    tvb("add", "grown", "d", "--task", "d", "--quiet")
+    assert not list(here.glob(".*"))
+
+
+# What is in a store means what it says
+
+
+def test_the_export_of_a_weighted_task_is_the_task(here: Path) -> None:
+    own = {0: {"weight": -0.5}, 1: {"weight": 2.0}}
+    folder = built(here / "weighted", here, "ab", basis="none", own=own)
+    for task in "ab":
+        tvb("export", folder, here / f"{task}-again", "--task", task, "--quiet")
+        want = {n: t.double() for n, t in tiny.load(here / task).items()}
+        assert_close(tiny.load(here / f"{task}-again"), want, tiny.load(here / "base"))
+        assert "without its weight" in (here / f"{task}-again/README.md").read_text()
+    again = tvb_mergekit.reconstruct(store.load(folder), "base", "a")
+    assert_close(again, {n: t.double() for n, t in tiny.load(here / "a").items()}, again, None, 1)
+
+
+def test_the_ready_recipe_of_a_grown_balanced_store_means_the_same_at_every_size(
+    here: Path,
+) -> None:
+    start = tiny.load(here / "base")
+    for count in range(4, 8):
+        if count > 4:
+            task = TASKS[count - 1]
+            tvb("add", "grown", task, "--task", task, "--quiet")
+        made = ready(here / "grown", "add.yml")
+        assert made["parameters"] == {"lambda": 0.4, "lambda_scale": "tasks"}
+        merged = merge({**made, "dtype": "float32"}, here / f"merged-{count}").tensors
+        world = dense(here, "".join(TASKS[:count]))
+        want = world.split(addition(world, world.tau, 0.4))  # 0.4 a task
+        assert_close(merged, want, start, strict=1e-5)
+    shown = json.loads(tvb("inspect", "grown", "--json").stdout)
+    np.testing.assert_allclose(shown["row_sums"], 3 / 7)
+    card = (here / "merged-7/README.md").read_text()
+    assert card.count("| 0.429 |") == 7
+
+
+def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(here: Path) -> None:
+    keys = {"lambda": 0.8, "num_bases": 2}
+    folder = built(here / "four", here, "abcd", **keys)
+    assert ready(folder, "add.yml")["parameters"] == {"lambda": 0.8, "lambda_scale": "bases"}
+    tvb("add", folder, "e", "--task", "e", "--quiet")
+    assert ready(folder, "add.yml")["parameters"] == {"lambda": 0.4, "lambda_scale": "tasks"}
+
+
+def test_bounds_hold_for_float32_stores(tmp_path: Path) -> None:
+    """Of nearly equal tasks, whose differences cancel in the Gram matrix and in the decoder."""
+    draw = torch.Generator().manual_seed(3)
+    noise = lambda: torch.randn(60, 50, generator=draw)  # noqa: E731
+    base = {"w": noise()}
+    common, other = 0.01 * noise(), 0.01 * noise()
+    models = {
+        "a": {"w": base["w"] + common},
+        "b": {"w": base["w"] + common + 7.7e-6 * noise()},
+        "c": {"w": base["w"] + other},
+    }
+    for keys in (
+        {"basis": "rand_select", "num_bases": 2, "seed": 0},
+        {"basis": "rand_select", "num_bases": 2, "seed": 1},
+        {"basis": "ae", "solver": "exact", "num_bases": 3},
+        {"basis": "ae", "num_bases": 3, "steps": 50, "temperature": 1e4},
+    ):
+        bases = tvb_mergekit.build(base, models, **keys)
+        for task, state in models.items():
+            tau = state["w"].double() - base["w"].double()
+            stacked = torch.stack([v.tensor("w") for v in bases.vectors])
+            column = bases.decoder[:, bases.index(task)].float()
+            summed = torch.tensordot(column, stacked, 1).double()  # in float32, as it is used
+            true = float((summed - tau).norm() / tau.norm())
+            bounds = bases.facts["errors"][task]
+            assert bounds["at_least"] <= true <= bounds["at_most"], (keys, task, true, bounds)
+
+
+# Where it lies
+
+
+def test_a_merged_model_has_no_other_weights_beside_its_own(here: Path) -> None:
+    made = recipe("basis_ta", here / "base", [here / "a", here / "b"], basis="balanced")
+    folder = merge(made, here / "merged").folder
+    assert [p.name for p in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert {p.name for p in (folder / "basis").iterdir()} == {"basis.json", "basis.safetensors"}
+    want = tvb("inspect", folder, "--json").stdout
+    for name in ("basis.json", "basis.safetensors"):  # as the first version wrote them
+        (folder / "basis" / name).rename(folder / name)
+    (folder / "basis").rmdir()
+    assert tvb("inspect", folder, "--json").stdout == want
+
+
+@pytest.mark.parametrize("command", ["mergekit-yaml", "tvb merge", "tvb merge --method", "both"])
+def test_a_store_that_was_moved_works(command: str, here: Path, tmp_path: Path) -> None:
+    want = tiny.load(merge(ready(here / "grown", "ties.yml"), here / "want").folder)
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    shutil.move(here / "grown", place / "store")
+    base = []
+    if command == "both":  # the base too; nothing is where it was
+        shutil.move(here / "base", place / "base")
+    shutil.rmtree(here / "a")
+    os.chdir(tmp_path)
+    file = place / "store/recipes/ties.yml"
+    if command == "mergekit-yaml" or command == "both":
+        import importlib
+
+        from click.testing import CliRunner
+
+        module = importlib.import_module(MODULES["mergekit-yaml"])
+        done = CliRunner().invoke(module.main, [str(file), "out", "--quiet"])
+        assert done.exit_code == 0, done.output
+        kept = yaml.safe_load((tmp_path / "out/mergekit_config.yml").read_text())
+        assert [entry["model"] for entry in kept["models"]] == [
+            str(place / f"store/basis-00{number}") for number in range(3)
+        ]
+    elif command == "tvb merge":
+        tvb("merge", file, "out", "--quiet")
+    else:
+        tvb("merge", place / "store", "out", "--method", "ties", "--quiet", *base)
+    found = tiny.load(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    tvb("export", place / "store", "exported", "--task", "a", "--quiet")
+
+
+def test_a_store_is_merged_without_a_recipe(here: Path) -> None:
+    done = refused("merge", "grown", "out")
+    assert "name a --method, one of add, ties, forget-a, forget-b, forget-c, forget-d" in done
+    assert "did you mean forget-b?" in refused("merge", "grown", "out", "--method", "forgt-b")
+    assert "belong to a STORE" in refused("merge", "grown/recipes/add.yml", "o", "--method", "add")
+    shutil.rmtree(here / "grown/recipes")
+    tvb("merge", "grown", "out", "--method", "forget-b", "--quiet")
+    assert json.loads((here / "out/basis/basis.json").read_text())["parameters"]["forget"] == ["b"]
+
+
+# Stores of the first version, whose numbers lie in basis.json alone
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    folder = tmp_path / "first"
+    shutil.copytree(Path(__file__).with_name("first_version"), folder)
+    return folder
+
+
+def test_stores_of_the_first_version_are_read(first: Path) -> None:
+    base = load_file(first / "base.safetensors")
+    tau = {task: flat(load_file(first / f"{task}.safetensors")) - flat(base) for task in "abcd"}
+    built_, grown = (store.load(first / name) for name in ("built", "grown"))
+    assert built_.weights.tolist() == [1.0, -0.5, 1.0]
+    assert built_.tensors["norms"].tolist() == list(built_.facts["norms"].values())[1:]
+    bases = torch.stack([flat(dict_of(v)) for v in built_.vectors], dim=1)
+    for task in "abc":
+        rebuilt = bases @ built_.decoder[:, built_.index(task)] / built_.weights[built_.index(task)]
+        again = tvb_mergekit.reconstruct(built_, first / "base.safetensors", task)
+        assert torch.allclose(flat(again) - flat(base), rebuilt, atol=1e-6)
+    assert grown.basis_weights is not None and grown.basis_weights.tolist() == [2.0, 1.0]
+    for count in (3, 4):
+        merged = tvb_mergekit.merge(
+            grown, first / "base.safetensors", lambda_=0.4, lambda_scale="tasks"
+        )
+        want = 0.4 * sum(tau[task] for task in "abcd"[:count])
+        assert torch.allclose(flat(merged) - flat(base), want, atol=1e-6)
+        if count == 3:
+            grown = tvb_mergekit.add(
+                first / "grown", first / "base.safetensors", first / "d.safetensors", "d"
+            )
+    held = load_file(first / "grown/basis.safetensors")
+    assert {"basis_weights", "weights", "norms", "errors"} <= set(held)
+    assert tvb_mergekit.undo(first / "grown").tasks == list("abc")
+
+
+def dict_of(vector: Any) -> State:
+    return {name: vector.tensor(name) for name in vector.tensors}

@@ -1,0 +1,174 @@
+"""`basis.json`, the facts of a merge or a store: its schema, its checksum, reading and writing.
+
+Every number that later work computes with lies in `basis.safetensors`, whose checksum is in a
+store's facts. `basis.json` says the same numbers for people and programs, and what they belong to.
+Its own `checksum` covers all but FREE, the keys that no result depends on: a user may edit those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+from tvb_mergekit.errors import UserError
+
+FACTS, TENSORS = "basis.json", "basis.safetensors"
+FOLDER = "basis"  # of both in a merged model: beside its weights, some programs would load them
+FORMAT_VERSION = 1  # of both
+CHECKSUM = "checksum"
+HASH = "xxh3_128"
+# Where models lie, which the base's fingerprint guards, and the time that the work took.
+FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
+
+Count = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    """Keys of a later version are let through."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class FileRecord(_Part):
+    """Size and checksum of a file."""
+
+    bytes: Count
+    xxh3_128: str
+
+
+class Bounds(_Part):
+    """Bounds of ||tau_hat - tau|| / ||tau||; null where unknown."""
+
+    at_least: Finite | None
+    at_most: Finite | None
+
+
+class StoreFacts(_Part):
+    """The key `store`: what a basis store holds and belongs to.
+
+    `twins`: a tensor of the base that is tied to another -> the one that the bases hold.
+    `basis_weights`: w [M] with sum_m w_m B_m = the sum of all task vectors, null where none is.
+    `base_path`, `base_beside`: where the base was, absolutely and relative to the store.
+    `added`: how many tasks `tvb add` has brought.
+    """
+
+    contents: Literal["tensors", "adapters"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    folders: list[str]
+    budget: int | None
+    compress: Literal["ae", "balanced"] | None
+    basis_weights: list[Finite] | None
+    base_fingerprint: str
+    base_path: str | None = None
+    base_beside: str | None = None
+    twins: dict[str, str]
+    model_bytes: Count
+    added: Count
+    files: dict[str, FileRecord]
+    recipes: dict[str, str] = {}
+    targets: list[str] | None = None
+    shapes: dict[str, list[int]] | None = None
+
+
+class Facts(_Part):
+    """All of `basis.json`. A merge's has no `store` and no `errors`.
+
+    `norms`: ||tau|| of each task, weighted, and ||theta_0|| as `base`; `matrix_norms`: over the
+    tensors of two or more dimensions alone.
+    """
+
+    format_version: Annotated[int, Field(ge=1)]
+    method: str
+    parameters: dict[str, Any]
+    tasks: Annotated[list[str], Field(min_length=1)]
+    models: list[str]
+    base_model: str
+    num_bases: Annotated[int, Field(ge=1)]
+    num_parameters: Count
+    dtype: str | None
+    loss: Finite | None
+    spectral_bound: Finite | None
+    balanced_bound: Finite | None
+    relative_gap: Finite | None
+    retained_energy: Finite | None
+    norms: dict[str, Finite | None]
+    matrix_norms: dict[str, Finite] = {}
+    left_out: dict[str, str]
+    fingerprints: dict[str, str]
+    gram_cached: bool
+    seconds: dict[str, Finite]
+    store: StoreFacts | None = None
+    errors: dict[str, Bounds] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _same_tasks(self) -> Facts:
+        if len(set(self.tasks)) != len(self.tasks) or len(self.models) != len(self.tasks):
+            raise ValueError(f"{len(self.tasks)} tasks and {len(self.models)} models do not fit")
+        if self.store is not None and (self.errors is None or set(self.errors) != set(self.tasks)):
+            raise ValueError("`errors` does not name the tasks of `tasks`")
+        return self
+
+
+def checksum(facts: Mapping[str, Any]) -> str:
+    """xxh3_128 of JSON with sorted keys, without blanks, in ASCII, and without FREE."""
+
+    def covered(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: part[key] for key in part if key not in (CHECKSUM, *FREE)}
+
+    plain = covered(facts)
+    if isinstance(plain.get("store"), dict):
+        plain["store"] = covered(plain["store"])
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
+
+
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write `basis.json` into a folder."""
+    whole = {**facts, CHECKSUM: checksum(facts)}
+    text = json.dumps(whole, indent=2, allow_nan=False)
+    (folder / FACTS).write_text(text + "\n", encoding="utf-8")
+
+
+def read_facts(file: Path) -> dict[str, Any]:
+    """`basis.json` as plain JSON types, in the form that `Facts` describes.
+
+    Raises:
+        UserError: no JSON, another checksum, a newer format, or a key that is missing or wrong.
+    """
+    remedy = "restore it from a copy, or build it anew"
+    try:
+        found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: it is no JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise UserError(f"{file} cannot be read: expected an object, found {kind}; {remedy}")
+    version = found.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise UserError(
+            f"{file}: format version {version}, this tvb-mergekit reads up to {FORMAT_VERSION}; "
+            "upgrade it: pip install -U tvb-mergekit"
+        )
+    if CHECKSUM in found and found[CHECKSUM] != checksum(found):
+        raise UserError(f"{file} was changed after it was written (its checksum differs); {remedy}")
+    try:
+        Facts.model_validate(found)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        what = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
+        raise UserError(f"{file} is not whole: `{place}` {what}; {remedy}") from error
+    return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number in JSON")
