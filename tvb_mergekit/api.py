@@ -8,6 +8,7 @@ on the CPU or on `device`, streamed: of what is on disk only pieces are held.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,8 @@ def _inputs(
     found = _open(base)
     sources = [_open(model) for model in models.values()]
     matched = match(found, sources, tasks, resolved)
+    for note in matched.notes:
+        warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
     return Inputs(

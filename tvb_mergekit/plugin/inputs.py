@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.stream import Item, Part
 
+LOG = logging.getLogger(__name__)
 FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
 
 
@@ -157,7 +159,10 @@ def by_factors(document: Document, options: Options) -> bool:
 def _raw_inputs(document: Document) -> Inputs:
     recipe = document.recipe
     base, *sources = [open_file(model) for model in (recipe.base, *recipe.models)]
-    return _inputs(document, base, sources, match(base, sources, recipe.tasks, recipe.settings))
+    matched = match(base, sources, recipe.tasks, recipe.settings)
+    for note in matched.notes:
+        LOG.warning("%s", note)
+    return _inputs(document, base, sources, matched)
 
 
 def _inputs(document: Document, base: Any, sources: Sequence[Any], matched: Matched) -> Inputs:
