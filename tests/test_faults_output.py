@@ -192,7 +192,7 @@ CASES = {
     "chat template": Case(
         recipe(chat_template="chatmll", tokenizer_source="base"), ("chat_?template", "chatmll")
     ),
-    "float32 overflow": Case(recipe({"lambda": 1e39}), ("lambda", "float32")),
+    "float32 overflow": Case(recipe({"lambda": 1e39}), (r"`lambda` is 1e\+39", r"1e\+30\]$")),
     "byte order mark": Case(
         "\ufeff" + yaml.safe_dump(recipe({"lambda": "1e-1"})).replace("\n", "\r\n"), ok=True
     ),

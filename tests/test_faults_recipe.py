@@ -81,6 +81,9 @@ CASES = {
     "weight 0": Case(
         recipe(first={"parameters": {"weight": 0}}), ("`weight` is 0", "other than 0")
     ),
+    "weight 1e300": Case(
+        recipe(first={"parameters": {"weight": 1e300}}), (r"`weight` is 1e\+300", r"1e\+06\]$")
+    ),
     "capitals": Case(recipe({"basis": "AE"}), ("`basis` is 'AE'", "`ae`")),
     "no expression": Case(recipe({"exclude": "*.bias"}), ("`exclude`", "regular expression")),
     "all excluded": Case(recipe({"exclude": "."}), ("no tensor takes part", "exclude")),
@@ -96,7 +99,8 @@ CASES = {
     ),
     "forget nothing": Case(recipe(FORGET, **NEGATE), ("`forget", "`alpha")),
     "alpha < 0": Case(
-        recipe(FORGET | {"forget": "a", "alpha": -1}, **NEGATE), ("`alpha` is -1", ">= 0")
+        recipe(FORGET | {"forget": "a", "alpha": -1}, **NEGATE),
+        ("`alpha` is -1", r"in \[0, 1e\+30\]"),
     ),
     "alpha for some tensors": Case(
         recipe(FORGET | {"forget": "a", "alpha": [{"filter": "mlp", "value": 1.0}]}, **NEGATE),
