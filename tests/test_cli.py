@@ -347,7 +347,14 @@ def test_where_models_may_go(here: Path) -> None:
 # Options
 
 
-@pytest.mark.parametrize("device", ["gpu", "meta", "", "cpu:x", "cuda:99"])
+NONE, WITHOUT = "PyTorch knows no such device", "PyTorch was built without it"
+DEVICES = {"gpu": NONE, "": NONE, "cpu:x": NONE, "fpga": WITHOUT, "hpu": WITHOUT}
+DEVICES["meta"] = "Tensor.item() cannot be called on meta tensors"
+if not torch.backends.mps.is_built() and torch.version.cuda is None:
+    DEVICES |= {"mps": WITHOUT, "cuda:99": WITHOUT}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_unknown_devices(device: str, here: Path) -> None:
     for words in (
         ["build", "recipe.yml", "out"],
@@ -356,7 +363,8 @@ def test_unknown_devices(device: str, here: Path) -> None:
         ["export", "store", "out", "--basis", "0"],
         ["check", "recipe.yml"],
     ):
-        assert f"--device {device} cannot be used here" in refused(*words, "--device", device)
+        said = f"Error: --device {device} cannot be used here: {DEVICES[device]}"
+        assert refused(*words, "--device", device) == f"{said}; leave it out\n"
 
 
 def test_options_of_export(here: Path) -> None:

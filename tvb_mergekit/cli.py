@@ -142,17 +142,9 @@ _dtypes = click.Choice(["float32", "bfloat16", "float16"])
 
 
 def _device_of(name: str) -> torch.device:
-    import torch
+    from tvb_mergekit.layout import device_of
 
-    if name == "auto":
-        name = _auto_device()
-    try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device).item()  # which some devices lack
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here: {reason}") from error
-    return device
+    return device_of(_auto_device() if name == "auto" else name)
 
 
 def _auto_device() -> str:
