@@ -71,7 +71,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     for name, value in DTYPES.items():
         if value == dtype:
             return name
-    raise UserError(f"the dtype is {dtype}: expected one of torch.{', torch.'.join(DTYPES)}")
+    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
 
 
 def basis_folder(index: int) -> str:
