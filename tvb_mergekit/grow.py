@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tvb_mergekit import online, report
 from tvb_mergekit.encoders import Gram
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, remedy
 from tvb_mergekit.gram import GramSums, block_budget
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.output import check_disk, check_new_folder, recover_folder, replace_folder
@@ -101,7 +101,8 @@ def add_to_store(
             replace_folder(work, store)
         note_files(store, facts["store"]["files"])
     except OSError as error:
-        raise UserError(f"cannot add to {store}, which is as it was: {error}") from error
+        mend = remedy(error) and f"; {remedy(error)}"
+        raise UserError(f"cannot add to {store}, which is as it was: {error}{mend}") from error
     finally:
         if work is not None and work.exists():
             shutil.rmtree(work, ignore_errors=True)
