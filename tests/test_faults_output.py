@@ -79,6 +79,10 @@ CASES = {
     "output below a file": Case(
         out="recipe.yml/out", wants=("recipe.yml", "[Nn]ot a directory|is a file")
     ),
+    "output is no UTF-8": Case(
+        out="bad\udcff", wants=(r"bad\\udcff: a name that is no valid UTF-8",)
+    ),
+    "output below no UTF-8": Case(out="bad\udcff/out", wants=(r"bad\\udcff/out: a name",)),
     "unwritable": Case(out="/proc/nope/out", wants=("/proc/nope", "output")),
     "disk": Case(patch="disk(1000)", wants=("out", "MB", "free")),
     "disk full": Case(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from tvb_mergekit import __version__
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,9 @@ def _careful(out: str = "", *, several: bool = False) -> Callable[[Command], Com
             place = str(values.get(out) or "the output")
             try:
                 with refusing(out=place):
+                    if values.get(out):
+                        names = ("recipe", "store", out)
+                        check_names(*(values[name] for name in names if name in values))
                     if not several:
                         ranks.one_only(click.get_current_context().command_path)
                     with ranks.joined(place), refusing(out=place), unwinding():

@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend, and what mends a failed write."""
+"""The one exception for mistakes that the user can mend, and two that all commands share."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def remedy(error: BaseException) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT) or "while serializing" in text:
         return "free some disk"
     return ""
+
+
+def check_names(*paths: str | os.PathLike[str]) -> None:
+    """Raise UserError unless paths, and the current folder, are text: on Linux names are bytes."""
+    for path in (os.getcwd(), *paths):
+        for text in (os.fspath(path), os.path.realpath(path)):
+            escaped = text.encode("utf-8", "backslashreplace").decode()
+            if escaped != text:
+                raise UserError(
+                    f"{escaped}: a name that is no valid UTF-8, which no recipe and no model card "
+                    "can hold; rename it, or work elsewhere"
+                )

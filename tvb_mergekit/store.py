@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tvb_mergekit import cache
 from tvb_mergekit.checkpoints import Checkpoint, TensorInfo, metadata_of
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
 from tvb_mergekit.recipe import Settings, nearest
 from tvb_mergekit.weights import Weights
@@ -353,8 +353,9 @@ def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> file
     """The lock that every writer to a store holds, `.NAME.lock` beside it; acquired.
 
     Raises:
-        UserError: the folder beside the store cannot be written to.
+        UserError: the folder beside the store cannot be written to, or its name is no text.
     """
+    check_names(path)
     store = Path(os.path.realpath(path))
     file = store.with_name(f".{store.name}.lock")
     try:

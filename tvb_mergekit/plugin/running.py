@@ -22,7 +22,7 @@ from mergekit.options import MergeOptions
 from pydantic import BaseModel
 
 from tvb_mergekit import ranks, report
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.output import StagedFolder, check_output_folder, stale_parts
 from tvb_mergekit.plugin.files import (
     check_local_files,
@@ -153,6 +153,7 @@ def wrap_command(
         if not (path and os.path.isfile(path) and uses_our_methods(path)):
             return original(*args, **kwargs)
         with refusing(planning=lambda: True):
+            check_names(path, kwargs.get("out_path") or path)
             ranks.one_only(str(command.name))
             check_documents(path, schema, multiple)
         with refusing(out=str(kwargs.get("out_path"))), unwinding():
