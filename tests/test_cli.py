@@ -216,7 +216,10 @@ RECIPES: dict[str, tuple[str | bytes, str]] = {
     "text": ("hello", "expected one recipe, a mapping"),
     "two": ("a: 1\n---\nb: 2\n", "expected one recipe"),
     "syntax": ("merge_method: basis_ta\nmodels: [\n", "line 3"),
-    "unknown method": ("merge_method: basis_tai\n", "'basis_tai': expected one of basis_ta"),
+    "unknown method": (
+        "merge_method: basis_tai\n",
+        r"'basis_tai': expected one of basis_ta, .*\(did you mean `basis_ta`\?\)",
+    ),
     "another method": ("merge_method: ties\n", "'ties': expected one of basis_ta"),
     "list of methods": ("merge_method: [basis_ta]\n", "expected one of basis_ta"),
     "no base": ("merge_method: basis_ta\nmodels: [{model: math}]\n", "`base_model` is missing"),

@@ -231,6 +231,10 @@ CASES = {
     "raw": Case(raw(), command=RAW, ok=True),
     "raw misspelt": Case(raw({"lamda": 0.5}), ("`lamda`", r"`lambda`\?"), command=RAW),
     "raw misspelt top": Case(raw(bse_model="x"), ("`bse_model`", r"`base_model`\?"), command=RAW),
+    "raw near method": Case(
+        raw(merge_method="basis_tie"), (r"'basis_tie': .*did you mean `basis_ties`\?",), command=RAW
+    ),
+    "raw syntax": Case("merge_method: linear\nx: 'y\n", ("recipe.yml, line 3",), command=RAW),
     "raw slices": Case(raw(slices=[]), ("`slices`",), command=RAW),
     "raw missing": Case(
         raw(models=("./a/model.safetensors", "./a/nope.bin")),
@@ -288,6 +292,14 @@ CASES = {
     ),
     "multi misspelt top": Case(
         multi(FIRST, recipe(paramters={})), ("`paramters`", r"`parameters`\?"), command=MULTI
+    ),
+    "multi near method": Case(
+        multi(FIRST, recipe(method="taskarithmetic")),
+        (r"did you mean `task_arithmetic`\?",),
+        command=MULTI,
+    ),
+    "multi syntax": Case(
+        multi(FIRST) + "---\nmerge_method: linear\n\tx: y\n", ("recipe.yml, line",), command=MULTI
     ),
     "multi M > T": Case(
         multi(FIRST, recipe({"num_bases": 7})), ("`num_bases` is 7",), command=MULTI

@@ -34,7 +34,7 @@ from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.raw import open_file
 from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys, read_recipe
-from tvb_mergekit.plugin.running import load_documents
+from tvb_mergekit.plugin.running import load_documents, unknown_method
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 from tvb_mergekit.refusals import refusing
@@ -99,9 +99,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     document = load_document(path)
     method = document.get("merge_method")
     if method not in METHODS:
-        raise UserError(
-            f"{path}: `merge_method` is {method!r}: expected one of {', '.join(METHODS)}"
-        )
+        raise unknown_method(str(path), method, METHODS)
     return from_mapping(document)
 
 
