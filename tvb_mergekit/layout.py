@@ -130,7 +130,8 @@ def device_of(name: str) -> torch.device:
         known = True
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
-        reason = textwrap.shorten(str(error).partition(". ")[0], 100)
+        first = str(error).partition("\n")[0].partition(". ")[0]
+        reason = textwrap.shorten(first, 100)
         if isinstance(error, AssertionError | NotImplementedError | ImportError):
             reason = "PyTorch was built without it"
         if not known:
