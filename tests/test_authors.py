@@ -555,7 +555,7 @@ FAULTS: dict[str, tuple[str, Edit, str]] = {
     "proj M": ("rand_proj", pt_set(PROJ, M=3), "`M` is 3: expected 2"),
     "proj size": ("rand_proj", pt_set(PROJ, total_dim=None), "`total_dim` is empty: expected 56"),
     "proj NaN": ("rand_proj", poke(PROJ, "projection_coefficients", math.nan), "NaN or infinite"),
-    "proj seed": ("rand_proj", pt_set(PROJ, seed=-1), "`seed` is -1: expected a whole number >= 0"),
+    "proj seed": ("rand_proj", pt_set(PROJ, seed=-1), "`seed` is -1: expected a whole number in"),
     "no selection": ("rand_select", remove(SELECT), f"{SELECT}: missing; it holds the drawn tasks"),
     "selection cut": ("rand_select", text(SELECT, "{"), f"{SELECT}: cannot be read as JSON"),
     "drawn beyond": ("rand_select", json_edit(SELECT, selected_indices=[0, 5]), "from 0 to 4"),

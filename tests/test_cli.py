@@ -28,6 +28,7 @@ from commands import MODULES, recipe, write
 from safetensors.torch import save_file
 from test_faults import snapshot
 
+import tvb_mergekit
 from tvb_mergekit import __version__, store
 from tvb_mergekit.cli import main
 
@@ -218,7 +219,10 @@ RECIPES: dict[str, tuple[str | bytes, str]] = {
     "text": ("hello", "expected one recipe, a mapping"),
     "two": ("a: 1\n---\nb: 2\n", "expected one recipe"),
     "syntax": ("merge_method: basis_ta\nmodels: [\n", "line 3"),
-    "unknown method": ("merge_method: basis_tai\n", "'basis_tai': expected one of basis_ta"),
+    "unknown method": (
+        "merge_method: basis_tai\n",
+        r"'basis_tai': expected one of basis_ta, .*\(did you mean `basis_ta`\?\)",
+    ),
     "another method": ("merge_method: ties\n", "'ties': expected one of basis_ta"),
     "list of methods": ("merge_method: [basis_ta]\n", "expected one of basis_ta"),
     "no base": ("merge_method: basis_ta\nmodels: [{model: math}]\n", "`base_model` is missing"),
@@ -347,10 +351,47 @@ def test_where_models_may_go(here: Path) -> None:
     assert sorted(path.name for path in (here / "all").iterdir()) == ["basis-000", "basis-001"]
 
 
+NO_UTF8 = "bad\udcff"  # a name of the bytes `bad\xff`, as Python has it
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("words", [
+    "build recipe.yml BAD", "build recipe.yml BAD/x", "merge recipe.yml link", "merge BAD.yml out",
+    "add BAD new-model --task new", "add BAD.d new-model --task new", "export BAD.d out --basis 0",
+    "export store BAD --task math", "convert base BAD --base base",
+    "tune recipe.yml --tasks copa --out BAD",
+])  # fmt: skip
+def test_names_that_are_no_utf8(words: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy("recipe.yml", f"{NO_UTF8}.yml")
+    shutil.copytree("store", f"{NO_UTF8}.d")
+    (here / "link").symlink_to(f"{NO_UTF8}.far")
+    told = refused(*words.replace("BAD", NO_UTF8).split())
+    assert re.search(r"bad\\udcff\S*: a name that is no valid UTF-8", told)
+    assert not list(here.glob(".*.lock"))
+    shutil.copytree(here, folder := here.with_name(f"{NO_UTF8}.cwd"), symlinks=True)
+    monkeypatch.chdir(folder)
+    told = refused(*words.replace("BAD.yml", "recipe.yml").replace("BAD", "fine").split())
+    assert rf"{here.parent}/bad\udcff.cwd: a name that is no valid UTF-8" in told
+
+
+def test_a_library_s_store_of_such_a_name(here: Path) -> None:
+    models = {name: here / name for name in ("math", "code")}
+    with pytest.raises(tvb_mergekit.UserError, match=r"bad\\udcff: a name that is no valid UTF-8"):
+        tvb_mergekit.build(here / "base", models, here / NO_UTF8)
+    assert not list(here.glob("*bad*"))
+
+
 # Options
 
 
-@pytest.mark.parametrize("device", ["gpu", "meta", "", "cpu:x", "cuda:99"])
+NONE, WITHOUT = "PyTorch knows no such device", "PyTorch was built without it"
+DEVICES = {"gpu": NONE, "": NONE, "cpu:x": NONE, "fpga": WITHOUT, "hpu": WITHOUT}
+DEVICES["meta"] = "Tensor.item() cannot be called on meta tensors"
+if not torch.backends.mps.is_built() and torch.version.cuda is None:
+    DEVICES |= {"mps": WITHOUT, "cuda:99": WITHOUT}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_unknown_devices(device: str, here: Path) -> None:
     for words in (
         ["build", "recipe.yml", "out"],
@@ -359,7 +400,8 @@ def test_unknown_devices(device: str, here: Path) -> None:
         ["export", "store", "out", "--basis", "0"],
         ["check", "recipe.yml"],
     ):
-        assert f"--device {device} cannot be used here" in refused(*words, "--device", device)
+        said = f"Error: --device {device} cannot be used here: {DEVICES[device]}"
+        assert refused(*words, "--device", device) == f"{said}; leave it out\n"
 
 
 def test_options_of_export(here: Path) -> None:

@@ -79,6 +79,10 @@ CASES = {
     "output below a file": Case(
         out="recipe.yml/out", wants=("recipe.yml", "[Nn]ot a directory|is a file")
     ),
+    "output is no UTF-8": Case(
+        out="bad\udcff", wants=(r"bad\\udcff: a name that is no valid UTF-8",)
+    ),
+    "output below no UTF-8": Case(out="bad\udcff/out", wants=(r"bad\\udcff/out: a name",)),
     "unwritable": Case(out="/proc/nope/out", wants=("/proc/nope", "output")),
     "disk": Case(patch="disk(1000)", wants=("out", "MB", "free")),
     "disk full": Case(
@@ -87,7 +91,10 @@ CASES = {
         wants=("No space left", r"\bout\b"),
     ),
     # what safetensors raises when a write fails; a limit on the size of files stands for the disk
-    "disk full really": Case(patch="small_files(20000)", wants=(r"\bout\b", "File too large")),
+    "disk full really": Case(
+        patch="small_files(20000)",
+        wants=(r"cannot write out:.*File too large", "`ulimit -f unlimited`.*--out-shard-size"),
+    ),
     "disk full at the report": Case(
         patch='on_call(1, "tvb_mergekit.report.write_files", full)',
         wants=("No space left", r"\bout\b"),
@@ -192,7 +199,7 @@ CASES = {
     "chat template": Case(
         recipe(chat_template="chatmll", tokenizer_source="base"), ("chat_?template", "chatmll")
     ),
-    "float32 overflow": Case(recipe({"lambda": 1e39}), ("lambda", "float32")),
+    "float32 overflow": Case(recipe({"lambda": 1e39}), (r"`lambda` is 1e\+39", r"1e\+30\]$")),
     "byte order mark": Case(
         "\ufeff" + yaml.safe_dump(recipe({"lambda": "1e-1"})).replace("\n", "\r\n"), ok=True
     ),
@@ -224,6 +231,10 @@ CASES = {
     "raw": Case(raw(), command=RAW, ok=True),
     "raw misspelt": Case(raw({"lamda": 0.5}), ("`lamda`", r"`lambda`\?"), command=RAW),
     "raw misspelt top": Case(raw(bse_model="x"), ("`bse_model`", r"`base_model`\?"), command=RAW),
+    "raw near method": Case(
+        raw(merge_method="basis_tie"), (r"'basis_tie': .*did you mean `basis_ties`\?",), command=RAW
+    ),
+    "raw syntax": Case("merge_method: linear\nx: 'y\n", ("recipe.yml, line 3",), command=RAW),
     "raw slices": Case(raw(slices=[]), ("`slices`",), command=RAW),
     "raw missing": Case(
         raw(models=("./a/model.safetensors", "./a/nope.bin")),
@@ -281,6 +292,14 @@ CASES = {
     ),
     "multi misspelt top": Case(
         multi(FIRST, recipe(paramters={})), ("`paramters`", r"`parameters`\?"), command=MULTI
+    ),
+    "multi near method": Case(
+        multi(FIRST, recipe(method="taskarithmetic")),
+        (r"did you mean `task_arithmetic`\?",),
+        command=MULTI,
+    ),
+    "multi syntax": Case(
+        multi(FIRST) + "---\nmerge_method: linear\n\tx: y\n", ("recipe.yml, line",), command=MULTI
     ),
     "multi M > T": Case(
         multi(FIRST, recipe({"num_bases": 7})), ("`num_bases` is 7",), command=MULTI

@@ -81,6 +81,9 @@ CASES = {
     "weight 0": Case(
         recipe(first={"parameters": {"weight": 0}}), ("`weight` is 0", "other than 0")
     ),
+    "weight 1e300": Case(
+        recipe(first={"parameters": {"weight": 1e300}}), (r"`weight` is 1e\+300", r"1e\+06\]$")
+    ),
     "capitals": Case(recipe({"basis": "AE"}), ("`basis` is 'AE'", "`ae`")),
     "no expression": Case(recipe({"exclude": "*.bias"}), ("`exclude`", "regular expression")),
     "all excluded": Case(recipe({"exclude": "."}), ("no tensor takes part", "exclude")),
@@ -96,7 +99,8 @@ CASES = {
     ),
     "forget nothing": Case(recipe(FORGET, **NEGATE), ("`forget", "`alpha")),
     "alpha < 0": Case(
-        recipe(FORGET | {"forget": "a", "alpha": -1}, **NEGATE), ("`alpha` is -1", ">= 0")
+        recipe(FORGET | {"forget": "a", "alpha": -1}, **NEGATE),
+        ("`alpha` is -1", r"in \[0, 1e\+30\]"),
     ),
     "alpha for some tensors": Case(
         recipe(FORGET | {"forget": "a", "alpha": [{"filter": "mlp", "value": 1.0}]}, **NEGATE),
@@ -138,11 +142,20 @@ CASES = {
     "text": Case("basis_ta\n", ("ValidationError",), foreign=True),
     "empty": Case("", ("ValidationError",), foreign=True),
     "near method": Case(
-        recipe(method="basis_tai"), ("Unimplemented merge method basis_tai",), foreign=True
+        recipe(method="basis_tai"), ("`merge_method` is 'basis_tai': .*mean `basis_ta`\\?",)
     ),
+    "unknown method": Case(
+        recipe(method="linaer"), ("`merge_method` is 'linaer': expected one of",)
+    ),
+    "syntax of any method": Case("merge_method: linear\nmodels: [\n", ("recipe.yml, line 3",)),
+    "no text of any method": Case("models:\n- \x00", ("recipe.yml, line 2: .*0x0000",)),
     "syntax": Case("merge_method: basis_ta\nmodels: [\n", ("recipe.yml", "line 3")),
     "tabs": Case("merge_method: basis_ta\nparameters:\n\tlambda: 0.4\n", ("recipe.yml", "line 3")),
-    "no text": Case("merge_method: basis_ta\n\x00", ("recipe.yml",)),
+    "no text": Case("merge_method: basis_ta\n\x00", ("recipe.yml, line 2",)),
+    "another encoding": Case(
+        setup=lambda f: (f / "recipe.yml").write_bytes(b"merge_method: linear\n# \xe4\n"),
+        wants=("recipe.yml, line 2: no UTF-8",),
+    ),
     "key twice": Case(
         "parameters: {lambda: 1}\n" + yaml.safe_dump(recipe()), ("`parameters`", "twice|second")
     ),

@@ -542,8 +542,26 @@ def test_no_room_for_what_add_writes(place: Place) -> None:
     old = digests(place.store)
     said = place.tvb(*adding(place, 2), point="limit:10000", rc=1)
     assert said.count("\n") == 1 and "cannot add to" in said and "as it was" in said, said
+    assert "File too large; allow larger files (`ulimit -f unlimited`) or" in said
     assert digests(place.store) == old
     assert place.hidden() == []
+
+
+def test_a_limit_on_the_size_of_files(place: Place) -> None:
+    allow = "File too large; {}: allow larger files (`ulimit -f unlimited`) or"
+    said = place.tvb(*place.build(), point="limit:10000", rc=1)
+    assert said.startswith(f"Error: cannot write {place.store}: ") and said.count("\n") == 1
+    assert allow.format(f"{place.store}.partial keeps what was finished") in said
+    place.tvb(*place.build("--resume"))
+    assert place.hidden() == []
+    whole = digests(place.store)
+    out = place.folder / "out"
+    for words in (["merge", place.folder.parent / "recipe.yml", out],
+                  ["export", place.store, out, "--task", TASKS[0]]):  # fmt: skip
+        said = place.tvb(*words, "--quiet", point="limit:10000", rc=1)
+        assert said.startswith(f"Error: cannot write {out}: ") and said.count("\n") == 1
+        assert allow.format("nothing was left behind") in said
+        assert place.hidden() == [] and digests(place.store) == whole
 
 
 @pytest.mark.parametrize("what", ["weights", "facts"])

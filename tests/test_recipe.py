@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from tvb_mergekit import recipe
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.keys import ALL_KEYS
 from tvb_mergekit.recipe import (
     GLOBAL_KEYS,
     METHODS,
@@ -139,8 +141,12 @@ BAD = [
     ("basis_ta", {"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
     ("basis_ta", {"anneal_factor": 0.8, "anneal_every": 0}, "needs `anneal_every`"),
     ("basis_ta", {"anneal_every": 9, "anneal_factor": 0}, "expected a number > 0"),
-    ("basis_ta", {"seed": -1}, "`seed` is -1: expected a whole number >= 0"),
-    ("basis_ta", {"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number >= 0"),
+    (
+        "basis_ta",
+        {"seed": -1},
+        "`seed` is -1: expected a whole number in [0, 18446744073709551615]",
+    ),
+    ("basis_ta", {"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
     ("basis_ta", {"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
     ("basis_ta", {"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae"),
     ("basis_ta", {"basis": "balanced", "solver": "exact"}, "`solver` belongs to basis ae"),
@@ -160,7 +166,21 @@ BAD = [
     ("basis_ties", {"alpha": 1}, "`alpha` belongs to basis_negate"),
     ("basis_negate", {}, "basis_negate needs `forget: task` and `alpha: number`"),
     ("basis_negate", {"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
-    ("basis_negate", {"forget": "math", "alpha": -1}, "`alpha` is -1: expected a number >= 0"),
+    (
+        "basis_negate",
+        {"forget": "math", "alpha": -1},
+        "`alpha` is -1: expected a number in [0, 1e+30]",
+    ),
+    (
+        "basis_negate",
+        FORGET | {"alpha": 1e300},
+        "`alpha` is 1e+300: expected a number in [0, 1e+30]",
+    ),
+    (
+        "basis_ta",
+        {"lambda": [1, -1e300]},
+        "`lambda` is -1e+300: expected a number in [-1e+30, 1e+30]",
+    ),
     ("basis_negate", FORGET | {"forget": True}, "quote it"),
     ("basis_negate", FORGET | {"forget": ""}, "`forget` is empty"),
     ("basis_negate", FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
@@ -189,7 +209,13 @@ def test_a_recipe_without_models_is_refused() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "fragment"),
     [
-        ("weight", 0, "`weight` is 0: expected a number other than 0"),
+        ("weight", 0, "`weight` is 0: expected a number other than 0 in [-1e+06, 1e+06]"),
+        (
+            "weight",
+            -1e300,
+            "`weight` is -1e+300: expected a number other than 0 in [-1e+06, 1e+06]",
+        ),
+        ("num_bases", np.bool_(True), "`num_bases` is np.True_: expected a whole number >= 1"),
         ("weight", "nan", "`weight` is 'nan'"),
         ("weight", False, "`weight` is False"),
         ("task", " ", "`task` is empty"),
@@ -204,6 +230,9 @@ def test_check_value_refuses(key: str, value: object, fragment: str) -> None:
 
 def test_check_value_returns_the_type() -> None:
     assert check_value("weight", "-0.5") == -0.5
+    for key, value in (("num_bases", np.int64(2)), ("lambda", np.float32(0.5))):
+        assert type(check_value(key, value)) is ALL_KEYS[key].type
+        assert check_value(key, value) == value
     assert check_value("task", 12) == "12"
 
 

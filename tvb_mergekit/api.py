@@ -8,7 +8,9 @@ on the CPU or on `device`, streamed: of what is on disk only pieces are held.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -25,7 +27,7 @@ from tvb_mergekit.engine import Job, Tunables, count_if_needed, merge_items
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget
 from tvb_mergekit.inputs import Inputs, match
-from tvb_mergekit.keys import GLOBAL_KEYS, VARYING_KEYS, check_value
+from tvb_mergekit.keys import ALL_KEYS, GLOBAL_KEYS, VARYING_KEYS, check_value, shown
 from tvb_mergekit.recipe import check_tasks, resolve_settings
 from tvb_mergekit.store import Bases
 from tvb_mergekit.stream import Item, Part
@@ -34,6 +36,11 @@ from tvb_mergekit.writing import MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
 CPU = torch.device("cpu")
+PATH = (str, os.PathLike), "a path"
+TEXT = str, "text"
+DEVICE = torch.device, 'a torch.device, such as torch.device("cuda")'
+BASES = Bases, "what build, load or add gave"
+MODEL = (Mapping, str, os.PathLike), "a state dict (tensors by name), a folder or a weight file"
 
 
 def build(
@@ -72,6 +79,9 @@ def build(
     >>> bases.vectors[0].tensor("w")
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
+    _expect("`device`", device, *DEVICE)
+    if out is not None:
+        _expect("`out`", out, *PATH)
     inputs = _inputs(base, models, weights or {}, settings)
     if out is None:
         return build_in_memory(inputs, dtype=dtype, device=device)
@@ -84,6 +94,7 @@ def load(path: str | os.PathLike[str]) -> Bases:
     Raises:
         UserError: no store, a newer format, or a file that was changed (its checksum differs).
     """
+    _expect("`path`", path, *PATH)
     return store.load(path)
 
 
@@ -121,6 +132,12 @@ def add(
     Raises:
         UserError: see `grow.add_to_store`.
     """
+    _expect("`device`", device, *DEVICE)
+    if bases is not None:
+        _expect("`bases`", bases, (Bases, *PATH[0]), f"{BASES[1]}, a store's path or None")
+    if budget is not None:
+        _expect("`budget`", budget, Integral, "a whole number")
+    store.dtype_name(dtype)
     where = None if bases is None or isinstance(bases, Bases) else Path(bases)
     found = bases if isinstance(bases, Bases) else None
     if where is not None and store.is_store(where):
@@ -165,6 +182,9 @@ def reconstruct(
     Raises:
         UserError: no such task, or another base.
     """
+    _expect("`bases`", bases, *BASES)
+    _expect("`task`", task, *TEXT)
+    _check_dtype(dtype)
     found = _open(base)
     bases.check_base(found, _name(base))
     column = exporting.task_column(bases, task)[:, 0]
@@ -193,7 +213,11 @@ def merge(
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
     """
+    _expect("`bases`", bases, *BASES)
+    _expect("`device`", device, *DEVICE)
+    _check_dtype(dtype)
     given = {key.rstrip("_"): value for key, value in parameters.items()}
+    _check_numbers(given)
     for key in given:
         if key in GLOBAL_KEYS and key not in store.OPEN_KEYS:
             raise UserError(f"`{key}`: the bases are built; leave it out")
@@ -236,6 +260,14 @@ def _inputs(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> Inputs:
+    _expect("`models`", models, Mapping, "a mapping of task names to models")
+    _expect("`weights`", weights, Mapping, "a mapping of task names to numbers")
+    for task in (*models, *weights):
+        _expect("a task's name", task, *TEXT)
+        _check_numbers({"weight": weights.get(task)})
+    _check_numbers(settings)
+    found = _open(base)
+    sources = [_open(model, f"the model of task `{task}`") for task, model in models.items()]
     tasks = list(models)
     names = [_name(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
@@ -247,9 +279,9 @@ def _inputs(
     if given.get("basis") == "rand_proj":  # which no addition takes
         method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
     resolved = resolve_settings(method, given, tasks).model_copy(update={"forget": ()})
-    found = _open(base)
-    sources = [_open(model) for model in models.values()]
     matched = match(found, sources, tasks, resolved)
+    for note in matched.notes:
+        warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
     return Inputs(
@@ -267,8 +299,40 @@ def _inputs(
     )
 
 
-def _open(model: Model) -> Weights:
+def _expect(what: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise UserError unless an argument is of its kind."""
+    if not isinstance(value, kind):
+        raise _wrong(what, value, expected)
+
+
+def _wrong(what: str, value: object, expected: str) -> UserError:
+    found = "None" if value is None else f"a {type(value).__name__}"
+    if isinstance(value, str | Real | torch.dtype):
+        found = shown(value)
+    return UserError(f"{what} is {found}: expected {expected}")
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise _wrong("`dtype`", dtype, "a floating-point torch.dtype")
+
+
+def _check_numbers(given: Mapping[str, object]) -> None:
+    """Refuse numbers as text, which only recipes may hold: YAML reads `1e-3` as text."""
+    for key, value in given.items():
+        spec = ALL_KEYS.get(key)
+        if isinstance(value, str) and spec is not None and spec.type is not str:
+            raise _wrong(f"`{key}`", value, spec.expected)
+
+
+def _open(model: Model, who: str = "the base") -> Weights:
+    _expect(who, model, *MODEL)
     if isinstance(model, Mapping):
+        for name, value in model.items():
+            _expect(f"a key of {who}", name, *TEXT)
+            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+                kind = "on the meta device, without data" if value.is_meta else value.layout
+                raise UserError(f"tensor `{name}` of {who} is {kind}: expected a dense tensor")
         return StateDict(model)
     if not os.path.exists(model):
         raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")

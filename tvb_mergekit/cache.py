@@ -286,7 +286,7 @@ def _note(path: Path) -> Path | None:
     folder = cache_folder()
     if folder is None or not _boot():
         return None
-    name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     return folder / "verified" / name[:32]
 
 

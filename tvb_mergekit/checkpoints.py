@@ -15,7 +15,7 @@ import re
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -86,6 +86,7 @@ class Named:
     """What models on disk and in memory share; see `weights`."""
 
     tensors: dict[str, TensorInfo]
+    others: Sequence[str] = ()
 
     def canonical(self, name: str) -> str:
         """The name under which a tensor that is stored once and named twice is counted."""

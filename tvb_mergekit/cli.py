@@ -17,7 +17,7 @@ import click
 import yaml
 
 from tvb_mergekit import __version__
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,9 @@ def _careful(out: str = "", *, several: bool = False) -> Callable[[Command], Com
             place = str(values.get(out) or "the output")
             try:
                 with refusing(out=place):
+                    if values.get(out):
+                        names = ("recipe", "store", out)
+                        check_names(*(values[name] for name in names if name in values))
                     if not several:
                         ranks.one_only(click.get_current_context().command_path)
                     with ranks.joined(place), refusing(out=place), unwinding():
@@ -143,17 +146,9 @@ _dtypes = click.Choice(["float32", "bfloat16", "float16"])
 
 
 def _device_of(name: str) -> torch.device:
-    import torch
+    from tvb_mergekit.layout import device_of
 
-    if name == "auto":
-        name = _auto_device()
-    try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device).item()  # which some devices lack
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here: {reason}") from error
-    return device
+    return device_of(_auto_device() if name == "auto" else name)
 
 
 def _auto_device() -> str:

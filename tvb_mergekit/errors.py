@@ -1,4 +1,9 @@
-"""The one exception for mistakes that the user can mend."""
+"""The one exception for mistakes that the user can mend, and two that all commands share."""
+
+from __future__ import annotations
+
+import errno
+import os
 
 
 class UserError(ValueError):
@@ -7,3 +12,28 @@ class UserError(ValueError):
     The message names where the mistake is (recipe key, model, tensor), what was found, what was
     expected and what to do. Commands print it without a traceback and exit with a non-zero status.
     """
+
+
+def remedy(error: BaseException) -> str:
+    """What mends a write that the disk or `ulimit -f` has ended; empty for other errors."""
+    number, text = getattr(error, "errno", None), str(error)
+    if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
+        return (
+            "allow larger files (`ulimit -f unlimited`) or, where the command has it, take a "
+            "smaller --out-shard-size"
+        )
+    if number in (errno.ENOSPC, errno.EDQUOT) or "while serializing" in text:
+        return "free some disk"
+    return ""
+
+
+def check_names(*paths: str | os.PathLike[str]) -> None:
+    """Raise UserError unless paths, and the current folder, are text: on Linux names are bytes."""
+    for path in (os.getcwd(), *paths):
+        for text in (os.fspath(path), os.path.realpath(path)):
+            escaped = text.encode("utf-8", "backslashreplace").decode()
+            if escaped != text:
+                raise UserError(
+                    f"{escaped}: a name that is no valid UTF-8, which no recipe and no model card "
+                    "can hold; rename it, or work elsewhere"
+                )

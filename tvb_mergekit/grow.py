@@ -23,7 +23,7 @@ from torch import Tensor
 from tvb_mergekit import online, report
 from tvb_mergekit.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.encoders import Gram
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, remedy
 from tvb_mergekit.facts import FACTS, FORMAT_VERSION, TENSORS
 from tvb_mergekit.gram import GramSums, block_budget
 from tvb_mergekit.inputs import Inputs
@@ -135,7 +135,8 @@ def _changing(store: Path, what: str) -> Iterator[Path]:
         os.chmod(work, 0o755)
         yield work
     except OSError as error:
-        raise UserError(f"cannot {what} {store}, which is as it was: {error}") from error
+        mend = remedy(error) and f"; {remedy(error)}"
+        raise UserError(f"cannot {what} {store}, which is as it was: {error}{mend}") from error
     finally:
         if work is not None and work.exists():
             shutil.rmtree(work, ignore_errors=True)

@@ -12,11 +12,13 @@ import torch
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, shapes_differ
 from tvb_mergekit.lora import Adapter
+from tvb_mergekit.output import listed
 from tvb_mergekit.recipe import Settings
 from tvb_mergekit.stream import Item, Part
 from tvb_mergekit.weights import Weights
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
+ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
 
 
 @dataclass
@@ -103,6 +105,7 @@ class Matched:
     items: list[Item]
     left_out: dict[str, str]
     twins: dict[str, str]
+    notes: Sequence[str] = ()  # what is left out although nobody asked for it; one of each model
 
 
 def match(
@@ -111,11 +114,14 @@ def match(
     """The tensors that take part, of models that name them as the base does.
 
     Every floating-point tensor takes part that all have, unless `exclude` matches it. A tensor
-    under two names counts once.
+    under two names counts once; of a tensor that the base ties, a model needs one of the names.
 
     Raises:
-        UserError: shapes differ, a tensor is quantized, or nothing is left.
+        UserError: a model shares no tensor with the base, the models lack most of it, shapes
+            differ, a tensor is quantized, or nothing is left.
     """
+    notes = _notes(base, sources, tasks, settings)
+    held = [{base.canonical(n): n for n in base.tensors if n in s.tensors} for s in sources]
     items: list[Item] = []
     left_out: dict[str, str] = {}
     twins: dict[str, str] = {}
@@ -124,14 +130,16 @@ def match(
         if settings.excludes(name):
             left_out[name] = "excluded by the recipe"
             continue
-        missing = [
-            task for task, source in zip(tasks, sources, strict=True) if name not in source.tensors
+        named = [
+            name if name in source.tensors else tied.get(base.canonical(name), "")
+            for source, tied in zip(sources, held, strict=True)
         ]
-        if missing:
+        if missing := [task for task, found in zip(tasks, named, strict=True) if not found]:
             left_out[name] = f"missing in {', '.join(missing)}"
             continue
-        for who, source in zip(("the base", *tasks), (base, *sources), strict=True):
-            found = source.tensors[name]
+        places = list(zip((base, *sources), (name, *named), strict=True))
+        for who, (source, its_name) in zip(("the base", *tasks), places, strict=True):
+            found = source.tensors[its_name]
             if found.dtype in QUANTIZED:
                 raise UserError(
                     f"tensor `{name}` of {who} is stored as {found.dtype}: quantized codes are no "
@@ -144,16 +152,78 @@ def match(
                 raise UserError(shapes_differ(name, who, found.shape, info.shape))
         if name in left_out:
             continue
-        place = tuple(source.canonical(name) for source in (base, *sources))
+        place = tuple(source.canonical(its_name) for source, its_name in places)
         if place in counted:
             left_out[name] = f"the same tensor as {counted[place]}: counted once"
             twins[name] = counted[place]
             continue
         counted[place] = name
-        parts = tuple(Part.of(source, name) for source in sources)
-        items.append(Item(name, info.shape, Part.of(base, name), parts))
+        first, *parts = (Part.of(source, its_name) for source, its_name in places)
+        items.append(Item(name, info.shape, first, tuple(parts)))
     if not items:
-        raise UserError(
-            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+        none = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+        raise UserError("; ".join([none, *notes]))
+    return Matched(items, left_out, twins, notes)
+
+
+def _notes(
+    base: Weights, sources: Sequence[Weights], tasks: Sequence[str], settings: Settings
+) -> list[str]:
+    """A sentence about each model of which something is left out that nobody asked to leave out.
+
+    Raises:
+        UserError: a model shares no floating-point tensor with the base, or together they lack
+            most of it.
+    """
+    notes = []
+    lost: set[str] = set()
+    if found := _counts({"no tensor": _others(base, settings)}):
+        notes.append(f"the base: left out of the task vectors: {found}")
+    wanted = _floating(base, settings).values()
+    for task, source in zip(tasks, sources, strict=True):
+        missing = _absent(base, source, settings)
+        lost.update(missing)
+        found = _counts(
+            {
+                "no tensor": _others(source, settings),
+                "missing in the model": [name for name in missing if name not in source.others],
+                "not in the base": _absent(source, base, settings),
+            }
         )
-    return Matched(items, left_out, twins)
+        if wanted and not any(n in base.tensors for n in _floating(source, settings).values()):
+            raise UserError(
+                f"the model of task `{task}` shares no floating-point tensor with the base"
+                f"{found and f': {found}'}; {ALIKE}"
+            )
+        if found:
+            notes.append(f"the model of task `{task}`: left out of its task vector: {found}")
+    whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
+    if 2 * part > whole:
+        raise UserError(
+            f"{100 * part / whole:.0f} % of the base would be left out: {'; '.join(notes)}; {ALIKE}"
+        )
+    return notes
+
+
+def _counts(reasons: Mapping[str, Sequence[str]]) -> str:
+    """How many names there are for each reason, and the first of them."""
+    return ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons.items() if n)
+
+
+def _others(weights: Weights, settings: Settings) -> list[str]:
+    return [name for name in weights.others if not settings.excludes(name)]
+
+
+def _floating(weights: Weights, settings: Settings) -> dict[str, str]:
+    """The floating-point tensors that `exclude` does not match, each under one name."""
+    found: dict[str, str] = {}
+    for name, info in weights.tensors.items():
+        if info.dtype.is_floating_point and not settings.excludes(name):
+            found.setdefault(weights.canonical(name), name)
+    return found
+
+
+def _absent(weights: Weights, other: Weights, settings: Settings) -> list[str]:
+    """The floating-point tensors that `other` has under none of their names."""
+    there = {weights.canonical(name) for name in weights.tensors if name in other.tensors}
+    return [name for place, name in _floating(weights, settings).items() if place not in there]

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from tvb_mergekit.errors import UserError
@@ -27,6 +28,7 @@ BASES: tuple[Basis, ...] = (
     "none",
 )
 TRAINED = ("ae", "linear_ae")
+LARGEST = 1e30  # coefficient; times what it multiplies it fits in float32
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Key:
         if self.type is str:
             return "text"
         kind = "a whole number" if self.type is int else "a number"
-        if self.high < math.inf and self.type is float:
-            return f"{kind} in {'(' if self.above else '['}{self.low:g}, {self.high:g}]"
-        if self.low > -math.inf:
-            return f"{kind} {'>' if self.above else '>='} {self.low:g}"
-        return f"{kind} other than 0" if self.nonzero else kind
+        if self.nonzero:
+            kind += " other than 0"
+        if self.high < math.inf:
+            high = f"{self.high:g}" if self.type is float else self.high
+            return f"{kind} in {'(' if self.above else '['}{self.low:g}, {high}]"
+        return f"{kind} {'>' if self.above else '>='} {self.low:g}"
 
 
 def _table(*keys: Key) -> dict[str, Key]:
@@ -120,8 +123,24 @@ GLOBAL_KEYS = _table(
     Key("forget", str, None, "task names to forget, comma-separated", methods=("basis_negate",)),
 )
 VARYING_KEYS = _table(
-    Key("lambda", float, 0.4, "scaling coefficient", method_defaults={"basis_negate": 0.0}),
-    Key("alpha", float, None, "strength of forgetting", low=0, methods=("basis_negate",)),
+    Key(
+        "lambda",
+        float,
+        0.4,
+        "scaling coefficient",
+        low=-LARGEST,
+        high=LARGEST,
+        method_defaults={"basis_negate": 0.0},
+    ),
+    Key(
+        "alpha",
+        float,
+        None,
+        "strength of forgetting",
+        low=0,
+        high=LARGEST,
+        methods=("basis_negate",),
+    ),
     Key(
         "density",
         float,
@@ -135,7 +154,7 @@ VARYING_KEYS = _table(
 )
 MODEL_KEYS = _table(
     Key("task", str, None, "the task's name; by default the last part of the path"),
-    Key("weight", float, 1.0, "scale of the task vector", nonzero=True),
+    Key("weight", float, 1.0, "scale of the task vector", low=-1e6, high=1e6, nonzero=True),
 )
 ALL_KEYS = GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS
 
@@ -202,19 +221,18 @@ def _check_text(spec: Key, value: object) -> str:
 
 def _number(value: object) -> int | float | None:
     """An exact int, a finite float, or None if the value is neither."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         return None
-    if isinstance(value, str):
-        try:
-            value = int(value)
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                return None
     try:
+        if isinstance(value, str):
+            try:
+                value = int(value)
+            except ValueError:
+                value = float(value)
+        else:  # NumPy's too
+            value = int(value) if isinstance(value, Integral) else float(value)
         return value if math.isfinite(value) else None
-    except OverflowError:  # an int beyond the floats
+    except (ValueError, OverflowError):  # no number; an int beyond the floats
         return None
 
 

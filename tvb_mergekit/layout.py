@@ -9,6 +9,7 @@ a chunk is part of the result (in the last digits of float64); those of rooms an
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -115,6 +116,28 @@ def chunk_length(rows: int, kind: str) -> int:
     if kind == "cpu":
         return _blocks(min(CPU_ROW, CPU_TAU // max(1, rows)))
     return _blocks(DEVICE_TAU // max(1, rows))
+
+
+def device_of(name: str) -> torch.device:
+    """The device that --device names.
+
+    Raises:
+        UserError: there is none of this name here, or none that takes float64.
+    """
+    known = False
+    try:
+        device = torch.device(name)
+        known = True
+        torch.zeros(1, dtype=torch.float64, device=device).item()
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
+        first = str(error).partition("\n")[0].partition(". ")[0]
+        reason = textwrap.shorten(first, 100)
+        if isinstance(error, AssertionError | NotImplementedError | ImportError):
+            reason = "PyTorch was built without it"
+        if not known:
+            reason = "PyTorch knows no such device"
+        raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
+    return device
 
 
 def worker_count(device: torch.device) -> int:

@@ -488,6 +488,8 @@ class AdapterDelta:
     for all of them: the others read as zeros. Thread-safe.
     """
 
+    others: Sequence[str] = ()
+
     def __init__(
         self, adapter: Adapter, base: Mapping[str, TensorInfo], *, every: bool = False
     ) -> None:

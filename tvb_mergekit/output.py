@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tvb_mergekit.checkpoints import weight_files
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 
 # What a merge writes besides weights; in an output folder that exists they would be overwritten.
 WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
@@ -24,8 +24,9 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
 
     Raises:
         UserError: it is, or lies in, one of the inputs, or holds an input file; it holds weight
-            files or a file that the merge writes; it is a file.
+            files or a file that the merge writes; it is a file; its name is no text.
     """
+    check_names(out)
     target = os.path.realpath(out)
     for path in inputs:
         source = os.path.realpath(path)

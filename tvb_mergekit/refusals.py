@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ import click
 import pydantic
 import safetensors
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, remedy
 
 LOG = logging.getLogger(__name__)
 
@@ -65,18 +64,15 @@ def _of_the_network(error: BaseException) -> bool:
 
 
 def _of_the_machine(error: BaseException, out: str) -> str:
-    text = _one_line(error)
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "while serializing" in text:
-        if os.path.isdir(f"{out}.partial"):
-            return (
-                f"cannot write {out}: {text}; {out}.partial keeps what was finished: free some "
-                "disk and go on with --resume, or delete it"
-            )
+    text, mend = _one_line(error), remedy(error)
+    if not mend:
+        return text
+    if os.path.isdir(f"{out}.partial"):
         return (
-            f"cannot write {out}: {text}; nothing was left behind: free some disk, or write "
-            "elsewhere"
+            f"cannot write {out}: {text}; {out}.partial keeps what was finished: {mend}, and go "
+            "on with --resume, or delete it"
         )
-    return text
+    return f"cannot write {out}: {text}; nothing was left behind: {mend}, or write elsewhere"
 
 
 @contextmanager

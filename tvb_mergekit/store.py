@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tvb_mergekit import cache
 from tvb_mergekit.checkpoints import Checkpoint, TensorInfo, metadata_of
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.facts import FACTS, HASH, TENSORS, read_facts
 from tvb_mergekit.facts import FOLDER as MERGED
 from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     for name, value in DTYPES.items():
         if value == dtype:
             return name
-    raise UserError(f"the dtype is {dtype}: expected one of torch.{', torch.'.join(DTYPES)}")
+    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
 
 
 def basis_folder(index: int) -> str:
@@ -376,8 +376,9 @@ def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> file
     """The lock that every writer to a store holds, `.NAME.lock` beside it; acquired.
 
     Raises:
-        UserError: the folder beside the store cannot be written to.
+        UserError: the folder beside the store cannot be written to, or its name is no text.
     """
+    check_names(path)
     store = Path(os.path.realpath(path))
     file = store.with_name(f".{store.name}.lock")
     try:

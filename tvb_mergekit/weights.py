@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ class Weights(Protocol):
     """A model's tensors: a `Checkpoint` on disk, a `StateDict` in memory, an `AdapterDelta`."""
 
     tensors: dict[str, TensorInfo]
+    others: Sequence[str]  # names of what is no tensor
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor on the CPU; treat it as read-only."""
@@ -41,6 +42,7 @@ class StateDict(Named):
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
+        self.others = [name for name in state if name not in self._state]
         self.tensors: dict[str, TensorInfo] = {}
         first: dict[tuple[object, ...], str] = {}
         for name, value in self._state.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,12 +34,13 @@ from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.raw import open_file
 from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys, read_recipe
-from tvb_mergekit.plugin.running import load_documents
+from tvb_mergekit.plugin.running import load_documents, unknown_method
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.stream import Item, Part
 
+LOG = logging.getLogger(__name__)
 FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
 
 
@@ -97,9 +99,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     document = load_document(path)
     method = document.get("merge_method")
     if method not in METHODS:
-        raise UserError(
-            f"{path}: `merge_method` is {method!r}: expected one of {', '.join(METHODS)}"
-        )
+        raise unknown_method(str(path), method, METHODS)
     return from_mapping(document)
 
 
@@ -157,7 +157,10 @@ def by_factors(document: Document, options: Options) -> bool:
 def _raw_inputs(document: Document) -> Inputs:
     recipe = document.recipe
     base, *sources = [open_file(model) for model in (recipe.base, *recipe.models)]
-    return _inputs(document, base, sources, match(base, sources, recipe.tasks, recipe.settings))
+    matched = match(base, sources, recipe.tasks, recipe.settings)
+    for note in matched.notes:
+        LOG.warning("%s", note)
+    return _inputs(document, base, sources, matched)
 
 
 def _inputs(document: Document, base: Any, sources: Sequence[Any], matched: Matched) -> Inputs:

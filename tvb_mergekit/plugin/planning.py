@@ -46,6 +46,7 @@ from tvb_mergekit.engine import (
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import block_budget, count_not_finite, not_finite, shapes_differ
 from tvb_mergekit.inputs import QUANTIZED
+from tvb_mergekit.layout import device_of
 from tvb_mergekit.output import check_disk, listed
 from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
 from tvb_mergekit.plugin.reading import Recipe, read_recipe
@@ -264,16 +265,7 @@ def devices_of(options: MergeOptions) -> list[torch.device]:
     Raises:
         UserError: there is no such device here.
     """
-    if options.multi_gpu:
-        return accelerators()
-    name = options.device or "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, dtype=torch.float64, device=device)  # which some accelerators lack
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
-    return [device]
+    return accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
 
 
 def wrap_planner(module: ModuleType) -> None:

@@ -6,10 +6,9 @@ import functools
 import json
 import logging
 import os
-import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +17,13 @@ from typing import Any
 import click
 import mergekit.card
 import yaml
+from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from pydantic import BaseModel
 
 from tvb_mergekit import ranks, report
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.output import StagedFolder, check_output_folder, stale_parts
 from tvb_mergekit.plugin.files import (
     check_local_files,
@@ -34,7 +34,7 @@ from tvb_mergekit.plugin.loaders import fresh_loaders, install_adapters
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.reading import check_unknown_keys, read_recipe
 from tvb_mergekit.ready import located
-from tvb_mergekit.recipe import METHODS
+from tvb_mergekit.recipe import METHODS, nearest
 from tvb_mergekit.refusals import refusing, unwinding
 
 LOG = logging.getLogger(__name__)
@@ -153,11 +153,16 @@ def wrap_command(
     def callback(*args: Any, **kwargs: Any) -> Any:
         key = "config_file" if "config_file" in kwargs else "config_path"
         path = kwargs.get(key)
-        if not (path and os.path.isfile(path) and uses_our_methods(path)):
+        if not (path and os.path.isfile(path)):
             return original(*args, **kwargs)
         with refusing(planning=lambda: True):
-            ranks.one_only(str(command.name))
-            check_documents(path, schema, multiple)
+            ours = uses_our_methods(path)
+            if ours:
+                check_names(path, kwargs.get("out_path") or path)
+                ranks.one_only(str(command.name))
+                check_documents(path, schema, multiple)
+        if not ours:
+            return original(*args, **kwargs)
         with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(path) as placed:
             return original(*args, **{**kwargs, key: placed})
 
@@ -166,15 +171,29 @@ def wrap_command(
 
 
 def uses_our_methods(path: str) -> bool:
-    """Whether the recipe asks for one of our methods; a text that is no YAML may do so too."""
-    text = Path(path).read_bytes().decode("utf-8", errors="replace")
-    try:
-        documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError:
-        pattern = rf"merge_method[\"']?\s*:\s*[\"']?({'|'.join(METHODS)})\b"
-        return re.search(pattern, text) is not None
-    methods = [_method(document) for document in documents]
+    """Whether the recipe asks for one of our methods.
+
+    Raises:
+        UserError: the text is no YAML, or asks for a method that mergekit does not know either.
+    """
+    methods = [_method(document) for document in load_documents(path, strict=False)]
+    for method in methods:
+        if isinstance(method, str) and method not in registered():
+            raise unknown_method(path, method, registered())
     return any(method in METHODS for method in methods)
+
+
+def registered() -> Sequence[str]:
+    """The methods that mergekit knows, ours first."""
+    theirs = {method.spec.name for method in merge_methods.registered_methods()}
+    return (*METHODS, *sorted(theirs - set(METHODS)))
+
+
+def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
+    guess = nearest(method, known) if isinstance(method, str) else None
+    hint = f" (did you mean `{guess}`?)" if guess else ""
+    listed = ", ".join(known)
+    return UserError(f"{path}: `merge_method` is {method!r:.80}: expected one of {listed}{hint}")
 
 
 def _method(document: Any) -> object:
@@ -205,32 +224,36 @@ def check_documents(path: str, schema: type[BaseModel], multiple: bool) -> None:
         read_recipe(schema.model_validate(document))
 
 
-def load_documents(path: str) -> list[Any]:
+def load_documents(path: str, *, strict: bool = True) -> list[Any]:
     """The YAML documents of a recipe.
 
     Raises:
-        UserError: the text is no YAML, or a mapping has a key twice (YAML keeps the last).
+        UserError: the text is no YAML, or, where `strict`, a mapping has a key twice (YAML keeps
+            the last).
     """
+    data = Path(path).read_bytes()
     try:
-        with open(path, encoding="utf-8") as file:
-            documents = list(yaml.load_all(file, Loader=_StrictLoader))
+        text = data.decode("utf-8")
+        documents = list(yaml.load_all(text, Loader=_StrictLoader if strict else yaml.SafeLoader))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: no UTF-8 text ({error})") from error
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line}: no UTF-8 text ({error.reason})") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        found = f"{error.reason} ({error.character:#06x})"
+        raise UserError(f"{path}, line {line}: no YAML, {found}") from error
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        place = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         tab = "; YAML is indented by spaces, not tabs" if "\\t" in str(error.problem) else ""
-        raise UserError(f"{path}{line}: {error.problem}{tab}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: no YAML ({' '.join(str(error).split())})") from error
-    return [located(document, path) for document in documents]
+        raise UserError(f"{path}{place}: {error.problem}{tab}") from error
+    return [located(document, path) for document in documents] if strict else documents
 
 
 def recipe_text(path: str) -> str:
     """A recipe as mergekit is to read it: as it was written, or a store's with absolute paths."""
-    text = Path(path).read_text(encoding="utf-8")
     documents = load_documents(path)
-    if documents == list(yaml.safe_load_all(text)):
-        return text
+    if documents == load_documents(path, strict=False):
+        return Path(path).read_text(encoding="utf-8")
     return str(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True))
 
 

@@ -48,6 +48,7 @@ from tvb_mergekit.plugin.inputs import (
 from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.planning import Plan
 from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys
+from tvb_mergekit.plugin.running import registered, unknown_method
 from tvb_mergekit.plugin.streaming import streaming
 from tvb_mergekit.plugin.tasks import MergeTensor
 from tvb_mergekit.progress import Progress, silent
@@ -346,10 +347,8 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
     """
     name = document.get("merge_method")
     known = {method.spec.name: method for method in merge_methods.registered_methods()}
-    if name not in known:
-        raise UserError(
-            f"{path}: `merge_method` is {name!r}: expected one of {', '.join(sorted(known))}"
-        )
+    if not isinstance(name, str) or name not in known:
+        raise unknown_method(path, name, registered())
     method = known[name]
     if not any(parameter.name == "lambda" for parameter in method.spec.parameters):
         able = [n for n, m in known.items() if any(p.name == "lambda" for p in m.spec.parameters)]
