@@ -22,9 +22,11 @@ Change = Callable[[State], State]
 
 
 def state(seed: int) -> State:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     sizes = {"a": 40, "b": 30, "c": 5, "d": 5, "e": 5, "head": 15}
     made: State = {n: torch.randn(size, generator=generator) for n, size in sizes.items()}
+    for tensor in made.values():
+        tensor += 0.1 * seed * torch.randn(tensor.shape, generator=generator)
     return made | {"steps": torch.tensor(seed)}
 
 

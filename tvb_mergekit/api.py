@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -158,7 +157,7 @@ def add(
     else:
         grown = grow.add_in_memory(found, inputs, growth, device=device)
     for doubt in doubts:
-        warn(doubt, stacklevel=2)
+        warnings.warn(doubt, stacklevel=2)
     return grown
 
 

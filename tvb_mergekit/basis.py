@@ -222,12 +222,12 @@ def build(
 
 
 def unlike(
-    norm: float, base_norm: float, others: Sequence[float], ratio: float = WRONG_BASE_RATIO
+    norm: float, base_norm: float, others: Sequence[float] = (), ratio: float = WRONG_BASE_RATIO
 ) -> str | None:
     """Why a task vector seems to be of no model fine-tuned from the base; None if it may be one.
 
     Args:
-        norm: ||tau||, best over the matrices (`GramSums.sizes`), unweighted, as all here.
+        norm: ||tau||, of all or over the matrices (`GramSums.sizes`), unweighted, as all here.
         base_norm: ||theta_0||; 0 where the base was not read (adapters).
         others: of the other tasks.
         ratio: to ||theta_0||, above which it is too long.
@@ -248,11 +248,15 @@ def unlike(
 def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     """What the Gram matrix says against the recipe, a line each; `models` maps task -> model."""
     lines = []
-    base_norm, *sizes = basis.sums.sizes
-    norms = [size / abs(weight) for size, weight in zip(sizes, basis.weights, strict=True)]
+    scales = [abs(weight) for weight in basis.weights]
+    base_size, *sizes = basis.sums.sizes
+    sizes = [size / scale for size, scale in zip(sizes, scales, strict=True)]
+    base_norm = basis.sums.base_norm_squared**0.5
+    norms = basis.sums.gram.diagonal().sqrt().tolist()
     for index, task in enumerate(basis.tasks):
-        others = norms[:index] + norms[index + 1 :]
-        if reason := unlike(norms[index], base_norm, others):
+        others = sizes[:index] + sizes[index + 1 :]
+        reason = unlike(sizes[index], base_size, others, UNRELATED_RATIO)
+        if reason := reason or unlike(norms[index] / scales[index], base_norm):
             lines.append(
                 f"task `{task}` ({models[task]}): {reason}: is it fine-tuned from this base?"
             )

@@ -310,11 +310,12 @@ class _Addition:
     def _check_alike(self, sums: GramSums) -> None:
         """Refuse a model that seems to be fine-tuned from another base, or from none."""
         base, *sizes = sums.sizes
+        norm = float(sums.gram[-1, -1]) ** 0.5
         mine, others = sizes[-1], []
         if self.bases is not None:
             known = self.bases.tensors
             if "matrix_norms" not in known:  # a store of the first version
-                mine = float(sums.gram[-1, -1]) ** 0.5
+                mine = norm
             norms = known.get("matrix_norms", known["norms"])
             others = (norms / self.bases.weights.abs()).tolist()
         self.size = mine * abs(self.inputs.weights[0])
@@ -325,7 +326,7 @@ class _Addition:
                 f"{model}: {reason}: is it fine-tuned from this base? A task that was added cannot "
                 "be taken out of the bases later"
             )
-        elif reason := unlike(mine, base, others):
+        elif reason := unlike(norm, sums.base_norm_squared**0.5):
             LOG.warning("%s: %s: is it fine-tuned from this base?", model, reason)
 
     def _settings(self) -> Settings:
