@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tvb_mergekit.encoders import Encoding, Gram, balanced, encode, num_bases, projection
+from tvb_mergekit.encoders.threads import NUMPY, SCIPY, _openblas
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import Settings
 
@@ -180,6 +184,43 @@ def test_diverged_training_names_the_remedy() -> None:
     gram = 1e30 * torch.eye(4, dtype=torch.float64)
     with pytest.raises(UserError, match="lower `learning_rate`"):
         encode(gram, options(num_bases=2, steps=5, learning_rate=1e30))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("place", "work", "keys"),
+    [
+        ("autoencoder", "_train", {}),
+        ("exact", "_best_row_sums", {"solver": "exact"}),
+        ("balanced", "completion", {"basis": "balanced"}),
+    ],
+)
+def test_one_thread_works_on_the_gram_matrix(
+    place: str, work: str, keys: dict[str, str], fails: bool
+) -> None:
+    """Whatever PyTorch and the OpenBLAS of numpy and scipy had before, and they have it after."""
+    blas = [pair for m in (NUMPY, SCIPY)[: 1 + bool(keys)] for pair in _openblas(m)]
+    both = [(torch.get_num_threads, torch.set_num_threads), *blas]
+    before, seen = [get() for get, _ in both], []
+    module = sys.modules[f"tvb_mergekit.encoders.{place}"]
+    original = getattr(module, work)
+
+    def look(*words: Any) -> Any:
+        seen.append([get() for get, _ in both])
+        return 1 / 0 if fails else original(*words)
+
+    gram = gram_of(np.random.default_rng(0).standard_normal((20, 4)))
+    try:
+        for _, put in both:
+            put(2)
+        with mock.patch.object(module, work, look):
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                encode(gram, options(num_bases=2, **keys))
+        assert seen == [[1] * len(both)]
+        assert [get() for get, _ in both] == [2] * len(both)
+    finally:
+        for (_, put), count in zip(both, before, strict=True):
+            put(count)
 
 
 def test_linear_autoencoder_nears_the_bound() -> None:
