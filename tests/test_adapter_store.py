@@ -165,6 +165,22 @@ def test_adapters_are_what_peft_adds_and_errors_are_bounds(
         assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
 
 
+@pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["whole", "cut"])
+def test_losses_of_adapters_are_those_of_what_is_stored(
+    rank: list[str], world: World, build: Callable[..., Path]
+) -> None:
+    """By least squares of the whole bases, and by what was learned; `loss` is the one in force."""
+    losses, dense = [], world.dense()
+    for decoder in ("least_squares", "learned"):
+        folder = build(world.recipe(basis="ae", decoder=decoder, steps=300), "--adapters", *rank)
+        bases = store.load(folder)
+        off = vectors_of(folder, world) @ bases.decoder - dense
+        losses.append(bases.facts["decoder_losses"])
+        assert bases.facts["loss"] == losses[-1][decoder]
+        assert losses[-1][decoder] == pytest.approx(float(off.square().sum()), rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
 PARAMETERS: dict[str, dict[str, Any]] = {
     "basis_ta": {"lambda": 0.7, "lambda_scale": "tasks"},
     "basis_ties": {"lambda": 0.7, "density": 0.4},

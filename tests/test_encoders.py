@@ -158,7 +158,7 @@ def naive_adam(gram: Tensor, count: int, keys: Settings) -> tuple[Tensor, Tensor
 )
 def test_adam_is_the_authors_procedure(keys: dict[str, object]) -> None:
     gram = gram_of(np.random.default_rng(1).standard_normal((40, 8))) / 40
-    chosen = options(num_bases=4, **keys)
+    chosen = options(num_bases=4, decoder="learned", **keys)
     before = torch.get_rng_state()
     result = encode(gram, chosen)
     assert torch.equal(torch.get_rng_state(), before)
@@ -169,6 +169,21 @@ def test_adam_is_the_authors_procedure(keys: dict[str, object]) -> None:
     assert (result.decoder - decoder).abs().max() <= 1e-5
     assert (result.encoder.sum(0) - 1).abs().max() <= 1e-15
     check_common(gram, result, 4)
+
+
+def test_the_decoder_is_least_squares_unless_the_learned_one_is_asked_for() -> None:
+    gram = gram_of(np.random.default_rng(1).standard_normal((40, 8))) / 40
+    default, learned = (encode(gram, options(steps=300, **k)) for k in ({}, {"decoder": "learned"}))
+    assert default.encoder is not None and learned.encoder is not None
+    assert torch.equal(default.encoder, learned.encoder)
+    inner = default.encoder.T @ gram @ default.encoder
+    best = torch.linalg.solve(inner, default.encoder.T @ gram)
+    assert torch.allclose(default.decoder, best, rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(learned.decoder, best, rtol=1e-3)
+    losses = {"least_squares": default.loss, "learned": learned.loss}
+    assert default.decoder_losses == learned.decoder_losses == losses
+    assert losses["least_squares"] < losses["learned"]
+    assert encode(gram, options(solver="exact")).decoder_losses is None
 
 
 def test_adam_with_default_steps_nears_the_bound_and_repeats() -> None:

@@ -429,7 +429,7 @@ class _Addition:
 def _losses(step: online.Step) -> dict[str, Any]:
     """`loss` and the bounds, null where the Gram matrix of all tasks is not known."""
     names = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
-    made: dict[str, Any] = dict.fromkeys(names)
+    made: dict[str, Any] = dict.fromkeys((*names, "decoder_losses"))
     if step.gram is not None:
         spectrum = Gram.of(step.gram)
         encoding = spectrum.encoding("ae", step.encoder.numpy(), step.decoder.numpy())
