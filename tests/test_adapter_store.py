@@ -16,7 +16,8 @@ import pytest
 import tiny
 import torch
 import yaml
-from commands import merge, recipe, refused, tvb
+from commands import merge, recipe, refused, tvb, write
+from safetensors.torch import load_file, save_file
 from test_lora import LINEAR, changes, model_of, train
 from torch import Tensor
 
@@ -163,6 +164,22 @@ def test_adapters_are_what_peft_adds_and_errors_are_bounds(
     assert "adapter bases" in tvb("inspect", folder).stdout
     for file in folder.rglob("adapter_model.safetensors"):
         assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
+
+
+def test_a_store_is_as_wide_as_the_adapters(world: World, tmp_path: Path) -> None:
+    """Not as the base, nor as the float32 in which they are read."""
+    listed = []
+    for task in TASKS[:2]:
+        folder = tmp_path / task
+        shutil.copytree(world.root / task, folder)
+        file = folder / "adapter_model.safetensors"
+        save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file)
+        listed.append(f"{world.base}+{folder}")
+    made_of = write(recipe("basis_ta", world.base, listed, num_bases=1), tmp_path / "store")
+    for options in ([], ["--adapters"]):
+        place = tmp_path / f"store{len(options)}"
+        tvb("build", made_of, place, "--quiet", *options)
+        assert store.load(place).facts["store"]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["whole", "cut"])
