@@ -791,21 +791,22 @@ def test_the_benchmark_of_steps_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_user_put_into_a_store_stays_in_it(tmp_path: Path) -> None:
-    base, models = family(4)
+    base, models = family(5)
     store = tmp_path / "s"
     tvb.build(base, {"t0": models[0], "t1": models[1]}, store, basis="balanced", num_bases=2)
     (store / "notes").mkdir()
     (store / "notes" / "why.txt").write_text("kept")
     (store / "recipes" / "mine.yml").write_text("merge_method: basis_ta\n")
-    edited = (store / "recipes" / "add.yml").read_text().replace("0.4", "0.7")
-    (store / "recipes" / "add.yml").write_text(edited)
-    for index in (2, 3):
+    recipes, kept = store / "recipes", {}
+    for index, name in ((2, "add.yml.old"), (3, "add.yml.old2"), (4, "add.yml.old3")):
+        kept[name] = (recipes / "add.yml").read_text().replace("0.4", f"0.{index + 5}")
+        (recipes / "add.yml").write_text(kept[name])
         tvb.add(store, base, models[index], f"t{index}")
         assert (store / "notes" / "why.txt").read_text() == "kept"
-        assert (store / "recipes" / "mine.yml").read_text() == "merge_method: basis_ta\n"
-        assert (store / "recipes" / "add.yml.old").read_text() == edited
-        assert "0.4" in (store / "recipes" / "add.yml").read_text()
-        assert (store / "recipes" / f"forget-t{index}.yml").is_file()
+        assert (recipes / "mine.yml").read_text() == "merge_method: basis_ta\n"
+        assert {p.name: p.read_text() for p in recipes.glob("*.old*")} == kept
+        assert "0.4" in (recipes / "add.yml").read_text()
+        assert (recipes / f"forget-t{index}.yml").is_file()
 
 
 def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own(tmp_path: Path) -> None:

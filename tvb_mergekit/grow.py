@@ -450,8 +450,8 @@ def _keep_others(bases: Bases, old: Path, work: Path) -> None:
             copy = shutil.copytree if entry.is_dir() else shutil.copy2
             copy(entry, work / entry.name)
     written = bases.facts["store"].get("recipes", {})
-    for name in keep_edited(old / FOLDER, work / FOLDER, written):
-        LOG.warning("%s was edited: it is kept as %s beside the new one", name[:-4], name)
+    for name, kept in keep_edited(old / FOLDER, work / FOLDER, written).items():
+        LOG.warning("%s was edited: it is kept as %s beside the new one", name, kept)
 
 
 def _link_folder(source: Path, target: Path) -> None:
