@@ -68,12 +68,14 @@ def _careful(out: str = "", *, several: bool = False) -> Callable[[Command], Com
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
             from tvb_mergekit import ranks
             from tvb_mergekit.refusals import refusing, unwinding
 
             place = str(values.get(out) or "the output")
             try:
-                with refusing(out=place):
+                with logging_redirect_tqdm(), refusing(out=place):
                     if not several:
                         ranks.one_only(click.get_current_context().command_path)
                     with ranks.joined(place), refusing(out=place), unwinding():
