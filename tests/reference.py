@@ -128,19 +128,20 @@ def adam(
     temperature: float = 5.0,
     anneal_every: int = 0,
     anneal_factor: float = 0.9,
+    decoder: str = "least_squares",
 ) -> Coefficients:
-    """The authors' training, with autograd and PyTorch's global seed."""
+    """The authors' training, with autograd and PyTorch's global seed; their W_d if `learned`."""
     size = len(gram)
     target = torch.tensor(gram, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         logits = torch.nn.Parameter(torch.randn(size, count))
-    decoder = torch.nn.Parameter(torch.zeros(count, size))
-    optimizer = torch.optim.Adam([logits, decoder], lr=learning_rate, weight_decay=weight_decay)
+    trained = torch.nn.Parameter(torch.zeros(count, size))
+    optimizer = torch.optim.Adam([logits, trained], lr=learning_rate, weight_decay=weight_decay)
     for step in range(1, steps + 1):
         scaled = logits / temperature
         encoder = torch.softmax(scaled, dim=0) if softmax else scaled
-        error = encoder @ decoder - torch.eye(size)
+        error = encoder @ trained - torch.eye(size)
         loss = torch.trace(error.T @ target @ error) / size**2
         optimizer.zero_grad()
         loss.backward()
@@ -148,13 +149,11 @@ def adam(
         if anneal_every and step % anneal_every == 0:
             temperature = max(0.1, temperature * anneal_factor)
     scaled = (logits / temperature).detach()
-    if not softmax:
-        encoder64 = scaled.double().numpy()
-        learned = least_squares(gram, encoder64)
-    else:
-        encoder64 = torch.softmax(scaled, dim=0).double().numpy()
-        learned = decoder.detach().double().numpy()
-    return Coefficients(encoder64, learned, encoder64 @ learned)
+    encoder64 = (torch.softmax(scaled, dim=0) if softmax else scaled).double().numpy()
+    if decoder == "learned":
+        found = trained.detach().double().numpy()
+        return Coefficients(encoder64, found, encoder64 @ found)
+    return from_encoder(gram, encoder64)
 
 
 def from_encoder(gram: Array, encoder: Array) -> Coefficients:
@@ -284,7 +283,7 @@ class Expected:
 
 
 ADAM_KEYS = ("seed", "steps", "learning_rate", "weight_decay", "temperature")
-ADAM_KEYS += ("anneal_every", "anneal_factor")
+ADAM_KEYS += ("anneal_every", "anneal_factor", "decoder")
 
 
 def coefficients(

@@ -16,7 +16,8 @@ import pytest
 import tiny
 import torch
 import yaml
-from commands import merge, recipe, refused, tvb
+from commands import merge, recipe, refused, tvb, write
+from safetensors.torch import load_file, save_file
 from test_lora import LINEAR, changes, model_of, train
 from torch import Tensor
 
@@ -180,6 +181,38 @@ def test_bounds_hold_where_large_terms_cancel(world: World, build: Callable[...,
         true = float((summed - tau[:, number]).norm() / tau[:, number].norm())
         bounds = bases.facts["errors"][task]
         assert bounds["at_least"] <= true <= bounds["at_most"] < 0.1, (true, bounds)
+
+
+def test_a_store_is_as_wide_as_the_adapters(world: World, tmp_path: Path) -> None:
+    """Not as the base, nor as the float32 in which they are read."""
+    listed = []
+    for task in TASKS[:2]:
+        folder = tmp_path / task
+        shutil.copytree(world.root / task, folder)
+        file = folder / "adapter_model.safetensors"
+        save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file)
+        listed.append(f"{world.base}+{folder}")
+    made_of = write(recipe("basis_ta", world.base, listed, num_bases=1), tmp_path / "store")
+    for options in ([], ["--adapters"]):
+        place = tmp_path / f"store{len(options)}"
+        tvb("build", made_of, place, "--quiet", *options)
+        assert store.load(place).facts["store"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["whole", "cut"])
+def test_losses_of_adapters_are_those_of_what_is_stored(
+    rank: list[str], world: World, build: Callable[..., Path]
+) -> None:
+    """By least squares of the whole bases, and by what was learned; `loss` is the one in force."""
+    losses, dense = [], world.dense()
+    for decoder in ("least_squares", "learned"):
+        folder = build(world.recipe(basis="ae", decoder=decoder, steps=300), "--adapters", *rank)
+        bases = store.load(folder)
+        off = vectors_of(folder, world) @ bases.decoder - dense
+        losses.append(bases.facts["decoder_losses"])
+        assert bases.facts["loss"] == losses[-1][decoder]
+        assert losses[-1][decoder] == pytest.approx(float(off.square().sum()), rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Result, merge, recipe
+from commands import Result, merge, recipe, tvb
 from reference import Dense, adam, balanced_bound, coefficients, loss, pca, spectral_bound
+from rich.console import Console
 from safetensors.torch import save_file
 from tiny import TASKS, family, load
+
+from tvb_mergekit.report import print_summary
 
 CASES: dict[str, dict[str, Any]] = {
     "ae": {"basis": "ae", "num_bases": 3},
@@ -156,6 +160,7 @@ def test_parameters_are_there_as_resolved(results: dict[str, Result]) -> None:
         "weight_decay": 1e-6,
         "anneal_every": 0,
         "anneal_factor": 0.9,
+        "decoder": "least_squares",
         "seed": 0,
         "exclude": None,
         "lambda_scale": "bases",
@@ -165,6 +170,28 @@ def test_parameters_are_there_as_resolved(results: dict[str, Result]) -> None:
     negated = results["rand_proj"].facts["parameters"]
     assert negated["forget"] == ["math"] and negated["alpha"] == 1 and negated["lambda"] == 0
     assert "solver" not in results["pca"].facts["parameters"]
+
+
+def test_the_loss_with_either_decoder_is_told(results: dict[str, Result]) -> None:
+    assert results["exact"].facts["decoder_losses"] is None
+    found = results["ae"]
+    gram = found.basis["gram"]
+    want = {
+        decoder: loss(gram, adam(gram, 3, decoder=decoder).reconstruction)
+        for decoder in ("least_squares", "learned")
+    }
+    losses = found.facts["decoder_losses"]
+    assert losses == pytest.approx(want, rel=1e-4)
+    assert losses["least_squares"] == found.facts["loss"] < losses["learned"]
+    line = f"least squares {losses['least_squares']:.6g}, learned {losses['learned']:.6g}"
+    assert line in (found.folder / "README.md").read_text()
+    shown = io.StringIO()
+    print_summary(found.facts, {}, "out", Console(file=shown, soft_wrap=True))
+    assert line in shown.getvalue()
+    inspected = tvb("inspect", found.folder)
+    assert line in " ".join(inspected.output.split())
+    told = json.loads(tvb("inspect", found.folder, "--json").output)
+    assert told["decoder_losses"] == losses
 
 
 def test_fingerprints_follow_the_contents(

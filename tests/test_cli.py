@@ -31,6 +31,7 @@ from test_faults import snapshot
 import tvb_mergekit
 from tvb_mergekit import __version__, store
 from tvb_mergekit.cli import main
+from tvb_mergekit.output import megabytes
 
 TVB = Path(sys.executable).with_name("tvb")
 COMMANDS = [
@@ -55,8 +56,7 @@ def refused(*words: object) -> str:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr
     after = snapshot(Path.cwd())
-    assert {p for p in after.keys() ^ before.keys() if not p.endswith(".lock")} == set()
-    assert after.items() >= before.items()
+    assert after == before
     return str(done.stderr)
 
 
@@ -451,6 +451,46 @@ def test_options_of_add(here: Path) -> None:
     assert "1 task in 1 of at most 2 bases" in said
     run("add", "fresh", "code", "--task", "code", "--dtype", "float16", "--quiet")
     assert store.load("fresh").dtype == torch.float16
+
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+WIDTHS = [  # of the base and two models, and of their store
+    ((F32, BF16, BF16), "bfloat16"),
+    ((F32, F16, F16), "float16"),
+    ((BF16, BF16, F16), "float32"),
+    ((BF16, BF16, F32), "float32"),
+    ((BF16, F64, F64), "float32"),
+]
+
+
+@pytest.mark.parametrize(("stored", "want"), WIDTHS)
+def test_a_store_is_as_wide_as_the_models(
+    stored: tuple[torch.dtype, ...],
+    want: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And where two bases of two models take more, that is said before they are written."""
+    base, listed = tiny.family(tmp_path, tasks=("math", "code"), dtypes=stored)
+    monkeypatch.chdir(tmp_path)
+    made_of = recipe("basis_ta", base, listed, basis="none")
+    Path("recipe.yml").write_text(yaml.safe_dump(made_of))
+    assert f"B in {want}" in run("check", "recipe.yml").stdout
+    said = run("build", "recipe.yml", "store", "--quiet").stdout
+    assert store.load("store").facts["store"]["dtype"] == want
+    models = sum(t.nbytes for path in listed for t in tiny.load(path).values())
+    bases = sum(t.nbytes for m in (0, 1) for t in tiny.load(Path(f"store/basis-00{m}")).values())
+    files = store.load("store").facts["store"]["files"].values()
+    more = sum(file["bytes"] for file in files) - models
+    kind = "more" if more > 0 else "less"
+    assert f", {megabytes(abs(more))} {kind} than the models;" in said
+    warned = f"the store will take {megabytes(bases - models)} more than the models"
+    assert (warned in caplog.text) == (bases > models), caplog.text
+    options = ("--task", "math", "--base", "base", "--budget", "2", "--quiet")
+    run("add", "fresh", "math", *options)
+    own = {BF16: "bfloat16", F16: "float16"}.get(stored[1], "float32")
+    assert store.load("fresh").facts["store"]["dtype"] == own
 
 
 # Output

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tvb_mergekit.encoders import Encoding, Gram, balanced, encode, num_bases, projection
+from tvb_mergekit.encoders.threads import NUMPY, SCIPY, _openblas
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import Settings
 
@@ -154,7 +158,7 @@ def naive_adam(gram: Tensor, count: int, keys: Settings) -> tuple[Tensor, Tensor
 )
 def test_adam_is_the_authors_procedure(keys: dict[str, object]) -> None:
     gram = gram_of(np.random.default_rng(1).standard_normal((40, 8))) / 40
-    chosen = options(num_bases=4, **keys)
+    chosen = options(num_bases=4, decoder="learned", **keys)
     before = torch.get_rng_state()
     result = encode(gram, chosen)
     assert torch.equal(torch.get_rng_state(), before)
@@ -165,6 +169,21 @@ def test_adam_is_the_authors_procedure(keys: dict[str, object]) -> None:
     assert (result.decoder - decoder).abs().max() <= 1e-5
     assert (result.encoder.sum(0) - 1).abs().max() <= 1e-15
     check_common(gram, result, 4)
+
+
+def test_the_decoder_is_least_squares_unless_the_learned_one_is_asked_for() -> None:
+    gram = gram_of(np.random.default_rng(1).standard_normal((40, 8))) / 40
+    default, learned = (encode(gram, options(steps=300, **k)) for k in ({}, {"decoder": "learned"}))
+    assert default.encoder is not None and learned.encoder is not None
+    assert torch.equal(default.encoder, learned.encoder)
+    inner = default.encoder.T @ gram @ default.encoder
+    best = torch.linalg.solve(inner, default.encoder.T @ gram)
+    assert torch.allclose(default.decoder, best, rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(learned.decoder, best, rtol=1e-3)
+    losses = {"least_squares": default.loss, "learned": learned.loss}
+    assert default.decoder_losses == learned.decoder_losses == losses
+    assert losses["least_squares"] < losses["learned"]
+    assert encode(gram, options(solver="exact")).decoder_losses is None
 
 
 def test_adam_with_default_steps_nears_the_bound_and_repeats() -> None:
@@ -180,6 +199,43 @@ def test_diverged_training_names_the_remedy() -> None:
     gram = 1e30 * torch.eye(4, dtype=torch.float64)
     with pytest.raises(UserError, match="lower `learning_rate`"):
         encode(gram, options(num_bases=2, steps=5, learning_rate=1e30))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("place", "work", "keys"),
+    [
+        ("autoencoder", "_train", {}),
+        ("exact", "_best_row_sums", {"solver": "exact"}),
+        ("balanced", "completion", {"basis": "balanced"}),
+    ],
+)
+def test_one_thread_works_on_the_gram_matrix(
+    place: str, work: str, keys: dict[str, str], fails: bool
+) -> None:
+    """Whatever PyTorch and the OpenBLAS of numpy and scipy had before, and they have it after."""
+    blas = [pair for m in (NUMPY, SCIPY)[: 1 + bool(keys)] for pair in _openblas(m)]
+    both = [(torch.get_num_threads, torch.set_num_threads), *blas]
+    before, seen = [get() for get, _ in both], []
+    module = sys.modules[f"tvb_mergekit.encoders.{place}"]
+    original = getattr(module, work)
+
+    def look(*words: Any) -> Any:
+        seen.append([get() for get, _ in both])
+        return 1 / 0 if fails else original(*words)
+
+    gram = gram_of(np.random.default_rng(0).standard_normal((20, 4)))
+    try:
+        for _, put in both:
+            put(2)
+        with mock.patch.object(module, work, look):
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                encode(gram, options(num_bases=2, **keys))
+        assert seen == [[1] * len(both)]
+        assert [get() for get, _ in both] == [2] * len(both)
+    finally:
+        for (_, put), count in zip(both, before, strict=True):
+            put(count)
 
 
 def test_linear_autoencoder_nears_the_bound() -> None:

@@ -207,7 +207,7 @@ class Place:
         return ["build", path, self.store, "--quiet", *more]
 
     def hidden(self) -> list[str]:
-        """What lies beside the store, its lock aside."""
+        """What lies beside the store, the lock that a kill may leave aside."""
         names = {entry.name for entry in self.folder.iterdir()}
         return sorted(names - {self.store.name, f".{self.store.name}.lock"})
 

@@ -44,6 +44,7 @@ from tvb_mergekit.store import Bases
 Found = TypeVar("Found")
 
 STEPS = 100  # of Adam
+LEARNED = "learned"  # which few steps leave well-conditioned, unlike least squares
 SHAPES = {"a.weight": (50, 60), "b.weight": (3000,), "c.bias": (7,)}
 State = dict[str, Tensor]
 
@@ -68,7 +69,8 @@ class Naive:
     """Algorithm 1 with d x M matrices, in float64."""
 
     def __init__(self, dense: Dense, budget: int, how: str, steps: int = STEPS) -> None:
-        self.dense, self.budget, self.how, self.steps = dense, budget, how, steps
+        self.dense, self.budget, self.how = dense, budget, how
+        self.keys = {"steps": steps} | ({"decoder": LEARNED} if steps == STEPS else {})
         size = len(dense.theta)
         self.bases: Array = np.zeros((size, 0))
         self.encoder: Array = np.zeros((0, 0))
@@ -83,7 +85,7 @@ class Naive:
         if basis == "none":
             found = reference.identity(len(order))
         elif basis == "ae":
-            found = reference.adam(gram, count, steps=self.steps)
+            found = reference.adam(gram, count, **self.keys)
         else:
             reference.check_encoder(basis, gram, stored)
             found = reference.from_encoder(gram, stored)
@@ -97,7 +99,7 @@ class Naive:
         if count == self.budget:
             gram = self.bases.T @ self.bases
             if self.how == "ae":
-                found = reference.adam(gram, count - 1, steps=self.steps)
+                found = reference.adam(gram, count - 1, **self.keys)
                 self.weights = None
             else:
                 assert inner is not None and self.weights is not None
@@ -258,9 +260,9 @@ def test_twenty_tasks_from_nothing(how: str, order: int) -> None:
     dense = Dense(base, models, list(SHAPES))
     naive, bases = Naive(dense, 4, how), None
     for index in orders(20)[order]:
-        more = {"budget": 4, "compress": how} if bases is None else {}
+        more: dict[str, Any] = {"budget": 4, "compress": how} if bases is None else {}
         if bases is None and how == "ae":
-            more["steps"] = STEPS
+            more |= {"steps": STEPS, "decoder": LEARNED}
         before = bases
         bases, inner = spied(
             lambda b=before, m=more, i=index: api.add(b, base, models[i], f"t{i}", **m)  # type: ignore[misc]
@@ -283,7 +285,7 @@ def test_twelve_tasks_onto_bases_that_were_built_offline(
     dense = Dense(base, models, list(SHAPES))
     more: dict[str, Any] = {} if basis == "none" else {"num_bases": 4}
     if basis == "ae":
-        more["steps"] = STEPS
+        more |= {"steps": STEPS, "decoder": LEARNED}
     store = tmp_path / "store"
     built = tvb.build(base, {f"t{i}": models[i] for i in first}, store, basis=basis, **more)
     assert built.encoder is not None
@@ -303,6 +305,27 @@ def test_twelve_tasks_onto_bases_that_were_built_offline(
         check_state(bases, naive)
     check_merges(tvb.load(store), base, naive)
     check_merges(tvb.load(store), base, naive, forget=len(first))
+
+
+def test_the_next_step_of_an_old_store_is_by_least_squares(tmp_path: Path) -> None:
+    """Of one from before `decoder` was a key: what was learned then, and what is best now."""
+    base, models = family(5, seed=3)
+    tau = np.stack([np.concatenate([(m[n] - base[n]).double().ravel() for n in SHAPES])
+                    for m in models], axis=1)  # fmt: skip
+    store = tmp_path / "store"
+    given = {f"t{i}": models[i] for i in range(4)}
+    built = tvb.build(base, given, store, num_bases=3, steps=1000, decoder=LEARNED)
+    facts = json.loads((store / "basis.json").read_text())
+    assert facts["parameters"].pop("decoder") == LEARNED
+    assert facts.pop("decoder_losses")[LEARNED] == facts["loss"]
+    (store / "basis.json").write_text(json.dumps(facts))
+    grown = tvb.add(store, base, models[4], "t4", compress="ae")
+    assert grown.facts["decoder_losses"] is None
+    assert grown.facts["parameters"]["decoder"] == "least_squares"
+    assert built.encoder is not None and grown.encoder is not None
+    old = tau[:, :4] @ built.encoder.numpy()
+    inner = np.linalg.lstsq(tau @ grown.encoder.numpy()[:, :2], old, rcond=None)[0]
+    assert off(grown.decoder.numpy()[:2, :4], inner @ built.decoder.numpy()) <= 1e-5
 
 
 # Properties
@@ -727,10 +750,8 @@ def test_a_mistake_is_one_line_and_the_store_stays(
     said = tvb_command("add", store, model, "--task", task, "--quiet", *more, rc=1)
     assert said.count("\n") == 1, said
     assert re.search(expected, said), said
-    after = {name: entry for name, entry in digests(store).items() if not name.endswith(".lock")}
-    assert after == {n: e for n, e in before.items() if not n.endswith(".lock")}
-    names = {entry.name for entry in place.iterdir()} - {store.name}
-    assert names <= {f".{store.name}.lock"}
+    assert digests(store) == before
+    assert {entry.name for entry in place.iterdir()} <= {store.name}
 
 
 def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path: Path) -> None:
@@ -769,21 +790,22 @@ def test_the_benchmark_of_steps_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_user_put_into_a_store_stays_in_it(tmp_path: Path) -> None:
-    base, models = family(4)
+    base, models = family(5)
     store = tmp_path / "s"
     tvb.build(base, {"t0": models[0], "t1": models[1]}, store, basis="balanced", num_bases=2)
     (store / "notes").mkdir()
     (store / "notes" / "why.txt").write_text("kept")
     (store / "recipes" / "mine.yml").write_text("merge_method: basis_ta\n")
-    edited = (store / "recipes" / "add.yml").read_text().replace("0.4", "0.7")
-    (store / "recipes" / "add.yml").write_text(edited)
-    for index in (2, 3):
+    recipes, kept = store / "recipes", {}
+    for index, name in ((2, "add.yml.old"), (3, "add.yml.old2"), (4, "add.yml.old3")):
+        kept[name] = (recipes / "add.yml").read_text().replace("0.4", f"0.{index + 5}")
+        (recipes / "add.yml").write_text(kept[name])
         tvb.add(store, base, models[index], f"t{index}")
         assert (store / "notes" / "why.txt").read_text() == "kept"
-        assert (store / "recipes" / "mine.yml").read_text() == "merge_method: basis_ta\n"
-        assert (store / "recipes" / "add.yml.old").read_text() == edited
-        assert "0.4" in (store / "recipes" / "add.yml").read_text()
-        assert (store / "recipes" / f"forget-t{index}.yml").is_file()
+        assert (recipes / "mine.yml").read_text() == "merge_method: basis_ta\n"
+        assert {p.name: p.read_text() for p in recipes.glob("*.old*")} == kept
+        assert "0.4" in (recipes / "add.yml").read_text()
+        assert (recipes / f"forget-t{index}.yml").is_file()
 
 
 def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own(tmp_path: Path) -> None:

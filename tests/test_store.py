@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,7 +246,7 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     place = tmp_path / "out"
     in_shards(monkeypatch, 30000)
     build_store(read(base, models, basis="pca", num_bases=2), place / "store")
-    assert {p.name for p in place.iterdir()} <= {"store", ".store.lock"}
+    assert {p.name for p in place.iterdir()} == {"store"}
     folder = place / "store"
     assert {p.name for p in folder.iterdir()} == {
         "basis.json", "basis.safetensors", "basis-000", "basis-001", "mean", "recipes",
@@ -460,7 +462,7 @@ def test_resuming_after_every_piece_gives_the_same_store(
             build_store(make(), out, dtype=torch.bfloat16, resume=True)
             assert grams == [0]
             same(whole, out)
-            assert {p.name for p in out.parent.iterdir()} == {"store", ".store.lock"}
+            assert {p.name for p in out.parent.iterdir()} == {"store"}
 
 
 def interrupted(make: Callable[[], Inputs], out: Path, place: int) -> Path:
@@ -597,11 +599,32 @@ def test_a_refused_build_leaves_nothing(tmp_path: Path) -> None:
     shutil.copyfile(base, models[2])
     with pytest.raises(UserError, match="identical to the base"):
         build_store(read(base, models, **KINDS["balanced"]), place / "store")
-    assert {p.name for p in place.iterdir()} <= {".store.lock"}
+    assert list(place.iterdir()) == []
+
+
+def test_writers_exclude_each_other_and_leave_no_lock(tmp_path: Path) -> None:
+    """Each makes and deletes a file that no other may find, many times."""
+    script = """if True:
+        import os, sys
+        from tvb_mergekit import store
+        while not os.path.exists(sys.argv[2]):
+            pass
+        for _ in range(400):
+            held = store.lock(sys.argv[1], lambda line: None)
+            os.close(os.open(sys.argv[1] + ".busy", os.O_CREAT | os.O_EXCL))
+            os.unlink(sys.argv[1] + ".busy")
+            held.release()
+        """
+    words = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "go")]
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen(words, **pipes) for _ in range(3)]  # type: ignore[call-overload]
+    (tmp_path / "go").touch()
+    assert [(w.communicate(timeout=300)[1], w.returncode) for w in writers] == [("", 0)] * 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["go"]
 
 
 def files_in(folder: Path) -> list[Path]:
-    found = sorted(p for p in folder.rglob("*") if p.name[-5:] != ".lock")
+    found = sorted(folder.rglob("*"))
     return [p for p in found if "cache" not in p.parts]
 
 

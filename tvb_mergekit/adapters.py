@@ -136,6 +136,11 @@ def _write(
     facts |= {"loss": loss, "retained_energy": 1 - loss / total}
     if facts["relative_gap"] is not None:
         facts["relative_gap"] = (loss - bound) / bound
+    if facts["decoder_losses"] is not None:
+        facts["decoder_losses"] = {
+            name: float(_errors(inputs, stored, decoder).square().sum())
+            for name, decoder in basis.encoding.decoders.items()
+        }
     finish_store(work, out, facts, tensors)
     return facts
 

@@ -33,7 +33,7 @@ from tvb_mergekit.engine import sketch_of, sums_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, Sketch, block_budget
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.output import check_disk, check_new_folder
+from tvb_mergekit.output import check_disk, check_new_folder, megabytes
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store import Bases, dtype_name, load, note_files, numbers_of
 from tvb_mergekit.store import lock as store_lock
@@ -166,6 +166,7 @@ def _build(
             _begin(partial, state)
         cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
         _check_matrix(partial / MATRIX, matrix)
+    _warn_of_size(inputs, dtype, matrix.shape[1])
     encoded = time.perf_counter()
     journals = [partial / _journal(number, world.size) for number in range(world.size)]
     every = world.share(lambda: [read_journal(journal) for journal in journals])
@@ -226,6 +227,16 @@ def _begin(partial: Path, state: Mapping[str, object]) -> None:
 def _journal(rank: int, size: int) -> str:
     """The journal of one process: where there are several, each has its own."""
     return JOURNAL if size == 1 else f"{rank}-{JOURNAL}"
+
+
+def _warn_of_size(inputs: Inputs, dtype: torch.dtype, vectors: int) -> None:
+    stored = vectors * dtype.itemsize * sum(item.numel for item in inputs.items)
+    if stored > inputs.model_bytes:
+        LOG.warning(
+            "the store will take %s more than the models: fewer bases%s take less",
+            megabytes(stored - inputs.model_bytes),
+            ", or bases of --adapters," if inputs.adapters else " or a narrower --dtype",
+        )
 
 
 def _warn_of_rounding(facts: Mapping[str, Any]) -> None:

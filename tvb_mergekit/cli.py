@@ -69,12 +69,14 @@ def _careful(out: str = "", *, several: bool = False) -> Callable[[Command], Com
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
             from tvb_mergekit import ranks
             from tvb_mergekit.refusals import refusing, unwinding
 
             place = str(values.get(out) or "the output")
             try:
-                with refusing(out=place):
+                with logging_redirect_tqdm(), refusing(out=place):
                     if values.get(out):
                         names = ("recipe", "store", out)
                         check_names(*(values[name] for name in names if name in values))
@@ -143,6 +145,7 @@ _memory = click.option(
     "take about 0.4 GB more.",
 )
 _dtypes = click.Choice(["float32", "bfloat16", "float16"])
+_OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
 
 
 def _device_of(name: str) -> torch.device:
@@ -220,7 +223,7 @@ def _model_options(values: dict[str, Any]) -> Options:
 @main.command()
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
 @click.argument("store", type=click.Path())
-@click.option("--dtype", type=_dtypes, default="float32", show_default=True, help="Of the bases.")
+@click.option("--dtype", type=_dtypes, help=f"Of the bases; {_OWN}.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted build.")
 @click.option("--adapters", is_flag=True, help="Store the bases of LoRA adapters as adapters.")
 @click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
@@ -263,7 +266,7 @@ def build(recipe: str, store: str, **values: Any) -> None:
         raise UserError(NOT_ADAPTERS)
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: read_inputs(document, _model_options(values)))
-    dtype = DTYPES[values["dtype"]]
+    dtype = DTYPES[values["dtype"]] if values["dtype"] else inputs.own_dtype
     if values["adapters"]:
         bases = build_adapters(inputs, store, dtype=dtype, rank=values["rank"])
     else:
@@ -285,10 +288,11 @@ def _say_built(bases: Bases) -> None:
     facts = bases.facts
     size = sum(entry["bytes"] for entry in facts["store"]["files"].values())
     saved = facts["store"]["model_bytes"] - size
+    than = f", {megabytes(abs(saved))} {'less' if saved > 0 else 'more'} than the models"
     energy = facts["retained_energy"]
     click.echo(
         f"{bases.path}: {_bases(bases.num_bases)} of {_tasks(len(bases.tasks))}, {megabytes(size)}"
-        + (f", {megabytes(saved)} less than the models" if saved > 0 else "")
+        + (than if saved else "")
         + ("" if energy is None else f"; retained energy {100 * energy:.2f} %")
     )
     click.echo(f"Ready recipes: {bases.path}/recipes")
@@ -379,7 +383,7 @@ def _load(path: str) -> Bases:
     type=click.Choice(["ae", "balanced"]),
     help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
 )
-@click.option("--dtype", type=_dtypes, help="Of a new STORE; float32 by default.")
+@click.option("--dtype", type=_dtypes, help=f"Of a new STORE; {_OWN}.")
 @click.option(
     "--force", is_flag=True, help="Also a model unlike the others, or an end of the exact sum."
 )
@@ -431,7 +435,7 @@ def add(store: str, model: str, task: str, **values: Any) -> None:
     }
     names = None if bases is None else bases.names
     inputs = read_inputs(from_mapping(recipe), _model_options(values), names)
-    dtype = DTYPES[values["dtype"] or "float32"]
+    dtype = DTYPES[values["dtype"]] if values["dtype"] else inputs.own_dtype
     doubt = logging.warning if values["force"] else _refuse
     growth = Growth(values["budget"], values["compress"], dtype, doubt)
     grown = add_to_store(

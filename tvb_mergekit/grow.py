@@ -519,7 +519,7 @@ def _times(setting: Any, factor: float) -> Any:
 def _losses(step: online.Step) -> dict[str, Any]:
     """`loss` and the bounds, null where the Gram matrix of all tasks is not known."""
     names = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
-    made: dict[str, Any] = dict.fromkeys(names)
+    made: dict[str, Any] = dict.fromkeys((*names, "decoder_losses"))
     if step.gram is not None:
         spectrum = Gram.of(step.gram)
         encoding = spectrum.encoding("ae", step.encoder.numpy(), step.decoder.numpy())
@@ -552,8 +552,8 @@ def _keep_others(bases: Bases, work: Path) -> None:
             copy = shutil.copytree if entry.is_dir() else shutil.copy2
             copy(entry, work / entry.name)
     written = bases.facts["store"].get("recipes", {})
-    for name in keep_edited(old / FOLDER, work / FOLDER, written):
-        LOG.warning("%s was edited: it is kept as %s beside the new one", name[:-4], name)
+    for name, kept in keep_edited(old / FOLDER, work / FOLDER, written).items():
+        LOG.warning("%s was edited: it is kept as %s beside the new one", name, kept)
 
 
 def _link_folder(source: Path, target: Path) -> None:

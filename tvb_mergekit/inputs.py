@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.gram import GramSums, shapes_differ
-from tvb_mergekit.lora import Adapter
+from tvb_mergekit.lora import Adapter, AdapterDelta
 from tvb_mergekit.output import listed
 from tvb_mergekit.recipe import Settings
 from tvb_mergekit.stream import Item, Part
@@ -65,6 +66,16 @@ class Inputs:
     def model_bytes(self) -> int:
         """Bytes of the models that the bases stand for."""
         return sum(source.nbytes for source in self.sources)
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The narrowest dtype of stores that is as wide as all in which the models are stored."""
+        found = {part.dtype for item in self.items for part in item.inputs}
+        if self.deltas:  # which are read as float32
+            adapters = (source for source in self.sources if isinstance(source, AdapterDelta))
+            found = set().union(*(adapter.dtypes for adapter in adapters))
+        widest = functools.reduce(torch.promote_types, found or {torch.float32})
+        return widest if widest in (torch.bfloat16, torch.float16) else torch.float32
 
     @property
     def fingerprints(self) -> dict[str, str]:

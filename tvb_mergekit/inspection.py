@@ -25,7 +25,7 @@ from tvb_mergekit.encoders.balanced import completion
 from tvb_mergekit.encoders.linear import NULL, Array
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.output import listed, megabytes
-from tvb_mergekit.report import WIDE, row_sums
+from tvb_mergekit.report import WIDE, decoders, row_sums
 
 NEEDED = ("tasks", "models", "num_bases", "num_parameters")  # in basis.json
 STORE_NEEDED = ("model_bytes", "files")  # in its `store`
@@ -298,7 +298,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     copied = (
         *("method", "parameters", "base_model", "dtype", "num_parameters", "tasks", "models"),
         *("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy"),
-        *("left_out", "store"),
+        *("decoder_losses", "left_out", "store"),
     )
     matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
     sizes = inspection.sizes
@@ -372,7 +372,7 @@ def remarks(inspection: Inspection) -> list[str]:
         )
         lines += _growth(store)
     lines += [f"{facts['num_parameters']:,} parameters in each task vector"]
-    lines += _losses(facts)
+    lines += [*_losses(facts), *decoders(facts)]
     if left_out := facts.get("left_out"):
         count = len(left_out)
         lines.append(f"{count} {_plural('tensor', count)} left out: see basis.json")

@@ -95,6 +95,15 @@ GLOBAL_KEYS = _table(
     _adam("weight_decay", float, 1e-6, "weight decay of Adam", low=0),
     _adam("anneal_every", int, 0, "steps between two coolings, 0 for none", low=0),
     _adam("anneal_factor", float, 0.9, "the temperature's factor per cooling", low=0, above=True),
+    Key(
+        "decoder",
+        str,
+        "least_squares",
+        "W_d of least loss, or the one that was trained",
+        choices=("least_squares", "learned"),
+        bases=("ae",),
+        solvers=("adam",),
+    ),
     Key("seed", int, 0, "seed of everything random", low=0, high=2**64 - 1),
     Key("exclude", str, None, "regular expression: matching tensors stay the base's"),
     Key(

@@ -566,6 +566,12 @@ class AdapterDelta:
         return Checkpoint(self._weights.folder, (*self._weights.shards, CONFIG), {}).stamp()
 
     @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those in which the factors are stored."""
+        stored = () if self._weights is None else self._weights.tensors.values()
+        return {info.dtype for info in stored}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the adapter's weights as stored."""
         return 0 if self._weights is None else self._weights.nbytes

@@ -6,10 +6,11 @@ paths from the current folder; `located` gives it absolute ones.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +99,31 @@ def edited(store: Path, facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> list[str]:
-    """Take the recipes that a user has edited or added over from STORE/recipes to its successor.
+def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> dict[str, str]:
+    """The recipes that the user has edited -> the names under which the successor has them.
 
     Args:
         old, new: the two folders of recipes.
         written: the checksums of `old` as it was written.
 
-    Returns:
-        The names of those that the successor has too: they are kept as NAME.old.
+    What the successor has none of keeps its name; of the others the first is NAME.old, then
+    NAME.old2, and so on.
     """
-    renamed = []
-    for file in sorted(old.iterdir()) if old.is_dir() else ():
+    renamed = {}
+    files = sorted(old.iterdir()) if old.is_dir() else []
+    for file in sorted(files, key=lambda file: (new / file.name).exists()):
         if file.is_file() and str(file_record(file)[HASH]) != written.get(file.name):
-            name = file.name
-            if (new / name).exists():
-                name = f"{name}.old"
-                renamed.append(name)
-            shutil.copy2(file, new / name)
+            places = (new / f"{file.name}{suffix}" for suffix in _suffixes())
+            place = next(place for place in places if not place.exists())
+            if place.name != file.name:
+                renamed[file.name] = place.name
+            shutil.copy2(file, place)
     return renamed
+
+
+def _suffixes() -> Iterator[str]:
+    yield from ("", ".old")
+    yield from (f".old{number}" for number in itertools.count(2))
 
 
 def ready(facts: Mapping[str, Any], store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:

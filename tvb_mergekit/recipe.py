@@ -73,6 +73,7 @@ class Settings(BaseModel):
     weight_decay: float = _default("weight_decay")
     anneal_every: int = _default("anneal_every")
     anneal_factor: float = _default("anneal_factor")
+    decoder: Literal["least_squares", "learned"] = _default("decoder")
     seed: int = _default("seed")
     exclude: str | None = None
     lambda_scale: Literal["bases", "tasks"] = _default("lambda_scale")

@@ -15,6 +15,7 @@ import pydantic
 import safetensors
 
 from tvb_mergekit.errors import UserError, remedy
+from tvb_mergekit.progress import closing_bars
 
 LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def refusing(
         out: what is being written, for the message of a full disk.
     """
     try:
-        yield
+        with closing_bars():
+            yield
     except MergeRefused:
         raise
     except UserError as error:

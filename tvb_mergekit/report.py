@@ -70,6 +70,7 @@ def facts(
         "num_parameters": basis.sums.num_parameters,
         "dtype": dtype,
         "loss": encoding.loss,
+        "decoder_losses": encoding.decoder_losses,
         "spectral_bound": encoding.spectral_bound,
         "balanced_bound": encoding.balanced_bound,
         "relative_gap": encoding.relative_gap,
@@ -252,7 +253,16 @@ def _measures(facts: Mapping[str, Any]) -> list[str]:
         )
     if facts["balanced_bound"] is not None:
         lines.append(f"Balanced bound {facts['balanced_bound']:.6g}")
-    return lines
+    return lines + decoders(facts)
+
+
+def decoders(facts: Mapping[str, Any]) -> list[str]:
+    """A line on the loss with each decoder, for `ae` by Adam."""
+    losses = facts.get("decoder_losses")
+    if not losses:
+        return []
+    each = (f"{name.replace('_', ' ')} {loss:.6g}" for name, loss in losses.items())
+    return [f"Reconstruction loss by decoder: {', '.join(each)}"]
 
 
 def _print_table(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -372,8 +373,22 @@ def note_files(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         cache.note_verified(folder / name, record[HASH])
 
 
-def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> filelock.FileLock:
-    """The lock that every writer to a store holds, `.NAME.lock` beside it; acquired.
+class StoreLock(filelock.FileLock):
+    """A lock whose file is deleted before it is released.
+
+    Whoever waited for that file has the lock of one without a name then, which filelock from 3.29.5
+    on sees, and tries again. Before 3.29.5 it deleted the file itself, or did not look.
+    """
+
+    def release(self, force: bool = False) -> None:
+        if self.is_locked:
+            with suppress(OSError):  # Windows deletes no open file: filelock does it afterwards
+                os.unlink(self.lock_file)
+        super().release(force)
+
+
+def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> StoreLock:
+    """The lock that every writer to a store holds, `.NAME.lock` beside it as long; acquired.
 
     Raises:
         UserError: the folder beside the store cannot be written to, or its name is no text.
@@ -384,7 +399,7 @@ def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()  # filelock would wait for ever where no file can be made
-        held = filelock.FileLock(file)
+        held = StoreLock(file)
         try:
             held.acquire(timeout=0)
         except filelock.Timeout:

@@ -59,9 +59,10 @@ def settings(label: str) -> dict[str, Any]:
     kind, _, number = label.rpartition("_")
     match kind:
         case "ae_adam":
-            return {"basis": "ae", "temperature": float(number)}
+            return {"basis": "ae", "decoder": "learned", "temperature": float(number)}
         case "ae_annealed":
-            return {"basis": "ae", "anneal_every": 500, "anneal_factor": float(number)}
+            annealed = {"anneal_every": 500, "anneal_factor": float(number)}
+            return {"basis": "ae", "decoder": "learned", **annealed}
     if label == "ae_annealed":
         return settings("ae_annealed_0.8")
     return {"basis": "ae", "solver": "exact"} if label == "ae_exact" else {"basis": label}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch.optim.adam import adam
 
 from tvb_mergekit.encoders.exact import least_loss
-from tvb_mergekit.encoders.linear import Encoding, Gram
+from tvb_mergekit.encoders.linear import Encoding, Gram, tensor
+from tvb_mergekit.encoders.threads import NUMPY, one_thread
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import Settings
 
 COLDEST = 0.1
 
 
+@one_thread(NUMPY)
 def autoencoder(gram: Gram, num_bases: int, settings: Settings) -> Encoding:
     """Bases `ae`, by either solver, and `linear_ae`, the ablation without softmax."""
     if settings.basis == "linear_ae":
@@ -23,8 +27,13 @@ def autoencoder(gram: Gram, num_bases: int, settings: Settings) -> Encoding:
         return gram.encoding("ae", least_loss(gram, num_bases, settings.seed))
     logits, temperature, decoder = _train(gram, num_bases, settings)
     encoder = torch.softmax(logits / temperature, dim=0).double().numpy()
-    # float32 columns sum to 1 only to 1e-7
-    return gram.encoding("ae", encoder / encoder.sum(axis=0), decoder.double().numpy())
+    encoder /= encoder.sum(axis=0)  # float32 columns sum to 1 only to 1e-7
+    decoders = {"least_squares": gram.decoder(encoder), "learned": decoder.double().numpy()}
+    return replace(
+        gram.encoding("ae", encoder, decoders[settings.decoder]),
+        decoders={name: tensor(each) for name, each in decoders.items()},
+        decoder_losses={name: gram.loss(encoder @ each) for name, each in decoders.items()},
+    )
 
 
 def _train(

@@ -7,7 +7,8 @@ equations W_e^T G W_e, which would square the condition number once more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ class Encoding:
     """Coefficients of M bases over T tasks, all float64, with what they lose.
 
     `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only
-    rand_proj has neither encoder nor reconstruction: its bases are Omega `mixing` [M, M].
+    rand_proj has neither encoder nor reconstruction: its bases are Omega `mixing` [M, M]. Only `ae`
+    by Adam has `decoders`, what the key `decoder` chooses from, with the loss of each.
     """
 
     basis: str
@@ -37,6 +39,8 @@ class Encoding:
     spectral_bound: float
     balanced_bound: float | None = None
     mixing: Tensor | None = None
+    decoders: Mapping[str, Tensor] = field(default_factory=dict)
+    decoder_losses: Mapping[str, float] | None = None
 
     @property
     def num_bases(self) -> int:

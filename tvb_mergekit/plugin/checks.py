@@ -33,6 +33,7 @@ from tvb_mergekit.plugin.sources import Changed
 from tvb_mergekit.plugin.tasks import torch_dtype
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.recipe import Settings
+from tvb_mergekit.store import dtype_name
 from tvb_mergekit.store import load as load_store
 from tvb_mergekit.stream import Item
 
@@ -82,7 +83,7 @@ def check_recipe(
         return
     yield from _listing(path, document)
     yield from _taking_part(inputs)
-    yield from _disk(inputs.settings, len(inputs.tasks), _merged_bytes(inputs), inputs.items, out)
+    yield from _disk(inputs.settings, len(inputs.tasks), _merged_bytes(inputs), inputs, out)
     yield from _cost(inputs)
     if document.raw:
         yield from _raw_notes(inputs)
@@ -194,22 +195,21 @@ def _merged_bytes(inputs: Inputs) -> int:
 
 
 def _disk(
-    settings: Settings, tasks: int, merged: int, items: Sequence[Item] | None, out: str | None
+    settings: Settings, tasks: int, merged: int, inputs: Inputs | None, out: str | None
 ) -> Iterator[str]:
     where = Path(os.path.abspath(out or "."))
     while not where.exists():
         where = where.parent
     text = f"Disk: a merged model {megabytes(merged)}"
-    if items is not None:
+    if inputs is not None:
+        dtype = inputs.own_dtype
         bases = most_bases(settings, tasks)
         upto = "up to " if settings.energy is not None else ""
         vectors = bases + (settings.basis == "pca")  # and the mean
-        stored = 4 * vectors * sum(item.numel for item in items)
+        stored = dtype.itemsize * vectors * sum(item.numel for item in inputs.items)
         noun = "basis" if bases == 1 else "bases"
-        text += (
-            f", a store of {upto}{bases} {noun} {megabytes(stored)} in float32, half of it in 16 "
-            "bits"
-        )
+        text += f", a store of {upto}{bases} {noun} {megabytes(stored)} in {dtype_name(dtype)}"
+        text += ", half of it in 16 bits" if dtype == torch.float32 else ""
     yield f"{text}; {megabytes(shutil.disk_usage(where).free)} are free in {where}"
     if out is not None:
         if not os.access(where, os.W_OK):

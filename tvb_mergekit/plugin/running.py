@@ -21,6 +21,7 @@ from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from pydantic import BaseModel
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tvb_mergekit import ranks, report
 from tvb_mergekit.errors import UserError, check_names
@@ -58,7 +59,8 @@ def wrap_run_merge(module: ModuleType) -> None:
             original(merge_config, out_path, options, config_source)
             return
         running = Session(out_path)
-        with refusing(planning=lambda: running.plan is None, out=out_path):
+        stopping = refusing(planning=lambda: running.plan is None, out=out_path)
+        with logging_redirect_tqdm(), stopping:
             recipe = read_recipe(merge_config)
             world = ranks.world()
             if world.leads:

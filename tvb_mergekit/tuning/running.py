@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import tqdm
-
 from tvb_mergekit import __version__
 from tvb_mergekit.checkpoints import weight_files
 from tvb_mergekit.errors import UserError
@@ -23,6 +21,7 @@ from tvb_mergekit.output import check_disk, check_output_folder
 from tvb_mergekit.plots import write_file
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.tuning import TunedRecipe, read_tuned
+from tvb_mergekit.progress import Bar
 from tvb_mergekit.scoring.results import read_results
 from tvb_mergekit.store import lock
 from tvb_mergekit.tuning import harness, search
@@ -339,7 +338,7 @@ class Scorer:
         self.asked: list[Point] = []
         self._given_up: set[Point] = set()
         self._told: set[tuple[Point, str]] = set()  # of the bar
-        self._bar = tqdm.tqdm(desc="Tune", unit="task", disable=request.quiet)
+        self._bar = Bar(desc="Tune", unit="task", disable=request.quiet)
 
     def expect(self, points: int) -> None:
         """Tell the bar how many points will come."""
