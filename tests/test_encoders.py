@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
 from tvb_mergekit.encoders import Encoding, Gram, balanced, encode, num_bases, projection
-from tvb_mergekit.encoders.threads import NUMPY, SCIPY, _openblas
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import Settings
 
@@ -213,29 +213,28 @@ def test_diverged_training_names_the_remedy() -> None:
 def test_one_thread_works_on_the_gram_matrix(
     place: str, work: str, keys: dict[str, str], fails: bool
 ) -> None:
-    """Whatever PyTorch and the OpenBLAS of numpy and scipy had before, and they have it after."""
-    blas = [pair for m in (NUMPY, SCIPY)[: 1 + bool(keys)] for pair in _openblas(m)]
-    both = [(torch.get_num_threads, torch.set_num_threads), *blas]
-    before, seen = [get() for get, _ in both], []
+    """Whatever PyTorch and the BLAS of numpy and scipy had before, and they have it after."""
+
+    def counts() -> set[int]:
+        return {torch.get_num_threads(), *(pool["num_threads"] for pool in threadpool_info())}
+
+    seen, threads = [], torch.get_num_threads()
     module = sys.modules[f"tvb_mergekit.encoders.{place}"]
     original = getattr(module, work)
 
     def look(*words: Any) -> Any:
-        seen.append([get() for get, _ in both])
+        seen.append(counts())
         return 1 / 0 if fails else original(*words)
 
     gram = gram_of(np.random.default_rng(0).standard_normal((20, 4)))
     try:
-        for _, put in both:
-            put(2)
-        with mock.patch.object(module, work, look):
+        with threadpool_limits(2), mock.patch.object(module, work, look):
+            torch.set_num_threads(2)
             with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
                 encode(gram, options(num_bases=2, **keys))
-        assert seen == [[1] * len(both)]
-        assert [get() for get, _ in both] == [2] * len(both)
+            assert seen == [{1}] and counts() == {2}
     finally:
-        for (_, put), count in zip(both, before, strict=True):
-            put(count)
+        torch.set_num_threads(threads)
 
 
 def test_linear_autoencoder_nears_the_bound() -> None:

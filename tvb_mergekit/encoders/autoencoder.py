@@ -10,14 +10,14 @@ from torch.optim.adam import adam
 
 from tvb_mergekit.encoders.exact import least_loss
 from tvb_mergekit.encoders.linear import Encoding, Gram, tensor
-from tvb_mergekit.encoders.threads import NUMPY, one_thread
+from tvb_mergekit.encoders.threads import one_thread
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.recipe import Settings
 
 COLDEST = 0.1
 
 
-@one_thread(NUMPY)
+@one_thread()
 def autoencoder(gram: Gram, num_bases: int, settings: Settings) -> Encoding:
     """Bases `ae`, by either solver, and `linear_ae`, the ablation without softmax."""
     if settings.basis == "linear_ae":

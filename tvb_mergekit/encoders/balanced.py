@@ -10,11 +10,11 @@ import numpy as np
 
 from tvb_mergekit.encoders.linear import NULL, Array, Encoding, Gram
 from tvb_mergekit.encoders.spread import spread
-from tvb_mergekit.encoders.threads import NUMPY, SCIPY, one_thread
+from tvb_mergekit.encoders.threads import one_thread
 from tvb_mergekit.errors import UserError
 
 
-@one_thread(NUMPY, SCIPY)
+@one_thread()
 def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encoding:
     """The balanced encoder of least loss, in closed form.
 

@@ -23,7 +23,7 @@ import scipy  # whose parts are imported when they are used
 
 from tvb_mergekit.encoders.balanced import completion, spread_encoder
 from tvb_mergekit.encoders.linear import NULL, Array, Gram
-from tvb_mergekit.encoders.threads import NUMPY, SCIPY, one_thread
+from tvb_mergekit.encoders.threads import one_thread
 
 FLOOR = 1e-4  # W_d grows as its inverse, the loss above the infimum in proportion to it
 ATTAINED = 1e-11  # a relative gap to the bound that ends the search
@@ -31,7 +31,7 @@ ITERATIONS = 1000
 RANDOM_STARTS = 20
 
 
-@one_thread(NUMPY, SCIPY)
+@one_thread()
 def least_loss(gram: Gram, num_bases: int, seed: int = 0) -> Array:
     """W_e [T, M] float64 of the least loss, columns >= 0 that sum to 1.
 
