@@ -283,13 +283,13 @@ def build(recipe: str, store: str, **values: Any) -> None:
 
 
 def _say_built(bases: Bases) -> None:
+    from tvb_mergekit.inspection import Inspection
     from tvb_mergekit.output import megabytes
 
-    facts = bases.facts
-    size = sum(entry["bytes"] for entry in facts["store"]["files"].values())
-    saved = facts["store"]["model_bytes"] - size
+    sizes, energy = Inspection(bases.facts, bases.tensors).sizes, bases.facts["retained_energy"]
+    assert sizes is not None
+    size, saved = sizes.store, sizes.saved
     than = f", {megabytes(abs(saved))} {'less' if saved > 0 else 'more'} than the models"
-    energy = facts["retained_energy"]
     click.echo(
         f"{bases.path}: {_bases(bases.num_bases)} of {_tasks(len(bases.tasks))}, {megabytes(size)}"
         + (than if saved else "")
