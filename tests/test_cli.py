@@ -17,7 +17,6 @@ from unittest import mock
 
 import click
 import pytest
-import test_authors
 import test_score
 import tiny
 import torch
@@ -35,8 +34,7 @@ from tvb_mergekit.output import megabytes
 
 TVB = Path(sys.executable).with_name("tvb")
 COMMANDS = [
-    "build", "inspect", "add", "undo", "export", "merge", "check", "convert", "score", "tune",
-    "cache",
+    "build", "inspect", "add", "undo", "export", "merge", "check", "score", "tune", "cache"
 ]  # fmt: skip
 
 
@@ -150,9 +148,6 @@ def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_tasks(here, monkeypatch)
-    test_authors.autoencoder(here / "AutoencoderBasisMethod_M4")
-    state = {name: torch.ones(shape) for name, shape in test_authors.SHAPES.items()}
-    torch.save(state, here / "zeroshot.pt")
     (here / "store").rename(here / "built")
     for name in ("ta", "ae", "base", "math", "specialists"):
         test_score.write_results(here / f"out/{name}/results_a.json", test_score.MATH)
@@ -358,7 +353,7 @@ NO_UTF8 = "bad\udcff"  # a name of the bytes `bad\xff`, as Python has it
 @pytest.mark.parametrize("words", [
     "build recipe.yml BAD", "build recipe.yml BAD/x", "merge recipe.yml link", "merge BAD.yml out",
     "add BAD new-model --task new", "add BAD.d new-model --task new", "export BAD.d out --basis 0",
-    "export store BAD --task math", "convert base BAD --base base",
+    "export store BAD --task math",
     "tune recipe.yml --tasks copa --out BAD",
 ])  # fmt: skip
 def test_names_that_are_no_utf8(words: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -626,40 +626,6 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
 
 
 @main.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False))
-@click.argument("store", type=click.Path())
-@click.option("--base", required=True, help="The model that the task vectors are differences from.")
-@click.option("--dtype", type=_dtypes, default="float32", show_default=True, help="Of the bases.")
-@click.option("--prefix", default="", help="What their tensor names have before the base's names.")
-@_quiet
-@_careful("store")
-def convert(folder: str, store: str, **values: Any) -> None:
-    """Turn bases that the paper's authors published (FOLDER with basis_vectors.pt) into a STORE.
-
-    Nothing in the files is run (torch.load with weights_only).
-
-    \b
-    Example: tvb convert ./AutoencoderBasisMethod_M4 ./store --base ./zeroshot.pt
-    """
-    from tvb_mergekit.converting import convert_published
-    from tvb_mergekit.progress import bars
-    from tvb_mergekit.store import DTYPES
-
-    weights, place = _open_base(values["base"])
-    bases = convert_published(
-        folder,
-        store,
-        weights,
-        values["base"],
-        place,
-        dtype=DTYPES[values["dtype"]],
-        prefix=values["prefix"],
-        progress=bars(values["quiet"]),
-    )
-    _say_built(bases)
-
-
-@main.command()
 @click.argument("paths", nargs=-1, metavar="[[LABEL=]PATH...]")
 @click.option("--base", metavar="PATH", help="Results of the base model.")
 @click.option(

@@ -193,11 +193,6 @@ class _Addition:
     def _how(self) -> str:
         """`ae` or `balanced`."""
         built = None if self.bases is None else self.bases.facts["store"]["compress"]
-        if self.bases is not None and self.bases.facts["store"].get("published"):
-            raise UserError(
-                f"{self.bases.path} was converted from published bases, whose tasks' norms are "
-                "unknown: it cannot grow; build a store from the models"
-            )
         if self.bases is not None and built is None:
             raise UserError(
                 f"the bases in {self.bases.path or 'memory'} are {self.bases.basis}, no convex "

@@ -34,7 +34,6 @@ MOST_CHOICES = 20  # rows of the table of M on the terminal
 MOST_PAIRS = 5  # most similar pairs told where the matrix of cosines is too large
 NAME = 24  # characters of a task's name in the terminal's tables
 GROWN = "not known: the store has grown online"
-NOT_PUBLISHED = "not known: it is not in the files that the store was converted from"
 NOT_BUILT = "not known: the bases are not built yet"
 DIRECTIONS = "none: the bases are random directions"
 CRITERION = (
@@ -283,8 +282,6 @@ class Inspection:
             return NOT_BUILT
         if what == "encoder" and self.basis == "rand_proj":
             return DIRECTIONS
-        if (self.store or {}).get("published") is not None:
-            return NOT_PUBLISHED
         return GROWN if what == "gram" or "gram" not in self.tensors else "not known"
 
 
