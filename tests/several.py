@@ -161,17 +161,15 @@ def _dawdle() -> None:
 
 
 def _dies_summing(meet: Meet) -> None:
-    from tvb_mergekit import engine
+    from tvb_mergekit.gram import GramSums
 
-    engine.KEEP_EVERY = 0
-    _after(engine._Pass, "finished", 2, meet, _die)
+    _after(GramSums, "end", 2, meet, _die)
 
 
 def _slow_summing(meet: Meet) -> None:
-    from tvb_mergekit import engine
+    from tvb_mergekit.gram import GramSums
 
-    engine.KEEP_EVERY = 0
-    _after(engine._Pass, "finished", 1, meet, _dawdle)
+    _after(GramSums, "end", 1, meet, _dawdle)
 
 
 def _dies_writing(meet: Meet) -> None:

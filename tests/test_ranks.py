@@ -181,24 +181,6 @@ def test_a_rank_that_dies_ends_all(
     assert {path.name for path in tmp_path.iterdir()} == {"out.yml", "said"}
 
 
-def test_a_gram_pass_that_was_cut_goes_on(models: dict[str, Folders], tmp_path: Path) -> None:
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    file = write(recipe("basis_ta", *models["sharded"], **BALANCED), out)
-    words = ["merge", file, out, "--quiet"]
-    does = {0: "slow summing", 1: "dies summing"}
-    one_line(run(2, words, tmp_path / "cut", does=does, cache=cache), "rank 1 died")
-    assert [path.suffix for path in cache.iterdir()] == [".unfinished"] * 2
-    (first, second) = run(2, words, tmp_path / "again", cache=cache)
-    assert (first.code, second.code) == (0, 0), (first, second)
-    assert "tensors for the Gram matrix: going on" in first.err
-    tvb("merge", file, tmp_path / "one", "--quiet")
-    same(tmp_path / "one", out)
-    assert [path.suffix for path in cache.iterdir()] == [".safetensors"]
-    shutil.rmtree(out)
-    assert [each.code for each in run(2, words, tmp_path / "third", cache=cache)] == [0, 0]
-    assert json.loads((out / "basis" / "basis.json").read_text())["gram_cached"] is True
-
-
 def damaged(folder: Path, models: Folders, how: str) -> Folders:
     """The same models, one of them damaged in the last of its tensors."""
     base, (first, *rest) = models

@@ -2,8 +2,7 @@
 
 Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
 safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
-checkpoints in order, the tensors that counted, and how a tokenizer changed them. While a pass runs,
-the sums of what it has finished lie there too, so that one that is cut can be gone on with.
+checkpoints in order, the tensors that counted, and how a tokenizer changed them.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -102,80 +100,6 @@ def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str])
         return
 
 
-class Unfinished:
-    """The sums of a pass that was cut: of its first tensors, together or one by one.
-
-    `key` names what the sums depend on, to the bit; without one nothing is kept. A cache that
-    cannot be written is no error.
-    """
-
-    def __init__(self, key: str | None) -> None:
-        folder = None if key is None else cache_folder()
-        self._path = None if folder is None else folder / f"{key}.unfinished"
-
-    def load(self) -> tuple[int, list[GramSums]] | None:
-        """The number of tensors and their sums; None where nothing is kept, or it is damaged."""
-        if self._path is None:
-            return None
-        try:
-            with safetensors.safe_open(self._path, framework="pt") as file:
-                note = json.loads(file.metadata()["tvb_mergekit"])
-                kept = {name: file.get_tensor(name).clone() for name in file.keys()}
-            if note["digest"] != _digest(note["done"], kept):
-                return None
-            return note["done"], _apart(kept)
-        except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError):
-            return None
-
-    def save(self, done: int, sums: Sequence[GramSums]) -> None:
-        """Keep the sums of the first `done` tensors in the place of what was kept."""
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _together(sums)
-            _write(self._path, kept, {"done": done, "digest": _digest(done, kept)})
-        except (OSError, safetensors.SafetensorError):
-            return
-
-    def discard(self) -> None:
-        """The pass is whole."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink()
-
-
-_SUMMED = ("gram", "sketch_gram", "sketch_tasks", "matrix_squares")
-
-
-def _together(sums: Sequence[GramSums]) -> dict[str, Tensor]:
-    """Several sums as tensors with one more dimension."""
-    kept = {
-        "base_norm_squared": torch.tensor([s.base_norm_squared for s in sums], dtype=torch.float64),
-        "num_parameters": torch.tensor([s.num_parameters for s in sums], dtype=torch.int64),
-    }
-    for name in _SUMMED:
-        if getattr(sums[0], name) is not None:
-            kept[name] = torch.stack([getattr(each, name) for each in sums])
-    return kept
-
-
-def _apart(kept: Mapping[str, Tensor]) -> list[GramSums]:
-    norms, counts = kept["base_norm_squared"].tolist(), kept["num_parameters"].tolist()
-    summed = [kept[name] if name in kept else [None] * len(counts) for name in _SUMMED]
-    return [
-        GramSums(gram, norm, count, *others)
-        for norm, count, gram, *others in zip(norms, counts, *summed, strict=True)
-    ]
-
-
-def _digest(done: int, kept: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(str(done).encode())
-    for name in sorted(kept):
-        digest.update(kept[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
     """Write an entry at `path`."""
     tensors = {"gram": sums.gram}
@@ -242,11 +166,11 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Delete every entry and what interrupted runs left; returns how many entries there were."""
+    """Delete every entry; returns how many there were."""
     folder = cache_folder()
     count = 0
     if folder is not None and folder.is_dir():
-        for pattern in ("*.safetensors", "*.unfinished", "*.part"):
+        for pattern in ("*.safetensors", "*.part"):
             for path in folder.glob(pattern):
                 path.unlink(missing_ok=True)
                 count += path.suffix == ".safetensors"

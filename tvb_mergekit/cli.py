@@ -863,8 +863,8 @@ def cache_group() -> None:
     \b
     Example: tvb cache list
 
-    They live in $TVB_MERGEKIT_CACHE, by default in ~/.cache/tvb-mergekit/gram, a few kB each, with
-    what interrupted runs have summed; TVB_MERGEKIT_CACHE=off keeps none.
+    They live in $TVB_MERGEKIT_CACHE, by default in ~/.cache/tvb-mergekit/gram, a few kB each;
+    TVB_MERGEKIT_CACHE=off keeps none.
     """
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +44,6 @@ from tvb_mergekit.stream import (
     TaskVectorBlocks,
     deliver,
     fused,
-    gram_layout,
     gram_of,
     held_item,
     in_order,
@@ -59,7 +57,6 @@ LOG = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk that counting one basis takes: bins as int32 and int64
-KEEP_EVERY = 10.0  # seconds between writing down what a Gram pass has summed
 SPLIT = 4  # pieces for each thread, of a tensor alone; one where pieces are mapped
 
 
@@ -171,32 +168,28 @@ def sums_of(
             "no tensor takes part: every floating-point tensor is excluded or missing in a model"
         )
     mine = read[_share_of(read)]
-    kept = 1 if world.size == 1 else len(mine)
-    layout = gram_layout(mine, len(tasks), devices, budget, sketch, kept)
-    passing = _Pass(mine, entry, deltas, layout)
-    rest = mine[passing.done :]
-    try:
-        gram_of(
-            rest,
-            tasks,
-            devices=devices,
-            budget=budget,
-            deltas=deltas,
-            sketch=sketch,
-            progress=progress("Gram matrix", sum(item.nbytes for item in rest)),
-            finished=passing.finished,
-            kept=kept,
-        )
-    except (UserError, ranks.Refused):  # it would be raised again
-        raise
-    except BaseException:  # Ctrl-C too
-        passing.keep()
-        raise
-    total = world.in_turn(passing.added_to)
+    each: list[GramSums] = []  # of several processes, to be added in the order of the tensors
+    several = world.size > 1
+    one = gram_of(
+        mine,
+        tasks,
+        devices=devices,
+        budget=budget,
+        deltas=deltas,
+        sketch=sketch,
+        progress=progress("Gram matrix", sum(item.nbytes for item in mine)),
+        finished=each.append if several else lambda sums: None,
+        kept=len(mine) if several else 1,
+    )
+
+    def added_to(before: GramSums | None) -> GramSums:
+        parts = each if several else [one]
+        return functools.reduce(GramSums.plus, parts if before is None else [before, *parts])
+
+    total = world.in_turn(added_to)
     sums = world.share(lambda: total)
     if entry is not None and world.leads:
         cache.store(entry, sums, list(tasks), list(models))
-    passing.kept.discard()
     return sums, False
 
 
@@ -205,60 +198,6 @@ def _share_of(items: Sequence[Item]) -> slice:
     world = ranks.world()
     world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
     return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
-
-
-class _Pass:
-    """A Gram pass that keeps what it has summed, and goes on with what one that was cut has kept.
-
-    The same to the bit as without an interruption: the sums are added in the order of the items.
-    `sums` are those of all items so far in one process, and one by one in each of several.
-    """
-
-    def __init__(
-        self, items: Sequence[Item], entry: str | None, deltas: int, layout: Layout
-    ) -> None:
-        device = layout.workers[0]
-        key = {
-            "entry": entry,
-            "items": [[item.name, list(item.shape)] for item in items],
-            "deltas": deltas,
-            "chunk": layout.chunk,
-            "loops": kernels.build() if layout.needs.fused else None,
-            "machine": [
-                torch.__version__,
-                platform.machine(),
-                torch.backends.cpu.get_cpu_capability(),
-                torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            ],
-        }
-        self.kept = cache.Unfinished(None if entry is None else cache.key_of(key))
-        self.done, self.sums = self.kept.load() or (0, [])
-        self._saved = time.monotonic()
-        if self.done:
-            LOG.warning(
-                "an interrupted run summed %d of %d tensors for the Gram matrix: going on with the "
-                "others",
-                self.done,
-                len(items),
-            )
-
-    def finished(self, sums: GramSums) -> None:
-        """One more item is summed."""
-        alone = ranks.world().size == 1
-        self.sums = [self.sums[0].plus(sums)] if alone and self.sums else [*self.sums, sums]
-        self.done += 1
-        if time.monotonic() - self._saved >= KEEP_EVERY:
-            self.keep()
-
-    def added_to(self, before: GramSums | None) -> GramSums:
-        """These sums after those of the tensors before: in the order of one process."""
-        return functools.reduce(GramSums.plus, [*([] if before is None else [before]), *self.sums])
-
-    def keep(self) -> None:
-        """Write down the sums of the finished items."""
-        if self.sums:
-            self.kept.save(self.done, self.sums)
-            self._saved = time.monotonic()
 
 
 def count_if_needed(
