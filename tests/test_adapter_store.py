@@ -166,9 +166,14 @@ def test_adapters_are_what_peft_adds_and_errors_are_bounds(
         assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
 
 
-def test_bounds_hold_where_large_terms_cancel(world: World, build: Callable[..., Path]) -> None:
-    keys: dict[str, Any] = {"basis": "ae", "num_bases": 3, "steps": 20, "temperature": 3000}
-    bases, dense = store.load(build(world.recipe(**keys), "--adapters")), world.dense()
+@pytest.mark.parametrize("weight", [1.0, 1e-3, -1e3])
+def test_bounds_hold_where_large_terms_cancel(
+    weight: float, world: World, build: Callable[..., Path]
+) -> None:
+    made = world.recipe(basis="ae", num_bases=3, steps=20, temperature=3000)
+    for model in made["models"]:
+        model["parameters"] = {"weight": weight}
+    bases, dense = store.load(build(made, "--adapters")), world.dense((weight,) * 3)
     assert float(bases.decoder.abs().max()) > 300
     vectors = torch.stack(
         [torch.cat([vector.tensor(n).flatten() for n in bases.names]) for vector in bases.vectors]
@@ -181,6 +186,10 @@ def test_bounds_hold_where_large_terms_cancel(world: World, build: Callable[...,
         true = float((summed - tau[:, number]).norm() / tau[:, number].norm())
         bounds = bases.facts["errors"][task]
         assert bounds["at_least"] <= true <= bounds["at_most"] < 0.1, (true, bounds)
+        exact = vectors.double().T @ bases.decoder[:, number] - tau[:, number]
+        low, high = bases.tensors["errors"][:, number].tolist()
+        assert low <= float(exact.norm()) <= high, (low, float(exact.norm()), high)
+        assert high - low < 0.1 * float(tau[:, number].norm())
 
 
 def test_a_store_is_as_wide_as_the_adapters(world: World, tmp_path: Path) -> None:

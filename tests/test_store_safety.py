@@ -349,6 +349,45 @@ def digest_of(files: dict[str, bytes], here: Path) -> str:
     return contents(here / "written")
 
 
+def test_what_a_user_put_there_survives_additions_and_undoing_once(here: Path) -> None:
+    recipes = here / "grown/recipes"
+    text = (recipes / "add.yml").read_text().replace("0.4", "0.7")
+    (recipes / "add.yml").write_text(text)
+    (recipes / "mine.yml").write_text("merge_method: basis_ta")
+    (recipes / "merged").mkdir()
+    (recipes / "merged/model.txt").write_text("x")
+    (here / "grown/basis-000/.notes").mkdir()
+    for _ in range(3):
+        tvb("add", "grown", "e", "--task", "e", "--quiet")
+        tvb("undo", "grown")
+    names = {path.name for path in recipes.iterdir() if not path.name.startswith("forget")}
+    assert names == {"add.yml", "mine.yml", "merged", "ties.yml"}
+    assert (recipes / "add.yml").read_text() == text
+    assert (recipes / "merged/model.txt").read_text() == "x"
+
+
+def test_a_damaged_addition_is_undone(here: Path) -> None:
+    before = {n: d for n, d in files_of(here / "grown").items() if not n.startswith("undo/")}
+    tvb("add", "grown", "e", "--task", "e", "--quiet")
+    (here / "grown/basis-002/model.safetensors").write_bytes(b"")
+    assert "the file was changed" in refused("check", "grown")
+    tvb("undo", "grown")
+    assert files_of(here / "grown") == before
+
+
+def test_an_addition_waits_for_the_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files and folders of the new store, undo's too, before the old one is deleted."""
+    fsync, synced = os.fsync, set()
+
+    def noted(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    tvb_mergekit.add("grown", "base", "e", "e")
+    assert {p.stat().st_ino for p in (here / "grown").rglob("*")} <= synced
+
+
 def test_below_the_budget_undo_takes_no_room(here: Path) -> None:
     built(here / "small", here, "ab", num_bases=2, basis="none")
     tvb("add", "small", "c", "--task", "c", "--budget", 5, "--quiet")
@@ -424,12 +463,23 @@ def test_the_ready_recipe_of_a_grown_balanced_store_means_the_same_at_every_size
     assert card.count("| 0.429 |") == 7
 
 
-def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(here: Path) -> None:
-    keys = {"lambda": 0.8, "num_bases": 2}
-    folder = built(here / "four", here, "abcd", **keys)
-    assert ready(folder, "add.yml")["parameters"] == {"lambda": 0.8, "lambda_scale": "bases"}
-    tvb("add", folder, "e", "--task", "e", "--quiet")
-    assert ready(folder, "add.yml")["parameters"] == {"lambda": 0.4, "lambda_scale": "tasks"}
+FILTERS = [{"filter": "mlp", "value": 1}, {"value": 0.5}]
+
+
+@pytest.mark.parametrize("given", [0.8, None, [0.2, 0.6], FILTERS])
+def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given: Any, here: Path) -> None:
+    folder = built(here / "four", here, "abcd", **({} if given is None else {"lambda": given}))
+    before = ready(folder, "add.yml")["parameters"]
+    assert before == {"lambda": 0.4 if given is None else given, "lambda_scale": "bases"}
+    halves: dict[Any, Any] = {
+        0.8: 0.4, None: 0.2, "[0.2, 0.6]": [0.1, 0.3],
+        str(FILTERS): [{"filter": "mlp", "value": 0.5}, {"value": 0.25}],
+    }  # fmt: skip
+    want = halves[str(given) if isinstance(given, list) else given]
+    for task in "ef":
+        tvb("add", folder, task, "--task", task, "--quiet")
+        after = ready(folder, "add.yml")["parameters"]
+        assert after == {"lambda": want, "lambda_scale": "tasks"}
 
 
 def test_bounds_hold_for_float32_stores(tmp_path: Path) -> None:
@@ -481,9 +531,10 @@ def test_a_store_that_was_moved_works(command: str, here: Path, tmp_path: Path) 
     place = tmp_path / "elsewhere"
     place.mkdir()
     shutil.move(here / "grown", place / "store")
-    base = []
     if command == "both":  # the base too; nothing is where it was
         shutil.move(here / "base", place / "base")
+    else:  # another model is where the base was, relative to the store
+        shutil.copytree(here / "b", place / "base")
     shutil.rmtree(here / "a")
     os.chdir(tmp_path)
     file = place / "store/recipes/ties.yml"
@@ -502,7 +553,7 @@ def test_a_store_that_was_moved_works(command: str, here: Path, tmp_path: Path) 
     elif command == "tvb merge":
         tvb("merge", file, "out", "--quiet")
     else:
-        tvb("merge", place / "store", "out", "--method", "ties", "--quiet", *base)
+        tvb("merge", place / "store", "out", "--method", "ties", "--quiet")
     found = tiny.load(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
     tvb("export", place / "store", "exported", "--task", "a", "--quiet")
@@ -551,6 +602,8 @@ def test_stores_of_the_first_version_are_read(first: Path) -> None:
                 first / "grown", first / "base.safetensors", first / "d.safetensors", "d"
             )
     held = load_file(first / "grown/basis.safetensors")
+    weight = load_file(first / "d.safetensors")["a.weight"] - base["a.weight"]
+    assert grown.facts["matrix_norms"]["d"] == pytest.approx(float(weight.norm()), rel=1e-6)
     assert {"basis_weights", "weights", "norms", "errors"} <= set(held)
     assert tvb_mergekit.undo(first / "grown").tasks == list("abc")
 

@@ -116,7 +116,8 @@ def _write(
         stored.append(Adapter.open(folder, inputs.base.tensors))
     errors = _errors(inputs, stored, basis.encoding.decoder)
     # Their products in float32, large ones that cancel too, are what is lost.
-    norms, encoder = basis.sums.gram.diagonal().sqrt(), basis.weighted_encoder
+    norms, encoder = basis.sums.gram.diagonal().sqrt(), basis.encoding.encoder
+    assert encoder is not None
     rounding = ARITHMETIC * (norms @ encoder.abs() @ basis.encoding.decoder.abs())
     tensors = {
         **tensors_of(basis, dtype),

@@ -66,6 +66,9 @@ def build(
     Returns:
         The bases: `encoder` W_e [T, M] and `decoder` W_d [M, T] float64, `vectors`, `facts`.
 
+    Warns:
+        UserWarning: what is left out of a task vector; a model that is unlike the others.
+
     Raises:
         UserError: a wrong setting, models that do not fit the base, NaN or infinity.
 
@@ -82,9 +85,14 @@ def build(
     if out is not None:
         _expect("`out`", out, *PATH)
     inputs = _inputs(base, models, weights or {}, settings)
+    told: list[str] = []
     if out is None:
-        return build_in_memory(inputs, dtype=dtype, device=device)
-    return build_store(inputs, out, dtype=dtype, devices=[device])
+        built = build_in_memory(inputs, dtype=dtype, device=device, warn=told.append)
+    else:
+        built = build_store(inputs, out, dtype=dtype, devices=[device], warn=told.append)
+    for line in told:
+        warnings.warn(line, stacklevel=2)
+    return built
 
 
 def load(path: str | os.PathLike[str]) -> Bases:
@@ -148,16 +156,16 @@ def add(
     elif compress is not None:
         settings.setdefault("basis", compress)
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
-    doubts: list[str] = []
-    growth = grow.Growth(budget, compress, dtype, doubts.append)
+    told: list[str] = []
+    growth = grow.Growth(budget, compress, dtype, told.append, told.append)
     if where is None and found is not None and found.path is not None:
         where = found.path
     if where is not None:
         grown = grow.add_to_store(where, inputs, growth, device=device)
     else:
         grown = grow.add_in_memory(found, inputs, growth, device=device)
-    for doubt in doubts:
-        warnings.warn(doubt, stacklevel=2)
+    for line in told:
+        warnings.warn(line, stacklevel=2)
     return grown
 
 
@@ -167,6 +175,7 @@ def undo(path: str | os.PathLike[str]) -> Bases:
     Raises:
         UserError: no store, or nothing to undo.
     """
+    _expect("`path`", path, *PATH)
     return grow.undo_addition(path)
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -52,6 +52,7 @@ from tvb_mergekit.writing import FoldersSink, MemorySink, read_journal, run_of
 LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+Warn = Callable[[str], object]
 ROUNDING = 0.05  # of a task vector's norm: what a 16-bit store may cost without a warning
 BEGUN = "state.json.part"
 STATE, SUMS, MATRIX, JOURNAL = (
@@ -71,6 +72,7 @@ def build_store(
     resume: bool = False,
     budget: int | None = None,
     progress: Progress = silent,
+    warn: Warn = LOG.warning,
 ) -> Bases:
     """Build the bases of `inputs` and write them as the store `out`.
 
@@ -79,6 +81,7 @@ def build_store(
         devices: where to compute.
         resume: go on with `out`.partial, if it is there.
         budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+        warn: called with what speaks against a model, a line each.
 
     Raises:
         UserError: the inputs are bad, `out` exists, there is no room, or `resume` finds other
@@ -91,20 +94,25 @@ def build_store(
     try:
         with world.whole():
             budget = budget or block_budget()
-            return _build(inputs, target, dtype, devices, resume, budget, progress)
+            return _build(inputs, target, dtype, devices, resume, budget, progress, warn)
     finally:
         if held is not None:
             held.release()
 
 
 def build_in_memory(
-    inputs: Inputs, *, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    inputs: Inputs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    warn: Warn = LOG.warning,
 ) -> Bases:
     """The same bases as state dicts."""
     dtype_name(dtype)
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
     budget = block_budget()
     basis = _basis(inputs, _sums(inputs, sketch, [device], budget, silent), sketch)
+    _warn_of_models(basis, inputs, warn)
     matrix = encoder_matrix(basis)
     sink = MemorySink(matrix.shape[1])
     items = [replace(item, out=dtype) for item in inputs.items]
@@ -126,8 +134,7 @@ def inspect_inputs(
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
     sums = _sums(inputs, sketch, [device], budget or block_budget(), progress)
     basis = _basis(inputs, sums, sketch)
-    for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
-        LOG.warning("%s", line)
+    _warn_of_models(basis, inputs, LOG.warning)
     tensors = tensors_of(basis, torch.float32)
     facts = store_facts(inputs, basis, torch.float32, {}, tensors)
     return {key: value for key, value in facts.items() if key != "store"}, tensors
@@ -141,6 +148,7 @@ def _build(
     resume: bool,
     budget: int,
     progress: Progress,
+    warn: Warn,
 ) -> Bases:
     world = ranks.world()
     partial = out.with_name(f"{out.name}.partial")
@@ -158,8 +166,7 @@ def _build(
     sums = sums or _sums(inputs, sketch, devices, budget, progress)
     summed = time.perf_counter()
     basis = world.share(lambda: _basis(inputs, sums, sketch))
-    for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
-        LOG.warning("%s", line)
+    _warn_of_models(basis, inputs, warn)
     matrix = encoder_matrix(basis)
     if world.leads:
         if not going_on:  # not before, so that inputs which are refused leave nothing
@@ -239,18 +246,25 @@ def _warn_of_size(inputs: Inputs, dtype: torch.dtype, vectors: int) -> None:
         )
 
 
+def _warn_of_models(basis: Basis, inputs: Inputs, warn: Warn) -> None:
+    for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
+        warn(line)
+
+
 def _warn_of_rounding(facts: Mapping[str, Any]) -> None:
     """Nearly equal bases give a decoder with large entries, which enlarge what a cast loses."""
     widths = {task: (e["at_most"] - e["at_least"]) / 2 for task, e in facts["errors"].items()}
     worst = max(widths, key=widths.__getitem__)
     if widths[worst] > ROUNDING:
+        dtype = facts["store"]["dtype"]
         LOG.warning(
-            "--dtype %s may cost the reconstruction of `%s` up to %.2g of its norm, since the "
-            "bases are nearly equal (a decoder with large entries); take float32 for `tvb export "
-            "--task` and basis_negate",
-            facts["store"]["dtype"],
+            "rounding to %s may cost the reconstruction of `%s` up to %.2g of its norm, since the "
+            "bases are nearly equal (a decoder with large entries): for `tvb export --task` and "
+            "basis_negate take %s",
+            dtype,
             worst,
             widths[worst],
+            "fewer bases, or another basis" if dtype == "float32" else "--dtype float32",
         )
 
 

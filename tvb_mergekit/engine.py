@@ -8,7 +8,6 @@ and the last pass merges (`merge_items`, or tensor by tensor `merge_item`). Of s
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,8 +50,6 @@ from tvb_mergekit.stream import (
     read_width,
 )
 from tvb_mergekit.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
-
-LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less

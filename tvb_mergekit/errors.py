@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend, and two that all commands share."""
+"""The one exception for mistakes that the user can mend, and two messages of several commands."""
 
 from __future__ import annotations
 

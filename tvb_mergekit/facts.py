@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 
@@ -73,18 +74,21 @@ class StoreFacts(_Part):
     added: Count
     files: dict[str, FileRecord]
     recipes: dict[str, str] = {}
+    rank: int | None = None
     targets: list[str] | None = None
     shapes: dict[str, list[int]] | None = None
 
 
 class Facts(_Part):
-    """All of `basis.json`. A merge's has no `store` and no `errors`.
+    """All of `basis.json`. Only a store's has `store`; `errors` are those of a store's tasks.
 
+    `decoder_losses`: of `ae` by Adam, with each decoder. `from_store`: over which a merge was.
     `norms`: ||tau|| of each task, weighted, and ||theta_0|| as `base`; `matrix_norms`: over the
     tensors of two or more dimensions alone.
     """
 
     format_version: Annotated[int, Field(ge=1)]
+    versions: dict[str, str | None]
     method: str
     parameters: dict[str, Any]
     tasks: Annotated[list[str], Field(min_length=1)]
@@ -98,6 +102,7 @@ class Facts(_Part):
     balanced_bound: Finite | None
     relative_gap: Finite | None
     retained_energy: Finite | None
+    decoder_losses: dict[str, Finite] | None = None
     norms: dict[str, Finite | None]
     matrix_norms: dict[str, Finite] = {}
     left_out: dict[str, str]
@@ -106,6 +111,8 @@ class Facts(_Part):
     seconds: dict[str, Finite]
     store: StoreFacts | None = None
     errors: dict[str, Bounds] | None = None
+    from_store: str | None = None
+    checksum: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _same_tasks(self) -> Facts:
@@ -130,8 +137,13 @@ def checksum(facts: Mapping[str, Any]) -> str:
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write `basis.json` into a folder."""
+    """Write `basis.json` into a folder.
+
+    Raises:
+        pydantic.ValidationError: these are no `Facts`: a mistake of ours.
+    """
     whole = {**facts, CHECKSUM: checksum(facts)}
+    Facts.model_validate(whole)
     text = json.dumps(whole, indent=2, allow_nan=False)
     (folder / FACTS).write_text(text + "\n", encoding="utf-8")
 
@@ -168,6 +180,32 @@ def read_facts(file: Path) -> dict[str, Any]:
         what = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
         raise UserError(f"{file} is not whole: `{place}` {what}; {remedy}") from error
     return found
+
+
+def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError where a tensor of `basis.safetensors` has no shape for T tasks, M bases."""
+    shapes = {
+        "gram": (tasks, tasks),
+        "eigenvalues": (tasks,),
+        "encoder": (tasks, bases),
+        "decoder": (bases, tasks),
+        "reconstruction": (tasks, tasks),
+        "gram_bases": (bases, bases),
+        "basis_weights": (bases,),
+        "weights": (tasks,),
+        "norms": (tasks,),
+        "matrix_norms": (tasks,),
+        "errors": (2, tasks),
+        "residual": (tasks, bases),
+        "residual_slack": (tasks, bases),
+    }
+    for name, tensor in tensors.items():
+        found = tuple(tensor.shape)
+        if found != shapes.get(name, found):
+            raise UserError(
+                f"{file} does not belong to {FACTS}: `{name}` has shape {found}, expected "
+                f"{shapes[name]}"
+            )
 
 
 def _no_number(text: str) -> float:

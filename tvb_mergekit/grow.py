@@ -27,7 +27,8 @@ from tvb_mergekit.errors import UserError, remedy
 from tvb_mergekit.facts import FACTS, FORMAT_VERSION, TENSORS
 from tvb_mergekit.gram import GramSums, block_budget
 from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.output import check_disk, check_new_folder, recover_folder, replace_folder
+from tvb_mergekit.keys import VARYING_KEYS
+from tvb_mergekit.output import check_disk, check_new_folder, recover_folder, replace_folder, sync
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.ready import FOLDER, keep_edited
 from tvb_mergekit.recipe import Settings, check_tasks
@@ -39,6 +40,7 @@ from tvb_mergekit.store import (
     load,
     note_files,
     numbers_of,
+    read_store_facts,
 )
 from tvb_mergekit.store import lock as store_lock
 from tvb_mergekit.store_writing import finish_store, finish_vectors, local_path, writers_of
@@ -61,12 +63,14 @@ class Growth:
         dtype: of a store that is new.
         doubt: called with what speaks against it: a model that seems to be of another base, the
             end of an exact sum. It raises to refuse.
+        warn: called with what should be looked at.
     """
 
     budget: int | None = None
     compress: str | None = None
     dtype: torch.dtype = torch.float32
     doubt: Callable[[str], object] = LOG.warning
+    warn: Callable[[str], object] = LOG.warning
 
 
 def add_to_store(
@@ -112,12 +116,12 @@ def undo_addition(path: str | os.PathLike[str]) -> Bases:
     """
     store = Path(os.path.realpath(path))
     with _changing(store, "undo the last addition to") as work:
-        load(store, verify=False)
+        facts = read_store_facts(store)
         if not (store / UNDO).is_dir():
-            raise UserError(f"{path}: nothing to undo: no task was added, or it was undone already")
-        before = load(store / UNDO)
-        _link_own(before, work)
-        _keep_others(load(store, verify=False), work)
+            raise UserError(f"{path}: nothing to undo: no `tvb add` since it was made, or undone")
+        _link_own(load(store / UNDO), work)
+        _keep_others(store, facts, work)
+        _sync_all(work)
         replace_folder(work, store)
     return load(store)
 
@@ -211,8 +215,8 @@ class _Addition:
             )
         if how == "ae" and built == "balanced":
             self.growth.doubt(
-                f"{self._where} is balanced: compressed by ae its bases no longer add up to the "
-                "sum of all tasks, and it cannot be compressed by balanced ever after"
+                f"{self._where} is balanced: once it is compressed by ae, its bases no longer add "
+                "up to the sum of all tasks, and it cannot be compressed by balanced again"
             )
         return str(how)
 
@@ -313,8 +317,7 @@ class _Addition:
                 mine = norm
             norms = known.get("matrix_norms", known["norms"])
             others = (norms / self.bases.weights.abs()).tolist()
-        self.size = mine * abs(self.inputs.weights[0])
-        self.base_size = base
+        self.size, self.base_size = sizes[-1] * abs(self.inputs.weights[0]), base
         model = f"model {self.inputs.models[0]}"
         if reason := unlike(mine, base, others, UNRELATED_RATIO):
             self.growth.doubt(
@@ -322,7 +325,7 @@ class _Addition:
                 "be taken out of the bases later"
             )
         elif reason := unlike(norm, sums.base_norm_squared**0.5):
-            LOG.warning("%s: %s: is it fine-tuned from this base?", model, reason)
+            self.growth.warn(f"{model}: {reason}: is it fine-tuned from this base?")
 
     def _settings(self) -> Settings:
         settings = self.inputs.settings if self.bases is None else self.bases.settings
@@ -381,19 +384,20 @@ class _Addition:
         files: dict[str, dict[str, object]] = {}
         for name in kept:
             assert self.bases is not None and self.bases.path is not None
-            _link_folder(self.bases.path / name, work / name)
+            shutil.copytree(self.bases.path / name, work / name, copy_function=_link)
             old = self.bases.facts["store"]["files"]
             files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
         names = [basis_folder(m) for m in range(len(kept), len(kept) + outputs)]
-        writers = writers_of(work, names, items, self._config_folder(), synced=True)
+        writers = writers_of(work, names, items, self._config_folder())
         self._combine(items, matrix, FoldersSink(writers))
         files |= finish_vectors(writers, self._config_folder(), first=len(kept))
         facts = self._facts(files)
-        finish_store(work, store, facts, self._tensors(), synced=True)
+        finish_store(work, store, facts, self._tensors())
         if self.bases is not None and self.bases.path is not None:
-            _keep_others(self.bases, work)
+            _keep_others(self.bases.path, self.bases.facts, work)
             (work / UNDO).mkdir()
             _link_own(self.bases, work / UNDO)
+        _sync_all(work)
         return facts
 
     def _config_folder(self) -> Path | None:
@@ -447,8 +451,9 @@ class _Addition:
         if self.how == "balanced" and old["parameters"]["lambda_scale"] == "bases":
             # M stays and T grows: the same lambda would mean less and less for each task.
             parameters["lambda_scale"] = "tasks"
-            if "lambda" in parameters:
-                parameters["lambda"] = _times(parameters["lambda"], self.count / len(old["tasks"]))
+            if old["tasks"]:
+                given = parameters.get("lambda", VARYING_KEYS["lambda"].default_for("basis_ta"))
+                parameters["lambda"] = _times(given, self.count / len(old["tasks"]))
         facts |= _losses(step)
         facts["errors"] = online.reported(
             facts["tasks"],
@@ -534,31 +539,29 @@ def _link_own(bases: Bases, target: Path) -> None:
         _link(bases.path / name, target / name)
     for name in (FOLDER, *bases.facts["store"]["folders"]):
         if (bases.path / name).is_dir():
-            _link_folder(bases.path / name, target / name)
+            shutil.copytree(bases.path / name, target / name, copy_function=_link)
 
 
-def _keep_others(bases: Bases, work: Path) -> None:
+def _keep_others(old: Path, facts: Mapping[str, Any], work: Path) -> None:
     """What a user has put into a store stays in it: notes, other recipes, edited ones."""
-    assert bases.path is not None
-    old = bases.path
-    own = {FACTS, TENSORS, FOLDER, UNDO, *bases.facts["store"]["folders"]}
+    own = {FACTS, TENSORS, FOLDER, UNDO, *facts["store"]["folders"]}
     for entry in old.iterdir():
         if entry.name not in own and not (work / entry.name).exists():
             copy = shutil.copytree if entry.is_dir() else shutil.copy2
             copy(entry, work / entry.name)
-    written = bases.facts["store"].get("recipes", {})
+    written = facts["store"].get("recipes", {})
     for name, kept in keep_edited(old / FOLDER, work / FOLDER, written).items():
         LOG.warning("%s was edited: it is kept as %s beside the new one", name, kept)
 
 
-def _link_folder(source: Path, target: Path) -> None:
-    """The same files in another folder, or copies where the file system has no hard links."""
-    target.mkdir()
-    for file in source.iterdir():
-        _link(file, target / file.name)
+def _sync_all(folder: Path) -> None:
+    """Wait until the disk has a folder, before what it replaces is deleted."""
+    for path in (folder, *folder.rglob("*")):
+        sync(path)
 
 
-def _link(file: Path, target: Path) -> None:
+def _link(file: str | Path, target: str | Path) -> None:
+    """The same file under another name, or a copy where the file system has no hard links."""
     try:
         os.link(file, target)
     except OSError:

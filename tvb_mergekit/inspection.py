@@ -24,6 +24,7 @@ from tvb_mergekit.encoders import Gram
 from tvb_mergekit.encoders.balanced import completion
 from tvb_mergekit.encoders.linear import NULL, Array
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.facts import TENSORS, check_shapes
 from tvb_mergekit.output import listed, megabytes
 from tvb_mergekit.report import WIDE, decoders, row_sums
 
@@ -103,25 +104,8 @@ class Inspection:
         for facts, keys in ((self.facts, NEEDED), (self.store or {}, STORE_NEEDED)):
             if facts and (missing := [key for key in keys if key not in facts]):
                 raise UserError(f"basis.json is not whole: `{missing[0]}` is missing in it")
-        tasks, bases = len(self.tasks), self.num_bases
-        shapes = {
-            "gram": (tasks, tasks),
-            "eigenvalues": (tasks,),
-            "encoder": (tasks, bases),
-            "decoder": (bases, tasks),
-            "reconstruction": (tasks, tasks),
-            "gram_bases": (bases, bases),
-            "basis_weights": (bases,),
-            "weights": (tasks,),
-            "norms": (tasks,),
-            "errors": (2, tasks),
-        }
+        check_shapes(TENSORS, len(self.tasks), self.num_bases, self.tensors)
         for name, tensor in self.tensors.items():
-            if tuple(tensor.shape) != shapes.get(name, tuple(tensor.shape)):
-                raise UserError(
-                    f"basis.safetensors does not belong to basis.json: `{name}` has shape "
-                    f"{tuple(tensor.shape)}, expected {shapes[name]}"
-                )
             if not tensor.isfinite().all():
                 raise UserError(f"basis.safetensors: `{name}` holds NaN or infinity")
         if "gram" not in self.tensors and not {"decoder", "gram_bases"} <= set(self.tensors):

@@ -36,13 +36,6 @@ def usable() -> bool:
     )
 
 
-def build() -> str:
-    """What tells one machine code from another: the last digits of sums depend on it."""
-    from tvb_mergekit.loops import BUILD
-
-    return BUILD
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Where base and inputs are, [1 + T] each."""

@@ -16,16 +16,16 @@ from typing import Any
 
 import yaml
 
-from tvb_mergekit.facts import FACTS, HASH, read_facts
+from tvb_mergekit.facts import HASH
 from tvb_mergekit.keys import VARYING_KEYS
-from tvb_mergekit.store import is_store
+from tvb_mergekit.store import base_of, is_store, read_store_facts
 from tvb_mergekit.writing import file_record
 
 FOLDER = "recipes"
 _HEAD = """\
 # {what}
 #   {command} STORE/recipes/{name}.yml OUT
-# Paths are relative to this folder: in a copy elsewhere write them anew.
+# Paths that begin with ../ are relative to this folder: in a copy elsewhere write them anew.
 """
 FIRST = "basis-000"
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
@@ -63,28 +63,27 @@ def write_recipes(folder: Path, facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
-    """The recipe read from `path`: where that lies in a store's `recipes`, with absolute paths.
-
-    A base that is not where it was relative to the store is looked for where it was absolutely.
-    """
+    """The recipe read from `path`: where that lies in a store's `recipes`, paths that begin with
+    `../` are relative to it, and the store's own base is looked for (`store.base_of`)."""
     folder = Path(os.path.realpath(path)).parent
     if folder.name != FOLDER or not isinstance(recipe, dict) or not is_store(folder.parent):
         return recipe
+    facts = read_store_facts(folder.parent)
 
     def place(model: object) -> object:
-        if not isinstance(model, str) or not model.startswith(f"..{os.sep}"):
+        if not isinstance(model, str) or not model.startswith("../"):
             return model
         return os.path.normpath(folder / model)
 
-    base = place(recipe.get("base_model"))
-    if base != recipe.get("base_model") and not os.path.exists(str(base)):
-        base = read_facts(folder.parent / FACTS)["store"].get("base_path") or base
+    base = recipe.get("base_model")
+    own = base == os.path.join("..", facts["store"].get("base_beside", ""))
     models = recipe.get("models")
     if isinstance(models, list):
         models = [
             {**entry, "model": place(entry.get("model"))} if isinstance(entry, dict) else entry
             for entry in models
         ]
+    base = base_of(facts, folder.parent) if own else place(base)
     return {**recipe, "base_model": base, "models": models}
 
 
@@ -107,12 +106,17 @@ def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> dict[str, s
         written: the checksums of `old` as it was written.
 
     What the successor has none of keeps its name; of the others the first is NAME.old, then
-    NAME.old2, and so on.
+    NAME.old2, and so on. What it has already, under whatever name, is left.
     """
     renamed = {}
     files = sorted(old.iterdir()) if old.is_dir() else []
+    held = {file_record(file)[HASH] for file in new.iterdir() if file.is_file()}
     for file in sorted(files, key=lambda file: (new / file.name).exists()):
-        if file.is_file() and str(file_record(file)[HASH]) != written.get(file.name):
+        if file.is_dir() and not (new / file.name).exists():
+            shutil.copytree(file, new / file.name)
+        if not file.is_file() or (found := file_record(file)[HASH]) in held:
+            continue
+        if found != written.get(file.name):
             places = (new / f"{file.name}{suffix}" for suffix in _suffixes())
             place = next(place for place in places if not place.exists())
             if place.name != file.name:

@@ -35,7 +35,7 @@ from torch import Tensor
 from tvb_mergekit import cache
 from tvb_mergekit.checkpoints import Checkpoint, TensorInfo, metadata_of
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.facts import FACTS, HASH, TENSORS, read_facts
+from tvb_mergekit.facts import FACTS, HASH, TENSORS, check_shapes, read_facts
 from tvb_mergekit.facts import FOLDER as MERGED
 from tvb_mergekit.lora import MARKER, Adapter, AdapterDelta
 from tvb_mergekit.recipe import Settings, nearest
@@ -133,16 +133,8 @@ class Bases:
 
     @property
     def base_name(self) -> str:
-        """Where the base should be: as the recipe named it, or where that was, relative to the
-        store (which may have moved) or absolutely."""
-        name, place = str(self.facts["base_model"]), self.facts["store"].get("base_path")
-        if not place or os.path.exists(name):
-            return name
-        if self.path is not None and (beside := self.facts["store"].get("base_beside")):
-            beside = os.path.normpath(os.path.join(os.path.realpath(self.path), beside))
-            if os.path.exists(beside):
-                return str(beside)
-        return str(place)
+        """Where the base should be; see `base_of`."""
+        return base_of(self.facts, self.path)
 
     @property
     def names(self) -> list[str]:
@@ -213,12 +205,12 @@ def load(path: str | os.PathLike[str], verify: bool = True) -> Bases:
         UserError: no store, a newer format, a file missing or changed.
     """
     folder = Path(path)
-    facts = _read_facts(folder)
+    facts = read_store_facts(folder)
     try:
         return _load(folder, facts, verify)
     except UserError:
-        if folder.is_dir() and _read_facts(folder) != facts:  # `tvb add` has just replaced it
-            return _load(folder, _read_facts(folder), verify)
+        if folder.is_dir() and read_store_facts(folder) != facts:  # `tvb add` has just replaced it
+            return _load(folder, read_store_facts(folder), verify)
         raise
 
 
@@ -227,20 +219,34 @@ def _load(folder: Path, facts: dict[str, Any], verify: bool) -> Bases:
         store = facts["store"]
         _check_files(folder, store["files"], verify)
         tensors = {**numbers_of(facts), **load_file(folder / TENSORS)}
-        count, total = facts["num_bases"], len(facts["tasks"])
-        expected = {"decoder": [count, total], "encoder": [total, count], "weights": [total]}
-        for name, shape in expected.items():
-            found = list(tensors[name].shape) if name in tensors else None
-            if found != shape and not (name == "encoder" and found is None):
-                raise UserError(
-                    f"{folder}: `{name}` in {TENSORS} is {found or 'missing'}, expected {shape} "
-                    f"for {total} tasks; build it anew"
-                )
+        count = facts["num_bases"]
+        check_shapes(folder / TENSORS, len(facts["tasks"]), count, tensors)
+        if missing := {"decoder", "gram_bases", "weights"} - set(tensors):
+            raise KeyError(min(missing))
         vectors = [open_vector(folder / basis_folder(m), store) for m in range(count)]
         mean = open_vector(folder / MEAN, store) if MEAN in store["folders"] else None
     except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
     return Bases(facts, tensors, vectors, mean, folder)
+
+
+def base_of(facts: Mapping[str, Any], folder: Path | None) -> str:
+    """Where the base of a store should be: as the recipe named it, or where that was, relative to
+    the store in `folder` (which may have moved) or absolutely. Of several models that lie there,
+    the first with the fingerprint."""
+    name, store = str(facts["base_model"]), facts["store"]
+    places = [name]
+    if folder is not None and store.get("base_beside"):
+        place = os.path.join(os.path.realpath(folder), store["base_beside"])
+        places.append(os.path.normpath(place))
+    if store.get("base_path"):
+        places.append(store["base_path"])
+    there = [place for place in dict.fromkeys(places) if os.path.exists(place)]
+    for place in there if len(there) > 1 else ():
+        with suppress(UserError):  # no model
+            if Checkpoint.open(place).fingerprint() == store["base_fingerprint"]:
+                return place
+    return [*there, store.get("base_path") or name][0]
 
 
 def shares(compress: str | None, basis_weights: Tensor | None, num_bases: int) -> Tensor:
@@ -328,7 +334,12 @@ def is_basis(path: str | os.PathLike[str]) -> bool:
     return bool(files) and MARKER in metadata_of(files[0])
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
+def read_store_facts(folder: Path) -> dict[str, Any]:
+    """The facts of the store in a folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
     file = folder / FACTS
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.partial")

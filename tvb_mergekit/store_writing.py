@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tvb_mergekit import ranks, report
 from tvb_mergekit.basis import Basis
-from tvb_mergekit.facts import FACTS, TENSORS, write_facts
+from tvb_mergekit.facts import TENSORS, write_facts
 from tvb_mergekit.inputs import Inputs
 from tvb_mergekit.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
-from tvb_mergekit.output import sync
 from tvb_mergekit.ready import write_recipes
 from tvb_mergekit.report import write_tensors
 from tvb_mergekit.store import MARKER, MEAN, basis_folder, dtype_name, numbers_of
@@ -55,14 +54,12 @@ def writers_of(
     items: Sequence[Item],
     config: Path | None,
     hashes: Sequence[Sequence[str]] = (),
-    synced: bool = False,
 ) -> list[FolderWriter]:
     """A writer for each vector of a store in `folder`.
 
     Args:
         config: the folder of the base's configuration.
         hashes: of each item that is written already, and there of each vector (`read_journal`).
-        synced: wait until the disk has each file.
     """
     world = ranks.world()
     if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
@@ -76,7 +73,6 @@ def writers_of(
             {"format": "pt", MARKER: name},
             [each[index] for each in hashes],
             world.rank,
-            synced,
         )
         for index, name in enumerate(names)
     ]
@@ -126,13 +122,11 @@ def finish_store(
     out: Path,
     facts: dict[str, Any],
     tensors: Mapping[str, Tensor],
-    synced: bool = False,
 ) -> None:
     """Write all of a store but its bases into `folder`, basis.json last.
 
     Args:
         out: where the folder will lie.
-        synced: wait until the disk has them, as it has what such `writers_of` wrote.
     """
     write_tensors(folder, {**numbers_of(facts), **tensors})
     facts["store"]["files"][TENSORS] = file_record(folder / TENSORS)
@@ -140,9 +134,6 @@ def finish_store(
         facts["store"]["base_beside"] = os.path.relpath(place, out)
     facts["store"]["recipes"] = write_recipes(folder, facts)
     write_facts(folder, facts)
-    if synced:
-        for path in (folder / TENSORS, folder / FACTS, folder):
-            sync(path)
 
 
 def tensors_of(basis: Basis, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -151,10 +142,10 @@ def tensors_of(basis: Basis, dtype: torch.dtype) -> dict[str, Tensor]:
     encoding, gram = basis.encoding, basis.sums.gram
     if encoding.encoder is None:  # rand_proj: orthonormal
         products = torch.eye(encoding.num_bases, dtype=torch.float64)
-        # An orthogonal projection; its noise is that of ||tau_i||^2.
-        squares, inside = gram.diagonal(), encoding.decoder.square().sum(0)
-        low = (squares * (1 - NOISE) - inside).clamp(min=0).sqrt()
-        high = (squares * (1 + NOISE) - inside).clamp(min=0).sqrt()
+        # An orthogonal projection. The noise: of ||tau_i||^2, and twice that of each <q_m, tau_i>.
+        squares = gram.diagonal() - encoding.decoder.square().sum(0)
+        noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
+        low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
     else:
         products = encoding.encoder.T @ gram @ encoding.encoder
         assert encoding.reconstruction is not None

@@ -8,7 +8,6 @@ tensors were cut into pieces, and whether or not the writing was interrupted and
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +96,6 @@ class FolderWriter:
     Attributes:
         hashes: of the tensors that are there already, in order: the checksum of what the file that
             they are in held when each was whole. The bytes are read again and compared.
-        synced: wait until the disk has a file, for where what it replaces will be deleted.
 
     Raises:
         UserError: what is there is not what `hashes` says.
@@ -108,7 +106,6 @@ class FolderWriter:
     metadata: Mapping[str, str]
     hashes: Sequence[str] = ()
     rank: int = 0
-    synced: bool = False
     written: dict[str, dict[str, object]] = field(default_factory=dict)  # file -> bytes, hash
     _file: BinaryIO | None = None
     _shard: int = -1
@@ -175,8 +172,6 @@ class FolderWriter:
         assert self._file is not None
         name = self.shards[self._shard].name
         self.written[name] = {"bytes": self._file.tell(), HASH: self.digest}
-        if self.synced:
-            os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
 

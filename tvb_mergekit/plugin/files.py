@@ -74,6 +74,8 @@ def check_model(
         )
     elif not may_be_on_the_hub(path):
         hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
+        if path.startswith("../"):
+            hint = "; the recipes of a store are run where they lie, as STORE/recipes/NAME.yml"
         raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
     elif _offline():
         _check_hub_cache(path)
