@@ -593,12 +593,15 @@ def test_shares_of_the_validation_items(mini: SimpleNamespace) -> None:
     assert mini.plan.used({"items": 64, "budget": None}) == 64
 
 
+PAPERS = {"basis": "ae", "decoder": "learned"}
+
+
 @pytest.mark.parametrize(
     ("label", "keys"),
     [
-        ("ae_adam_0.5", {"basis": "ae", "temperature": 0.5}),
-        ("ae_annealed", {"basis": "ae", "anneal_every": 500, "anneal_factor": 0.8}),
-        ("ae_annealed_0.9", {"basis": "ae", "anneal_every": 500, "anneal_factor": 0.9}),
+        ("ae_adam_0.5", PAPERS | {"temperature": 0.5}),
+        ("ae_annealed", PAPERS | {"anneal_every": 500, "anneal_factor": 0.8}),
+        ("ae_annealed_0.9", PAPERS | {"anneal_every": 500, "anneal_factor": 0.9}),
         ("ae_exact", {"basis": "ae", "solver": "exact"}),
         ("linear_ae", {"basis": "linear_ae"}),
         ("rand_select", {"basis": "rand_select"}),

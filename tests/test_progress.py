@@ -23,7 +23,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_gets_a_whole_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seconds, log = [0.0], io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
     monkeypatch.setattr(sys, "stderr", log)
@@ -31,7 +33,8 @@ def test_a_log_gets_a_whole_line_every_ten_seconds(monkeypatch: pytest.MonkeyPat
     for number in range(10):
         seconds[0] = number
         short(10)
-    assert log.getvalue() == ""
+    assert log.getvalue().count("\n") == 1 and log.getvalue().startswith("Gram matrix: 100%")
+    log.truncate(log.seek(0))
     long = bars(False)("Bases", 4000)
     for _ in range(40):
         seconds[0] += 0.9
@@ -39,11 +42,11 @@ def test_a_log_gets_a_whole_line_every_ten_seconds(monkeypatch: pytest.MonkeyPat
         with tqdm.tqdm.external_write_mode(file=log):  # as `tqdm.write` does
             pass
     found = [re.sub(r"\[.*\]", "[]", line) for line in log.getvalue().splitlines()]
-    assert found == [f"Bases: {p}% {p * 40 / 1000:.2f}k/4.00k []" for p in (30, 60, 90)]
+    assert found == [f"Bases: {p}% {p * 40 / 1000:.2f}k/4.00k []" for p in (30, 60, 90, 100)]
     assert re.search(r"\[\d+:\d\d<\d+:\d\d, .*B/s\]\n", log.getvalue())
     assert "\r" not in log.getvalue() and "\n\n" not in log.getvalue()
     bars(True)("Bases", 1)(1)
-    assert log.getvalue().count("\n") == 3
+    assert log.getvalue().count("\n") == 4
 
 
 @pytest.mark.parametrize("error", [UserError("no such thing"), KeyboardInterrupt()], ids=repr)

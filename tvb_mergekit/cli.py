@@ -69,14 +69,13 @@ def _careful(out: str = "", *, several: bool = False) -> Callable[[Command], Com
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            from tqdm.contrib.logging import logging_redirect_tqdm
-
             from tvb_mergekit import ranks
+            from tvb_mergekit.progress import logging_above_bars
             from tvb_mergekit.refusals import refusing, unwinding
 
             place = str(values.get(out) or "the output")
             try:
-                with logging_redirect_tqdm(), refusing(out=place):
+                with logging_above_bars(), refusing(out=place):
                     if values.get(out):
                         names = ("recipe", "store", out)
                         check_names(*(values[name] for name in names if name in values))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 Update = Callable[[int], object]  # called with the bytes of each piece
 Progress = Callable[[str, int], Update]  # called with the title and total bytes of each pass
@@ -18,12 +20,14 @@ LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {r
 
 
 class Bar(tqdm.tqdm):  # type: ignore[type-arg]
-    """tqdm's bar on a terminal; in files and logs a whole line every ten seconds at most."""
+    """tqdm's bar on a terminal; in files and logs a line every ten seconds, and one at the end."""
 
     def __init__(self, **options: Any) -> None:
         self.lines, self.told = not sys.stderr.isatty(), time.monotonic()
         if self.lines:
             options |= {"bar_format": LINE, "mininterval": 0, "miniters": 1}
+        # tqdm sets them after it has drawn the bar, and closes none without them
+        self.start_t = self.last_print_t = time.time()
         super().__init__(**options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
@@ -38,7 +42,10 @@ class Bar(tqdm.tqdm):  # type: ignore[type-arg]
             super().clear(nolock)
 
     def close(self) -> None:
-        self.disable = self.disable or self.lines  # or tqdm writes an empty line
+        if self.lines and not self.disable:
+            if self.total is not None and self.n >= self.total:
+                print(self, file=sys.stderr, flush=True)
+            self.disable = True  # or tqdm writes an empty line
         super().close()
 
 
@@ -67,6 +74,12 @@ def closing_bars() -> Iterator[None]:
         for bar in list(getattr(tqdm.tqdm, "_instances", ())):
             bar.close()
         raise
+
+
+def logging_above_bars() -> AbstractContextManager[None]:
+    """What is logged to a terminal stands on lines of its own, above open bars."""
+    told = any(getattr(handler, "stream", None) is sys.stderr for handler in logging.root.handlers)
+    return logging_redirect_tqdm() if told and sys.stderr.isatty() else nullcontext()
 
 
 def silent(title: str, total: int) -> Update:

@@ -21,7 +21,6 @@ from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from pydantic import BaseModel
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tvb_mergekit import ranks, report
 from tvb_mergekit.errors import UserError, check_names
@@ -34,6 +33,7 @@ from tvb_mergekit.plugin.files import (
 from tvb_mergekit.plugin.loaders import fresh_loaders, install_adapters
 from tvb_mergekit.plugin.planning import Plan, Session, session
 from tvb_mergekit.plugin.reading import check_unknown_keys, read_recipe
+from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.ready import located
 from tvb_mergekit.recipe import METHODS, nearest
 from tvb_mergekit.refusals import refusing, unwinding
@@ -60,7 +60,7 @@ def wrap_run_merge(module: ModuleType) -> None:
             return
         running = Session(out_path)
         stopping = refusing(planning=lambda: running.plan is None, out=out_path)
-        with logging_redirect_tqdm(), stopping:
+        with logging_above_bars(), stopping:
             recipe = read_recipe(merge_config)
             world = ranks.world()
             if world.leads:
