@@ -318,6 +318,7 @@ def test_the_next_step_of_an_old_store_is_by_least_squares(tmp_path: Path) -> No
     facts = json.loads((store / "basis.json").read_text())
     assert facts["parameters"].pop("decoder") == LEARNED
     assert facts.pop("decoder_losses")[LEARNED] == facts["loss"]
+    del facts["checksum"]
     (store / "basis.json").write_text(json.dumps(facts))
     grown = tvb.add(store, base, models[4], "t4", compress="ae")
     assert grown.facts["decoder_losses"] is None

@@ -76,7 +76,8 @@ class GramSums:
         ||theta_0|| that a model is unlike the base. Over all tensors where there is no matrix."""
         squares = self.matrix_squares
         if squares is None or not squares.any():
-            squares = torch.tensor([self.base_norm_squared, *self.gram.diagonal()])
+            each = [self.base_norm_squared, *self.gram.diagonal().tolist()]
+            squares = torch.tensor(each, dtype=torch.float64, device="cpu")
         sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
         return sizes
 
@@ -102,7 +103,8 @@ class GramSums:
         tasks = None if self.sketch_tasks is None else self.sketch_tasks * w
         squares = self.matrix_squares
         if squares is not None:
-            squares = squares * torch.cat([torch.ones(1, dtype=torch.float64), w.square()])
+            one = torch.ones(1, dtype=torch.float64, device="cpu")
+            squares = squares * torch.cat([one, w.square()])
         gram = self.gram * torch.outer(w, w)
         return replace(self, gram=gram, sketch_tasks=tasks, matrix_squares=squares)
 

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import tqdm
@@ -72,7 +72,8 @@ def closing_bars() -> Iterator[None]:
         yield
     except BaseException:
         for bar in list(getattr(tqdm.tqdm, "_instances", ())):
-            bar.close()
+            with suppress(AttributeError):  # of one that was never made whole
+                bar.close()
         raise
 
 
