@@ -147,6 +147,7 @@ def test_run_as_a_module(make_venv, wheel):
     assert "tvb" not in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_parts_of_the_plugin_may_be_imported_first(make_venv, wheel):
     """Whichever part of the plugin is imported first, mergekit is complete afterwards."""

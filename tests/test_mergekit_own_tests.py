@@ -120,6 +120,7 @@ def mergekit_tests(tmp_path: Path) -> Path:
     return tests.parent
 
 
+@pytest.mark.slow
 def test_mergekit_own_tests(mergekit_tests, make_venv, wheel, capsys):
     venv = make_venv()
     venv.pip("install", "--no-deps", wheel)

@@ -223,6 +223,7 @@ def left_over(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="looks for processes in /proc")
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     options = ("--preset", "micro", "--seeds", "3", "--workers", "2", "--kind", "addition")

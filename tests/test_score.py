@@ -293,6 +293,7 @@ def test_neither_the_order_of_files_nor_their_dates_matter(
 # ------------------------------------------------------------------------------------- result files
 
 
+@pytest.mark.slow
 def test_files_of_lm_eval_itself(tmp_path: Path) -> None:
     """The stock command on two of the mini tasks, four items each, three and one right."""
     items = {

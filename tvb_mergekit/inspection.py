@@ -406,8 +406,9 @@ def printable(text: str, ascii_only: bool = False) -> str:
 
 def error_text(low: float, high: float) -> str:
     """One number where the error is known exactly, else the range, or its known end."""
-    if low == high or _fixed(low, 3) == _fixed(high, 3):
-        return _fixed(high, 3)
+    for places in (3, 2):
+        if low == high or _fixed(low, places) == _fixed(high, places):
+            return _fixed(high, places)
     if high < 5e-4:
         return f"at most {_fixed(high, 3)}"
     if math.isinf(high):
