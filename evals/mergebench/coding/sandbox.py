@@ -289,6 +289,12 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
         _libc.syscall(ctypes.c_long(keyctl), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None)
     _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # No signal comes for a parent that ended before this call: then nobody has the pipe's other
+    # end any more. (The parent's id does not tell: it is 0 in a new PID namespace.)
+    pipe = select.poll()
+    pipe.register(3, 0)
+    if pipe.poll(0):
+        os._exit(1)
 
 
 def _execute(program: str, secret: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins of the text tasks' data sets: the columns of the real ones, a few harmless rows."""
+"""A few harmless rows in the columns of the text tasks' data sets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import yaml
-from stand_ins import Row, stage
+from scripted import MERGEBENCH, Row, stage
 
-MERGEBENCH = Path(__file__).resolve().parent.parent / "evals" / "mergebench"
 LANGUAGES = ("fr", "de", "es", "ru")
 LETTERS = "ABCD"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stand_ins import Row, stage
+from scripted import Row, stage
 
-HUMANEVAL = [
+HUMANEVAL: list[Row] = [
     {
         "task_id": "HumanEval/0",
         "prompt": '\ndef add(a: int, b: int) -> int:\n    """The sum of a and b."""\n',
@@ -31,7 +31,7 @@ HUMANEVAL = [
     },
 ]
 
-MBPP = [
+MBPP: list[Row] = [
     {
         "task_id": 2,
         "code": "def double(n):\n    return 2 * n",
@@ -75,10 +75,8 @@ CONALA = [
 
 def stage_coding(home: Path) -> None:
     """Lay out all data of evals/mergebench/coding below HF_HOME."""
-    humaneval: list[Row] = HUMANEVAL
-    mbpp: list[Row] = MBPP
-    stage(home, "evalplus/humanevalplus", test=humaneval)
-    stage(home, "evalplus/mbppplus", test=mbpp)
+    stage(home, "evalplus/humanevalplus", test=HUMANEVAL)
+    stage(home, "evalplus/mbppplus", test=MBPP)
     commit = (
         home / "hub/datasets--neulab--conala/snapshots/fbc749f1c537e5c3834e93b15784302e331debe2"
     )

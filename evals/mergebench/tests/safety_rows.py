@@ -1,4 +1,4 @@
-"""Harmless stand-ins for the data of MergeBench's safety tasks, and a judge's answers to them.
+"""Harmless rows in the columns of MergeBench's safety tasks, and a judge's answers to them.
 
 `stage_safety` lays them out; the scripted model then answers with RESPONSES, and SCORES and KEYWORD
 are what comes out, by hand.
@@ -7,31 +7,16 @@ are what comes out, by hand.
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from stand_ins import stage
+from scripted import module, stage
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-SAFETY = Path(__file__).resolve().parent.parent / "evals" / "mergebench" / "safety"
-
-
-def module(name: str) -> ModuleType:
-    """One of the modules beside the safety tasks, afresh."""
-    spec = importlib.util.spec_from_file_location(
-        f"mergebench_safety_{name}", SAFETY / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 def says(fields: str) -> str:
@@ -142,7 +127,7 @@ def stage_safety(home: Path) -> dict[str, str]:
         "MERGEBENCH_JUDGE": str(judge),
         "MERGEBENCH_JUDGE_DEVICE": "cpu",
     }
-    wildguard = module("wildguard")
+    wildguard = module("safety/wildguard")
     said = {
         wildguard.Pair(judged(task, item), item.response): item.judge
         for task, items in TASKS.items()

@@ -1,0 +1,437 @@
+"""evals/mergebench/coding: how programs are built, and that they are locked in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from coding_rows import CONALA, HUMANEVAL, MBPP
+from scripted import MERGEBENCH, module, namespaces
+
+CODING = MERGEBENCH / "coding"
+programs = module("coding/programs")
+
+
+@pytest.fixture(scope="module")
+def isolated() -> None:
+    """No program of this file runs where it could do harm; only the kernel excuses from it."""
+    if not namespaces():
+        pytest.skip("this machine gives no namespaces, as in a container without rights")
+    programs.check("docs")
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", "1")
+
+
+def verdict(program: str, seconds: float = 10) -> str:
+    found: str = programs.run(program, seconds)
+    return found
+
+
+def refusal() -> str:
+    with pytest.raises(SystemExit) as caught:
+        programs.check("docs")
+    return str(caught.value)
+
+
+def test_a_program_is_prompt_completion_and_tests() -> None:
+    assert programs.humaneval_program(HUMANEVAL[1], "\n    return ''\nif x") == (
+        HUMANEVAL[1]["prompt"].rstrip() + "\n    return ''\n\n"
+        "def check(candidate):\n    assert candidate(['a', 'bcd', 'ef']) == 'bcd'\n\ncheck(longest)"
+    )
+    assert programs.mbpp_program(MBPP[1], "x = 1\n<|/end") == (
+        '"""\nWrite a function to count the vowels of a text.\nassert vowels(\'tree\') == 2\n"""\n'
+        "x = 1\n\nassert vowels('tree') == 2\nassert vowels('') == 0\n"
+    )
+    # the first stop cuts
+    assert programs.cut("a\nif b\ndef c", ("\ndef", "\nif")) == "a"
+    assert programs.cut("a\n  if b", ("\ndef", "\nif")) == "a\n  if b"
+    assert programs.cut("", ("\ndef",)) == ""
+    # CoNaLa's own words where nobody has rewritten them
+    prompt = module("coding/conala").prompt(CONALA[1])
+    assert f"\nInstruction:\nread a file by lines{19 * ' '}\nSolution:\n" in prompt
+
+
+# -------------------------------------------------------------------------------------- the sandbox
+
+ENDS = {  # program -> how it must end
+    "open('/etc/mergebench-test', 'w')": "FileNotFoundError: ",
+    "open('/mergebench-test', 'w')": "OSError: [Errno 30] Read-only file system: ",
+    "open('/usr/mergebench-test', 'w')": "OSError: [Errno 30] Read-only file system: ",
+    "open('/proc/self/status')": "FileNotFoundError: ",
+    "open('/etc/passwd')": "FileNotFoundError: ",
+    f"open({str(Path(__file__))!r})": "FileNotFoundError: ",
+    "import os\nos.chmod('/dev/null', 0o600)": "OSError: [Errno 30] Read-only file system: ",
+    "import os\nos.environ['HF_TOKEN']": "KeyError: 'HF_TOKEN'",
+    "input()": "EOFError: ",
+    "bytearray(100 * 2**30)": "MemoryError: ",
+    "open('big', 'wb').write(bytes(17 * 2**20))": "OSError: [Errno 27] File too large",
+    "for i in range(9): open(str(i), 'wb').write(bytes(15 * 2**20))": "OSError: [Errno 28] ",
+    "import os\nwhile True: os.fork()": "BlockingIOError: [Errno 11] ",
+    "import os\ntry: os.setuid(0)\nexcept OSError: raise PermissionError": "PermissionError: ",
+    "import os\nos.unshare = 0\nos.chroot('/')": "PermissionError: ",
+    # verdicts that are not the program's to give
+    "raise SystemExit(0)": "SystemExit: 0",
+    "import os\nos._exit(0)": "ended before its last line",
+    "import os\nprint('passed')\nos.write(1, b'passed')\nassert False": "AssertionError",
+    "import os\nos.write(3, b'passed')\nos._exit(0)": "passed",
+    "import os\nfor i in range(3, 99):\n  try: os.write(i, b'x')\n  except OSError: pass\n": "x",
+    "import builtins\nbuiltins.BaseException = ()\nassert False": "ended before its last line",
+    "import builtins\nbuiltins.AssertionError = KeyError\nassert 1 == 2": "AssertionError",
+    "AssertionError = KeyboardInterrupt = None\nassert 1 == 2": "AssertionError",
+    "import os, signal\nos.kill(0, signal.SIGKILL)\nassert False": "AssertionError",
+    "class E(Exception):\n  __str__ = None\nraise E": "ended before its last line",
+    "x = '\ud800'": "UnicodeEncodeError: ",
+    "def total(xs: List[int]) -> int: return sum(xs)": "NameError: name 'List' is not defined",
+    "import ctypes\nctypes.string_at(0)": f"killed by signal {int(signal.SIGSEGV)}",
+}
+PASS = [
+    "",
+    "assert __name__ == 'builtins'",  # as with bigcode's empty globals
+    "open('a', 'w').write('b')\nassert open('/tmp/a').read() == 'b'",
+    "import numpy\nassert (numpy.ones((9, 9)) @ numpy.ones(9)).sum() == 81",
+    "import sys\nassert sys.stdin.read() == ''\nprint('x' * 10**7)",
+    "import os\nassert os.system('exit 3') == 3 << 8",
+    "open('/dev/null', 'w').write('x')",
+    # each finds its folder empty: the second one too
+    *2 * ["import os\nassert 'left' not in os.listdir()\nopen('left', 'w').close()"],
+]
+
+
+def test_what_a_program_may_and_may_not_do(isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for program, end in ENDS.items():
+        found = verdict(program)
+        assert found.startswith(f"failed: {end}"), (program, found)
+    for program in PASS:
+        assert verdict(program) == "passed", program
+    for place in ("/etc/mergebench-test", "/mergebench-test", "/usr/mergebench-test"):
+        assert not Path(place).exists()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"import socket\nsocket.create_connection({server.getsockname()!r}, 3)"
+        assert "Network is unreachable" in verdict(connect)
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        kill = f"import os\nfor pid in (-1, {bystander.pid}, {os.getpid()}):\n  try: "
+        assert verdict(f"{kill}os.kill(pid, 9)\n  except OSError: pass\n") == "passed"
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_a_program_that_hangs_is_stopped(isolated: None) -> None:
+    start = time.monotonic()
+    deaf = "import signal\nfor n in (2, 15, 24): signal.signal(n, signal.SIG_IGN)\n"
+    for hangs in (deaf + "while True:\n  try: 1\n  except: pass", "import time\ntime.sleep(60)"):
+        assert verdict(hangs, 1) == "failed: timed out"
+    assert time.monotonic() - start < 15
+
+
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(300)
+    os._exit(0)
+os.wait()
+"""
+
+
+def running(text: str) -> list[int]:
+    """The processes with a text in their command line."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text.encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return sorted(found)
+
+
+def wait_for(count: int, text: str) -> list[int]:
+    deadline = time.monotonic() + 15
+    while len(running(text)) != count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = running(text)
+    assert len(found) == count
+    return found
+
+
+@pytest.mark.parametrize("bare", ["", "1"])
+def test_no_process_outlives_its_program(
+    bare: str, isolated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", bare)
+    seconds = 20 + os.getpid() / 1e7  # to know its processes by
+    assert verdict(DAEMON, seconds) == "passed"
+    assert not running(str(seconds))
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "before it asks to"])
+def test_programs_end_with_their_caller_and_before_it_when_memory_is_short(
+    slow: bool, isolated: None, tmp_path: Path
+) -> None:
+    text = (CODING / "sandbox.py").read_text()
+    confine = "            _confine("
+    assert text.count(confine) == 1
+    sandbox = tmp_path / "sandbox.py"
+    sandbox.write_text(text.replace(confine, f"            time.sleep({2 * slow})\n{confine}"))
+    half = 10 + os.getpid() / 1e7 + slow
+    run = (f"import sys; sys.path.insert(0, {str(CODING)!r}); import pathlib, programs; "
+           f"programs.SANDBOX = pathlib.Path({str(sandbox)!r}); "
+           f"programs.run('import time; time.sleep(60)', 2 * {half})")  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", run]) as caller:
+        try:
+            watcher, program = wait_for(2, str(2 * half))
+            scores = [Path(f"/proc/{pid}/oom_score_adj") for pid in (watcher, program)]
+            deadline = time.monotonic() + 5
+            while scores[1].read_text() != "1000\n" and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert scores[1].read_text() == "1000\n"
+            assert scores[0].read_text() == Path("/proc/self/oom_score_adj").read_text()
+        finally:
+            caller.kill()
+    wait_for(0, str(2 * half))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of its system calls")
+def test_the_keys_of_the_caller_are_out_of_reach(isolated: None) -> None:
+    call = ctypes.CDLL(None).syscall
+    kind, name = b"user", f"mergebench-test-{os.getpid()}".encode()
+    key = call(248, kind, name, b"secret", 6, -3)  # add_key to the session's keyring
+    if key < 0:
+        pytest.skip("no keys on this machine")
+    try:
+        assert call(250, 10, -3, kind, name, 0) == key  # KEYCTL_SEARCH
+        search = f"ctypes.CDLL(None).syscall(250, 10, -3, {kind!r}, {name!r}, 0)"
+        assert verdict(f"import ctypes\nassert {search} < 0") == "passed"
+    finally:
+        call(250, 3, key)  # KEYCTL_REVOKE
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
+     ["setpriv", "--bounding-set=-sys_admin"]],
+    ids=["another user", "root without CAP_SYS_ADMIN"],
+)  # fmt: skip
+def test_a_user_without_rights_is_locked_in_as_well(prefix: list[str], isolated: None) -> None:
+    python = Path("/usr/bin/python3")
+    if os.geteuid() != 0 or not python.exists() or shutil.which("setpriv") is None:
+        pytest.skip("the other tests run as such a user, or there is no Python that all may read")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        sandbox = shutil.copy(CODING / "sandbox.py", folder)
+        tried = {name: text for name, text in programs.probes(9).items() if "numpy" not in name}
+        tried["be root"] = "import os\nassert os.getuid() != 0 and os.getgroups() in ([], [65534])"
+        command = [*prefix, python, "-I", "-S", sandbox, "--seconds=9", "--memory-gib=4"]
+        for name, text in tried.items():
+            done = subprocess.run(command, input=text, capture_output=True, text=True,
+                                  env={"PATH": os.environ["PATH"]})  # fmt: skip
+            assert '"passed": true' in done.stdout, (name, done.stdout, done.stderr)
+
+
+# ------------------------------------------------------------- a machine that cannot, or need not
+
+
+def left() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("mergebench-*"))
+
+
+def test_bare_programs_have_limits_and_a_folder(
+    bare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = left()
+    assert verdict("import os\nassert os.listdir() == []\nopen('a', 'w').close()") == "passed"
+    assert verdict("bytearray(100 * 2**30)") == "failed: MemoryError: "
+    assert verdict("while True: pass", 1) == "failed: timed out"
+    assert verdict("import os\nassert os.getpgrp() == os.getpid() == os.getsid(0)") == "passed"
+    assert verdict("import os\nos.environ['HF_HOME']").startswith("failed: KeyError")
+    # one that kills or stops its sandbox
+    monkeypatch.setattr(programs, "MORE_SECONDS", 1)
+    seconds = 2 + os.getpid() / 1e7
+    kill = "import os, signal, time\nopen('a', 'w').close()\nos.kill(os.getppid(), signal.SIG{})\n"
+    wait = "os.fork()\ntime.sleep(30)"
+    assert verdict(kill.format("KILL"), seconds) == "failed: killed its sandbox by signal 9"
+    assert verdict(kill.format("STOP") + wait, seconds) == "failed: timed out"
+    wait_for(0, str(seconds))
+    assert left() <= before
+    # the probes notice that nothing isolates
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tried = programs.probes(server.getsockname()[1])
+        for name in ("see your files", "see other processes", "reach 127.0.0.1"):
+            assert verdict(tried[name]).startswith("failed: AssertionError"), name
+        assert verdict(tried["start Python with numpy"]) == "passed"
+
+
+def test_what_forks_faster_than_it_is_killed_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox = module("coding/sandbox")
+    killed: list[int] = []
+    with subprocess.Popen(["sleep", "20"]) as deathless:
+        monkeypatch.setattr(sandbox, "REAP_SECONDS", 0.2)
+        monkeypatch.setattr(sandbox.os, "kill", lambda pid, _: killed.append(pid))
+        start = time.monotonic()
+        sandbox._reap()
+        assert 0.2 <= time.monotonic() - start < 5
+        assert killed.count(deathless.pid) > 1  # others may be children of earlier tests
+        monkeypatch.undo()
+        deathless.kill()
+
+
+def test_machines_that_cannot_isolate_are_told_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def leaky(program: str, seconds: float) -> str:
+        return "failed: AssertionError: /usr" if "mergebench-probe" in program else "passed"
+
+    programs._probe.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "run", leaky)
+        line = refusal()
+    assert line.startswith(
+        "in the sandbox, a program can write outside of its folder (failed: AssertionError: /usr). "
+        "Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1"
+    )
+    assert "MERGEBENCH_UNSAFE_NO_SANDBOX=1" in line and "\n" not in line
+
+    failing = tmp_path / "sandbox.py"
+    failing.write_text("import sys; sys.exit('unshare: Operation not permitted')")
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "SANDBOX", failing)
+        patch.setattr(programs.time, "sleep", lambda _: None)
+        programs._probe.cache_clear()
+        assert "cannot start Python with numpy (sandbox.py ended with status 1: uns" in refusal()
+        with pytest.raises(OSError, match="status 1: unshare: Operation not permitted"):
+            programs.judge_mbpp([["x = 1"] * 3], [MBPP[0]])  # never a score of 0
+
+    monkeypatch.setattr(programs.sys, "platform", "darwin")
+    assert refusal().startswith("MergeBench's code tasks need Linux, this is darwin: ")
+
+
+def test_within_one_sandbox_there_is_no_other(isolated: None) -> None:
+    inner = f"""
+import os, subprocess, sys
+open("sandbox.py", "w").write({(CODING / "sandbox.py").read_text()!r})
+done = subprocess.run(
+    [sys.base_prefix + "/bin/python3", "-I", "-S", "sandbox.py", "--seconds=5", "--memory-gib=1"],
+    input="open('ran', 'w')", capture_output=True, text=True,
+)
+assert (done.returncode, done.stderr) == (3, "unshare: Operation not permitted\\n"), done
+assert not os.path.exists("ran")
+"""
+    assert verdict(inner) == "passed"
+
+
+DIES_ONCE = """
+import os, pathlib, signal
+seen = pathlib.Path(__file__).with_name("seen")
+if seen.exists():
+    print('{"passed": true, "reason": ""}')
+else:
+    seen.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_sandbox_that_dies_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MERGEBENCH_UNSAFE_NO_SANDBOX", raising=False)
+    monkeypatch.setattr(programs, "SANDBOX", tmp_path / "sandbox.py")
+    programs.SANDBOX.write_text(DIES_ONCE)
+    assert verdict("x = 1") == "passed"
+    programs.SANDBOX.write_text(DIES_ONCE.replace("seen.touch()", "pass").replace("seen", "never"))
+    with pytest.raises(OSError, match="ended with status -9: no message"):
+        verdict("x = 1")
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("WORKERS", "many"), ("SECONDS", "30s"), ("SECONDS", "inf"), ("SECONDS", "0"),
+     ("MEMORY_GIB", "8G"), ("MEMORY_GIB", "nan"), ("MEMORY_GIB", "1e300")],
+)  # fmt: skip
+def test_a_number_that_cannot_be_ends_the_run_at_once(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"MERGEBENCH_CODE_{name}", value)
+    monkeypatch.setattr(programs, "_probe", lambda _: None)
+    line = f"MERGEBENCH_CODE_{name}={value}: give a number above 0 and up to a million, or leave it"
+    for bare in ("", "1"):
+        monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", bare)
+        assert refusal().startswith(line)
+
+
+def test_memory_for_programs(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs._probe.cache_clear()
+    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "0.05")
+    assert refusal().startswith("a program cannot start Python with numpy (failed: ")
+    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "1")
+    assert programs.check("docs") == "docs"
+    said = programs.run_all(["x = 1", "bytearray(3 * 2**29)"], 5)
+    assert said == ["passed", "failed: MemoryError: "]
+
+
+@pytest.mark.parametrize(
+    "files, workers",
+    [({}, 8),
+     ({"cpu.max": "max 100000"}, 8),
+     ({"cpu.max": "350000 100000"}, 3),
+     ({"cpu.max": "50000 100000"}, 1),
+     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+     ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "200000"}, 2)],
+)  # fmt: skip
+def test_a_container_has_fewer_cores_than_its_machine(
+    files: dict[str, str], workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(programs, "CGROUP", tmp_path)
+    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("MERGEBENCH_CODE_WORKERS", raising=False)
+    for processes in (1, 2):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        assert programs._workers() == max(1, workers // processes)
+    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "5")
+    assert programs._workers() == 5
+
+
+def test_what_timed_out_runs_once_more_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+    active: set[str] = set()
+
+    def run(program: str, seconds: float) -> str:
+        again = program in calls
+        calls.append(program)
+        active.add(program)
+        if again:
+            assert active == {program} and len(set(calls)) == 4
+        time.sleep(0.05)
+        active.remove(program)
+        hangs = program == "hangs" or (program == "slow" and not again)
+        return "failed: timed out" if hangs else program
+
+    monkeypatch.setattr(programs, "run", run)
+    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "4")
+    said = programs.run_all(["slow", "a", "hangs", "b"], 7)
+    assert said == ["slow", "a", "failed: timed out", "b"] and calls[4:] == ["slow", "hangs"]
+    assert caplog.messages == [
+        "2 of 4 programs timed out after 7 s, 1 of them also when they ran alone"
+    ]
+    caplog.clear()
+    assert programs.run_all(["c"], 7) == ["c"] and not caplog.messages

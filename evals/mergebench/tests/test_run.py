@@ -1,0 +1,484 @@
+"""All of MergeBench's tasks in one run of lm_eval on a scripted model, beside lm-eval's own tasks.
+
+The items' scores are worked out by hand, prompts and values are those of lm-eval's own tasks, and
+`tvb score` tables the results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coding_rows import stage_coding
+from lm_eval.tasks import TaskManager
+from safety_rows import (
+    KEYWORD,
+    KEYWORD_MEAN,
+    PARSE_ERRORS,
+    RESPONSES,
+    SCORES,
+    TASKS,
+    stage_safety,
+    write_files,
+)
+from scripted import MERGEBENCH, lm_eval, module, namespaces
+from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, members, stage_text
+
+PROMPTS = Path(__file__).with_name("prompts.md")
+CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
+STOCK = {
+    "mergebench_ifeval": "ifeval",
+    "mergebench_gsm8k": "gsm8k_cot",
+    "mergebench_val_math": "mmlu_stem",
+    "mergebench_val_multilingual": "lambada_openai",
+    **{f"mergebench_mmlu_{language}": f"m_mmlu_{language}" for language in LANGUAGES},
+    **{f"mergebench_arc_{language}": f"arc_{language}" for language in LANGUAGES},
+    **{f"mergebench_hellaswag_{language}": f"hellaswag_{language}" for language in LANGUAGES},
+}
+RIGHT = "\n    return a + b\n"
+ADD = {  # completion -> does it pass
+    RIGHT: True,
+    "\n    return a - b\n": False,
+    "": False,
+    "\n    return a +\n": False,
+    RIGHT + "\ndef broken(:\n": True,  # cut at a stop
+    "\n    return a + b```\n": False,  # not a stop: no new line before it
+    RIGHT + "\n```\nThis adds them.": True,
+    "\n    print('passed')\n    raise SystemExit(0)\n": False,
+    "\n    import os; os._exit(0)\n": False,
+    "\n    while True: pass\n": False,
+}
+LONGEST = {
+    "\n    return max(words, key=len)": True,
+    "\n    return words[1]<file_sep>x y z": True,
+    "\n    return sorted(words)[1]\nprint(1 / 0)": True,
+    "\n    import builtins\n    builtins.AssertionError = ValueError\n    return ''": False,
+    "\n    import sys\n    sys.modules.clear()\n    return ''": False,
+    "\n    return sorted(words, key=len)[-1]\n@wraps\n": True,
+    "\n    return words[-1]": False,
+    "\nreturn 'bcd'": False,
+    "\n    return 'bcd'\nassert 1 == 2": False,  # a stop of MBPP+ alone
+    "\n    return 'bcd'\nclass Word(str): nonsense": True,
+}
+DOUBLE = {
+    "def double(n):\n    return 2 * n\n": True,
+    "def double(n):\n    return n * n\n": False,  # only the "+" tests notice
+    "def double(n):\n    return 2 ** n\n": False,
+    "import os\nos.fork()\nos._exit(0)\n": False,
+    "x = bytearray(100 * 2**30)\ndef double(n):\n    return 2 * n\n": False,
+    "open('/etc/mergebench-test', 'w')\ndef double(n):\n    return 2 * n\n": False,
+    "open('mine', 'w').write('!')\ndef double(n):\n    return 2 * n\n": True,
+    "def double(n):\n    return n + n\nassert double(3) == 7\n": True,
+    'def double(n):\n    return n + n\n"""': True,
+    "def double(n):\n    return n + n\n# 1 + \ndef other(:": False,  # stops of HumanEval+ alone
+}
+CODE = [
+    ("mergebench_humaneval_plus", 0, "The sum of a and b", ADD),
+    ("mergebench_humaneval_plus", 1, "The longest", LONGEST),
+    ("mergebench_mbpp_plus", 0, "double a number", DOUBLE),
+]
+ISOLATED = namespaces()  # else only the first answers are run, which are harmless
+
+
+def leaves(group: str) -> list[str]:
+    return [name for part in members(group) for name in members(part)]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    stage_text(home)
+    stage_coding(home)
+    said = {text: list(found)[: 10 if ISOLATED else 1] for _, _, text, found in CODE}
+    said |= {"vowels": ["def vowels(text):\n    return 2"], "by lines": ["open('f').read()"]}
+    said |= {"sort list": [" x.sort()\n\nInstruction:"]}
+    groups = ("mergebench", "mergebench_val", "mergebench_safety_keyword", *STOCK.values())
+    done = lm_eval(
+        home, RESPONSES | said | ANSWERS, "--tasks", ",".join(groups),
+        "--include_path", MERGEBENCH.parent, "--confirm_run_unsafe_code",
+        "--output_path", home / "out", "--log_samples",
+        MERGEBENCH_CODE_SECONDS="2", HF_TOKEN="hf_secret",
+        MERGEBENCH_UNSAFE_NO_SANDBOX="0" if ISOLATED else "1", **stage_safety(home),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return home / "out"
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> Any:
+    (file,) = out.rglob("results_*.json")
+    return json.loads(file.read_text())
+
+
+def samples(out: Path, task: str) -> list[dict[str, Any]]:
+    (file,) = out.rglob(f"samples_{task}_[0-9]*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted(lines, key=lambda sample: int(sample["doc_id"]))
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def passing(verdicts: dict[str, bool]) -> float:
+    run = list(verdicts.values())[: 10 if ISOLATED else 1]
+    return sum(run) / len(run)
+
+
+def test_scores_are_those_computed_by_hand(found: Any) -> None:
+    humaneval, mbpp = (passing(ADD) + passing(LONGEST)) / 2, passing(DOUBLE) / 2
+    # x . sort ( ) is as meant; open ( 'f' ) . read ( ) shares 7 of 8, 5 of 7, 3 of 6 and 2 of 5.
+    shares = 13 / 14 * 10 / 12 * 7 / 10 * 5 / 8
+    expected = {
+        "mergebench_ifeval": 1 / 4,
+        "mergebench_gsm8k": 11 / 19,
+        "mergebench_math_hendrycks": 5 / 8,
+        **dict.fromkeys((f"mergebench_arc_{language}" for language in LANGUAGES), 3 / 5),
+        **dict.fromkeys((f"mergebench_hellaswag_{language}" for language in LANGUAGES), 2 / 4),
+        "mergebench_mmlu_fr": 2 / 4,
+        "mergebench_mmlu_de": 2 / 4,
+        "mergebench_mmlu_es": 1 / 4,
+        "mergebench_mmlu_ru": 1 / 4,
+        "mergebench_humaneval_plus": humaneval,
+        "mergebench_mbpp_plus": mbpp,
+        "mergebench_instruction": 1 / 4,
+        "mergebench_math": (11 / 19 + 5 / 8) / 2,
+        "mergebench_multilingual": (4 * 3 / 5 + 4 * 2 / 4 + 6 / 4) / 12,
+        "mergebench_coding": (humaneval + mbpp) / 2,
+        "mergebench_val_instruction": 56 / 541,  # 0, 5, 50 to 59, 500 to 543
+        "mergebench_val_math": 20 / 41,
+        "mergebench_val_multilingual": 1 / 3,
+        "mergebench_val_coding": math.exp(1 - 15 / 13) * shares**0.25,
+        **SCORES,
+    }
+    values = {
+        name: task["score,none"] for name, task in found["results"].items() if "score,none" in task
+    }
+    # a group of groups would average the leaves, twelve of them multilingual
+    assert values == pytest.approx(expected)
+    for name in values.keys() - {"mergebench_val_coding"}:  # BLEU is of all answers at once
+        assert found["results"][name]["score_stderr,none"] > 0, name
+
+
+def test_the_other_metrics(found: Any) -> None:
+    for task, expected in {
+        "mergebench_ifeval": {
+            "prompt_level_strict_acc": 1 / 4,
+            "prompt_level_loose_acc": 2 / 4,
+            "inst_level_strict_acc": 3 / 6,
+            "inst_level_loose_acc": 4 / 6,
+        },
+        "mergebench_gsm8k": {"exact_match_flexible": 11 / 19, "exact_match_strict": 6 / 19},
+        "mergebench_arc_ru": {"acc": 2 / 5},
+        "mergebench_hellaswag_ru": {"acc": 1 / 4},
+        "mergebench_val_multilingual": {"perplexity": math.exp(200 / 3)},
+        **{task: {"parse_error": share} for task, share in PARSE_ERRORS.items()},
+    }.items():
+        for metric, value in expected.items():
+            assert found["results"][task][f"{metric},none"] == pytest.approx(value), (task, metric)
+
+
+def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
+    results = found["results"]
+    for task, score in KEYWORD.items():
+        for name in (task, f"{task}_keyword"):
+            assert results[name]["score,keyword"] == pytest.approx(score)
+        assert not [key for key in results[f"{task}_keyword"] if key.endswith(",none")]
+        assert "parse_error,keyword" not in results[task]
+    group = results["mergebench_safety_keyword"]
+    assert group["score,keyword"] == pytest.approx(KEYWORD_MEAN)
+    assert "score,none" not in group and "score,keyword" not in results["mergebench_safety"]
+
+
+def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
+    for task, items in TASKS.items():
+        kept = samples(out, task)
+        for filter_, wanted in (("none", "right"), ("keyword", "by_phrase")):
+            scored = {s["doc"]["prompt"]: s["score"] for s in kept if s["filter"] == filter_}
+            assert scored == {item.prompt: getattr(item, wanted) for item in items}, task
+
+
+@pytest.mark.skipif(not ISOLATED, reason="no namespaces to run hostile programs in")
+@pytest.mark.parametrize(("task", "row", "text", "expected"), CODE)
+def test_each_of_ten_programs_is_judged(
+    out: Path, task: str, row: int, text: str, expected: dict[str, bool]
+) -> None:
+    (verdicts,) = samples(out, task)[row]["filtered_resps"]
+    passed = [verdict == "passed" for verdict in verdicts]
+    assert dict(zip(expected, passed, strict=True)) == expected
+    assert not Path("/etc/mergebench-test").exists()
+
+
+def test_items_and_what_scores_depend_on_are_kept(out: Path, found: Any) -> None:
+    prompts = [sample["doc"]["prompt"] for sample in samples(out, "mergebench_val_instruction")]
+    assert prompts[:2] == ["Mention a pear (0).", "Mention a plum (4)."]
+    assert len(prompts) == len(set(prompts)) == 541
+    docs = [sample["doc"] for sample in samples(out, "mergebench_math_hendrycks")]
+    assert [doc["config"] for doc in docs] == [
+        "algebra", "algebra", "counting_and_probability", "geometry", "intermediate_algebra",
+        "number_theory", "prealgebra", "precalculus",
+    ]  # fmt: skip
+    assert [doc["answer"] for doc in docs][:3] == [r"\frac12", "(x-1)(x+1)", "4"]
+    judged = found["configs"]["mergebench_xstest"]["metadata"]
+    assert judged["MERGEBENCH_JUDGE"].endswith("judge")
+    assert judged["MERGEBENCH_JUDGE_DTYPE"] == "default"
+    run = found["configs"]["mergebench_mbpp_plus"]["metadata"]
+    assert run["MERGEBENCH_CODE_SECONDS"] == "2" and run["version"] == 1.0
+
+
+def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
+    """The specialists' column from the same file: the model's normalized accuracy is 100."""
+    tvb = [str(Path(sys.executable).with_name("tvb")), "score", "--benchmark", "mergebench"]
+    files = ["--out", str(tmp_path), "--radar", "none", "--specialist", str(out), f"merged={out}"]
+    done = subprocess.run([*tvb, *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    merged = json.loads((tmp_path / "scores.json").read_text())["columns"][1]
+    assert merged["normalized"]["value"] == pytest.approx(100)
+    assert len(merged["tasks"]) == 21 and list(merged["categories"]) == list(CATEGORIES)
+    for category, mean in merged["categories"].items():
+        group = found["results"][f"mergebench_{category}"]
+        assert mean["value"] == pytest.approx(100 * group["score,none"])
+    gsm8k = merged["tasks"]["mergebench_gsm8k"]
+    # a sample's standard deviation over sqrt(19)
+    assert gsm8k["stderr"] == pytest.approx(100 * math.sqrt(11 / 19 * 8 / 19 / 18))
+    expected = {"n-shot": "8", "the task's version": "1.0", "the number of items": "19"}
+    assert expected.items() <= gsm8k["origin"]["settings"].items()
+    assert gsm8k["origin"]["limited"] is None
+
+
+# ----------------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("ours", STOCK)
+def test_stock_tasks_get_the_same_prompts_and_values(out: Path, found: Any, ours: str) -> None:
+    mine = {sample["doc_id"]: sample for sample in samples(out, ours)}
+    if ours == "mergebench_val_math":
+        subjects = [samples(out, f"mmlu_{subject}") for subject in sorted(MMLU_STEM)]
+        stock = [sample for subject in subjects for sample in subject]
+        values = [found["results"][name] for name in (ours, "mmlu_stem")]
+        assert values[0]["score,none"] == pytest.approx(values[1]["acc,none"])
+        stock = [sample | {"doc_id": number} for number, sample in enumerate(stock)]
+    else:
+        stock = samples(out, STOCK[ours])
+    named = {"strict-match": "exact_match_strict", "flexible-extract": "exact_match_flexible"}
+    compared = 0
+    for sample in stock:
+        own = mine[sample["doc_id"]]
+        assert asked(own) == asked(sample) and own["target"] == sample["target"]
+        for metric in sample["metrics"]:
+            assert own[named.get(sample["filter"], metric)] == sample[metric]
+            compared += 1
+    assert compared >= len(mine)
+
+
+def asked(sample: dict[str, Any]) -> list[list[Any]]:
+    """All that a model is asked for one item; a missing limit is lm-eval's default."""
+    requests = [list(arguments.values()) for arguments in sample["arguments"].values()]
+    for request in requests:
+        if isinstance(request[-1], dict):
+            request[-1] = {"max_gen_toks": 256, **request[-1]}
+    return requests
+
+
+HEAD = """\
+# What MergeBench's tasks ask a model
+
+One made-up item of each task, word for word. test_run.py compares this file with what the tasks
+say; with UPDATE_GOLDEN=1 in its environment it writes it anew.
+"""
+
+
+def shown(name: str, shots: int, sample: dict[str, Any]) -> str:
+    """The prompt in a fence, then the settings or the continuations to choose from."""
+    requests = [list(arguments.values()) for arguments in sample["arguments"].values()]
+    prompt, settings = requests[0]
+    lines = [f"## {name}\n", f"{shots}-shot\n", "~~~~text", prompt, "~~~~\n"]
+    if isinstance(settings, dict):
+        lines += [f"- {key}: `{json.dumps(settings[key])}`" for key in sorted(settings)]
+        lines += [f"- answers: {len(sample['resps'][0])}"]
+    else:
+        assert {request[0] for request in requests} == {prompt}
+        lines += [f"- continuation: `{json.dumps(r[1], ensure_ascii=False)}`" for r in requests]
+    return "\n".join([*lines, ""])
+
+
+def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
+    names = [*leaves("mergebench"), *members("mergebench_val")]
+    said = [shown(name, found["n-shot"][name], samples(out, name)[0]) for name in names]
+    text = "\n".join([HEAD, *said])
+    if os.environ.get("UPDATE_GOLDEN"):
+        PROMPTS.write_text(text, encoding="utf-8", newline="\n")
+    assert text == PROMPTS.read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def test_the_top_groups_have_the_tasks_of_mergebench() -> None:
+    families = [f"{family}_{language}" for family in ("mmlu", "arc", "hellaswag")
+                for language in LANGUAGES]  # fmt: skip
+    expected = {
+        "instruction": ["ifeval"],
+        "math": ["gsm8k", "math_hendrycks"],
+        "multilingual": families,
+        "coding": ["humaneval_plus", "mbpp_plus"],
+        "safety": ["wildguardtest", "harmbench", "do_anything_now", "xstest"],
+    }
+    assert len(leaves("mergebench")) == 21
+    for category, names in expected.items():
+        assert members(f"mergebench_{category}") == [f"mergebench_{name}" for name in names]
+    assert members("mergebench") == [f"mergebench_{category}" for category in CATEGORIES]
+    assert members("mergebench_val") == [f"mergebench_val_{category}" for category in CATEGORIES]
+    known = TaskManager(include_path=str(MERGEBENCH), include_defaults=False).all_tasks
+    tops = ("mergebench", "mergebench_val")
+    groups = [name for top in tops for name in (top, *members(top))]
+    beside = {name for name in known if name.endswith("_keyword")}  # safety without a judge
+    assert set(known) - beside == {*groups, *leaves("mergebench")}
+
+
+# ---------------------------------------------------------------------------------- other commands
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        ("mergebench_mbpp_plus", "mergebench_mbpp_plus which is marked as unsafe"),
+        ("mergebench_harmbench", "the judge allenai/wildguard is not in the cache and the Hub is"),
+    ],
+)
+def test_what_is_refused_before_anything_is_generated(tmp_path: Path, task: str, told: str) -> None:
+    stage_coding(tmp_path)
+    write_files(tmp_path)
+    done = lm_eval(
+        tmp_path, {}, "--tasks", task, "--include_path", MERGEBENCH, "--output_path",
+        tmp_path / "out", MERGEBENCH_DATA=str(tmp_path), MERGEBENCH_JUDGE_DEVICE="cpu",
+        MERGEBENCH_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    assert done.returncode != 0 and told in done.stderr
+    assert task != "mergebench_harmbench" or "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_measured_under_predict_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval then leaves a task without metrics."""
+    headline = module("headline")
+    measured: dict[str, float] = {"acc": 1.0}
+    stock = headline.ConfigurableTask
+    monkeypatch.setattr(stock, "process_results", lambda self, doc, results: dict(measured))
+    task = headline.HeadlineTask.__new__(headline.HeadlineTask)
+    task.headline = "acc"
+    assert task.process_results({}, []) == {"score": 1.0, "acc": 1.0}
+    measured.clear()
+    assert task.process_results({}, []) == {}
+
+
+# --------------------------------------------------------------------------------- answers to MATH
+
+answers = module("math/math_answers")
+FOUND = {  # response -> where its answer is
+    r"First \boxed{1}, then $\boxed{\frac{1}{2}}$.": r"\frac{1}{2}",
+    r"\boxed{\{1, 2\}}": r"\{1, 2\}",
+    r"\boxed{\left\{ 1 \right.} and more}": r"\left\{ 1 \right.",
+    r"$\boxed 5$ it is": "5",
+    r"\fbox{5}": "5",
+    r"\boxed{\frac{1}{2": r"\frac{1}{2",
+    r"The answer is 3. So \boxed{4}.": "4",
+    "The answer is: $7$.": "7",
+    "The answer is $\\frac{1}{3}$": r"\frac{1}{3}",
+    r"answer: \(x + 1\).": "x + 1",
+    "By symmetry, 3.5 is the answer.": "3.5",
+    r"We had \boxed{1}. Therefore, the answer is 2.": "2",
+    "7 times 8\n#### 56": "56",
+    "Here $x = 1$ and then $y = 2$ in 3 steps.": "y = 2",
+    r"We get \[ z = 3 \] at last": "z = 3",
+    "It takes 1,234.5 hours, not -7": "-7",
+    "It takes 1,234.5 hours": "1234.5",
+    **dict.fromkeys(("I do not know", "", "answer is", "$$", r"\boxed{}", r"\boxed"), ""),
+}
+EQUAL = [  # reference, answer, are they the same?
+    (r"\frac12", "0.5", True),
+    (r"\frac12", "1/2", True),
+    (r"\frac12", "0.51", False),
+    (r"3\sqrt2", r"\sqrt{18}", True),
+    ("x^2+2x+1", "(x+1)^2", True),
+    ("x^2+2x+1", "(x+1)^3", False),
+    ("1,2", "2, 1", True),
+    ("[1,2)", "[1, 2)", True),
+    ("[1,2)", "[1,2]", False),
+    (r"11,\! 111", "11111", True),
+    (r"\$18.90", "18.9", True),
+    (r"25\%", "25", True),
+    (r"90^\circ", "90", True),
+    ("5", "x = 5", True),
+    (r"10\text{ cm}", "10", True),
+    (r"\text{Tuesday}", "Tuesday", True),
+    (r"\text{Tuesday}", "Friday", False),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\\begin{pmatrix}1\\\\\n2\\end{pmatrix}", True),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", False),
+    *(("5", odd, False) for odd in ("", "\x00 {{{ \\frac", "\ud83d", "\n")),
+    ("", "", False),
+]
+
+
+def test_where_the_answer_is() -> None:
+    assert {response: answers.find_answer(response) for response in FOUND} == FOUND
+
+
+def test_what_is_equal() -> None:
+    for reference, answer, same in EQUAL:
+        assert answers.equal(reference, answer) is same, (reference, answer)
+
+
+def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SECONDS", 0.5)
+    for endless in ("99999999^{99999999}", "9^{9^{9^9}}", "(" * 5000):
+        assert answers.equal("1", endless) is False
+    monkeypatch.undo()
+    assert answers.equal("1", "2/2") is True  # and the next comparison is made
+
+
+def test_without_math_verify_it_is_said_before_any_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comparer = answers._Comparer()
+    monkeypatch.setattr(answers, "__file__", os.devnull)  # no program beside it
+    with pytest.raises(SystemExit, match=r"pip install 'lm_eval\[math\]'"):
+        comparer.running()
+
+
+# -------------------------------------------------------------------------------------------- BLEU
+
+conala = module("coding/conala")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        # 4 of 5, then 2 of 4, 0 of 3 and 0 of 2; one more each
+        ([("a b c d e", "a b x d e")], (5 / 6 * 3 / 5 * 1 / 4 * 1 / 3) ** 0.25),
+        # two tokens of four: 3/3, 2/2, and 1/1 where there are none; a brevity penalty of 1 - 4/2
+        ([("a b", "a b c d")], math.exp(-1)),
+        ([("f ( x )", "f(x)")], 1),  # 13a splits punctuation off
+        ([("", "a")], 0),
+    ],
+)
+def test_bleu_by_hand(pairs: Sequence[tuple[str, str]], expected: float) -> None:
+    assert conala.bleu(pairs) == pytest.approx(expected)
+
+
+def test_bleu_is_of_the_corpus() -> None:
+    nltk = pytest.importorskip("nltk.translate.bleu_score")
+    pairs = [("a b c d e f", "a b c d x f"), ("g h i j", "g h i k j l"), ("m n o p", "m n o p")]
+    plus_one = lambda precisions, **_: [(p.numerator + 1) / (p.denominator + 1) for p in precisions]  # noqa: E731
+    theirs = nltk.corpus_bleu(
+        [[meant.split()] for _, meant in pairs], [said.split() for said, _ in pairs],
+        smoothing_function=plus_one,
+    )  # fmt: skip
+    assert conala.bleu(pairs) == pytest.approx(theirs)
