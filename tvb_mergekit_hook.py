@@ -28,7 +28,6 @@ METHODS = "basis_ta, basis_ties and basis_negate"
 # The modules handed to the plugin, in the order in which mergekit's own imports execute them.
 MODULES = (
     "mergekit.merge_methods.registry",
-    "mergekit.plan",
     "mergekit.merge",
     "mergekit.scripts.merge_raw_pytorch",
     "mergekit.scripts.run_yaml",

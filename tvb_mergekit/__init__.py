@@ -10,17 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tvb_mergekit.api import add, build, load, merge, reconstruct, undo
     from tvb_mergekit.errors import UserError
-    from tvb_mergekit.store import Bases
+    from tvb_mergekit.store.api import add, build, load, merge, reconstruct, undo
+    from tvb_mergekit.store.store import Bases
 
 __version__ = "0.1.0"
 __all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct", "undo"]
 
-_HOME = {"Bases": "store", "UserError": "errors"}
+_HOME = {"Bases": "store.store", "UserError": "errors"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tvb_mergekit.{_HOME.get(name, 'api')}"), name)
+    return getattr(importlib.import_module(f"tvb_mergekit.{_HOME.get(name, 'store.api')}"), name)

@@ -6,7 +6,7 @@ import gc
 # short command.
 gc.set_threshold(50_000)
 
-from tvb_mergekit.cli import main  # noqa: E402
+from tvb_mergekit.cli.commands import main  # noqa: E402
 
 if __name__ == "__main__":
     main(prog_name="tvb")

@@ -1,9 +1,10 @@
-"""The one exception for mistakes that the user can mend, and two messages of several commands."""
+"""The one exception for mistakes that the user can mend, and what several messages are made of."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -37,3 +38,22 @@ def check_names(*paths: str | os.PathLike[str]) -> None:
                     f"{escaped}: a name that is no valid UTF-8, which no recipe and no model card "
                     "can hold; rename it, or work elsewhere"
                 )
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 basis`, `2 bases`, `3 tasks`."""
+    if count != 1:
+        noun = f"{noun.removesuffix('is')}es" if noun.endswith("basis") else f"{noun}s"
+    return f"{count} {noun}"
+
+
+def megabytes(nbytes: int) -> str:
+    """A number of bytes as a person reads it."""
+    if abs(nbytes) < 1e5:
+        return f"{nbytes / 1e3:,.1f} kB"
+    return f"{nbytes / 1e9:,.1f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -12,6 +12,9 @@ from typing import Any
 import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from tvb_mergekit.errors import megabytes
+
+LOG = logging.getLogger(__name__)
 Update = Callable[[int], object]  # called with the bytes of each piece
 Progress = Callable[[str, int], Update]  # called with the title and total bytes of each pass
 
@@ -50,19 +53,33 @@ class Bar(tqdm.tqdm):  # type: ignore[type-arg]
 
 
 def bars(quiet: bool) -> Progress:
-    """A bar for each pass."""
+    """A bar for each pass, and at its end a line at INFO with its speed."""
 
     def start(title: str, total: int) -> Update:
         bar = Bar(total=total, desc=title, unit="B", unit_scale=True, disable=quiet)
+        done, started = 0, time.perf_counter()
 
         def update(nbytes: int) -> None:
+            nonlocal done
             bar.update(nbytes)
-            if bar.n >= total:
+            done += nbytes
+            if done >= total:
                 bar.close()
+                seconds = time.perf_counter() - started
+                speed = total / max(seconds, 1e-9) / 1e9
+                LOG.info("%s: %s in %.2f s, %.2f GB/s", title, megabytes(total), seconds, speed)
 
         return update
 
     return start
+
+
+@contextmanager
+def phase(title: str) -> Iterator[None]:
+    """Log at INFO how long the body took."""
+    started = time.perf_counter()
+    yield
+    LOG.info("%s: %.2f s", title, time.perf_counter() - started)
 
 
 @contextmanager

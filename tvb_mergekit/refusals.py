@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
@@ -25,14 +25,12 @@ class MergeRefused(click.ClickException, RuntimeError):
 
 
 @contextmanager
-def refusing(
-    planning: Callable[[], bool] = lambda: False, out: str = "the output"
-) -> Iterator[None]:
+def refusing(planning: bool = False, out: str = "the output") -> Iterator[None]:
     """Turn what a user can mend into `MergeRefused`; all else passes with its traceback.
 
     Args:
-        planning: whether mergekit still plans. Until then its RuntimeError and ValueError are
-            about the recipe (no such architecture, no tokenizer ...); `-v` shows the traceback.
+        planning: mergekit plans, and its RuntimeError and ValueError are about the recipe (no such
+            architecture, no tokenizer ...); `-v` shows the traceback.
         out: what is being written, for the message of a full disk.
     """
     try:
@@ -49,7 +47,7 @@ def refusing(
     except (OSError, MemoryError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out)) from error
     except (RuntimeError, ValueError) as error:
-        if not planning():
+        if not planning:
             raise
         LOG.info("refused while planning", exc_info=error)
         raise MergeRefused(f"mergekit cannot plan this merge: {_one_line(error)}") from error

@@ -6,10 +6,7 @@ its importer has taken names from it. Every part that imports mergekit is import
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
-
-from tvb_mergekit.plugin import lean
 
 
 def on_import(module: ModuleType) -> None:
@@ -19,26 +16,20 @@ def on_import(module: ModuleType) -> None:
         from tvb_mergekit.plugin.methods import register
 
         register(module)
-    elif name == "mergekit.plan":
-        from tvb_mergekit.plugin.planning import wrap_planner
-
-        wrap_planner(module)
     elif name == "mergekit.merge":
-        from tvb_mergekit.plugin.running import wrap_run_merge
+        from tvb_mergekit.plugin.run import wrap_run_merge
 
         wrap_run_merge(module)
     elif name == "mergekit.scripts.merge_raw_pytorch":
-        from tvb_mergekit.plugin.raw import wrap_raw_pytorch
+        from tvb_mergekit.plugin.run import wrap_raw_pytorch
 
         wrap_raw_pytorch(module)
     elif name in ("mergekit.scripts.run_yaml", "mergekit.scripts.multimerge"):
-        from tvb_mergekit.plugin.running import wrap_command
+        from tvb_mergekit.plugin.run import wrap_command
 
         wrap_command(module.main, multiple=name.endswith("multimerge"))
 
 
-if "tvb_mergekit.cli" in sys.modules:
-    lean.import_mergekit()
 # Before any part of this package that imports mergekit: it would start the import of mergekit's
 # registry, and that, through the hook, the import of the same part a second time.
 import mergekit.merge_methods  # noqa: E402, F401

@@ -4,41 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
-from mergekit.graph import Task
-from mergekit.io.tasks import LoaderCache
-from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
-from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
 
-from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.inputs import Inputs, Matched, match
-from tvb_mergekit.lora import FUSE_INSTEAD, Adapter, AdapterDelta, NotPlainLora, factor_gram
-from tvb_mergekit.plugin.files import (
+from tvb_mergekit.plugin.document import Document
+from tvb_mergekit.plugin.loaders import fresh_loaders
+from tvb_mergekit.plugin.plan import Plan, plan_merge
+from tvb_mergekit.plugin.preflight import (
     check_adapter_place,
     check_local_files,
     check_tokenizer_source,
     may_be_on_the_hub,
 )
-from tvb_mergekit.plugin.loaders import fresh_loaders
-from tvb_mergekit.plugin.planning import Plan, Session, session
-from tvb_mergekit.plugin.raw import open_file
-from tvb_mergekit.plugin.reading import Recipe, check_unknown_keys, read_recipe
-from tvb_mergekit.plugin.running import load_documents, unknown_method
+from tvb_mergekit.plugin.run import open_file
 from tvb_mergekit.plugin.stores import refuse_bases
-from tvb_mergekit.recipe import METHODS, VARYING_KEYS
 from tvb_mergekit.refusals import refusing
-from tvb_mergekit.stream import Item, Part
+from tvb_mergekit.store.inputs import Inputs, Matched, match
+from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.stream import Item, Part
 
 LOG = logging.getLogger(__name__)
 FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
@@ -63,57 +55,6 @@ class Options:
             transformers_cache=self.transformers_cache,
             quiet=True,
         )
-
-
-@dataclass
-class Document:
-    """One recipe, read and checked; nothing of its models has been opened."""
-
-    config: Any
-    recipe: Recipe
-    raw: bool  # models are weight files, as for mergekit-pytorch
-    varying: dict[str, Any] = field(default_factory=dict)
-
-
-def load_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The one recipe in a file, of any method, as plain objects.
-
-    Raises:
-        UserError: no such file, no YAML, several documents, or no mapping.
-    """
-    try:
-        documents = load_documents(str(path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        raise UserError(f"{path}: expected one recipe, a mapping with `merge_method`")
-    return documents[0]
-
-
-def read_document(path: str | os.PathLike[str]) -> Document:
-    """The recipe in a file.
-
-    Raises:
-        UserError: no recipe of ours, several documents, or a mistake in it.
-    """
-    document = load_document(path)
-    method = document.get("merge_method")
-    if method not in METHODS:
-        raise unknown_method(str(path), method, METHODS)
-    return from_mapping(document)
-
-
-def from_mapping(document: Mapping[str, Any]) -> Document:
-    """A recipe given as plain objects; see `read_document`."""
-    with refusing(planning=lambda: True):
-        base = document.get("base_model")
-        raw = isinstance(base, str) and os.path.isfile(base)
-        schema = RawPyTorchMergeConfig if raw else MergeConfiguration
-        check_unknown_keys(document, schema)
-        config = schema.model_validate(document)
-        parameters = document.get("parameters") or {}
-        varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
-        return Document(config, read_recipe(config), raw, varying)
 
 
 def read_inputs(document: Document, options: Options, names: Sequence[str] | None = None) -> Inputs:
@@ -175,7 +116,7 @@ def _inputs(document: Document, base: Any, sources: Sequence[Any], matched: Matc
         sources,
         matched.items,
         matched.left_out,
-        matched.twins,
+        matched.tied,
         dtype=document.config.out_dtype or document.config.dtype,
     )
 
@@ -184,7 +125,6 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
     """All models are adapters of the base: their updates, from the factors."""
     recipe = document.recipe
     base = _local(recipe.base, options)
-    sources = []
     adapters = []
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
         assert model.lora is not None
@@ -209,17 +149,15 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
     targets = {name: info for name, info in base.tensors.items() if name not in left_out}
     if not targets:
         raise UserError("no tensor takes part: `exclude` matches all that the adapters target")
-    kept = [adapter.restricted(targets) for adapter in adapters]
-    sources = [AdapterDelta(adapter, targets, every=True) for adapter in kept]
+    sources = [adapter.over(targets) for adapter in adapters]
     items = [
-        Item(name, info.shape, None, tuple(Part.of(source, name) for source in sources))
+        Item(name, info.shape, None, tuple(Part.of(source, name, "delta") for source in sources))
         for name, info in targets.items()
     ]
     return replace(
         _inputs(document, base, sources, Matched(items, left_out, {})),
-        deltas=True,
-        adapters=kept,
-        sums=factor_gram(kept),
+        adapters=sources,
+        sums=factor_gram([source.factors for source in sources]),
         folder=base.folder,
     )
 
@@ -238,7 +176,7 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
         raise UserError(
             f"base {text}: no such folder (from {os.getcwd()}); say where it is with --base"
         )
-    with refusing(planning=lambda: True):
+    with refusing(planning=True):
         checkpoint = _local(ModelReference.parse(text), Options())
     return checkpoint, checkpoint.folder
 
@@ -290,52 +228,30 @@ def _planned_inputs(document: Document, options: Options) -> Inputs:
                 "own vocabulary"
             )
         items.append(replace(item, name=names[0]))
-    found = _inputs(document, base, sources, Matched(items, plan.left_out, plan.twins))
+    found = _inputs(document, base, sources, Matched(items, plan.left_out, plan.same_as))
     return replace(found, folder=base.folder, changed=plan.changed)
 
 
 def plan_only(document: Document, options: Options) -> Plan:
-    """mergekit's plan of a merge, with our tasks in it, that nothing will run.
-
-    Raises:
-        UserError, MergeRefused: what would refuse the merge before it starts.
-    """
-    with planned(document, options) as (plan, _tasks):
+    """The plan of a merge that nothing will run; see `planned`."""
+    with planned(document, options) as plan:
         return plan
 
 
 @contextmanager
-def planned(
-    document: Document, options: Options
-) -> Iterator[tuple[Plan, Sequence[tuple[WeightInfo, Task[Any]]]]]:
-    """mergekit's plan with our tasks in it, and the tasks, which may be run within the context.
+def planned(document: Document, options: Options, memory: int | None = None) -> Iterator[Plan]:
+    """The plan of a merge, which may be run within the context.
 
     The document is used up: mergekit rewrites its configuration.
 
     Raises:
         UserError, MergeRefused: what would refuse the merge before it starts.
     """
-    running = Session(None)
-    token = session.set(running)
-    try:
-        with refusing(planning=lambda: running.plan is None), fresh_loaders():
+    with fresh_loaders():
+        with refusing(planning=True):
             check_local_files(document.recipe, options.mergekit)
             check_tokenizer_source(document.config)
-            tasks = stock_tasks(document.config, options)
-            assert running.plan is not None, "mergekit planned without our planner"
-            yield running.plan, tasks
-    finally:
-        session.reset(token)
-
-
-def stock_tasks(config: Any, options: Options) -> list[tuple[WeightInfo, Task[Any]]]:
-    """What mergekit plans to do for each tensor of the merged model, up to the cast to
-    `out_dtype`, which our own tasks do themselves."""
-    settings = options.mergekit
-    architecture = get_architecture_info(config, settings)
-    LoaderCache().setup(options=settings)
-    out = _model_out_config(config, architecture, trust_remote_code=settings.trust_remote_code)
-    planner: Any = MergePlanner(config, architecture, settings, out)
-    planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
-    tasks: list[tuple[WeightInfo, Task[Any]]] = planner._tensors
-    return tasks
+            plan = plan_merge(document.recipe, document.config, options.mergekit, memory)
+        plan.make_tokenizer()
+        with refusing():
+            yield plan

@@ -19,12 +19,11 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex,
 from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
-from tvb_mergekit.checkpoints import Checkpoint
-from tvb_mergekit.facts import FACTS, read_facts
-from tvb_mergekit.lora import CONFIG
-from tvb_mergekit.plugin.files import mark_fused
-from tvb_mergekit.plugin.reading import Recipe
-from tvb_mergekit.store import is_store, open_vector
+from tvb_mergekit.plugin.preflight import mark_fused
+from tvb_mergekit.store.facts import FACTS, read_facts
+from tvb_mergekit.store.store import is_store, open_vector
+from tvb_mergekit.tensors.adapter import CONFIG
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 
 class MappedLoader(LazyTensorLoader):
@@ -83,13 +82,6 @@ def install_loader(model: ModelReference) -> MappedLoader:
     loader = MappedLoader(_open(path))
     LoaderCache.loaders[model] = loader
     return loader
-
-
-def install_adapters(recipe: Recipe) -> None:
-    """Map a store's bases that are adapters, which mergekit, opening all models, cannot read."""
-    if recipe.store is not None and recipe.store.bases.facts["store"]["contents"] == "adapters":
-        for model in recipe.models:
-            install_loader(model)
 
 
 def _open(path: str) -> Checkpoint:

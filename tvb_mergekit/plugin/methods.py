@@ -21,25 +21,23 @@ from mergekit.merge_methods.base import (
 from mergekit.merge_methods.dtype import promoted_dtype
 from torch import Tensor
 
-from tvb_mergekit.engine import Tunables, build_basis, merge_tensor
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.gram import block_budget, check_shapes
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.gram import block_budget, check_shapes
-from tvb_mergekit.recipe import (
+from tvb_mergekit.settings import (
     GLOBAL_KEYS,
     METHODS,
     MODEL_KEYS,
+    TITLES,
     VARYING_KEYS,
     check_value,
     resolve_settings,
 )
-from tvb_mergekit.stream import Item, held_item
+from tvb_mergekit.tensors.passes import Job, build_basis, merge_items
+from tvb_mergekit.tensors.stream import held_item
+from tvb_mergekit.tensors.writing import MemorySink
 
 PAPER_URL = "https://openreview.net/forum?id=zkc7u3mIaE"
-_PRETTY = {
-    "basis_ta": "Task Arithmetic on Task Vector Bases",
-    "basis_ties": "TIES on Task Vector Bases",
-    "basis_negate": "Task Negation on Task Vector Bases",
-}
 
 
 class Parameter(ParameterSpec):
@@ -52,9 +50,9 @@ class Parameter(ParameterSpec):
 class BasisMethod(MergeMethod):
     """One of `basis_ta`, `basis_ties`, `basis_negate`.
 
-    In the task graph only the name and the parameters are used: the planner replaces every task
-    (see `planning`). Called in memory (`merge_state_dicts`, `merge_tensors`), the tensors given
-    in one call are the whole task vector; the inputs' ids, as text, are the tasks' names.
+    Merging models uses the name and the parameters alone (see `plan`). Called in memory
+    (`merge_state_dicts`, `merge_tensors`), the tensors given in one call are the whole task vector;
+    the inputs' ids, as text, are the tasks' names.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,13 +75,13 @@ class BasisMethod(MergeMethod):
             name=name,
             parameters=tuple(specs),
             contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
-            pretty_name=_PRETTY[name],
+            pretty_name=TITLES[name],
             reference_url=PAPER_URL,
             optional_tensor_policy=OptionalTensorPolicy.BASE_OR_SKIP,
         )
 
     def _execute_resolved(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        # Reached from a task graph that our planner did not see: one tensor at a time, of which
+        # Reached from a task graph of mergekit's: one tensor at a time, of which
         # each would get a basis of its own.
         raise RuntimeError(
             f"{self.spec.name} needs all tensors at once, and this command's planner is not known "
@@ -117,29 +115,32 @@ class BasisMethod(MergeMethod):
         weights = [bound[0]["weight"][key] for key in ids]
         labels = [group.metadata.name or f"tensor {i}" for i, group in enumerate(groups)]
         counted = _counted_names(groups, labels)
-        items = [
-            _held(label, group, tasks)
-            for label, group in zip(labels, groups, strict=True)
-            if counted[label] == label and not settings.excludes(label)
-        ]
-        device = groups[0].entries[0].tensor.device
-        results = []
+        items, jobs = [], {}
+        for label, group, values in zip(labels, groups, bound, strict=True):
+            assert group.base is not None
+            models = [entry.tensor for entry in group.non_base]
+            to = out_dtype or dtype or promoted_dtype(group)
+            if not settings.excludes(label):
+                check_shapes(label, group.base.tensor, models, tasks)
+                jobs[label] = Job(counted[label], Tunables.of(values))
+            items.append(held_item(label, group.base.tensor, models if label in jobs else (), to))
+        devices, budget = [groups[0].entries[0].tensor.device], block_budget()
+        sink = MemorySink(1)
         with torch.no_grad():
             basis = build_basis(
-                settings, tasks, weights, lambda: items, devices=[device], budget=block_budget()
+                settings,
+                tasks,
+                weights,
+                lambda: [i for i in items if i.name in jobs and counted[i.name] == i.name],
+                devices=devices,
+                budget=budget,
             )
-            for label, group, values in zip(labels, groups, bound, strict=True):
-                assert group.base is not None
-                base, models = group.base.tensor, [entry.tensor for entry in group.non_base]
-                to = out_dtype or dtype or promoted_dtype(group)
-                if settings.excludes(label):
-                    results.append(base.to(to, copy=True))
-                    continue
-                tunables = Tunables.of(values)
-                results.append(
-                    merge_tensor(basis, counted[label], base, models, tunables, to, base.device)
-                )
-        return tuple(results)
+            merge_items(basis, items, jobs, sink, devices=devices, budget=budget)
+        return tuple(
+            sink.states[0][label].to(group.base.tensor.device)
+            for label, group in zip(labels, groups, strict=True)
+            if group.base is not None
+        )
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         raise AssertionError("__call__ does not come here")
@@ -153,13 +154,6 @@ def _counted_names(groups: Sequence[TensorGroup], labels: Sequence[str]) -> dict
         place = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in group.tensors)
         names[label] = first.setdefault(place, label) if group.tensors[0].numel() else label
     return names
-
-
-def _held(label: str, group: TensorGroup, tasks: Sequence[str]) -> Item:
-    assert group.base is not None
-    base, models = group.base.tensor, [entry.tensor for entry in group.non_base]
-    check_shapes(label, base, models, tasks)
-    return held_item(label, base, models)
 
 
 def register(registry: ModuleType) -> None:

@@ -8,49 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import immutables
 import torch
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, TaskUniverse
 from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import PermutedVocabulary
-from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch import Tensor
 
-from tvb_mergekit.checkpoints import Checkpoint
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.gram import check_shapes
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.gram import check_shapes
-from tvb_mergekit.plugin.reading import Recipe
-from tvb_mergekit.plugin.tasks import torch_dtype
-from tvb_mergekit.stream import Item, Part, whole_parts
-
-
-@dataclass(frozen=True)
-class Source:
-    """One model's part in one tensor: where it is and how to get it (CPU, mapped if possible)."""
-
-    name: str | None  # in the model's files; None where mergekit converts other tensors into it
-    present: bool
-    shape: tuple[int, ...] | None  # None: known only when loaded
-    dtype: torch.dtype | None
-    nbytes: int
-    load: Callable[[], Tensor]
-    part: Part | None = None  # of it as it is stored
-
-
-def mapped(checkpoint: Checkpoint, name: str | None) -> Source:
-    """The tensor `name` of a checkpoint as a source; None: the checkpoint lacks it."""
-    if name is None:
-        return Source(None, False, None, None, 0, _absent)
-    stored = checkpoint.tensors[name]
-    load = functools.partial(checkpoint.tensor, name)
-    part = Part.of(checkpoint, name)
-    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load, part)
-
-
-def _absent() -> Tensor:
-    raise AssertionError("a tensor that a checkpoint lacks takes no part")
+from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.stores import Source, mapped
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.stream import Holds, Item, whole_parts
 
 
 def graph_sources(
@@ -71,8 +44,6 @@ def graph_sources(
             source = mapped(checkpoint, name)
             found[model] = replace(source, shape=None) if changed else source
             continue
-        from mergekit.architecture.conversion import can_convert_checkpoint_keys  # see `lean`
-
         kind = model.config(trust_remote_code=trust_remote_code).model_type
         able = any(can_convert_checkpoint_keys(kind, set(checkpoint.tensors), n) for n in names)
         load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases)
@@ -82,21 +53,30 @@ def graph_sources(
 
 @dataclass
 class Planned:
-    """One tensor of the merge, before anything of it is read.
+    """One tensor of the merged model, before anything of it is read.
 
     Attributes:
         tasks: names of the inputs, for messages; none where the tensor stays the base's.
         sources: the base's first, then those of the tasks.
-        whole: gives all of them at once where mergekit changes them (`Changed`) or makes them of
+        wanted: the dtype that the recipe says; None: what the stored ones promote to.
+        saved: the dtype to which mergekit casts whatever it writes.
+        holds: what the tasks' sources hold.
+        counted_as: the name under which it counts in the Gram matrix; None: it stays the base's.
+        whole: gives all sources at once where mergekit changes them (`Changed`) or makes them of
             others; None where they are merged as they are stored.
-        more: inputs that are no models of the recipe.
+        more: inputs that are no models of the recipe, as they are stored.
     """
 
     name: str
     tasks: Sequence[str]
     sources: Sequence[Source]
+    wanted: torch.dtype | None = None
+    saved: torch.dtype | None = None
+    holds: Holds = "weight"
+    counted_as: str | None = None
+    tunables: Tunables | None = None
     whole: Callable[[], Sequence[Tensor]] | None = None
-    more: tuple[Part, ...] = ()
+    more: Sequence[Source] = ()
     _known: tuple[tuple[int, ...], list[torch.dtype]] | None = None
 
     @property
@@ -114,9 +94,17 @@ class Planned:
     def nbytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
 
+    @property
+    def output_bytes(self) -> int:
+        """Of the merged tensor; where only loading tells them, the stored ones."""
+        base = self.sources[0]
+        if base.shape is None or base.dtype is None or not base.dtype.is_floating_point:
+            return base.nbytes
+        return self.numel * (self.wanted or base.dtype).itemsize
+
     def item(self) -> Item:
-        """The tensor as an item of the stream, in the base's dtype; loaded once, and dropped, where
-        only that tells its shape.
+        """The tensor as an item of a pass, in the dtype that is written; loaded once, and dropped,
+        where only that tells its shape.
 
         Raises:
             UserError: the shapes differ.
@@ -129,7 +117,26 @@ class Planned:
             shape, dtypes = self._learned(self.whole)
             parts = whole_parts(self.whole, dtypes, torch.Size(shape).numel())
         base, *models = parts
-        return Item(self.name, shape, base, (*models, *self.more), base.dtype)
+        models = [replace(part, holds=self.holds) for part in models]
+        for source in self.more:
+            if source.shape != shape or source.part is None:
+                raise UserError(
+                    f"tensor `{self.name}`: the recipe's tokenizer gives it the shape "
+                    f"{list(shape)}, the store's mean has {list(source.shape or ())}: use the "
+                    "base's tokenizer as it is, or leave the tensor out with `exclude`"
+                )
+            models.append(source.part)
+        out = self.out_dtype(base.dtype, [part.dtype for part in models])
+        return Item(self.name, shape, base, tuple(models), out)
+
+    def out_dtype(self, base: torch.dtype, models: Sequence[torch.dtype]) -> torch.dtype:
+        """Of the tensor that is written, from those of the stored ones."""
+        if self.saved is not None:
+            return self.saved
+        if self.counted_as is None:
+            return (self.wanted or base) if base.is_floating_point else base
+        others = models if self.holds == "weight" else []  # a store's dtype is not the output's
+        return self.wanted or functools.reduce(torch.promote_types, others, base)
 
     def _learned(
         self, load: Callable[[], Sequence[Tensor]]
@@ -197,7 +204,9 @@ class Changed:
 
     def _check_tokens(self, info: Any) -> None:
         rows = info.permutations[self.recipe.base]
-        added = [token for token, new in info.tokenizer.get_vocab().items() if rows[new] < 0]
+        added = [
+            token for token, new in info.tokenizer.get_vocab().items() if rows.get(new, -1) < 0
+        ]
         if added:
             raise UserError(
                 f"tensor `{self.name}`: the recipe's tokenizer has {len(added):,} tokens that the "
@@ -211,28 +220,4 @@ def stored_dtypes(inputs: Any) -> Any:
     cast to 16 bits would be mostly rounding."""
     if isinstance(inputs, GatherTensors):
         return inputs.model_copy(update={"dtype": None})
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        return inputs.model_copy(update={"gather_tensors": stored_dtypes(inputs.gather_tensors)})
-    tensors = {
-        model: load.model_copy(update={"dtype": None}) for model, load in inputs.tensors.items()
-    }
-    return inputs.model_copy(update={"tensors": immutables.Map(tensors)})
-
-
-def base_only(inputs: Any, base: ModelReference) -> Any:
-    """The base's part of the inputs; all of them where a tokenizer must see all."""
-    if isinstance(inputs, GatherTensors):
-        info = {base: dict(inputs.weight_info.items())[base]}
-        return inputs.model_copy(update={"weight_info": immutables.Map(info)})
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        return inputs
-    return inputs.model_copy(
-        update={"tensors": immutables.Map({base: dict(inputs.tensors.items())[base]})}
-    )
-
-
-def output_bytes(base: Source, dtype: str | None) -> int:
-    if base.shape is None or base.dtype is None or not base.dtype.is_floating_point:
-        return base.nbytes
-    itemsize = (torch_dtype(dtype) or base.dtype).itemsize
-    return torch.Size(base.shape).numel() * itemsize
+    return inputs.model_copy(update={"gather_tensors": stored_dtypes(inputs.gather_tensors)})

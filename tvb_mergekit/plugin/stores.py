@@ -1,27 +1,130 @@
-"""Recipes whose models are the bases of a store: nothing is built, and M vectors are read."""
+"""Where the vectors of a recipe come from: fine-tuned models, or the bases of a store."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from mergekit.common import ModelReference
+from torch import Tensor
 
-from tvb_mergekit import store
-from tvb_mergekit.basis import StoredBases
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.recipe import GLOBAL_KEYS, Settings, resolve_settings
+from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
+from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.settings import GLOBAL_KEYS, Settings, resolve_settings
+from tvb_mergekit.store import report, store
+from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.passes import build_basis, count_if_needed
+from tvb_mergekit.tensors.stream import Holds, Part
+
+if TYPE_CHECKING:
+    from tvb_mergekit.plugin.plan import Plan
+    from tvb_mergekit.plugin.recipe import Recipe
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StoreRecipe:
-    """The store of a recipe, and the basis that each of its models is, in the recipe's order."""
+class Source:
+    """One model's part in one tensor: where it is and how to get it (CPU, mapped if possible)."""
+
+    name: str | None  # in the model's files; None where mergekit converts other tensors into it
+    present: bool
+    shape: tuple[int, ...] | None  # None: known only when loaded
+    dtype: torch.dtype | None
+    nbytes: int
+    load: Callable[[], Tensor]
+    part: Part | None = None  # of it as it is stored
+
+
+def mapped(checkpoint: Checkpoint, name: str | None, holds: Holds = "weight") -> Source:
+    """The tensor `name` of a checkpoint as a source; None: the checkpoint lacks it."""
+    if name is None or name not in checkpoint.tensors:
+        return Source(None, False, None, None, 0, _absent)
+    stored = checkpoint.tensors[name]
+    load = functools.partial(checkpoint.tensor, name)
+    part = Part.of(checkpoint, name, holds)
+    return Source(name, True, stored.shape, stored.dtype, stored.nbytes, load, part)
+
+
+def _absent() -> Tensor:
+    raise AssertionError("a tensor that a checkpoint lacks takes no part")
+
+
+class FineTuned:
+    """What a merge needs of a recipe's models where they are fine-tuned models."""
+
+    holds: ClassVar[Holds] = "weight"
+
+    def check(self, base: ModelReference, opened: Checkpoint) -> None:
+        """Raise UserError where the base is not one for these models."""
+        refuse_bases([base], "`base_model`")
+
+    def sources(
+        self, recipe: Recipe, checkpoints: Mapping[ModelReference, Checkpoint], base: Source
+    ) -> dict[ModelReference, Source]:
+        """Where a tensor lies in the models, if that is not where mergekit looks for it."""
+        return {}
+
+    def more(self, recipe: Recipe, name: str | None) -> Sequence[Source]:
+        """Inputs of a tensor that the recipe does not list."""
+        return ()
+
+    def why_missing(self, missing: Sequence[str], stored: str | None, name: str) -> str:
+        """Why a tensor that models lack stays the base's."""
+        LOG.warning("tensor `%s` is not in %s: it stays the base's", name, listed(missing))
+        return f"missing in {listed(missing)}"
+
+    def combination(self, plan: Plan) -> Combination:
+        """What the models are combined by, after the passes that it takes."""
+        recipe = plan.recipe
+        basis = build_basis(
+            recipe.settings,
+            recipe.tasks,
+            recipe.weights,
+            plan.items,
+            key=plan.key(),
+            models=[str(model) for model in recipe.models],
+            **plan.means,
+        )
+        for line in warnings(basis, recipe.model_names):
+            LOG.warning("%s", line)
+        return basis
+
+    def report(self, plan: Plan, **about: Any) -> tuple[Facts, dict[str, Tensor]]:
+        """basis.json and basis.safetensors of the merge."""
+        recipe, basis = plan.recipe, plan.basis
+        assert isinstance(basis, Basis)
+        facts = report.facts(
+            basis,
+            base_model=str(recipe.base),
+            models=recipe.model_names,
+            fingerprints=plan.fingerprints,
+            **about,
+        )
+        return facts, report.tensors_of(basis)
+
+
+FINE_TUNED = FineTuned()
+
+
+@dataclass(frozen=True)
+class StoreRecipe(FineTuned):
+    """The same where they are the bases of a store: nothing is built, and M vectors are read.
+
+    Attributes:
+        order: the basis that each of the recipe's models is.
+    """
 
     bases: store.Bases
     order: tuple[int, ...]
+    holds: ClassVar[Holds] = "delta"
 
     @property
     def path(self) -> Path:
@@ -47,22 +150,50 @@ class StoreRecipe:
             )
         return resolve_settings(method, given, self.bases.tasks)
 
-    def combination(self, settings: Settings, weights: Sequence[float]) -> StoredBases:
-        """What merging needs to know; `weights` are the recipe's, one for each listed basis."""
-        order = list(self.order)
+    def check(self, base: ModelReference, opened: Checkpoint) -> None:
+        """The same, and that the store's files are those that were written."""
+        super().check(base, opened)
+        store.load(self.path)
+        self.bases.check_base(opened, str(base))
+
+    def sources(
+        self, recipe: Recipe, checkpoints: Mapping[ModelReference, Checkpoint], base: Source
+    ) -> dict[ModelReference, Source]:
+        name = self.bases.stored_name(base.name)
+        return {model: mapped(checkpoints[model], name, "delta") for model in recipe.models}
+
+    def more(self, recipe: Recipe, name: str | None) -> Sequence[Source]:
+        mean = self._mean(recipe.settings)
+        return () if mean is None or name is None else [mapped(mean, name, "delta")]
+
+    def why_missing(self, missing: Sequence[str], stored: str | None, name: str) -> str:
+        left_out = self.bases.facts["left_out"]
+        return str(left_out.get(stored, left_out.get(name, "not in the store")))
+
+    def combination(self, plan: Plan) -> Combination:
+        recipe, order = plan.recipe, list(self.order)
         shares = self.bases.shares[order]
-        for position, weight in enumerate(weights):
+        for position, weight in enumerate(recipe.weights):
             shares[position] *= weight
-        mean = self.mean(settings)
-        table = self.bases.reconstruction(self.bases.tasks)
-        table = table[[*order, *([len(order)] if mean is not None else [])]]
-        return StoredBases(settings, self.bases.tasks, shares, table)
+        rows = [*order, *([] if self._mean(recipe.settings) is None else [len(order)])]
+        table = self.bases.reconstruction(self.bases.tasks)[rows]
+        stored = StoredBases(recipe.settings, self.bases.tasks, shares, table)
+        count_if_needed(stored, plan.items, **plan.means)
+        return stored
 
-    def names(self, base: Iterable[str]) -> dict[str, str | None]:
-        """The base's tensors -> their names in the bases, None for one that stays the base's."""
-        return {name: self.bases.stored_name(name) for name in base}
+    def report(self, plan: Plan, **about: Any) -> tuple[Facts, dict[str, Tensor]]:
+        basis = plan.basis
+        assert isinstance(basis, StoredBases)
+        facts = report.facts_over_store(
+            self.bases.facts,
+            basis,
+            store=str(self.path),
+            basis_weights=basis.shares[torch.tensor(self.order).argsort()].tolist(),
+            **about,
+        )
+        return facts, {n: t for n, t in self.bases.tensors.items() if n in report.MERGED}
 
-    def mean(self, settings: Settings) -> Any:
+    def _mean(self, settings: Settings) -> Any:
         """PCA's mean, which only the reconstruction of a task needs."""
         return self.bases.mean if settings.method == "basis_negate" else None
 

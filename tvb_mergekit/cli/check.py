@@ -1,0 +1,238 @@
+"""`tvb check`: what would stop a recipe, before it costs hours; and what it will take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from mergekit.common import dtype_from_name
+
+from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.gram import count_not_finite, not_finite
+from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.plugin.document import Document
+from tvb_mergekit.plugin.inputs import (
+    Options,
+    by_factors,
+    plan_only,
+    read_inputs,
+)
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.preflight import input_folders
+from tvb_mergekit.plugin.sources import Changed
+from tvb_mergekit.progress import Progress
+from tvb_mergekit.settings import Settings
+from tvb_mergekit.store.build import inspect_inputs
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.store import dtype_name
+from tvb_mergekit.store.store import load as load_store
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.layout import MEMORY
+from tvb_mergekit.tensors.output import check_disk, check_output_folder
+from tvb_mergekit.tensors.passes import most_bases, sketch_of
+from tvb_mergekit.tensors.stream import Item
+
+SAMPLE = 256 * 2**20  # bytes read to learn the speed of reading
+PROCESS = 400_000_000  # bytes of a process that has imported torch, transformers and mergekit
+
+
+def check_recipe(
+    path: str,
+    document: Document,
+    options: Options,
+    deep: bool,
+    out: str | None,
+    device: torch.device,
+    progress: Progress,
+) -> Iterator[str]:
+    """Lines about a recipe in which nothing was found that would stop a merge.
+
+    A merge may do more than a build (slices, another model's tokenizer): what stops a build alone
+    is one of the lines.
+
+    Args:
+        deep: read all tensors as well.
+        out: an output folder to check.
+
+    Raises:
+        UserError, MergeRefused: the first thing that would stop it.
+    """
+    recipe = document.recipe
+    if out is not None:
+        check_output_folder(out, input_folders(recipe))
+    if recipe.store is not None:
+        yield from _check_store_recipe(document, options)
+        return
+    plan = refusal = None
+    try:
+        inputs = read_inputs(document, options)
+    except UserError as error:
+        if document.raw or by_factors(document, options):
+            raise
+        plan, refusal = plan_only(document, options), error  # what stops a merge is said here
+        if not plan.counted:
+            raise
+    tasks = counted(len(recipe.tasks), "task")
+    yield f"{path}: {recipe.settings.method}, {tasks} over {recipe.base}"
+    for task, model, weight in zip(recipe.tasks, recipe.models, recipe.weights, strict=True):
+        yield f"  {task}: {model}" + ("" if weight == 1 else f" (weight {weight:g})")
+    if plan is not None:
+        yield from _check_plan(plan, deep, out)
+        yield f"Not for tvb build: {refusal}"
+    else:
+        yield from _check_inputs(inputs, document.raw, out)
+        if deep:
+            _check_left_out(inputs)
+            facts, _ = inspect_inputs(inputs, device, progress)
+            yield _verdict(facts.num_bases, facts.retained_energy or 0.0)
+    if not deep:
+        yield "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"
+
+
+def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
+    settings, dtype = inputs.settings, inputs.own_dtype
+    numel = sum(item.numel for item in inputs.items)
+    yield f"{counted(len(inputs.items), 'tensor')} take part, {numel:,} parameters"
+    yield from _left_out(inputs.left_out)
+    bases = most_bases(settings, len(inputs.tasks))
+    vectors = bases + (settings.basis == "pca")  # and the mean
+    stored = dtype.itemsize * vectors * numel
+    yield _disk(
+        _merged_bytes(inputs),
+        out,
+        f", a store of {'up to ' if settings.energy is not None else ''}{counted(bases, 'basis')} "
+        f"{megabytes(stored)} in {dtype_name(dtype)}"
+        + ", half of it in 16 bits"
+        * (dtype == torch.float32),
+    )
+    memory = megabytes(PROCESS + MEMORY)
+    yield f"Memory: at most {memory} for a build, whatever the number of models, or see --memory"
+    speed = _speed(inputs.items)
+    if speed is None:
+        yield "Time: adapters are read at once; the bases are limited by writing them"
+    else:
+        passes = 1 if sketch_of(settings, len(inputs.tasks)) is not None else _passes(settings)
+        seconds = passes * inputs.nbytes / speed
+        yield (
+            f"Time: {passes} x {megabytes(inputs.nbytes)} to read, at {megabytes(int(speed))}/s as "
+            f"measured now on a sample: about {_duration(seconds)}, and the time to write"
+        )
+    every = [inputs.base, *inputs.sources]
+    names = {name for weights in every for name in weights.tensors}
+    some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
+    if raw and some:
+        yield (
+            f"mergekit-pytorch wants --tensor-intersection or --tensor-union: {listed(some)} not "
+            "in all files"
+        )
+    if inputs.adapters:
+        yield (
+            "mergekit-yaml merges adapters with --lora-merge-cache DIR, where each takes "
+            f"{megabytes(inputs.base.nbytes)}; tvb build takes them as they are"
+        )
+
+
+def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
+    """A recipe of which only mergekit's planner knows the tensors."""
+    taking = plan.counted.values()
+    count = sum(planned.numel for planned in taking)
+    more = any(isinstance(planned.whole, Changed) for planned in taking)  # sized by the tokenizer
+    yield f"{counted(len(taking), 'tensor')} take part, {'over ' * more}{count:,} parameters"
+    yield from _left_out(plan.left_out)
+    yield _disk(plan.output_bytes, out)
+    nbytes, passes = sum(planned.nbytes for planned in taking), _passes(plan.recipe.settings)
+    yield f"A merge reads {passes} x {megabytes(nbytes)}"
+    if deep:
+        basis = plan.build()
+        assert isinstance(basis, Basis)
+        yield _verdict(basis.num_bases, basis.encoding.retained_energy)
+
+
+def _verdict(count: int, energy: float) -> str:
+    bases = counted(count, "basis")
+    return f"All tensors are finite; {bases} would retain {100 * energy:.2f} % of the energy"
+
+
+def _check_left_out(inputs: Inputs) -> None:
+    """A merge writes the tensors that stay the base's, too, and refuses what is not finite."""
+    for name, info in inputs.base.tensors.items():
+        if name in inputs.left_out and info.dtype.is_floating_point:
+            tensor = inputs.base.tensor(name)
+            if any(count_not_finite(tensor)):
+                raise UserError(not_finite(name, tensor))
+
+
+def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
+    recipe = document.recipe
+    assert recipe.store is not None
+    if document.raw:
+        base = Checkpoint.open(recipe.base.model.path)
+        load_store(recipe.store.path).check_base(base, str(recipe.base))
+    else:
+        plan_only(document, options)  # compares checksums and the base on the way
+    bases = recipe.store.bases
+    yield (
+        f"{recipe.settings.method} over {counted(bases.num_bases, 'basis')} of {recipe.store.path} "
+        f"for {counted(len(bases.tasks), 'task')}; its files and the base are those that it was "
+        "built with"
+    )
+
+
+def _left_out(left_out: Mapping[str, str]) -> Iterator[str]:
+    found: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        found.setdefault(reason, []).append(name)
+    for reason, names in found.items():
+        yield f"{len(names)} left to the base, {reason}: {listed(names)}"
+
+
+def _merged_bytes(inputs: Inputs) -> int:
+    """Of the merged model, in the recipe's dtype."""
+    dtype = dtype_from_name(inputs.dtype)
+    total = 0
+    for info in inputs.base.tensors.values():
+        if info.alias_of is None:
+            out = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+            total += info.numel * out.itemsize
+    return total
+
+
+def _disk(merged: int, out: str | None, store: str = "") -> str:
+    """What will be written, and what is free; raises UserError where that is too little."""
+    where = Path(os.path.abspath(out or "."))
+    while not where.exists():
+        where = where.parent
+    if out is not None:
+        if not os.access(where, os.W_OK):
+            raise UserError(f"cannot make the output folder {out}: Permission denied ({where})")
+        check_disk(out, merged)
+    free = megabytes(shutil.disk_usage(where).free)
+    return f"Disk: a merged model {megabytes(merged)}{store}; {free} are free in {where}"
+
+
+def _passes(settings: Settings) -> int:
+    return 3 if settings.method == "basis_ties" and settings.trim == "model" else 2
+
+
+def _speed(items: Sequence[Item]) -> float | None:
+    """Bytes per second of reading a sample of the models in their order, or None without files."""
+    whole = [item for item in items if item.base is not None]
+    read, started = 0, time.perf_counter()
+    for item in whole:
+        for part in item.parts:
+            count = min(item.numel, 2**22)
+            part.read(0, count, torch.empty(count, dtype=part.dtype))
+            read += count * part.dtype.itemsize
+        if read >= SAMPLE:
+            break
+    return read / max(time.perf_counter() - started, 1e-9) if read else None
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,766 @@
+"""The `tvb` command: each parses its words, calls what is below, and prints.
+
+What a command needs is imported when it runs: `--help` imports no torch, and what works on a store
+or on scores no mergekit.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+import yaml
+
+from tvb_mergekit import __version__
+from tvb_mergekit.cli.options import (
+    ACCESS,
+    DTYPES,
+    MODELS,
+    command,
+    device_of,
+    devices_of,
+    import_mergekit,
+    model_options,
+)
+from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.progress import bars, phase
+
+if TYPE_CHECKING:
+    from tvb_mergekit.cli.inspect import Inspection
+    from tvb_mergekit.plugin.document import Document
+    from tvb_mergekit.store.facts import DtypeName
+    from tvb_mergekit.store.store import Bases
+    from tvb_mergekit.tensors.checkpoint import Checkpoint
+
+OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
+
+
+@click.group(context_settings={"show_default": True})
+@click.version_option(__version__, prog_name="tvb")
+def main() -> None:
+    """Task Vector Bases for mergekit: keep M vectors in the place of T fine-tuned models.
+
+    Merging is mergekit's: `mergekit-yaml recipe.yml OUT` with `merge_method: basis_ta`,
+    `basis_ties` or `basis_negate`, over models or over the bases of a store. `tvb merge` does the
+    same work faster and in bounded memory.
+
+    \b
+    Example:
+      tvb check recipe.yml                    look before the work
+      tvb build recipe.yml ./store            T models -> M bases
+      tvb inspect ./store --plot store.png
+      tvb merge ./store/recipes/add.yml ./merged
+      tvb add ./store ./new-model --task new
+      tvb export ./store ./math --task math
+      tvb tune recipe.yml --tasks copa,rte --out tuned
+
+    Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for stream in (sys.stdout, sys.stderr):  # names that an ASCII terminal lacks are escaped
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+
+
+@command(main, "device", "multi_gpu", "memory", *MODELS, "quiet", writes="store", several=True)
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
+@click.argument("store", type=click.Path())
+@click.option("--dtype", type=DTYPES, help=f"Of the bases; {OWN}.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted build.")
+@click.option("--adapters", is_flag=True, help="Store the bases of LoRA adapters as adapters.")
+@click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
+def build(
+    recipe: str,
+    store: str,
+    dtype: DtypeName | None,
+    resume: bool,
+    adapters: bool,
+    rank: int | None,
+    **values: Any,
+) -> None:
+    """Compress the models of RECIPE into the bases of a new folder STORE.
+
+    RECIPE is what `mergekit-yaml` (or, for weight files, `mergekit-pytorch`) takes. The models may
+    be deleted afterwards; the base may not.
+
+    \b
+    Example:
+      tvb build recipe.yml ./store --dtype bfloat16
+      torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
+    """
+    from tvb_mergekit.tensors import ranks
+
+    if rank and not adapters:
+        raise UserError("--rank belongs to --adapters")
+    if adapters and (resume or values["fuse"]):
+        raise UserError("--adapters goes with neither --resume nor --fuse")
+    if adapters:
+        ranks.one_only("tvb build --adapters")
+    devices, world = devices_of(values), ranks.world()
+    document = _read(recipe)
+
+    from tvb_mergekit.plugin.inputs import read_inputs
+    from tvb_mergekit.plugin.preflight import input_folders
+    from tvb_mergekit.store import store as stores
+    from tvb_mergekit.store.adapters import NOT_ADAPTERS, build_adapters
+    from tvb_mergekit.store.build import build_store
+    from tvb_mergekit.tensors.output import check_new_folder
+
+    if adapters and not all(model.lora for model in document.recipe.models):
+        raise UserError(NOT_ADAPTERS)
+    check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
+    options = model_options(values)
+    with phase("Opening the models"):
+        inputs = world.first(lambda: read_inputs(document, options))
+    wanted = stores.DTYPES[dtype] if dtype else inputs.own_dtype
+    if adapters:
+        bases = build_adapters(inputs, store, dtype=wanted, rank=rank)
+    else:
+        bases = build_store(
+            inputs,
+            store,
+            dtype=wanted,
+            devices=devices,
+            resume=resume,
+            budget=values["memory"],
+            progress=bars(values["quiet"] or not world.leads),
+        )
+    _say_built(bases)
+
+
+def _say_built(bases: Bases) -> None:
+    from tvb_mergekit.cli.inspect import Inspection
+
+    sizes, energy = Inspection(bases.facts, bases.tensors).sizes, bases.facts.retained_energy
+    assert sizes is not None
+    line = (
+        f"{bases.path}: {counted(bases.num_bases, 'basis')} of {counted(len(bases.tasks), 'task')}"
+        f", {megabytes(sizes.store)}"
+    )
+    if sizes.saved:
+        kind = "less" if sizes.saved > 0 else "more"
+        line += f", {megabytes(abs(sizes.saved))} {kind} than the models"
+    if energy is not None:
+        line += f"; retained energy {100 * energy:.2f} %"
+    click.echo(line)
+    click.echo(f"Recipes: {bases.path}/recipes")
+
+
+def _read(recipe: str) -> Document:
+    import_mergekit()
+    from tvb_mergekit.plugin.document import read_document
+
+    with phase("Reading the recipe"):
+        return read_document(recipe)
+
+
+@command(main, "device", "memory", *MODELS, "quiet", writes="plot")
+@click.argument("path", type=click.Path())
+@click.option("--json", "as_text", is_flag=True, help="JSON on standard output.")
+@click.option("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
+def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
+    """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
+
+    \b
+    Example: tvb inspect ./store --plot store.png
+    """
+    from rich.console import Console
+
+    from tvb_mergekit.cli.inspect import as_json, print_inspection
+
+    if plot is not None:
+        from tvb_mergekit.cli import plot as plots
+
+        plots.check_plot(plot)
+    found = _inspection(path, values)
+    if plot is not None:
+        plots.plot(found, plot)
+    if as_text:
+        click.echo(json.dumps(as_json(found), indent=2))
+    else:
+        print_inspection(found, Console(highlight=False))
+
+
+def _inspection(path: str, values: dict[str, Any]) -> Inspection:
+    from tvb_mergekit.cli.inspect import Inspection
+    from tvb_mergekit.store.store import is_output, read_output
+
+    if os.path.isfile(path):
+        document = _read(path)
+
+        from tvb_mergekit.plugin.inputs import read_inputs
+        from tvb_mergekit.store.build import inspect_inputs
+
+        if document.recipe.store is None:
+            with phase("Opening the models"):
+                inputs = read_inputs(document, model_options(values))
+            device, progress = device_of(values["device"]), bars(values["quiet"])
+            facts, tensors = inspect_inputs(inputs, device, progress, values["memory"])
+            return Inspection(facts, tensors, built=False)
+        path = str(document.recipe.store.path)
+    if is_output(path):
+        return Inspection(*read_output(path))
+    bases = _load(path)
+    return Inspection(bases.facts, bases.tensors)
+
+
+def _load(path: str, verify: bool | Literal["all"] = True) -> Bases:
+    """The bases of a store, its files compared with their checksums."""
+    from tvb_mergekit.store.store import is_basis, load
+
+    if os.path.isfile(path):
+        raise UserError(f"{path} is a file; expected the folder of a store")
+    if is_basis(path):
+        raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
+    with phase("Opening the store"):
+        return load(path, verify)
+
+
+def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
+    """The base of a store: its name, its weights and its folder.
+
+    Raises:
+        UserError: it cannot be opened, or is not the one that the store belongs to.
+    """
+    import_mergekit()
+    from tvb_mergekit.plugin.inputs import open_base
+
+    name = given or store.base_name
+    try:
+        weights, folder = open_base(name)
+    except (UserError, OSError, click.ClickException) as error:
+        opened = isinstance(error.__cause__, UserError)  # it came from the Hub, and is damaged
+        if opened or os.path.exists(name):
+            raise
+        hint = f"; it is the base that {store.path} names: say with --base where it is"
+        raise UserError(
+            f"base {name}: no such file or folder (from {os.getcwd()}){'' if given else hint}"
+        ) from error
+    store.check_base(weights, name)
+    return name, weights, folder
+
+
+@command(main, "base", "device", "memory", *MODELS, "quiet", writes="store")
+@click.argument("store", type=click.Path())
+@click.argument("model")
+@click.option("--task", required=True, help="The new task's name.")
+@click.option("--weight", type=float, default=1.0, help="Of its task vector.")
+@click.option("--budget", type=int, metavar="M", help="The most bases that STORE may hold.")
+@click.option(
+    "--compress",
+    type=click.Choice(["ae", "balanced"]),
+    help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
+)
+@click.option("--dtype", type=DTYPES, help=f"Of a new STORE; {OWN}.")
+@click.option(
+    "--force", is_flag=True, help="Also a model unlike the others, or an end of the exact sum."
+)
+def add(
+    store: str,
+    model: str,
+    task: str,
+    weight: float,
+    budget: int | None,
+    compress: str | None,
+    dtype: DtypeName | None,
+    force: bool,
+    base: str | None,
+    **values: Any,
+) -> None:
+    """Add the task of a fine-tuned MODEL to STORE, within its budget of bases.
+
+    Below the budget the new task vector becomes a basis; at the budget the bases are compressed by
+    one first (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before.
+    A STORE that does not exist is made: give --base and --budget. The store of before is kept until
+    the next `tvb add`: `tvb undo STORE` brings it back.
+
+    \b
+    Example: tvb add ./store ./new-model --task new --budget 4
+    """
+    import_mergekit()
+    from tvb_mergekit.plugin.document import from_mapping
+    from tvb_mergekit.plugin.inputs import read_inputs
+    from tvb_mergekit.store import store as stores
+    from tvb_mergekit.store.add import Growth, add_to_store
+
+    device, names = device_of(values["device"]), None
+    parameters: dict[str, Any] = {"num_bases": 1}
+    if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
+        if base is None or budget is None:
+            raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
+        if compress:
+            parameters["basis"] = compress
+    else:
+        bases = _load(store)
+        names, own = bases.names, bases.facts.store.dtype
+        base = _base_of(bases, base)[0]
+        if dtype not in (None, own):
+            raise UserError(
+                f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out"
+            )
+        if bases.settings.exclude is not None:
+            parameters["exclude"] = bases.settings.exclude
+    document = from_mapping(
+        {
+            "merge_method": "basis_ta",
+            "base_model": base,
+            "models": [{"model": model, "parameters": {"task": task, "weight": weight}}],
+            "parameters": parameters,
+        }
+    )
+    with phase("Opening the models"):
+        inputs = read_inputs(document, model_options(values), names)
+    wanted = stores.DTYPES[dtype] if dtype else inputs.own_dtype
+    grown = add_to_store(
+        store,
+        inputs,
+        Growth(budget, compress, wanted, logging.warning if force else _refuse),
+        device=device,
+        budget=values["memory"],
+        progress=bars(values["quiet"]),
+    )
+    most = {task: error.at_most for task, error in grown.facts.errors.items()}
+    errors = {task: math.inf if error is None else error for task, error in most.items()}
+    worst = max(errors, key=lambda task: errors[task])
+    click.echo(
+        f"{grown.path}: {counted(len(grown.tasks), 'task')} in {grown.num_bases} of at most "
+        f"{grown.facts.store.budget} bases; largest relative error of a task at most "
+        f"{errors[worst]:.3f} ({worst})"
+    )
+
+
+def _refuse(doubt: str) -> None:
+    raise UserError(f"{doubt}; --force adds it all the same")
+
+
+@command(main, writes="store")
+@click.argument("store", type=click.Path())
+def undo(store: str) -> None:
+    """Take back the last `tvb add`: STORE is what it was before. One step can be undone.
+
+    \b
+    Example: tvb undo ./store
+    """
+    from tvb_mergekit.store.add import undo_addition
+
+    bases = undo_addition(store)
+    tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
+    click.echo(f"{bases.path}: {tasks} in {count}, as before")
+
+
+@command(main, "base", "device", "memory", "quiet", writes="out")
+@click.argument("store", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
+@click.option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
+@click.option("--all-bases", is_flag=True, help="A model for each basis, OUT/basis-000 ...")
+@click.option("--dtype", type=DTYPES, help="Of the model; the base's by default.")
+def export(
+    store: str,
+    out: str,
+    task: str | None,
+    basis: int | None,
+    all_bases: bool,
+    dtype: DtypeName | None,
+    **values: Any,
+) -> None:
+    """Write full Hugging Face models from the bases in STORE, for any use and any merge method.
+
+    \b
+    Example: tvb export ./store ./math --task math
+    """
+    from tvb_mergekit.store import export as exporting
+    from tvb_mergekit.store import store as stores
+
+    if (task is not None) + (basis is not None) + all_bases != 1:
+        raise UserError("give one of --task NAME, --basis K and --all-bases")
+    device = device_of(values["device"])
+    bases = _load(store)
+    folders = [""]
+    if task is not None:
+        matrix, weight = exporting.task_column(bases, task), float(bases.weights[bases.index(task)])
+        what = [f"{task}, reconstructed" + f" (without its weight of {weight:g})" * (weight != 1)]
+    else:
+        indices = list(range(bases.num_bases)) if basis is None else [basis]
+        matrix = exporting.basis_columns(bases, indices)
+        what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
+        if all_bases:
+            folders = [stores.basis_folder(m) for m in indices]
+    _, weights, folder = _base_of(bases, values["base"])
+    exporting.export(
+        bases,
+        weights,
+        folder,
+        matrix,
+        folders,
+        out,
+        what=what,
+        dtype=stores.DTYPES[dtype] if dtype else None,
+        device=device,
+        budget=values["memory"],
+        progress=bars(values["quiet"]),
+    )
+    click.echo(f"Written to {out}")
+
+
+@command(
+    main, "base", "device", "multi_gpu", "memory", *ACCESS, "quiet", writes="out", several=True
+)
+@click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
+@click.argument("out", type=click.Path())
+@click.option("--method", metavar="NAME", help="Of a STORE: add, ties or forget-TASK.")
+@click.option("--out-shard-size", metavar="SIZE", default="5B", help="mergekit's: 500M, 5B ...")
+@click.option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Of the base, into OUT.")
+@click.option("--write-model-card/--no-write-model-card", default=True, help="OUT/README.md.")
+def merge(
+    recipe: str, out: str, method: str | None, base: str | None, memory: int, **values: Any
+) -> None:
+    """Merge the models of RECIPE into OUT: what `mergekit-yaml` writes, bit by bit, and sooner.
+
+    RECIPE is one of `basis_ta`, `basis_ties` or `basis_negate`, over models or over the bases of a
+    store. A STORE needs no recipe: `tvb merge STORE OUT --method add`, by what it was built with.
+    Tensors are streamed: no more than --memory is held of them, whatever the size of a model and of
+    the shards of OUT.
+
+    \b
+    Example:
+      tvb merge recipe.yml ./merged --memory 2GB
+      torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
+    """
+    from tvb_mergekit.tensors import ranks
+
+    devices = devices_of(values)
+    values["device"] = None if values["multi_gpu"] else str(devices[0])
+    values["quiet"] |= not ranks.world().leads
+    if os.path.isdir(recipe):
+        made = _recipe_of(recipe, method, base)
+
+        from tvb_mergekit.plugin.document import from_mapping
+
+        document, text = from_mapping(made), yaml.safe_dump(made, sort_keys=False)
+    elif method is not None or base is not None:
+        raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
+    else:
+        document = _read(recipe)
+
+        from tvb_mergekit.plugin.document import recipe_text
+
+        text = recipe_text(recipe)
+
+    from tvb_mergekit.plugin.run import merge_recipe
+
+    merge_recipe(document, text, out, memory, **values)
+
+
+def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, Any]:
+    """The recipe of a store for a method, where the store lies now."""
+    from tvb_mergekit.settings import nearest
+    from tvb_mergekit.store.recipes import templates
+
+    bases = _load(store)
+    known = templates(bases.facts, os.path.abspath(store), _base_of(bases, base)[0])
+    if method in known:
+        return known[method][1]
+    if method is None:
+        raise UserError(f"{store} is a store: name a --method, one of {', '.join(known)}")
+    guess = nearest(method, known)
+    hint = f"did you mean {guess}? " if guess else ""
+    raise UserError(f"--method {method}: {hint}Expected one of {', '.join(known)}")
+
+
+@command(main, "device", *MODELS, "quiet")
+@click.argument("recipe", type=click.Path())
+@click.option("--deep", is_flag=True, help="Read every tensor: NaN, zero task vectors, wrong base.")
+@click.option("--out", type=click.Path(), help="Where the output will lie, to look at its disk.")
+def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
+    """Look for all that would stop a merge or a build of RECIPE, and estimate what they take.
+
+    RECIPE may also be a store: then its files are compared with their checksums.
+
+    \b
+    Example: tvb check recipe.yml --deep
+    """
+    if os.path.isdir(recipe):
+        from tvb_mergekit.store.recipes import edited
+
+        bases = _load(recipe, verify="all")
+        click.echo(f"{recipe}: {len(bases.facts.store.files)} files as they were written")
+        for name in edited(Path(recipe), bases.facts):
+            click.echo(f"{recipe}/{name} was edited since")
+        return
+    from tvb_mergekit.tables import printable
+
+    device, progress = device_of(values["device"]), bars(values["quiet"])
+    document, options = _read(recipe), model_options(values)
+
+    from tvb_mergekit.cli.check import check_recipe
+
+    for line in check_recipe(recipe, document, options, deep, out, device, progress):
+        click.echo(printable(line))
+
+
+@command(main, writes="out")
+@click.argument("paths", nargs=-1, metavar="[[LABEL=]PATH...]")
+@click.option("--base", metavar="PATH", help="Results of the base model.")
+@click.option(
+    "--specialist",
+    "specialists",
+    multiple=True,
+    metavar="[CATEGORY=]PATH",
+    help="Results of a category's own fine-tuned model; without CATEGORY, of all. Repeatable.",
+)
+@click.option(
+    "--reference",
+    metavar="paper|FILE",
+    help="Its specialists stand in for --specialist; FILE: an earlier scores.json.",
+)
+@click.option("--show-reference", is_flag=True, help="Show the reference's other columns too.")
+@click.option(
+    "--benchmark",
+    metavar="mergebench|mergebench_keyword|mini|FILE",
+    help="By default the one that the tasks in the files belong to.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="TASK:METRIC",
+    help="Read another metric of a task, as METRIC,FILTER. Repeatable.",
+)
+@click.option("--partial", is_flag=True, help="Normalize over the categories that all have whole.")
+@click.option(
+    "--radar",
+    type=click.Choice(["tasks", "categories", "none"]),
+    default="tasks",
+    help="The axes of the plot in --out.",
+)
+@click.option("--out", metavar="DIR", help="Write scores.md, scores.json, radar.svg, radar.png.")
+def score(
+    paths: tuple[str, ...],
+    radar: Literal["tasks", "categories", "none"],
+    out: str | None,
+    **values: Any,
+) -> None:
+    """Table the results of lm_eval, with the normalized accuracy of MergeBench.
+
+    Each PATH is a results_*.json of lm_eval, or a folder that holds some: categories that were run
+    one by one join. Normalized accuracy is the sum of a model's category means over the same sum
+    for the specialists. Whatever is missing, or not measured alike, is named.
+
+    \b
+    Example:
+      tvb score ta=out/ta ae=out/ae --specialist out/specialists --out scores
+      tvb score ta=out/ta --base out/base --specialist math=out/math --partial
+      tvb score ta=out/ta --reference paper --show-reference
+      tvb score --reference paper --show-reference      the paper's own table
+    """
+    from rich.console import Console
+
+    from tvb_mergekit.score.gathering import check_output, gather, write
+    from tvb_mergekit.score.text import print_table
+    from tvb_mergekit.tables import printable
+
+    by = None if out is None or radar == "none" else radar
+    if out is not None:
+        check_output(out, by is not None)
+    found = gather(paths, **values)
+    for line in found.warnings:
+        click.echo(f"Warning: {printable(line)}", err=True)
+    if out is not None:
+        pictures = []
+        if by is not None and found.specialists is not None and found.compared:
+            from tvb_mergekit.score.radar import radar as draw
+
+            pictures = [(kind, draw(found, kind, by)) for kind in ("svg", "png")]
+        elif by is not None:
+            click.echo("Warning: nothing to normalize by, so no radar plot", err=True)
+        write(found, out, pictures)
+    print_table(found, Console(soft_wrap=True, highlight=False))
+    if out is not None:
+        click.echo(f"Written to {out}")
+
+
+@command(main, "memory", "device", *ACCESS, "quiet", writes="out")
+@click.argument("recipe", type=click.Path(exists=True))
+@click.option("--tasks", required=True, metavar="T1,T2", help="Of lm-eval: tasks or groups.")
+@click.option("--out", required=True, metavar="DIR", help="For all that is found; see below.")
+@click.option("--write", metavar="DIR", help="Also merge with what was found, into this folder.")
+@click.option("--grid", default="0:1:0.05", help="START:STOP:STEP, or numbers with commas.")
+@click.option(
+    "--search",
+    type=click.Choice(["grid", "golden"]),
+    default="grid",
+    help="golden: golden section between the grid's ends, 9 points where the grid has 21.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    help="Of golden; half the grid's step by default.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="TASK:METRIC",
+    help="As lm-eval names it: METRIC,FILTER. Repeatable, also for one task.",
+)
+@click.option(
+    "--reference",
+    metavar="PATH",
+    help="Results of lm_eval for the specialists: scores become shares of theirs.",
+)
+@click.option(
+    "--control",
+    "controls",
+    multiple=True,
+    metavar="TASK[:METRIC]",
+    help="basis_negate: what must not be forgotten. Repeatable.",
+)
+@click.option(
+    "--keep",
+    type=float,
+    default=0.95,
+    help="basis_negate: the least share of the control score that alpha 0 has.",
+)
+@click.option("--limit", type=float, help="Items per task, or below 1 the share of them; seeded.")
+@click.option(
+    "--subsample", is_flag=True, help="Of these items, M/T for M bases of T tasks (the paper's)."
+)
+@click.option(
+    "--test-share",
+    type=float,
+    default=0.2,
+    help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the items, and of mergekit."
+)
+@click.option(
+    "--include-path", multiple=True, metavar="DIR", help="Folder of own lm-eval tasks. Repeatable."
+)
+@click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that take some.")
+@click.option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
+@click.option("--apply-chat-template", "chat_template", is_flag=True, help="lm-eval's.")
+@click.option("--confirm-run-unsafe-code", "unsafe_code", is_flag=True, help="lm-eval's.")
+@click.option("--batch-size", default="1", help="lm-eval's; `auto` too.")
+@click.option("--model-args", default="", metavar="K=V,...", show_default=False,
+              help="lm-eval's: max_length=4096 ...")  # fmt: skip
+def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any) -> None:
+    """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
+
+    One model in memory moves along theta_0 + lambda * Delta and is scored at each point; its
+    weights are those that mergekit-yaml writes, to the last bit. For basis_ta, basis_ties,
+    basis_negate (whose coefficient is alpha) and mergekit's task_arithmetic, ties, breadcrumbs;
+    dare and della, which draw at random, are merged point by point.
+
+    DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. The same command goes on
+    after an interruption, and shows the same again after its end. Test items are not used: a task
+    is scored on its validation split. Of one without, a seeded part is, and test_samples.json names
+    the rest, for `lm_eval --samples`.
+
+    Memory: the loaded model, and --memory while models are merged (mergekit's own methods take what
+    mergekit takes). Disk, below DIR and deleted at the end: up to five times the merged model, for
+    the first merge, theta_0 and Delta.
+
+    \b
+    Example:
+      tvb tune recipe.yml --tasks copa,rte --limit 200 --out tuned
+      tvb tune ./store --tasks copa --search golden --out golden
+      tvb tune forget.yml --tasks copa --control rte --out rest --write ./new
+    """
+    from rich.console import Console
+
+    import_mergekit()
+    from tvb_mergekit.tune import report, running
+
+    request = running.Request(
+        recipe=recipe,
+        tasks=[name.strip() for name in tasks.split(",") if name.strip()],
+        out=Path(out),
+        options=model_options(values),
+        metadata=_json(metadata),
+        **{**values, "device": str(device_of(values["device"]))},
+    )
+    found = running.tune(request)
+    missing = report.write(found)
+    report.print_table(found, Console(soft_wrap=True, highlight=False))
+    for line in missing:
+        click.echo(line, err=True)
+    click.echo(f"Written to {out}")
+    if request.write is not None:
+        click.echo(running.merge(found))
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError as error:
+        raise UserError(f"--metadata {text}: no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f"--metadata {text}: expected a JSON object")
+    return found
+
+
+@main.group("cache")
+def cache_group() -> None:
+    """The Gram matrices kept between merges.
+
+    \b
+    Example: tvb cache list
+
+    They live in $TVB_MERGEKIT_CACHE, by default in ~/.cache/tvb-mergekit/gram, a few kB each;
+    TVB_MERGEKIT_CACHE=off keeps none.
+    """
+
+
+@command(cache_group, name="list")
+def list_entries() -> None:
+    """Show the stored Gram matrices, newest first.
+
+    \b
+    Example: tvb cache list
+    """
+    from rich.console import Console
+
+    from tvb_mergekit.tables import Sheet, print_sheet
+    from tvb_mergekit.tensors import cache
+
+    folder = cache.cache_folder()
+    if folder is None:
+        click.echo(f"The cache is off ({cache.VARIABLE}).")
+        return
+    rows = [
+        (
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified)),
+            listed(entry.tasks),
+            f"{entry.num_parameters:,}",
+            f"{entry.nbytes:,}",
+            entry.path.name[:12],
+        )
+        for entry in cache.entries()
+    ]
+    if rows:
+        head = ("written", "tasks", "parameters", "bytes", "file")
+        print_sheet(Sheet("", head, rows, left=("tasks", "file")), Console())
+    click.echo(f"{len(rows)} Gram matrices in {folder}")
+
+
+@command(cache_group, name="clear")
+def clear_entries() -> None:
+    """Delete all stored Gram matrices.
+
+    \b
+    Example: tvb cache clear
+    """
+    from tvb_mergekit.tensors import cache
+
+    click.echo(f"Deleted {cache.clear()} Gram matrices.")

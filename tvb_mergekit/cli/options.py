@@ -1,0 +1,176 @@
+"""What the commands share: options, devices, and how they refuse, log and are interrupted."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.progress import phase
+
+if TYPE_CHECKING:
+    import torch
+
+    from tvb_mergekit.plugin.inputs import Options
+
+Body = Callable[..., Any]
+
+OPTIONS = {
+    "device": click.Option(
+        ["--device"], default="auto", help="Where to compute: cpu, cuda, cuda:1 ..."
+    ),
+    "multi_gpu": click.Option(["--multi-gpu"], is_flag=True, help="Compute on all accelerators."),
+    "memory": click.Option(
+        ["--memory"],
+        metavar="SIZE",
+        default="1GB",  # layout.MEMORY
+        help="The most that tensors may take in each process, such as 500MB; Python and its "
+        "libraries take about 0.4 GB more.",
+    ),
+    "base": click.Option(
+        ["--base"], help="The base model, where it is no longer in the place that the store names."
+    ),
+    "trust_remote_code": click.Option(
+        ["--trust-remote-code"], is_flag=True, help="Let models run their own code."
+    ),
+    "allow_crimes": click.Option(
+        ["--allow-crimes"], is_flag=True, help="mergekit's: architectures may differ."
+    ),
+    "lora_merge_cache": click.Option(
+        ["--lora-merge-cache"], metavar="DIR", help="Where fused adapters are kept."
+    ),
+    "transformers_cache": click.Option(
+        ["--transformers-cache"], metavar="DIR", help="Where models are downloaded to."
+    ),
+    "fuse": click.Option(
+        ["--fuse"], is_flag=True, help="Fuse adapters into models before anything else."
+    ),
+    "quiet": click.Option(["--quiet"], is_flag=True, help="No progress bars."),
+    "verbose": click.Option(["-v", "--verbose"], is_flag=True, help="Say where time goes."),
+}
+ACCESS = ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache")
+MODELS = (*ACCESS, "fuse")
+DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+
+
+def command(
+    group: click.Group,
+    *shared: str,
+    name: str | None = None,
+    writes: str = "",
+    several: bool = False,
+) -> Callable[[Body], click.Command]:
+    """Register a command of `group`, with options of OPTIONS after its own; see `careful`."""
+
+    def decorate(body: Body) -> click.Command:
+        made = group.command(name)(careful(writes, several)(body))
+        made.params += [OPTIONS[option] for option in (*shared, "verbose")]
+        return made
+
+    return decorate
+
+
+def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
+    """Turn what a user can mend into one line and exit code 1.
+
+    Args:
+        writes: the argument that is written to.
+        several: the command works in the processes that a launcher started.
+    """
+
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def wrapped(**values: Any) -> Any:
+            from tvb_mergekit.progress import logging_above_bars
+            from tvb_mergekit.refusals import refusing, unwinding
+            from tvb_mergekit.tensors import ranks
+
+            if values.pop("verbose", False):
+                logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
+            place = str(values.get(writes) or "the output")
+            try:
+                with logging_above_bars(), refusing(out=place):
+                    if values.get(writes):
+                        names = ("recipe", "store", writes)
+                        check_names(*(values[name] for name in names if name in values))
+                    if "memory" in values:
+                        values["memory"] = _bytes(values["memory"])
+                    if not several:
+                        ranks.one_only(click.get_current_context().command_path)
+                    with ranks.joined(), refusing(out=place), unwinding():
+                        return body(**values)
+            except KeyboardInterrupt:
+                more = ""
+                if os.path.isdir(partial := f"{place}.partial"):
+                    more = f" {partial} is kept: --resume goes on."
+                if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
+                    more = " The same command goes on."
+                click.echo(f"Interrupted.{more}", err=True)
+                sys.exit(130)
+
+        return wrapped
+
+    return decorate
+
+
+def _bytes(text: str) -> int:
+    from tvb_mergekit.tensors.layout import parse_memory
+
+    return parse_memory(text)
+
+
+def import_mergekit() -> None:
+    """Import what knows mergekit, which takes seconds: `-v` says how many."""
+    if "tvb_mergekit.plugin.inputs" not in sys.modules:
+        with phase("Importing mergekit"):
+            importlib.import_module("tvb_mergekit.plugin.inputs")
+
+
+def model_options(values: dict[str, Any]) -> Options:
+    """The options of MODELS, taken out of `values`."""
+    from tvb_mergekit.plugin.inputs import Options
+
+    return Options(**{name: values.pop(name) for name in MODELS if name in values})
+
+
+def device_of(name: str) -> torch.device:
+    """What `--device` names."""
+    from tvb_mergekit.tensors import layout
+
+    return layout.device_of(auto_device() if name == "auto" else name)
+
+
+def auto_device() -> str:
+    """An accelerator, of several processes one for each, or the CPU."""
+    import torch
+
+    from tvb_mergekit.tensors import ranks
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    if ranks.launched("WORLD_SIZE", 1) == 1:
+        return "cuda"
+    return f"cuda:{ranks.launched('LOCAL_RANK', 0) % torch.cuda.device_count()}"
+
+
+def devices_of(values: dict[str, Any]) -> list[torch.device]:
+    """What `--device` and `--multi-gpu` name."""
+    from tvb_mergekit.tensors import ranks
+
+    if not values["multi_gpu"]:
+        return [device_of(values["device"])]
+    if (started := ranks.launched("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"--multi-gpu is for one process on a machine, and {started} were started: "
+            "leave it out, each takes an accelerator of its own"
+        )
+    from tvb_mergekit.tensors.layout import accelerators
+
+    return accelerators()

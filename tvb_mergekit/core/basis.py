@@ -1,0 +1,265 @@
+"""A built basis: Gram matrix and encoder of one recipe, and the coefficients they give."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.encoders import Encoding, encode, projection
+from tvb_mergekit.core.gram import GramSums, Sketch
+from tvb_mergekit.core.merge import Linear, Step, Term, TrimElectMerge
+from tvb_mergekit.core.trim import MagnitudeHistogram
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.progress import phase
+from tvb_mergekit.settings import Settings
+
+# A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
+# vector norms); another pre-training run lies at about 1.4 times the norm.
+WRONG_BASE_RATIO = 0.5
+UNRELATED_RATIO = 1.2  # not yet that 1.4, and out of reach of fine-tuning
+LARGE_RATIO = 5  # to the median of the other task vectors' norms
+
+
+@dataclass(frozen=True)
+class Tunables:
+    """The keys that may vary from tensor to tensor, resolved for one tensor."""
+
+    lambda_: float
+    alpha: float = 0.0
+    density: float = 1.0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Tunables:
+        """From a mapping with `lambda` and, where the method has them, `alpha` and `density`."""
+        return cls(values["lambda"], values.get("alpha") or 0.0, values.get("density") or 1.0)
+
+
+@dataclass
+class Combination(ABC):
+    """What merging a tensor needs to know of the vectors that are combined: the task vectors of T
+    models (`Basis`), or the M bases of a store (`StoredBases`).
+
+    `histogram` (TIES with `trim: model`) counts the magnitudes of each basis over all tensors.
+    """
+
+    settings: Settings
+    tasks: Sequence[str]
+    histogram: MagnitudeHistogram | None = field(default=None, kw_only=True)
+    seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
+    _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+
+    @property
+    @abstractmethod
+    def weighted_encoder(self) -> Tensor:
+        """The bases from the vectors that are combined, B = vectors @ this (paper Eq. 8):
+        [num_inputs, M] float64. For rand_proj the vectors are the columns of Omega."""
+
+    @property
+    @abstractmethod
+    def weighted_reconstruction(self) -> Tensor:
+        """The reconstructed task vectors T_hat likewise (paper Eq. 10): [num_inputs, T]."""
+
+    @property
+    def num_inputs(self) -> int:
+        """How many vectors are combined."""
+        return self.weighted_encoder.shape[0]
+
+    @property
+    def num_bases(self) -> int:
+        """M."""
+        return self.weighted_encoder.shape[1]
+
+    @property
+    def scale(self) -> float:
+        """What lambda is multiplied by: T / M with `lambda_scale: tasks`, else 1."""
+        if self.settings.lambda_scale == "bases":
+            return 1.0
+        return len(self.tasks) / self.num_bases
+
+    @property
+    def addition(self) -> Tensor:
+        """The sum of the bases from the vectors that are combined, [num_inputs] float64."""
+        return self.weighted_encoder.sum(1)
+
+    @property
+    def forgetting(self) -> Tensor:
+        """The sum of the reconstructed task vectors to forget, likewise."""
+        columns = [list(self.tasks).index(name) for name in self.settings.forget]
+        return self.weighted_reconstruction[:, columns].sum(1)
+
+    @property
+    def trims(self) -> bool:
+        """Whether merging takes a threshold of each basis."""
+        return self.settings.method == "basis_ties"
+
+    def step(self, values: Tunables, alone: bool = False, thresholds: Tensor | None = None) -> Step:
+        """How one tensor is merged.
+
+        Args:
+            alone: only the direction that a tuned coefficient scales, without theta_0: the sum of
+                the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the task vectors to forget.
+            thresholds: of each basis, [M] float32, if the method trims.
+        """
+        if self.trims:
+            assert thresholds is not None
+            scale = 1.0 if alone else values.lambda_ * self.scale
+            how = self.settings.merge_func
+            return TrimElectMerge(self.weighted_encoder, thresholds, how, scale, not alone)
+        if alone:
+            return Linear([[(1.0, self.direction)]], add_base=False)
+        return Linear([self.terms(values.lambda_, values.alpha)])
+
+    def terms(self, lambda_: float, alpha: float = 0.0) -> list[Term]:
+        """lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, in the order of adding up."""
+        terms = [(lambda_ * self.scale, self.addition)]
+        if self.settings.forget:
+            terms.append((-alpha, self.forgetting))
+        return [term for term in terms if term[0] != 0]
+
+    @property
+    def direction(self) -> Tensor:
+        """What a tuned coefficient scales, up to a factor of each."""
+        return self.forgetting if self.settings.forget else self.addition
+
+    def thresholds(self, density: float) -> Tensor:
+        """`trim: model`: the threshold of each basis for this density, [M] float32."""
+        assert self.histogram is not None
+        if density not in self._thresholds:
+            self._thresholds[density] = self.histogram.thresholds(density)
+        return self._thresholds[density]
+
+
+@dataclass
+class Basis(Combination):
+    """A basis of the T models of a recipe. `sums` are those of the weighted task vectors."""
+
+    sums: GramSums
+    encoding: Encoding
+    weights: Sequence[float]
+    sketch: Sketch | None = None
+    cached: bool = False
+
+    @property
+    def weighted_encoder(self) -> Tensor:
+        """W_e with the models' weights folded in: B = [theta_i - theta_0] @ this."""
+        if self.encoding.mixing is not None:
+            return self.encoding.mixing
+        assert self.encoding.encoder is not None
+        return self._weighted(self.encoding.encoder)
+
+    @property
+    def weighted_reconstruction(self) -> Tensor:
+        if self.encoding.mixing is not None:
+            return self.encoding.mixing @ self.encoding.decoder
+        assert self.encoding.reconstruction is not None
+        return self._weighted(self.encoding.reconstruction)
+
+    def _weighted(self, rows: Tensor) -> Tensor:
+        return torch.tensor(self.weights, dtype=torch.float64, device="cpu")[:, None] * rows
+
+
+@dataclass
+class StoredBases(Combination):
+    """The bases of a store in the place of models: no Gram matrix, and M vectors are read.
+
+    Attributes:
+        shares: v [M], what each basis counts in the sum (`Bases.shares` times the recipe's
+            `weight`).
+        reconstruction: [M, T] or, with PCA's mean as the last input, [M + 1, T]: each tau_hat.
+    """
+
+    shares: Tensor
+    reconstruction: Tensor
+
+    @property
+    def weighted_encoder(self) -> Tensor:
+        """diag(v): PCA's mean is in no basis."""
+        mean = self.shares.new_zeros(len(self.reconstruction) - len(self.shares), len(self.shares))
+        return torch.cat([torch.diag(self.shares), mean])
+
+    @property
+    def weighted_reconstruction(self) -> Tensor:
+        return self.reconstruction
+
+
+def build(
+    settings: Settings,
+    tasks: Sequence[str],
+    weights: Sequence[float],
+    raw: GramSums,
+    sketch: Sketch | None = None,
+) -> Basis:
+    """From unweighted sums to a basis.
+
+    Raises:
+        UserError: a task vector is zero, or the settings do not fit the Gram matrix.
+    """
+    for task, square in zip(tasks, raw.gram.diagonal().tolist(), strict=True):
+        if square == 0.0:
+            raise UserError(
+                f"task `{task}`: its task vector is zero in every tensor that counts: the model is "
+                "identical to the base (or all that was trained is excluded); remove it"
+            )
+    sums = raw.scaled(weights)
+    with phase("Encoding"):
+        if sketch is not None:
+            assert sums.sketch_gram is not None and sums.sketch_tasks is not None
+            encoding = projection(sums.gram, sums.sketch_gram, sums.sketch_tasks)
+        else:
+            encoding = encode(sums.gram, settings)
+    return Basis(settings, tasks, sums, encoding, weights, sketch)
+
+
+def unlike(
+    norm: float, base_norm: float, others: Sequence[float] = (), ratio: float = WRONG_BASE_RATIO
+) -> str | None:
+    """Why a task vector seems to be of no model fine-tuned from the base; None if it may be one.
+
+    Args:
+        norm: ||tau||, of all or over the matrices (`GramSums.sizes`), unweighted, as all here.
+        base_norm: ||theta_0||; 0 where the base was not read (adapters).
+        others: of the other tasks.
+        ratio: to ||theta_0||, above which it is too long.
+    """
+    if base_norm and norm > ratio * base_norm:
+        return (
+            f"its task vector's norm is {norm:.4g}, the base's {base_norm:.4g}; fine-tuning moves "
+            "a model by a few percent"
+        )
+    if others and norm > LARGE_RATIO * statistics.median(others):
+        return (
+            f"its task vector's norm is {norm:.4g}, the median of the other tasks' "
+            f"{statistics.median(others):.4g}"
+        )
+    return None
+
+
+def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
+    """What the Gram matrix says against the recipe, a line each; `models` maps task -> model."""
+    lines = []
+    scales = [abs(weight) for weight in basis.weights]
+    base_size, *sizes = basis.sums.sizes
+    sizes = [size / scale for size, scale in zip(sizes, scales, strict=True)]
+    base_norm = basis.sums.base_norm_squared**0.5
+    norms: list[float] = basis.sums.gram.diagonal().sqrt().tolist()
+    for index, task in enumerate(basis.tasks):
+        others = sizes[:index] + sizes[index + 1 :]
+        reason = unlike(sizes[index], base_size, others, UNRELATED_RATIO)
+        if reason := reason or unlike(norms[index] / scales[index], base_norm):
+            lines.append(
+                f"task `{task}` ({models[task]}): {reason}: is it fine-tuned from this base?"
+            )
+    for i, j in itertools.combinations(range(len(basis.tasks)), 2):
+        if float(basis.sums.gram[i, j]) > (1 - 1e-6) * norms[i] * norms[j]:
+            lines.append(
+                f"tasks `{basis.tasks[i]}` and `{basis.tasks[j]}` have the same task vector up to "
+                "scale: one model under two names?"
+            )
+    return lines

@@ -1,0 +1,59 @@
+"""From the Gram matrix of T task vectors to the coefficients of M bases.
+
+`encode` does it for every basis but rand_proj, which needs a sketch of the task vectors besides
+the Gram matrix: `projection`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from tvb_mergekit.core.encoders.autoencoder import autoencoder
+from tvb_mergekit.core.encoders.balanced import balanced
+from tvb_mergekit.core.encoders.linear import Encoding, Gram
+from tvb_mergekit.core.encoders.pca import pca
+from tvb_mergekit.core.encoders.random import projection, rand_select
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.settings import Settings
+
+__all__ = ["Encoding", "Gram", "balanced", "encode", "projection"]
+
+
+def encode(gram: Tensor, settings: Settings) -> Encoding:
+    """The bases that `settings` asks for.
+
+    Args:
+        gram: G = T^T T [T, T] float64.
+        settings: basis, size, solver and seed.
+
+    Raises:
+        UserError: `gram` is no Gram matrix, M > T, or training diverged.
+    """
+    spectrum = Gram.of(gram)
+    count = _num_bases(spectrum.values.tolist(), settings)
+    match settings.basis:
+        case "ae" | "linear_ae":
+            return autoencoder(spectrum, count, settings)
+        case "balanced":
+            return balanced(spectrum, count)
+        case "pca":
+            return pca(spectrum, count)
+        case "rand_select":
+            return rand_select(spectrum, count, settings.seed)
+        case "none":
+            identity = np.eye(spectrum.size)
+            return spectrum.encoding("none", identity, identity)
+    raise UserError(f"basis {settings.basis} needs a sketch of the task vectors: use `projection`")
+
+
+def _num_bases(eigenvalues: list[float], settings: Settings) -> int:
+    """M, at most T, given the T eigenvalues of G, descending."""
+    size, count = len(eigenvalues), settings.bases_of(len(eigenvalues))
+    if count is None:
+        held = np.cumsum(eigenvalues)
+        # relative slack, so that a share met up to rounding is met
+        return int(np.argmax(held >= settings.energy * held[-1] * (1 - 1e-12))) + 1
+    if not 1 <= count <= size:
+        raise UserError(f"`num_bases` is {count}: expected 1 to {size}, the tasks")
+    return count

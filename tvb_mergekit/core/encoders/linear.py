@@ -1,0 +1,154 @@
+"""What the families share: the Gram matrix in square-root form, decoder, loss, bounds, result.
+
+G = F^T F with F = S^(1/2) V^T from one `eigh`, and everything else works on F, never on G again:
+||F X||_F^2 = Tr(X^T G X) without cancellation, and least squares on F W_e instead of the normal
+equations W_e^T G W_e, which would square the condition number once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+
+Array = NDArray[np.float64]
+NULL = 1e-13  # |F x| / (|F| |x|) up to which x counts as a null vector of G
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Coefficients of M bases over T tasks, all float64, with what they lose.
+
+    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only
+    rand_proj has neither encoder nor reconstruction: its bases are Omega `mixing` [M, M]. Only `ae`
+    by Adam has `decoders`, what the key `decoder` chooses from, with the loss of each.
+    """
+
+    basis: str
+    encoder: Tensor | None
+    decoder: Tensor
+    reconstruction: Tensor | None
+    eigenvalues: Tensor
+    loss: float
+    spectral_bound: float
+    balanced_bound: float | None = None
+    mixing: Tensor | None = None
+    decoders: Mapping[str, Tensor] = field(default_factory=dict)
+    decoder_losses: Mapping[str, float] | None = None
+
+    @property
+    def num_bases(self) -> int:
+        return self.decoder.shape[0]
+
+    @property
+    def relative_gap(self) -> float | None:
+        """(loss - bound) / bound; None where the bound is 0 up to rounding and the loss tells all.
+
+        Negative for PCA where its mean, one direction more than M, gains more than it costs.
+        """
+        if self.spectral_bound <= 1e-12 * float(self.eigenvalues.sum()):
+            return None
+        return (self.loss - self.spectral_bound) / self.spectral_bound
+
+    @property
+    def retained_energy(self) -> float:
+        """1 - loss / tr G; 1 where all task vectors are zero."""
+        total = float(self.eigenvalues.sum())
+        return 1.0 - self.loss / total if total > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Gram:
+    """G = T^T T by its spectrum: `values` [T] descending, `vectors` [T, T], `root` F [T, T].
+
+    Eigenvalues that are zero up to rounding are zero here, so that G has its true rank.
+    """
+
+    matrix: Array
+    values: Array
+    vectors: Array
+    root: Array
+
+    @classmethod
+    def of(cls, gram: Tensor) -> Gram:
+        """Raises UserError unless `gram` is square, finite and symmetric to rounding."""
+        matrix = np.array(gram.detach().cpu().numpy(), dtype=np.float64)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+            shape = tuple(matrix.shape)
+            raise UserError(f"the Gram matrix has shape {shape}: expected [T, T], T tasks >= 1")
+        if not np.isfinite(matrix).all():
+            bad = sorted({int(i) for i in np.argwhere(~np.isfinite(matrix))[:, 0]})
+            raise UserError(
+                f"the Gram matrix is not finite in rows {bad}: a task vector there holds NaN or Inf"
+            )
+        if np.abs(matrix - matrix.T).max() > 1e-6 * np.abs(matrix).max():
+            raise UserError("the Gram matrix is not symmetric: expected T^T T of one set of tasks")
+        return cls.from_array((matrix + matrix.T) / 2)
+
+    @classmethod
+    def from_array(cls, matrix: Array) -> Gram:
+        values, vectors = np.linalg.eigh(matrix)
+        values, vectors = values[::-1].copy(), vectors[:, ::-1]
+        # eigh is exact to about eps * ||G||; below that an eigenvalue is noise of either sign
+        values[values <= len(values) * np.finfo(np.float64).eps * max(values[0], 0.0)] = 0.0
+        return cls(matrix, values, vectors, np.sqrt(values)[:, None] * vectors.T)
+
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
+    @property
+    def total(self) -> float:
+        return float(self.values.sum())
+
+    def bound(self, num_bases: int) -> float:
+        """The spectral lower bound, sum of the eigenvalues beyond the M-th (paper Eq. 7)."""
+        return float(self.values[num_bases:].sum())
+
+    def decoder(self, encoder: Array) -> Array:
+        """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G = (F W_e)^+ F.
+
+        What counts as zero is measured by F and W_e, not by their product, which may be all noise.
+        """
+        left, scales, right = np.linalg.svd(self.root @ encoder, full_matrices=False)
+        kept = scales > NULL * np.linalg.norm(self.root) * np.linalg.norm(encoder)
+        decoder: Array = right[kept].T @ (left[:, kept].T @ self.root / scales[kept, None])
+        return decoder
+
+    def loss(self, reconstruction: Array) -> float:
+        """||T R - T||_F^2 = ||F (R - I)||_F^2 (paper Eqs. 5 and 6)."""
+        return float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum())
+
+    def encoding(
+        self,
+        basis: str,
+        encoder: Array,
+        decoder: Array | None = None,
+        reconstruction: Array | None = None,
+        balanced_bound: float | None = None,
+    ) -> Encoding:
+        """Pack the result; the decoder defaults to least squares, R to W_e W_d."""
+        if decoder is None:
+            decoder = self.decoder(encoder)
+        if reconstruction is None:
+            reconstruction = encoder @ decoder
+        return Encoding(
+            basis=basis,
+            encoder=tensor(encoder),
+            decoder=tensor(decoder),
+            reconstruction=tensor(reconstruction),
+            eigenvalues=tensor(self.values),
+            loss=self.loss(reconstruction),
+            spectral_bound=self.bound(encoder.shape[1]),
+            balanced_bound=balanced_bound,
+        )
+
+
+def tensor(array: Array) -> Tensor:
+    return torch.from_numpy(np.array(array, dtype=np.float64, order="C"))

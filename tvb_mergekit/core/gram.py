@@ -1,0 +1,222 @@
+"""The Gram matrix G = T^T T of the task vectors: its sums over chunks, and what is wrong with them.
+
+Task vectors are formed in float32 from the stored dtypes; products of BLOCK columns are summed in
+float32 and in float64 from there on (relative error of the trace about 3e-7, against 3e-4 for whole
+tensors in float32).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+
+BLOCK = 2048  # columns that one float32 matrix product sums over
+PIECE = 2**17  # elements that are looked at together, where nothing else says how many
+BUDGET_VARIABLE = "TVB_MERGEKIT_BLOCK_MB"
+DEFAULT_BUDGET = 256 * 2**20  # bytes
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64, device="cpu")
+
+
+@dataclass
+class GramSums:
+    """Sums over tensors: `gram` [T, T] and, for random projections, `sketch_gram` [M, M] =
+    Omega^T Omega and `sketch_tasks` [M, T] = Omega^T T; all float64 on the CPU.
+
+    `matrix_squares` [1 + T]: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions.
+    """
+
+    gram: Tensor
+    base_norm_squared: float = 0.0
+    num_parameters: int = 0
+    sketch_gram: Tensor | None = None
+    sketch_tasks: Tensor | None = None
+    matrix_squares: Tensor | None = None
+
+    @classmethod
+    def zero(cls, tasks: int, sketch: Sketch | None = None) -> GramSums:
+        sums = cls(_zeros(tasks, tasks), matrix_squares=_zeros(1 + tasks))
+        if sketch is not None:
+            sums.sketch_gram = _zeros(sketch.columns, sketch.columns)
+            sums.sketch_tasks = _zeros(sketch.columns, tasks)
+        return sums
+
+    def add(self, chunks: ChunkSums) -> None:
+        """Add chunk by chunk, so that the sum does not depend on how chunks come together."""
+        for gram, norm in zip(chunks.gram, chunks.base_norm_squared.tolist(), strict=True):
+            self.gram += gram
+            self.base_norm_squared += norm
+        if chunks.sketch_gram is not None and chunks.sketch_tasks is not None:
+            assert self.sketch_gram is not None and self.sketch_tasks is not None
+            for square, products in zip(chunks.sketch_gram, chunks.sketch_tasks, strict=True):
+                self.sketch_gram += square
+                self.sketch_tasks += products
+
+    def end(self, shape: Sequence[int]) -> None:
+        """Note that these are the sums of one whole tensor, of this shape."""
+        if len(shape) > 1:
+            self.matrix_squares = self._squares()
+
+    def _squares(self) -> Tensor:
+        return torch.cat([_zeros(1) + self.base_norm_squared, self.gram.diagonal()])
+
+    @property
+    def sizes(self) -> list[float]:
+        """||theta_0|| and ||tau_i|| over the matrices: norm layers of ones would hide in
+        ||theta_0|| that a model is unlike the base. Over all tensors where there is no matrix."""
+        squares = self.matrix_squares
+        if squares is None or not squares.any():
+            squares = self._squares()
+        sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
+        return sizes
+
+    def plus(self, other: GramSums) -> GramSums:
+        """Both together. Added in the order of the tensors, the sums are the same to the bit
+        however many processes take them."""
+        both: dict[str, Any] = {}
+        for name, one in vars(self).items():
+            two = getattr(other, name)
+            both[name] = None if one is None or two is None else one + two
+        return GramSums(**both)
+
+    def scaled(self, weights: Sequence[float]) -> GramSums:
+        """The same sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
+        w = torch.tensor(weights, dtype=torch.float64, device="cpu")
+        tasks, squares = self.sketch_tasks, self.matrix_squares
+        return replace(
+            self,
+            gram=self.gram * torch.outer(w, w),
+            sketch_tasks=None if tasks is None else tasks * w,
+            matrix_squares=None if squares is None else squares * torch.cat([_zeros(1) + 1, w**2]),
+        )
+
+
+@dataclass(frozen=True)
+class ChunkSums:
+    """The sums of n chunks: `gram` [n, T, T], `base_norm_squared` [n], and with a sketch
+    `sketch_gram` [n, M, M] and `sketch_tasks` [n, M, T]; float64 on the CPU."""
+
+    gram: Tensor
+    base_norm_squared: Tensor
+    sketch_gram: Tensor | None = None
+    sketch_tasks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A d x M Gaussian matrix Omega that is never held: rows come from (seed, tensor name)."""
+
+    columns: int
+    seed: int
+
+    def stream(self, tensor_name: str) -> torch.Generator:
+        """A generator for one tensor's rows; draw them with `rows` in order, BLOCK at a time."""
+        text = hashlib.sha256(f"{self.seed}:{tensor_name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(text[:8], "little") >> 1)
+
+    def rows(self, generator: torch.Generator, count: int, device: torch.device) -> Tensor:
+        """The next `count` rows, transposed: [M, count] float32 on `device`.
+
+        Always drawn on the CPU and in blocks of BLOCK rows, so that Omega does not depend on the
+        device or on the block budget.
+        """
+        omega = torch.empty(self.columns, count, dtype=torch.float32, device="cpu")
+        for start in range(0, count, BLOCK):
+            block = torch.randn(self.columns, BLOCK, generator=generator, device="cpu")
+            omega[:, start : start + BLOCK] = block[:, : count - start]
+        return omega.to(device)
+
+
+def block_budget() -> int:
+    """Bytes that the working buffers of one device may take: TVB_MERGEKIT_BLOCK_MB, or 256 MB.
+
+    Raises:
+        UserError: the variable is not a number of at least 1.
+    """
+    text = os.environ.get(BUDGET_VARIABLE, "")
+    try:
+        budget = float(text) * 2**20 if text else DEFAULT_BUDGET
+    except ValueError:
+        budget = 0
+    if not 2**20 <= budget < float("inf"):
+        raise UserError(f"{BUDGET_VARIABLE} is `{text}`; expected megabytes, 1 or more")
+    return int(budget)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right^T in float64: whole BLOCKs by one batched product, and the rest."""
+    count = left.shape[1] // BLOCK
+    whole = count * BLOCK
+    batch = left[:, :whole].unflatten(1, (count, BLOCK)).transpose(0, 1)
+    other = right[:, :whole].unflatten(1, (count, BLOCK)).permute(1, 2, 0)
+    total = torch.bmm(batch, other).sum(0, dtype=torch.float64)
+    return total.add_(left[:, whole:] @ right[:, whole:].T)
+
+
+def symmetric(squares: Tensor) -> Tensor:
+    """Products [n, T, T] of matrices with themselves, on the CPU: not every matrix product gives
+    X X^T symmetric to the bit (AVX2 and cuBLAS do not)."""
+    return ((squares + squares.transpose(1, 2)) / 2).cpu()
+
+
+def check_shapes(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> None:
+    """Raise UserError where a model's tensor has another shape than the base's."""
+    for task, model in zip(tasks, models, strict=True):
+        if model.shape != base.shape:
+            raise UserError(shapes_differ(name, task, tuple(model.shape), tuple(base.shape)))
+
+
+def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """The message for a tensor whose shape is not the base's."""
+    return (
+        f"tensor `{name}`: task `{task}` has shape {list(found)}, the base {list(expected)}; "
+        f"leave it to the base with `exclude: {name.split('.')[-2] if '.' in name else name}`, or "
+        "for a changed vocabulary align it with `tokenizer_source: base`"
+    )
+
+
+def not_finite(
+    name: str, base: Tensor, models: Iterable[Tensor] = (), tasks: Sequence[str] = ()
+) -> str:
+    """The message that says which of the inputs of one tensor holds NaN or infinity.
+
+    Args:
+        models: of the tasks, taken one at a time. Without tasks the tensor stays the base's.
+    """
+    remedy = "take another, or leave the tensor out with `exclude`" if tasks else "take another"
+    named = zip((f"task `{task}`" for task in tasks), models, strict=True)
+    for who, tensor in chain([("the base", base)], named):
+        nan, inf = count_not_finite(tensor)
+        if nan or inf:
+            return (
+                f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of "
+                f"{tensor.numel():,}; this checkpoint is damaged or its training diverged: "
+                f"{remedy}"
+            )
+    return (
+        f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
+        "not fine-tuned from this base"
+    )
+
+
+def count_not_finite(tensor: Tensor) -> tuple[int, int]:
+    """Numbers of NaN and of infinite entries, counted in chunks of bounded size."""
+    nan = inf = 0
+    for chunk in tensor.reshape(-1).split(PIECE):
+        if chunk.dtype.itemsize == 1:  # no comparisons are defined for 8-bit floats
+            chunk = chunk.float()
+        if not torch.isfinite(chunk).all():
+            nan += int(torch.isnan(chunk).sum())
+            inf += int(torch.isinf(chunk).sum())
+    return nan, inf

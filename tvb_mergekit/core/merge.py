@@ -1,0 +1,156 @@
+"""The steps from theta_0 and a chunk of task vectors to outputs: linear ones, and TIES over bases.
+
+Everything is computed in float32, and cast once to the output dtype by the caller.
+
+A coefficient multiplies a finished direction: theta_0 + fl(scale * direction), two roundings of
+each entry by itself, where a fused product and sum would round as the chunk and the processor have
+it. So a direction that is computed once gives the merged weights for any scale, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import hardshrink
+
+from tvb_mergekit.errors import UserError
+
+Term = tuple[float, Tensor]  # a scale, and the weights [T] of the direction that it scales
+# From theta_0 [n] and task vectors [T, n], float32 and left as they are, to outputs [K, n].
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Outputs theta_0 (or 0) + sum over their terms of fl(scale * sum_i weights[i] * tau_i).
+
+    Addition over bases and negation are both this (paper Eq. 3), since B = T W_e (Eq. 8) and
+    T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). So are the
+    bases, and exports. For rand_proj the rows of Omega stand in the place of task vectors.
+    """
+
+    outputs: Sequence[Sequence[Term]]
+    add_base: bool = True
+
+    @classmethod
+    def of(cls, matrix: Tensor, add_base: bool = False) -> Linear:
+        """One output for each column of `matrix` [T, K]."""
+        return cls([[(1.0, column)] for column in matrix.T.cpu()], add_base)
+
+    @property
+    def count(self) -> int:
+        """How many outputs, K."""
+        return len(self.outputs)
+
+    @property
+    def rows(self) -> int:
+        """Float32 rows of a chunk that computing takes beside the task vectors."""
+        return self.count * min(2, max(map(len, self.outputs)))
+
+    def on(self, device: torch.device) -> Compute:
+        """The step on one device."""
+        turned = []
+        for place in range(max(map(len, self.outputs))):  # the k-th terms of all outputs at once
+            none = 0.0, 0 * self.outputs[0][0][1]
+            terms = [terms[place] if place < len(terms) else none for terms in self.outputs]
+            weights = torch.stack([w for _, w in terms]).to(device, torch.float32)
+            scales = torch.tensor([scale for scale, _ in terms], dtype=torch.float32, device=device)
+            turned.append((weights, scales[:, None]))
+
+        def compute(base32: Tensor, tau: Tensor) -> Tensor:
+            values = base32.expand(self.count, -1) if self.add_base else None
+            for weights, scales in turned:
+                term = torch.mm(weights, tau).mul_(scales)
+                values = term if values is None else term.add_(values)
+            return torch.zeros_like(base32)[None] if values is None else values
+
+        return compute
+
+
+@dataclass(frozen=True, eq=False)
+class TrimElectMerge:
+    """theta_0 (or 0) + scale * TrimElectMerge(B_1 ... B_M) (Yadav et al., NeurIPS 2023), for
+    B = T @ encoder [T, M].
+
+    Attributes:
+        thresholds: of each basis, [M] float32.
+        merge_func: `sum`, `mean` or `max`.
+    """
+
+    encoder: Tensor
+    thresholds: Tensor
+    merge_func: str
+    scale: float
+    add_base: bool = True
+    count = 1
+
+    @property
+    def rows(self) -> int:
+        """Float32 rows of a chunk that computing takes beside the task vectors."""
+        return self.encoder.shape[1] + 8
+
+    def on(self, device: torch.device) -> Compute:
+        """The step on one device."""
+        weights, limits = self.encoder.T.to(device, torch.float32), self.thresholds.tolist()
+
+        def compute(base32: Tensor, tau: Tensor) -> Tensor:
+            trimmed = trim(weights @ tau, limits)
+            merged = merge_agreeing(trimmed, elect(trimmed), self.merge_func).mul_(self.scale)
+            return (merged.add_(base32) if self.add_base else merged)[None]
+
+        return compute
+
+
+Step = Linear | TrimElectMerge
+
+
+def trim(bases: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """`bases` [M, n], where what is below a basis's threshold is set to 0 in place."""
+    for row, threshold in zip(bases, thresholds, strict=True):
+        # hardshrink drops |x| <= its limit, Trim |x| < the threshold: the float32 just below.
+        limit = max(0.0, float(np.nextafter(np.float32(threshold), np.float32(-1))))
+        row.copy_(hardshrink(row, limit))
+    return bases
+
+
+def elect(trimmed: Tensor) -> Tensor:
+    """The sign of the sum of the bases [M, n], entry by entry: [n] of -1, 0 and 1."""
+    return trimmed.sum(0).sign_()
+
+
+def merge_agreeing(trimmed: Tensor, sign: Tensor, merge_func: str) -> Tensor:
+    """The `sum`, `mean` or `max` of the entries [M, n] of the elected sign, with that sign: [n].
+
+    `trimmed` is overwritten.
+    """
+    agreeing = trimmed.mul_(sign).clamp_(min=0)  # magnitudes; 0 where the sign is another
+    if merge_func == "max":
+        return agreeing.amax(0).mul_(sign)
+    total = agreeing.sum(0)
+    if merge_func == "mean":
+        total /= agreeing.sign_().sum(0).clamp_(min=1)
+    return total.mul_(sign)
+
+
+def fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast leaves all values finite; much cheaper than to look at the 16-bit result."""
+    if not values.numel():
+        return True
+    low, high = map(float, torch.aminmax(values))
+    largest = torch.finfo(dtype).max
+    return -largest <= low and high <= largest  # NaN is neither
+
+
+def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
+    """Raise UserError where a value overflowed (float16 does above 65504)."""
+    # A sum is not finite if an entry is not, and takes one pass without a mask.
+    if torch.isfinite(merged.sum(dtype=torch.float32)) or torch.isfinite(merged).all():
+        return
+    raise UserError(
+        f"tensor `{name}`: values overflow {str(dtype).removeprefix('torch.')} in the output; "
+        "set `dtype: bfloat16` or `float32`, or a smaller lambda or alpha"
+    )

@@ -1,0 +1,251 @@
+"""Algorithm 1 of the paper: an endless stream of tasks within a budget of M vectors.
+
+Below the budget a new task vector joins the bases. At the budget the M bases B are compressed to
+M - 1, U = B W_e, and it joins those. What a step costs depends on M alone: it reads the M bases
+and the new model, never a model of before.
+
+For every task ever added are known:
+* the composed encoder E [T, M]: B = T E. A step makes it [[E W_e, 0], [0, 1]]; products of convex
+  columns stay convex.
+* the composed decoder D [M, T]: tau_hat = B D. A step makes it [[W_d D, 0], [0, 1]].
+* bounds of the errors ||tau_hat_i - tau_i||. A step moves tau_hat_i by B (W_e W_d - I) D_i, whose
+  length follows from the bases' Gram matrix, and the error changes by at most that length. Where
+  the Gram matrix of all tasks is known, as it is until tasks join bases that were compressed, the
+  error follows from it. ||tau_hat_i|| and ||tau_i|| limit every error, too.
+
+Rounding is in the bounds: inner products are known to NOISE, bases to ARITHMETIC and to what a
+cast to a store's dtype loses, each relative to the vectors that were summed. So what is small
+because large terms cancel is known the less: duplicate tasks, bases that are nearly equal. All
+this is of tau_hat = B D as an exact sum of the bases as they are stored; `reported` adds what
+float32 sums of them lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.encoders import Encoding, Gram, balanced, encode
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.settings import Settings
+
+COMPRESSIONS = ("ae", "balanced")
+# Error of a basis relative to the norms of what it was summed from, in float32.
+ARITHMETIC = 5e-7
+# Error of <a, b> relative to ||a|| ||b||: float32 sums; 5e-7 was seen for 100 elements, 2e-7 for
+# 2,000, 3e-9 for 3,000,000.
+NOISE = 1e-6
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """T tasks in M bases, all float64.
+
+    Attributes:
+        dtype, numel: of the bases as they are stored.
+        encoder: E [T, M]; decoder: D [M, T].
+        gram: [T, T] of all task vectors where it is known, else None.
+        basis_weights: w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
+        norms: [T], ||tau_i||.
+        errors: [2, T], bounds of ||tau_hat_i - tau_i||.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    encoder: Tensor
+    decoder: Tensor
+    gram: Tensor | None
+    basis_weights: Tensor | None
+    norms: Tensor
+    errors: Tensor
+
+    @property
+    def single(self) -> bool:
+        """Whether every basis is a task vector, so that the Gram matrix of all tasks is theirs."""
+        return torch.equal(self.encoder, torch.eye(len(self.encoder), dtype=torch.float64))
+
+    def rounding(self, norms: Tensor, terms: Tensor) -> Tensor:
+        """The most that vectors of these norms, as they are stored, are off; `terms`: the norms of
+        what each was summed from, added up."""
+        return cast_loss(norms, self.dtype, self.numel) + ARITHMETIC * terms
+
+
+@dataclass(frozen=True)
+class Step:
+    """The buffer with one task more; `matrix` [M + 1, M'] gives its bases from the M bases of
+    before and the new task vector. See `Buffer` for the other names; `gram_bases` is [M', M']."""
+
+    matrix: Tensor
+    encoder: Tensor
+    decoder: Tensor
+    gram_bases: Tensor
+    gram: Tensor | None
+    basis_weights: Tensor | None
+    errors: Tensor
+    compressed: bool
+
+
+def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: Settings) -> Step:
+    """One round of Algorithm 1.
+
+    Args:
+        products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
+        budget: the most bases that there may be after it, at least 2.
+        how: `ae`, by `settings`, as in the paper; or `balanced`, each basis weighted by the number
+            of tasks that it stands for, which keeps sum_m w_m B_m the sum of all tasks.
+        settings: of the autoencoder.
+
+    Raises:
+        UserError: the budget is below the number of bases that are there, or below 2; `balanced`
+            over bases whose weighted sum is not that of the tasks.
+    """
+    count = len(products) - 1
+    check_budget(budget, count)
+    products = (products + products.T) / 2
+    old, norms = products[:count, :count], _norms(products)
+    compressed = count == budget
+    inner = torch.eye(count, dtype=torch.float64)
+    encoder, decoder, errors = buffer.encoder, buffer.decoder, buffer.errors
+    weights = buffer.basis_weights
+    if compressed:
+        encoding = _compress(old, weights, how, settings)
+        assert encoding.encoder is not None and encoding.reconstruction is not None
+        errors = _moved(buffer, old, encoding.reconstruction @ decoder)
+        inner = encoding.encoder
+        encoder, decoder = encoder @ inner, encoding.decoder @ decoder
+        if weights is not None:
+            share = float(weights.sum()) / (count - 1)
+            weights = torch.full_like(weights[1:], share) if how == "balanced" else None
+    if weights is not None:
+        weights = torch.cat([weights, torch.ones(1, dtype=torch.float64)])
+    matrix, encoder, decoder = _joined(inner), _joined(encoder), _joined(decoder)
+    gram_bases = matrix.T @ products @ matrix
+    gram_bases = (gram_bases + gram_bases.T) / 2
+    errors = torch.cat([errors, torch.zeros(2, 1, dtype=torch.float64)], dim=1)
+    tasks = torch.cat([buffer.norms, norms[-1:]])
+    sides = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
+    limits = _of_sum(_lengths(products, matrix @ decoder), sides)
+    high = torch.minimum(errors[1], limits[1])
+    errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
+    lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
+    if not compressed:
+        lost[:-1] = 0  # the bases of before are not written anew
+    return Step(
+        matrix=matrix,
+        encoder=encoder,
+        decoder=decoder,
+        gram_bases=gram_bases,
+        gram=products if buffer.single else None,
+        basis_weights=weights,
+        errors=_widened(errors, lost @ decoder.abs()),
+        compressed=compressed,
+    )
+
+
+def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
+    """Bounds [2, T] of the errors once tau_hat is B `rebuilt` [M, T]; `old` is B^T B."""
+    gram = old if buffer.single else buffer.gram
+    if gram is None:
+        return _of_sum(buffer.errors, _lengths(old, rebuilt - buffer.decoder))
+    # Both the bases and the vectors of which `gram` is known may have been rounded.
+    norms = _norms(gram)
+    lost = buffer.rounding(_norms(old), norms @ buffer.encoder.abs()) @ rebuilt.abs()
+    lost = lost + buffer.rounding(norms, norms)
+    return _widened(errors_of(gram, buffer.encoder @ rebuilt), lost)
+
+
+def _compress(gram: Tensor, weights: Tensor | None, how: str, settings: Settings) -> Encoding:
+    """M - 1 bases for the M whose Gram matrix this is."""
+    count = len(gram) - 1
+    if how != "balanced":
+        chosen = {"num_bases": count, "basis_ratio": None, "energy": None}
+        return encode(gram, settings.model_copy(update=chosen))
+    if weights is None:
+        raise UserError(
+            "`balanced` keeps the sum of all tasks, which these bases do not hold (they were "
+            "built or compressed otherwise): compress by `ae`, or build anew with "
+            "`basis: balanced`"
+        )
+    return balanced(Gram.of(gram), count, weights.numpy())
+
+
+def check_budget(budget: int, count: int) -> None:
+    """Raise UserError unless `count` bases and a new one can be kept within `budget`."""
+    if budget < 2:
+        raise UserError(
+            f"the budget is {budget}: expected 2 or more, one basis for what was and one for the "
+            "new task; give --budget 2 or more"
+        )
+    if budget < count:
+        raise UserError(
+            f"the budget is {budget}, and the store holds {count} bases: give {count} or more, or "
+            f"build a smaller store"
+        )
+
+
+def cast_loss(norms: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
+    """The most that a cast of vectors of `numel` elements and these norms can lose.
+
+    Half a unit of each element's last place, or of the smallest number that `dtype` has.
+    """
+    kind = torch.finfo(dtype)
+    return kind.eps / 2 * (norms + kind.smallest_normal * math.sqrt(numel))
+
+
+def errors_of(gram: Tensor, reconstruction: Tensor) -> Tensor:
+    """Bounds [2, T] of ||tau_hat_i - tau_i|| from the Gram matrix and the map T_hat = T R."""
+    return _lengths(gram, reconstruction - torch.eye(len(gram), dtype=torch.float64))
+
+
+def reported(
+    tasks: Sequence[str],
+    norms: Mapping[str, float],
+    bounds: Tensor,
+    sizes: Tensor,
+    decoder: Tensor,
+) -> dict[str, Any]:
+    """`errors` of basis.json: task -> bounds of ||tau_hat - tau|| / ||tau||, tau_hat in float32.
+
+    Args:
+        bounds: [2, T], of ||tau_hat_i - tau_i|| before float32 sums of the vectors.
+        sizes: [M], the norms of the vectors; decoder: [M, T], what they are multiplied by.
+    """
+    bounds = _widened(bounds, ARITHMETIC * (sizes @ decoder.abs()))
+    made = {}
+    for task, (least, most) in zip(tasks, bounds.T.tolist(), strict=True):
+        norm = norms[task] or math.inf
+        made[task] = {"at_least": least / norm, "at_most": most / norm}
+    return made
+
+
+def _norms(gram: Tensor) -> Tensor:
+    return gram.diagonal().clamp(min=0).sqrt()
+
+
+def _lengths(gram: Tensor, columns: Tensor) -> Tensor:
+    """Bounds [2, T] of the lengths of V C, from V^T V and the `columns` C [M, T]."""
+    squares = (columns * (gram @ columns)).sum(0)
+    noise = NOISE * (_norms(gram) @ columns.abs()).square()
+    return torch.stack([squares - noise, squares + noise]).clamp(min=0).sqrt()
+
+
+def _of_sum(one: Tensor, two: Tensor) -> Tensor:
+    """Bounds [2, T] of ||x + y|| and ||x - y|| from those of ||x|| and ||y||."""
+    low = torch.maximum(one[0] - two[1], two[0] - one[1]).clamp(min=0)
+    return torch.stack([low, one[1] + two[1]])
+
+
+def _widened(bounds: Tensor, most: Tensor) -> Tensor:
+    """Bounds [2, T] of ||x + y|| from those of ||x|| and the most that ||y|| can be."""
+    return _of_sum(bounds, torch.stack([torch.zeros_like(most), most]))
+
+
+def _joined(square: Tensor) -> Tensor:
+    """[[square, 0], [0, 1]]."""
+    whole: Tensor = torch.block_diag(square, torch.ones(1, 1, dtype=torch.float64))
+    return whole

@@ -1,0 +1,521 @@
+"""mergekit's commands with our passes: early checks, a staged output folder, the report.
+
+For our methods `run_merge`, and what `mergekit-pytorch` plans, are replaced: the tensors go through
+`plan.Plan` in one pass and are written as they come. Configuration, tokenizer and model card are
+written by mergekit's own functions. Of several processes each plans all, and reads and writes its
+share; the leader writes the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import mergekit.card
+import transformers
+from mergekit import merge_methods
+from mergekit.architecture import WeightInfo
+from mergekit.card import generate_card
+from mergekit.common import ModelReference, parse_kmb
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Task
+from mergekit.io.tensor_writer import TensorWriter
+from mergekit.options import MergeOptions
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.plugin.document import (
+    Document,
+    check_unknown_keys,
+    load_documents,
+    recipe_text,
+    uses_our_methods,
+)
+from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders
+from tvb_mergekit.plugin.plan import Candidate, Plan, devices_of, plan_merge, plan_tensors
+from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
+from tvb_mergekit.plugin.recipe import Recipe, read_recipe
+from tvb_mergekit.plugin.stores import mapped, refuse_bases
+from tvb_mergekit.progress import logging_above_bars
+from tvb_mergekit.refusals import refusing, unwinding
+from tvb_mergekit.settings import METHODS
+from tvb_mergekit.store import report
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.output import (
+    StagedFolder,
+    check_disk,
+    check_output_folder,
+    stale_parts,
+)
+from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.writing import (
+    FoldersSink,
+    FolderWriter,
+    MemorySink,
+    plan_shards,
+    run_of,
+)
+
+LOG = logging.getLogger(__name__)
+# Options of mergekit's for its own task graph, which none of our methods runs.
+WITHOUT_EFFECT = (
+    "async_write",
+    "clone_tensors",
+    "lazy_unpickle",
+    "low_cpu_memory",
+    "read_to_gpu",
+    "write_threads",
+)
+
+
+def merge_recipe(
+    document: Document,
+    text: str,
+    out: str,
+    memory: int,
+    *,
+    out_shard_size: str,
+    **options: Any,
+) -> None:
+    """Merge into the folder `out`, as `mergekit-yaml` does.
+
+    Args:
+        document: the recipe; used up, since mergekit rewrites its configuration.
+        text: the recipe as a text, for the output folder.
+        memory: bytes that the passes may allocate.
+        out_shard_size: as a user writes it.
+        options: others of mergekit's `MergeOptions`.
+
+    Raises:
+        UserError, MergeRefused: another method than ours, or what refuses the merge.
+    """
+    assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
+    settings = MergeOptions(out_shard_size=shard_size(out_shard_size), **options)
+    if document.raw:
+        raise UserError(
+            "the recipe's models are weight files: merge them with mergekit-pytorch, or list "
+            "folders as Hugging Face writes them"
+        )
+    merge(document.recipe, document.config, out, settings, text, memory)
+
+
+def shard_size(text: str) -> int:
+    """mergekit's sizes: `500M`, `5B`.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        size: int = parse_kmb(text)
+    except (ValueError, IndexError) as error:
+        raise UserError(f"--out-shard-size {text}: expected a size such as 500M or 5B") from error
+    return size
+
+
+def merge(
+    recipe: Recipe,
+    config: MergeConfiguration,
+    out: str,
+    options: MergeOptions,
+    source: str | None = None,
+    memory: int | None = None,
+) -> None:
+    """Merge model folders into the folder `out`, which appears when it is whole.
+
+    Args:
+        config: what `recipe` was read from; used up, since mergekit rewrites it.
+        source: the recipe as a text, for the output folder.
+        memory: bytes that the passes may allocate; None: TVB_MERGEKIT_BLOCK_MB.
+
+    Raises:
+        MergeRefused: what refuses the merge.
+    """
+    started = time.perf_counter()
+    world = ranks.world()
+    _note_options(recipe, options)
+    if options.random_seed is not None:
+        transformers.trainer_utils.set_seed(options.random_seed)
+    with logging_above_bars(), unwinding(), refusing(out=out):
+        with refusing(planning=True):
+            if world.leads:
+                check_output_folder(out, input_folders(recipe))
+                check_local_files(recipe, options)
+                check_tokenizer_source(config)
+                _warn_of_stale_parts(out)
+        with staged(out) as stage, fresh_loaders(), _local_cards():
+            with refusing(planning=True):
+                plan = world.first(lambda: plan_merge(recipe, config, options, memory))
+                plan.make_tokenizer()
+                check_disk(out, plan.output_bytes)
+            plan.build()
+            write_tensors(plan, stage.path)
+            _write_companions(plan, config, stage.path, source)
+            finish(stage, plan, started, card=options.write_model_card)
+
+
+def _note_options(recipe: Recipe, options: MergeOptions) -> None:
+    fields = MergeOptions.model_fields
+    given = [n for n in WITHOUT_EFFECT if getattr(options, n) != fields[n].default]
+    if given and not options.gpu_rich and not options.quiet:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        LOG.warning(
+            "%s: without effect on %s, which streams its tensors", named, recipe.settings.method
+        )
+
+
+@contextmanager
+def staged(out: str) -> Iterator[StagedFolder]:
+    """A folder for the merged model that is gone after an error.
+
+    Of several processes the leader makes and deletes the folder.
+    """
+    world = ranks.world()
+    made = StagedFolder(out) if world.leads else None
+    try:
+        stage = world.share(lambda: made)
+        assert stage is not None
+        world.check_shared(stage.path)
+        yield stage
+    finally:
+        if made is not None:
+            made.discard()
+
+
+class TorchSink(MemorySink):
+    """Writes `.bin` shards by mergekit's writer, which holds one at a time."""
+
+    def __init__(self, writer: TensorWriter) -> None:
+        super().__init__(1)
+        self._writer = writer
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        super().write(item, start, stop, values)
+        if stop == item.numel:
+            self._writer.save_tensor(item.name, self.states[0].pop(item.name))
+
+
+def write_tensors(plan: Plan, folder: Path) -> None:
+    """Merge all tensors into the weight files of `folder`; of several processes, only the leader
+    comes back."""
+    items = [planned.item() for planned in plan.tensors.values()]
+    options, world = plan.options, ranks.world()
+    if not options.safe_serialization:
+        writer = TensorWriter(str(folder), options.out_shard_size, safe_serialization=False)
+        plan.merge_into(TorchSink(writer), items)
+        writer.finalize()
+        return
+    shards = plan_shards(items, options.out_shard_size or sys.maxsize, world.size)
+    world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards], "tensors")
+    files = FolderWriter(folder, shards, {"format": "pt"}, rank=world.rank)
+    plan.merge_into(FoldersSink([files]), run_of(shards, world.rank))
+    records = world.collect(files.whole())
+    world.dismiss()
+    files.finish(records)
+
+
+def _write_companions(
+    plan: Plan, config: MergeConfiguration, folder: Path, source: str | None
+) -> None:
+    """Configuration, model card and tokenizer, as mergekit's `run_merge` writes them."""
+    from mergekit.merge import (  # not above: our hook on it needs this module
+        _copy_tagalong_files,
+        _copy_tokenizer,
+        _set_chat_template,
+        _update_config_vocab,
+    )
+
+    options = plan.options
+    tokenizer = next((made.tokenizer for made in plan.tokenizers.values()), None)
+    if tokenizer is not None:
+        multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
+        _update_config_vocab(plan.config, plan.architecture, tokenizer, pad_to_multiple_of=multiple)
+    plan.config.save_pretrained(folder)
+    if plan.untied:  # let loaders read the model's own output embedding, which the base ties
+        path = folder / "config.json"
+        values = json.loads(path.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if options.write_model_card:
+        source = source or config.to_yaml()
+        card = generate_card(config=config, config_yaml=source, name=folder.name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "mergekit_config.yml").write_text(source, encoding="utf-8")
+    if tokenizer is not None:
+        _set_chat_template(tokenizer, config)
+        tokenizer.save_pretrained(folder)
+    elif options.copy_tokenizer:
+        try:
+            _copy_tokenizer(config, str(folder), options=options)
+        except Exception as error:
+            LOG.error("the tokenizer could not be copied; the merge is whole", exc_info=error)
+    elif config.chat_template:
+        LOG.warning("`chat_template` is not saved: there is no tokenizer")
+    files = plan.architecture.tagalong_files or []
+    _copy_tagalong_files(config, str(folder), files=files, options=options)
+
+
+@contextmanager
+def _local_cards() -> Iterator[None]:
+    """Let the model card take an existing folder for a folder. mergekit asks the Hub whether
+    `models/base` is a repository, and offline fails after the weights are written."""
+    original: Callable[[str], bool] = mergekit.card.is_hf
+    mergekit.card.is_hf = lambda path: not os.path.exists(path) and original(path)
+    try:
+        yield
+    finally:
+        mergekit.card.is_hf = original
+
+
+def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
+    """Write our files into the staged folder, publish it, and print the summary."""
+    basis = plan.basis
+    assert basis is not None
+    plan.note_unread()
+    basis.seconds["merge"] = time.perf_counter() - started - sum(basis.seconds.values())
+    facts, tensors = plan.report()
+    report.write_files(stage.path, facts, tensors)
+    if card:
+        report.add_card_section(stage.path / "README.md", facts, tensors)
+    stage.publish()
+    if not plan.options.quiet:
+        try:
+            report.print_summary(facts, tensors, str(stage.out))
+        except Exception as error:  # a closed pipe, a terminal without the characters
+            LOG.warning("the merge is whole, but its summary cannot be printed: %s", error)
+
+
+def _warn_of_stale_parts(out: str) -> None:
+    for path in stale_parts(out):
+        LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
+
+
+def wrap_run_merge(module: ModuleType) -> None:
+    """Let `mergekit.merge.run_merge` run our methods by `merge`; others pass through untouched."""
+    original = module.run_merge
+    if getattr(original, "tvb_mergekit", False):
+        return
+
+    @functools.wraps(original)
+    def run_merge(
+        merge_config: MergeConfiguration,
+        out_path: str,
+        options: MergeOptions,
+        config_source: str | None = None,
+    ) -> None:
+        if merge_config.merge_method in METHODS:
+            with refusing():
+                recipe = read_recipe(merge_config)
+            merge(recipe, merge_config, out_path, options, config_source)
+            return
+        with refusing():
+            refuse_bases(merge_config.referenced_models(), merge_config.merge_method)
+        original(merge_config, out_path, options, config_source)
+
+    run_merge.tvb_mergekit = True  # type: ignore[attr-defined]
+    vars(module)["run_merge"] = run_merge
+
+
+class RunMerge(Task[None]):
+    """The one task of our merges in mergekit's task graph."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    run: Callable[[], None]
+
+    def arguments(self) -> dict[str, Task]:
+        return {}
+
+    def execute(self, **_kwargs: Any) -> None:
+        self.run()
+
+    def main_thread_only(self) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def wrap_raw_pytorch(module: ModuleType) -> None:
+    """Wrap `plan_flat_merge` and the command of `mergekit.scripts.merge_raw_pytorch`: raw state
+    dicts (vision models and the like), one file each."""
+    original = module.plan_flat_merge
+    if getattr(original, "tvb_mergekit", False):
+        return
+
+    @functools.wraps(original)
+    def plan_flat_merge(
+        config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
+    ) -> list[Task[Any]]:
+        if config.merge_method not in METHODS:
+            listed = [config.base_model, *(model.model for model in config.models)]
+            models = [
+                ModelReference.model_validate({"model": {"path": path}}) for path in listed if path
+            ]
+            with refusing():
+                refuse_bases(models, config.merge_method)
+            tasks: list[Task[Any]] = original(
+                config, out_path, tensor_union, tensor_intersection, options
+            )
+            return tasks
+        started = time.perf_counter()
+        with refusing(planning=True):
+            recipe = read_recipe(config)
+            check_output_folder(out_path, input_folders(recipe))
+            _note_options(recipe, options)
+            plan = _plan_files(recipe, config, options, module, tensor_union, tensor_intersection)
+            check_disk(out_path, plan.output_bytes)
+            _warn_of_stale_parts(out_path)
+
+        def run() -> None:
+            with refusing(out=out_path), staged(out_path) as stage:
+                plan.build()
+                write_tensors(plan, stage.path)
+                finish(stage, plan, started, card=False)
+
+        return [RunMerge(run=run)]
+
+    plan_flat_merge.tvb_mergekit = True  # type: ignore[attr-defined]
+    vars(module)["plan_flat_merge"] = plan_flat_merge
+    wrap_command(module.main, schema=module.RawPyTorchMergeConfig)
+
+
+def _plan_files(
+    recipe: Recipe,
+    config: Any,
+    options: MergeOptions,
+    module: ModuleType,
+    union: bool,
+    intersection: bool,
+) -> Plan:
+    """The plan of a merge of weight files, which name their tensors alike."""
+    devices = devices_of(options)
+    files = {model: open_file(model) for model in (recipe.base, *recipe.models)}
+    base, store = files[recipe.base], recipe.store
+    recipe.inputs.check(recipe.base, base)
+    if store is None and not (union or intersection):
+        _check_same_tensors(files)
+    loaders = {model: MappedLoader(file) for model, file in files.items()}
+    plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype)
+    method = merge_methods.get(config.merge_method)
+    # In a store's files a tensor may go by another name: `StoreRecipe.sources` has it.
+    theirs = [base.tensors if store else files[model].tensors for model in recipe.models]
+    names = sorted(set(base.tensors).union(*theirs) if union else set().union(*theirs))
+    if intersection:
+        names = [n for n in names if all(n in tensors for tensors in (base.tensors, *theirs))]
+    plan_tensors(
+        plan,
+        (
+            Candidate(
+                WeightInfo(name=name),
+                dict(module.construct_param_dicts(config, method, name)[0].items()),
+                {model: mapped(file, name) for model, file in files.items()},
+            )
+            for name in names
+        ),
+    )
+    return plan
+
+
+def open_file(model: ModelReference) -> Checkpoint:
+    """The weight file that a recipe of mergekit-pytorch names."""
+    path = model.model.path
+    if not os.path.isfile(path):
+        found = "is a folder" if os.path.isdir(path) else "no such file"
+        raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
+    return Checkpoint.open(path)
+
+
+def _check_same_tensors(files: dict[ModelReference, Checkpoint]) -> None:
+    every = {name for file in files.values() for name in file.tensors}
+    for model, file in files.items():
+        for name in sorted(every - set(file.tensors)):
+            raise UserError(
+                f"tensor `{name}` is not in {model}, but in others; merge what all have with "
+                "--tensor-intersection, or keep the base's with --tensor-union"
+            )
+
+
+def wrap_command(
+    command: click.Command, *, schema: type[BaseModel] = MergeConfiguration, multiple: bool = False
+) -> None:
+    """Check a recipe's text before a command hands it to mergekit, which drops unknown keys.
+
+    Args:
+        command: `mergekit-yaml`, `mergekit-multi` or `mergekit-pytorch`.
+        schema: what the command reads a document into.
+        multiple: several documents in one file, each of which may have a `name`.
+    """
+    original = command.callback
+    assert original is not None
+    if getattr(original, "tvb_mergekit", False):
+        return
+
+    @functools.wraps(original)
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        key = "config_file" if "config_file" in kwargs else "config_path"
+        path = kwargs.get(key)
+        if not (path and os.path.isfile(path)):
+            return original(*args, **kwargs)
+        with refusing(planning=True):
+            ours = uses_our_methods(path)
+            if ours:
+                check_names(path, kwargs.get("out_path") or path)
+                ranks.one_only(str(command.name))
+                _check_documents(path, schema, multiple)
+        if not ours:
+            return original(*args, **kwargs)
+        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(path) as placed:
+            return original(*args, **{**kwargs, key: placed})
+
+    callback.tvb_mergekit = True  # type: ignore[attr-defined]
+    command.callback = callback
+
+
+def _check_documents(path: str, schema: type[BaseModel], multiple: bool) -> None:
+    """Check each document of ours, before mergekit works on the first.
+
+    Raises:
+        UserError: no YAML, a key twice, an unknown key; where there may be several documents, what
+            `read_recipe` refuses in one of them.
+        pydantic.ValidationError, RuntimeError: mergekit's own complaint.
+    """
+    for document in load_documents(path):
+        if not isinstance(document, dict):
+            raise UserError(
+                f"{path}: a {type(document).__name__}, expected a mapping with `merge_method`"
+            )
+        if document.get("merge_method") not in METHODS:
+            continue
+        document = {k: v for k, v in document.items() if not (multiple and k == "name")}
+        check_unknown_keys(document, schema)
+        config = schema.model_validate(document)
+        if multiple:
+            read_recipe(config)
+
+
+@contextmanager
+def _placed(path: str) -> Iterator[str]:
+    """A file that holds `recipe_text`: where the recipe lies, or a temporary one."""
+    text = recipe_text(path)
+    if text == Path(path).read_text(encoding="utf-8"):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as copy:
+        copy.write(text)
+        copy.flush()
+        yield copy.name

@@ -1,0 +1,37 @@
+"""Tables of benchmark scores from lm-eval's result files: `tvb score`, and as a library.
+
+    from tvb_mergekit.score import read_benchmark, read_results, table
+
+    found = table(
+        read_benchmark("mergebench"),
+        {"merged": read_results("out/merged")},
+        specialists={"math": read_results("out/math"), "coding": read_results("out/coding")},
+        partial=True,
+    )
+    print(found.markdown())
+
+Scores are percent.
+"""
+
+from tvb_mergekit.score.benchmark import Benchmark, Category, Task, find_benchmark, read_benchmark
+from tvb_mergekit.score.columns import Cell, Column, Reference, read_reference
+from tvb_mergekit.score.results import Origin, Results, TaskResult, read_results
+from tvb_mergekit.score.table import Table, table
+
+__all__ = [
+    "Benchmark",
+    "Category",
+    "Cell",
+    "Column",
+    "Origin",
+    "Reference",
+    "Results",
+    "Table",
+    "Task",
+    "TaskResult",
+    "find_benchmark",
+    "read_benchmark",
+    "read_reference",
+    "read_results",
+    "table",
+]

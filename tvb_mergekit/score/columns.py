@@ -1,0 +1,163 @@
+"""Columns of a table: from result files, from the paper, or from an earlier `tvb score --out`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.score.benchmark import (
+    HERE,
+    KEYWORD,
+    SHIPPED,
+    Benchmark,
+    Task,
+    check_known,
+    read_described,
+)
+from tvb_mergekit.score.results import Origin, Results, TaskResult
+
+Kind = Literal["base", "specialists", "model", "reference"]
+ONE_MODEL = {  # what to type where different models have run a task
+    "base": "name one, --base PATH",
+    "specialists": "name each category's own, such as --specialist {category}=PATH",
+    "model": "name each by itself, LABEL=PATH",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A score or a mean in percent; what is not known of it, or is not of one task, is None."""
+
+    value: float
+    stderr: float | None = None
+    metric: str | None = None
+    origin: Origin | None = None
+
+
+def _entries(found: Any) -> Any:
+    """A number is a score of which no more is known, null a missing one."""
+    if not isinstance(found, dict):
+        return found
+    return {
+        name: {"value": entry} if isinstance(entry, (int, float)) else entry
+        for name, entry in found.items()
+        if entry is not None
+    }
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model's scores by task name; what is missing is not in `tasks`."""
+
+    label: str
+    kind: Kind
+    tasks: Annotated[Mapping[str, Cell], pydantic.BeforeValidator(_entries)]
+
+    @property
+    def head(self) -> str:
+        """The label, marked where only a part of the items was run."""
+        limited = any(cell.origin and cell.origin.limited for cell in self.tasks.values())
+        return f"{self.label} (limited)" if limited else self.label
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A file of columns; `name` goes behind their labels, `note` says what to know about them."""
+
+    format_version: int
+    benchmark: str
+    columns: tuple[Column, ...] = field(repr=False)
+    name: str = ""
+    note: str | None = None
+
+
+def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
+    """`paper`, or a `scores.json` that `tvb score --out` wrote.
+
+    Raises:
+        UserError: there is no such file, it is of another kind, or not of `benchmark`.
+    """
+    path = HERE / "paper.yaml" if name == "paper" else Path(name)
+    what = "a reference (`paper`, or a scores.json of `tvb score`)"
+    found = read_described(path, Reference, what)
+    if benchmark is not None and found.benchmark != benchmark.name:
+        raise UserError(
+            f"the reference {name} is of {found.benchmark}, and the table of {benchmark.name} "
+            f"({benchmark.title}): leave --reference out, or name another"
+        )
+    if benchmark is not None:
+        known = [task.name for task in benchmark.tasks]
+        for task in (task for column in found.columns for task in column.tasks):
+            check_known(task, known, f"{path}: no task {task} in {benchmark.name}")
+    return replace(found, name=found.name or path.stem)
+
+
+def measured(
+    label: str, kind: Kind, benchmark: Benchmark, sources: Mapping[str, Results]
+) -> Column:
+    """The column of results (category -> its results); categories may be left out.
+
+    Raises:
+        UserError: a task's metric is missing or no share, it is there of different models, or
+            there is no task at all.
+    """
+    _check_any(label, benchmark, sources)
+    cells = {}
+    for category in benchmark.categories:
+        results = sources.get(category.name, Results({}))
+        for task in category.tasks:
+            if task.name not in results.tasks:
+                continue
+            if task.name in results.rivals:
+                rivals = [f"{model} ({file})" for model, file in results.rivals[task.name].items()]
+                raise UserError(
+                    f"{label}: {task.name} is there of different models, {listed(rivals)}: "
+                    f"{ONE_MODEL[kind].format(category=category.name)}"
+                )
+            cells[task.name] = _cell(task, results.tasks[task.name])
+    return Column(label, kind, cells)
+
+
+def _cell(task: Task, result: TaskResult) -> Cell:
+    where, how = f"{result.origin.file}: {task.name} has", f"with --metric {task.name}:METRIC"
+    value = result.metrics.get(task.metric)
+    if value is None:
+        known = ", ".join(f"`{key}`" for key in result.metrics)
+        raise UserError(f"{where} no `{task.metric}`: it has {known}; choose one {how}")
+    if not 0 <= value <= 1:
+        raise UserError(
+            f"{where} `{task.metric}` = {value:g}: expected a share in [0, 1]; choose another {how}"
+        )
+    if task.metric.partition(",")[0] in result.lower_is_better:
+        raise UserError(f"{where} `{task.metric}`, of which less is better: choose another {how}")
+    stderr = result.stderrs.get(task.metric)
+    return Cell(100 * value, None if stderr is None else 100 * stderr, task.metric, result.origin)
+
+
+def _check_any(label: str, benchmark: Benchmark, sources: Mapping[str, Results]) -> None:
+    """Results without a single one of the tasks that they are given for are a mistake."""
+    for results in {id(found): found for found in sources.values()}.values():
+        wanted = [
+            task.name
+            for category in benchmark.categories
+            if sources.get(category.name) is results
+            for task in category.tasks
+        ]
+        if any(name in results.tasks for name in wanted):
+            continue
+        files = sorted({found.origin.file for found in results.tasks.values()})
+        own, hint = f"{benchmark.name}_{KEYWORD}", ""
+        if own in SHIPPED and any(f"{name}_{KEYWORD}" in results.tasks for name in wanted):
+            hint = (
+                f", judged by keywords, not {benchmark.title}'s scores: table them with "
+                f"--benchmark {own}"
+            )
+        raise UserError(
+            f"{label}: expected {listed(wanted)} in {listed(files) or 'its files'}, "
+            f"found {listed(list(results.tasks)) or 'no scores'}{hint}"
+        )

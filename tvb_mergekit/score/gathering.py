@@ -1,0 +1,162 @@
+"""From what a user types after `tvb score` to a table, and its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tvb_mergekit.atomic import write_file
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.figures import can_draw
+from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark
+from tvb_mergekit.score.columns import read_reference
+from tvb_mergekit.score.results import read_results
+from tvb_mergekit.score.table import BASE, SPECIALISTS, Table, table
+
+DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which lm-eval adds to a name
+
+
+def gather(
+    paths: Sequence[str],
+    *,
+    base: str | None = None,
+    specialists: Sequence[str] = (),
+    reference: str | None = None,
+    show_reference: bool = False,
+    benchmark: str | None = None,
+    metrics: Sequence[str] = (),
+    partial: bool = False,
+) -> Table:
+    """The table of everything that is named.
+
+    Args:
+        paths: `PATH` or `LABEL=PATH` of each model.
+        specialists: `CATEGORY=PATH`, or a `PATH` for all categories without one of their own.
+        metrics: `TASK:METRIC`.
+
+    Raises:
+        UserError: a name or a file is not what it should be.
+    """
+    if "" in (*paths, *specialists, base):
+        raise UserError("an empty PATH: name a result file of lm_eval, or a folder of them")
+    own_results = bool(paths or base or specialists)
+    if not own_results and not (reference and show_reference):
+        raise UserError("nothing to score: name result files of lm_eval, or folders of them")
+    if show_reference and reference is None:
+        raise UserError("--show-reference needs --reference paper, or a file")
+    models = {label: read_results(place) for label, place in _by_label(paths).items()}
+    base_results = None if base is None else read_results(base)
+    own = {category: read_results(place) for category, place in _by_category(specialists).items()}
+    if benchmark is None and reference is not None and not own_results:
+        benchmark = read_reference(reference).benchmark
+    if benchmark is None:
+        every = [*models.values(), *own.values(), *([base_results] if base_results else [])]
+        described = find_benchmark(name for results in every for name in results.tasks)
+    else:
+        described = read_benchmark(benchmark)
+    if (rest := own.pop("", None)) is not None:
+        own = {category.name: rest for category in described.categories} | own
+    return table(
+        described,
+        models,
+        base=base_results,
+        specialists=own,
+        reference=None if reference is None else read_reference(reference, described),
+        show_reference=show_reference,
+        metrics=dict(_metric(text) for text in metrics),
+        partial=partial,
+    )
+
+
+def _by_label(paths: Sequence[str]) -> dict[str, Path]:
+    places: dict[str, Path] = {}
+    for text in paths:
+        label, place = _named(text)
+        label = label or _label(place)
+        if label in (*places, BASE, SPECIALISTS):
+            raise UserError(
+                f"two columns are called {label}: give {place} another label, LABEL={place}"
+            )
+        places[label] = place
+    return places
+
+
+def _by_category(specialists: Sequence[str]) -> dict[str, Path]:
+    """ "" for what is without a category."""
+    own: dict[str, Path] = {}
+    for text in specialists:
+        category, place = _named(text)
+        if category in own:
+            raise UserError(
+                f"--specialist {text}: {category or 'all categories have'} already "
+                f"{own[category]}; give each category one, CATEGORY=PATH"
+            )
+        own[category] = place
+    return own
+
+
+def _named(text: str) -> tuple[str, Path]:
+    """A name, or "", and a path; a path that is there may hold `=`."""
+    name, equals, place = text.partition("=")
+    if not equals or os.path.exists(text):
+        return "", Path(text)
+    if not name or not place:
+        raise UserError(f"{text}: expected NAME=PATH, or a path")
+    return name, Path(place)
+
+
+def _label(place: Path) -> str:
+    """What a path says of the model: its folder, but for a file with a name of its own."""
+    whole = place.resolve()
+    if whole.is_dir():
+        return whole.name or str(whole)
+    own = DATE.sub("", whole.stem)
+    return whole.parent.name if own == "results" else own
+
+
+def _metric(text: str) -> tuple[str, str]:
+    task, colon, metric = text.partition(":")
+    if not (task and colon and "," in metric):
+        raise UserError(
+            f"--metric {text}: expected TASK:METRIC,FILTER, such as "
+            "mergebench_gsm8k:exact_match_strict,none"
+        )
+    return task, metric
+
+
+def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
+    """Refuse what can be known before anything is read.
+
+    Raises:
+        UserError: `out` is empty or a file, or there is no matplotlib to draw with.
+    """
+    if not os.fspath(out):
+        raise UserError("--out is empty: name a folder")
+    if Path(out).exists() and not Path(out).is_dir():
+        raise UserError(f"cannot write {out}: it is a file; name a folder")
+    if drawing and not can_draw():
+        raise UserError(
+            "the radar plot needs matplotlib: pip install 'tvb-mergekit[plot]', or give "
+            "--radar none"
+        )
+
+
+def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str, bytes]]) -> None:
+    """Write `scores.md`, `scores.json` and the pictures (suffix, bytes) into the folder `out`.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
+    write_file(folder / "scores.md", found.markdown().encode())
+    write_file(folder / "scores.json", f"{text}\n".encode())
+    for suffix, picture in radars:
+        write_file(folder / f"radar.{suffix}", picture)

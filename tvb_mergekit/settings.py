@@ -1,0 +1,405 @@
+"""The keys of a recipe: what each may hold, and the settings that a recipe's keys resolve to.
+
+`Settings` declares the keys of the whole merge; `GLOBAL_KEYS` is read from it. Every mistake is a
+`UserError` of one line that names the key, what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict
+
+from tvb_mergekit.errors import UserError
+
+Method = Literal["basis_ta", "basis_ties", "basis_negate"]
+BasisName = Literal["ae", "balanced", "linear_ae", "pca", "rand_select", "rand_proj", "none"]
+Solver = Literal["adam", "exact"]
+METHODS: tuple[Method, ...] = get_args(Method)
+TITLES: dict[str, str] = {  # of the methods, in model cards
+    "basis_ta": "Task Arithmetic on Task Vector Bases",
+    "basis_ties": "TIES on Task Vector Bases",
+    "basis_negate": "Task Negation on Task Vector Bases",
+}
+LARGEST = 1e30  # coefficient; times what it multiplies it fits in float32
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a recipe may say under one key, and the methods, bases and solvers it belongs to."""
+
+    help: str
+    name: str = ""
+    type: type[int] | type[float] | type[str] = float
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # low itself is not allowed
+    nonzero: bool = False
+    methods: tuple[str, ...] = METHODS
+    bases: tuple[str, ...] = get_args(BasisName)
+    solvers: tuple[str, ...] = get_args(Solver)
+    method_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def default_for(self, method: str) -> Any:
+        return self.method_defaults.get(method, self.default)
+
+    def allows(self, number: float) -> bool:
+        """Whether a finite number is of the type and in the range."""
+        low = self.low < number if self.above else self.low <= number
+        whole = self.type is float or number == int(number)
+        return low and number <= self.high and whole and not (self.nonzero and number == 0)
+
+    @property
+    def expected(self) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.type is str:
+            return "text"
+        kind = "a whole number" if self.type is int else "a number"
+        if self.nonzero:
+            kind += " other than 0"
+        if self.high < math.inf:
+            high = f"{self.high:g}" if self.type is float else self.high
+            return f"{kind} in {'(' if self.above else '['}{self.low:g}, {high}]"
+        return f"{kind} {'>' if self.above else '>='} {self.low:g}"
+
+
+Share = partial(Key, low=0, above=True, high=1)
+Training = partial(Key, bases=("ae", "linear_ae"))
+Adam = partial(Training, solvers=("adam",))
+Positive = partial(Adam, low=0, above=True)
+Ties = partial(Key, methods=("basis_ties",))
+Negate = partial(Key, methods=("basis_negate",))
+
+
+class Settings(BaseModel):
+    """The keys of the whole merge, resolved. Build it with `resolve_settings`, which checks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Method
+    basis: Annotated[BasisName, Key("how the bases are built from the task vectors")] = "ae"
+    num_bases: Annotated[int | None, Key("the number of bases M", low=1)] = None
+    basis_ratio: Annotated[float | None, Share("M as a share of the tasks T")] = 0.5
+    energy: Annotated[float | None, Share("M from the share of tr G to hold")] = None
+    solver: Annotated[Solver, Training("the authors' training, or the least loss")] = "adam"
+    temperature: Annotated[float, Positive("temperature of the softmax")] = 5.0
+    steps: Annotated[int, Adam("training steps", low=1)] = 4000
+    learning_rate: Annotated[float, Positive("learning rate of Adam")] = 0.01
+    weight_decay: Annotated[float, Adam("weight decay of Adam", low=0)] = 1e-6
+    anneal_every: Annotated[int, Adam("steps between two coolings, 0 for none", low=0)] = 0
+    anneal_factor: Annotated[float, Positive("the temperature's factor per cooling")] = 0.9
+    decoder: Annotated[
+        Literal["least_squares", "learned"],
+        Adam("W_d of least loss, or the one that was trained", bases=("ae",)),
+    ] = "least_squares"
+    seed: Annotated[int, Key("seed of everything random", low=0, high=2**64 - 1)] = 0
+    exclude: Annotated[str | None, Key("regular expression of tensors to leave alone")] = None
+    lambda_scale: Annotated[Literal["bases", "tasks"], Key("lambda as given, or times T/M")] = (
+        "bases"
+    )
+    trim: Annotated[Literal["model", "tensor"], Ties("what `density` is a share of")] = "model"
+    merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
+    forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
+
+    def in_force(self) -> dict[str, Any]:
+        """The keys that belong to this method, basis and solver, as plain JSON values."""
+        values = self.model_dump(mode="json")
+        return {
+            name: values[name]
+            for name, key in GLOBAL_KEYS.items()
+            if self.method in key.methods and self.basis in key.bases and self.solver in key.solvers
+        }
+
+    def bases_of(self, tasks: int) -> int | None:
+        """M for this many tasks; None where the Gram matrix tells it (`energy`)."""
+        if self.basis == "none":
+            return tasks
+        if self.num_bases is not None:
+            return self.num_bases
+        if self.energy is not None or self.basis_ratio is None:
+            return None
+        return ratio_to_bases(self.basis_ratio, tasks)
+
+    def excludes(self, tensor_name: str) -> bool:
+        """Whether `exclude` leaves this tensor to the base."""
+        return self.exclude is not None and re.search(self.exclude, tensor_name) is not None
+
+
+def _global_keys() -> Iterator[Key]:
+    """The keys as `Settings` declares them, with their names, types and defaults."""
+    for name, declared in Settings.model_fields.items():
+        for key in declared.metadata:
+            kinds = get_args(declared.annotation) or (declared.annotation,)
+            choices = kinds if isinstance(kinds[0], str) else ()
+            kind = kinds[0] if kinds[0] in (int, float) else str
+            yield replace(key, name=name, type=kind, default=declared.default, choices=choices)
+
+
+def _table(*keys: Key) -> dict[str, Key]:
+    return {key.name: key for key in keys}
+
+
+GLOBAL_KEYS = _table(*_global_keys())
+VARYING_KEYS = _table(
+    Key(
+        "scaling coefficient",
+        "lambda",
+        default=0.4,
+        low=-LARGEST,
+        high=LARGEST,
+        method_defaults={"basis_negate": 0.0},
+    ),
+    Negate("strength of forgetting", "alpha", low=0, high=LARGEST),
+    Share(
+        "share of each basis that trimming keeps", "density", default=0.2, methods=("basis_ties",)
+    ),
+)
+MODEL_KEYS = _table(
+    Key("the task's name; by default the last part of the path", "task", str),
+    Key("scale of the task vector", "weight", default=1.0, low=-1e6, high=1e6, nonzero=True),
+)
+ALL_KEYS = GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that `name` is most likely meant to be, ignoring case."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    match = difflib.get_close_matches(name.lower(), lower, n=1)
+    return lower[match[0]] if match else None
+
+
+def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
+    guess = nearest(key, known)
+    hint = f"did you mean `{guess}`? " if guess else ""
+    return UserError(
+        f"unknown key {_quoted(key)} under {where}: {hint}Known keys: {', '.join(known)}"
+    )
+
+
+def check_value(key: str, value: object) -> Any:
+    """The value of one key as its type (numbers may come as text, as YAML's `1e-3` does).
+
+    Raises:
+        UserError: the type or the range is wrong, or the key is unknown.
+    """
+    spec = ALL_KEYS.get(key)
+    if spec is None:
+        raise unknown_key(key, ALL_KEYS, "parameters")
+    wrong = f"`{key}` is {shown(value)}: expected {spec.expected}"
+    if spec.type is str:
+        return _text(spec, value, wrong)
+    number = _number(value)
+    if number is None or not spec.allows(number):
+        raise UserError(wrong)
+    return spec.type(number)
+
+
+def _text(spec: Key, value: object, wrong: str) -> str:
+    if isinstance(value, bool):
+        raise UserError(
+            f"{wrong}; if that is a name (YAML reads yes, no, on, off as true or false), quote it"
+        )
+    if isinstance(value, int) and not spec.choices:
+        value = str(value)
+    if not isinstance(value, str):
+        raise UserError(wrong)
+    if spec.choices and value not in spec.choices:
+        guess = nearest(value, spec.choices)
+        raise UserError(wrong + (f" (did you mean `{guess}`?)" if guess else ""))
+    if not value.strip():
+        raise UserError(f"`{spec.name}` is empty: leave the key out, or give it {spec.expected}")
+    if spec.name == "exclude":
+        try:
+            re.compile(value)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise UserError(f"`exclude` is {value!r}: no regular expression: {error}") from error
+    return value
+
+
+def _number(value: object) -> int | float | None:
+    """An exact int, a finite float, or None if the value is neither."""
+    if isinstance(value, bool) or not isinstance(value, Real | str):
+        return None
+    try:
+        if isinstance(value, str | Integral):  # NumPy's too
+            try:
+                number: int | float = int(value)
+            except ValueError:
+                number = float(value)
+        else:
+            number = float(value)
+        return number if math.isfinite(number) else None
+    except (ValueError, OverflowError):  # no number; an int beyond the floats
+        return None
+
+
+def shown(value: object) -> str:
+    text = "empty" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _quoted(name: str) -> str:
+    """A name from the recipe between backticks, on one line whatever it holds."""
+    return f"`{name if name.isprintable() else repr(name)[1:-1]}`"
+
+
+def ratio_to_bases(ratio: float, num_tasks: int) -> int:
+    return max(1, math.floor(ratio * num_tasks + 0.5))
+
+
+def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[str]) -> Settings:
+    """The settings of a merge from what the recipe gives under `parameters`.
+
+    Args:
+        method: one of METHODS.
+        given: every key the recipe gives, varying ones too (a number, a layer gradient or filters):
+            those are checked here, but stay with mergekit, which resolves them per tensor.
+        tasks: the names of the T tasks in order.
+
+    Raises:
+        UserError: a key is unknown, does not belong here or has a wrong value.
+    """
+    if method not in METHODS:
+        raise UserError(f"unknown method `{method}`: expected one of {', '.join(METHODS)}")
+    if not tasks:
+        raise UserError("the recipe lists no models besides the base: list at least one")
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        _check_place(method, key)
+        if key in VARYING_KEYS:
+            for leaf in _leaves(value):
+                check_value(key, leaf)
+        else:
+            values[key] = check_value(key, value)
+    _check_combination(method, values)
+    _check_size(values, len(tasks))
+    if method == "basis_negate":
+        if "forget" not in given or "alpha" not in given:
+            raise UserError(
+                "basis_negate needs `forget: task` and `alpha: number` under parameters"
+            )
+        values["forget"] = _forgotten(values["forget"], tasks)
+    return Settings(method=method, **values)
+
+
+def _check_place(method: str, key: str) -> None:
+    known = GLOBAL_KEYS | VARYING_KEYS
+    if key in MODEL_KEYS:
+        raise UserError(
+            f"`{key}` belongs under the parameters of one model, not of the whole merge"
+        )
+    if key not in known:
+        here = [name for name, spec in known.items() if method in spec.methods]
+        raise unknown_key(key, here, "parameters")
+    if method not in known[key].methods:
+        owner = ", ".join(known[key].methods)
+        raise UserError(f"`{key}` belongs to {owner}, not to {method}: leave it out")
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """The plain values in mergekit's filters and layer gradients."""
+    if isinstance(value, list | tuple) and value:
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping) and "value" in value:
+        yield from _leaves(value["value"])
+    else:
+        yield value
+
+
+def _check_combination(method: str, values: Mapping[str, Any]) -> None:
+    basis, solver = (values.get(key, GLOBAL_KEYS[key].default) for key in ("basis", "solver"))
+    if basis == "rand_proj" and method != "basis_negate":
+        raise UserError(
+            f"`basis` is rand_proj, whose bases are no sums of tasks: only basis_negate takes it, "
+            f"not {method}"
+        )
+    if basis == "rand_proj" and "energy" in values:
+        raise UserError(
+            "`energy` with basis rand_proj: random directions hold no share of the energy to "
+            "choose M by; give `num_bases` or `basis_ratio`"
+        )
+    for key in values:
+        spec = GLOBAL_KEYS[key]
+        if basis not in spec.bases:
+            owners = " or ".join(spec.bases)
+            raise UserError(f"`{key}` belongs to basis {owners}, and the basis is {basis}")
+        if solver not in spec.solvers:
+            raise UserError(f"`{key}` belongs to solver adam, and the solver is {solver}")
+    if basis == "linear_ae" and solver == "exact":
+        raise UserError("`solver` is exact, which belongs to basis ae: linear_ae takes adam only")
+    if "anneal_factor" in values and not values.get("anneal_every"):
+        raise UserError(
+            "`anneal_factor` needs `anneal_every`, the number of steps between coolings"
+        )
+
+
+def _check_size(values: dict[str, Any], num_tasks: int) -> None:
+    """Refuse two size keys and more bases than tasks; a size that is given ends the default."""
+    sizes = [key for key in ("num_bases", "basis_ratio", "energy") if key in values]
+    if len(sizes) > 1:
+        raise UserError(f"`{sizes[0]}` and `{sizes[1]}` both set the number of bases: give one")
+    count = values.get("num_bases")
+    if count is not None and count > num_tasks:
+        raise UserError(f"`num_bases` is {count} but the recipe lists {num_tasks} models")
+    if values.get("basis") == "none":
+        if "basis_ratio" in values:
+            count = ratio_to_bases(values["basis_ratio"], num_tasks)
+        if (count or num_tasks) != num_tasks or values.get("energy", 1) != 1:
+            raise UserError(
+                f"`basis` is none, which keeps all {num_tasks} tasks: leave out `{sizes[0]}`"
+            )
+    if sizes or values.get("basis") == "none":
+        values.setdefault("basis_ratio", None)
+
+
+def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for position, name in enumerate(names):
+        if not name:
+            raise UserError(f"`forget` is {text!r}: a name between the commas is empty")
+        if name in names[:position]:
+            raise UserError(f"`forget` is {text!r}: {name!r} is there twice")
+        if name not in tasks:
+            guess = nearest(name, tasks)
+            hint = f": did you mean {guess!r}?" if guess else "."
+            listed = ", ".join(tasks)
+            raise UserError(f"`forget` names the unknown task {name!r}{hint} Tasks: {listed}")
+    return names
+
+
+def default_task_name(model_path: str, lora_path: str | None = None) -> str:
+    """The last part of the path, of the adapter's path for base+lora, without @revision."""
+    path = (lora_path or model_path).partition("@")[0].rstrip("/")
+    return path.rpartition("/")[2] or lora_path or model_path
+
+
+def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
+    """Raises UserError unless the names are unique and fit to be listed in `forget`."""
+    first: dict[str, str] = {}
+    for name, model in zip(names, models, strict=True):
+        remedy = "give it a `task:` name without them under its parameters"
+        if not name.strip():
+            raise UserError(f"model {model} has an empty task name: give it a `task:` name")
+        if "," in name or name != name.strip() or not name.isprintable():
+            raise UserError(
+                f"the task name {name!r} of model {shown(model)} has a comma, an outer blank or a "
+                f"control character: {remedy}"
+            )
+        if name in first:
+            raise UserError(
+                f"models {first[name]} and {model} have the same task name {name!r}: "
+                "give them `task:` names"
+            )
+        first[name] = model

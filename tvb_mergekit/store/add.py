@@ -1,0 +1,517 @@
+"""`tvb add`: one more task into a store, or into bases in memory, by Algorithm 1 (see `online`).
+
+The store of before stays in the new one, as the folder `undo`, until the next task is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core import online
+from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
+from tvb_mergekit.core.encoders import Gram
+from tvb_mergekit.core.gram import GramSums, block_budget
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.errors import UserError, remedy
+from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.settings import VARYING_KEYS, check_tasks
+from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
+from tvb_mergekit.store.facts import (
+    FACTS,
+    FORMAT_VERSION,
+    TENSORS,
+    Compression,
+    FileRecord,
+    StoreFacts,
+    StoreRecord,
+)
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.recipes import FOLDER, keep_edited
+from tvb_mergekit.store.report import local_path, versions
+from tvb_mergekit.store.store import (
+    Bases,
+    basis_folder,
+    dtype_name,
+    is_store,
+    load,
+    note_files,
+    numbers_of,
+    read_store_facts,
+    staged,
+)
+from tvb_mergekit.tensors.output import (
+    check_disk,
+    check_new_folder,
+    replace_folder,
+    sync,
+)
+from tvb_mergekit.tensors.passes import combine_pass, gram_pass
+from tvb_mergekit.tensors.source import StateDict
+from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.writing import FoldersSink, MemorySink
+
+LOG = logging.getLogger(__name__)
+UNDO = "undo"
+LOSSES = (
+    "loss",
+    "decoder_losses",
+    "spectral_bound",
+    "balanced_bound",
+    "relative_gap",
+    "retained_energy",
+)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How `add` works; None: as the store says.
+
+    Attributes:
+        budget: the most bases that the store may hold.
+        compress: `ae` or `balanced`.
+        dtype: of a store that is new.
+        doubt: called with what speaks against it: a model that seems to be of another base, the
+            end of an exact sum. It raises to refuse.
+        warn: called with what should be looked at.
+    """
+
+    budget: int | None = None
+    compress: str | None = None
+    dtype: torch.dtype = torch.float32
+    doubt: Callable[[str], object] = LOG.warning
+    warn: Callable[[str], object] = LOG.warning
+
+
+def add_to_store(
+    path: str | os.PathLike[str],
+    inputs: Inputs,
+    growth: Growth = Growth(),
+    *,
+    device: torch.device = CPU,
+    budget: int | None = None,
+    progress: Progress = silent,
+) -> Bases:
+    """Add the one model of `inputs` to the store at `path`, which is made if it does not exist.
+
+    Args:
+        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+
+    Raises:
+        UserError: another base, tensors that differ from the store's, a task name that is there,
+            a budget that does not fit, no room, a doubt. The store is as it was then.
+    """
+    store = Path(os.path.realpath(path))
+    with _changing(store, "add to") as work:
+        if is_store(store):
+            bases = load(store)
+        else:
+            check_new_folder(store, [n for n in inputs.fingerprints if os.path.exists(n)])
+            bases = _empty(inputs, growth.dtype)
+        addition = _Addition(bases, inputs, growth, device, budget or block_budget(), progress)
+        facts = addition.write(work, store)
+        if bases.path is None:
+            os.rename(work, store)
+        else:
+            replace_folder(work, store)
+        note_files(store, facts.store.files)
+    return load(store)
+
+
+def undo_addition(path: str | os.PathLike[str]) -> Bases:
+    """Make a store again what it was before the last `add_to_store`.
+
+    Raises:
+        UserError: no store, or nothing to undo.
+    """
+    store = Path(os.path.realpath(path))
+    with _changing(store, "undo the last addition to") as work:
+        facts = read_store_facts(store)
+        if not (store / UNDO).is_dir():
+            raise UserError(f"{path}: nothing to undo: no `tvb add` since it was made, or undone")
+        _link_own(load(store / UNDO), work)
+        _keep_others(store, facts, work)
+        _sync_all(work)
+        replace_folder(work, store)
+    return load(store)
+
+
+@contextmanager
+def _changing(store: Path, what: str) -> Iterator[Path]:
+    """A folder beside the store, to be made its successor."""
+    try:
+        with staged(store) as work:
+            yield work
+    except OSError as error:
+        mend = remedy(error) and f"; {remedy(error)}"
+        raise UserError(f"cannot {what} {store}, which is as it was: {error}{mend}") from error
+
+
+def add_in_memory(
+    bases: Bases | None,
+    inputs: Inputs,
+    growth: Growth = Growth(),
+    *,
+    device: torch.device = CPU,
+) -> Bases:
+    """The same with the new bases as state dicts; `bases` are not changed."""
+    bases = bases or _empty(inputs, growth.dtype)
+    return _Addition(bases, inputs, growth, device, block_budget(), silent).in_memory()
+
+
+def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
+    """Bases of no task yet, under the base of `inputs`."""
+    store = StoreRecord.model_construct(
+        contents="tensors",
+        dtype=dtype_name(dtype),
+        budget=None,
+        compress=None,
+        base_fingerprint=inputs.base_fingerprint,
+        base_path=None,
+        twins=dict(inputs.tied),
+        model_bytes=0,
+        added=0,
+    )
+    facts = StoreFacts.model_construct(
+        format_version=FORMAT_VERSION,
+        method=inputs.settings.method,
+        parameters={
+            "lambda_scale": inputs.settings.lambda_scale,
+            "weights": {},
+            **inputs.varying,
+        },
+        tasks=[],
+        models=[],
+        base_model=inputs.base_model,
+        num_parameters=sum(item.numel for item in inputs.items),
+        dtype=inputs.dtype,
+        norms={},
+        matrix_norms={},
+        left_out=dict(inputs.left_out),
+        fingerprints={},
+        store=store,
+    )
+    none, square = torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
+    tensors = {name: none for name in ("basis_weights", "weights", "norms", "matrix_norms")}
+    tensors |= {name: square for name in ("encoder", "decoder", "gram")}
+    return Bases(facts, {**tensors, "errors": none.reshape(2, 0)}, [])
+
+
+class _Addition:
+    """One step of Algorithm 1, from the checks to the new facts."""
+
+    def __init__(
+        self,
+        bases: Bases,
+        inputs: Inputs,
+        growth: Growth,
+        device: torch.device,
+        memory: int,
+        progress: Progress,
+    ) -> None:
+        self.bases, self.inputs, self.growth = bases, inputs, growth
+        self.device, self.memory, self.progress = device, memory, progress
+        self.started = time.perf_counter()
+        self.where = str(bases.path or "these bases")
+        if bases.facts.store.contents == "adapters":
+            raise UserError(
+                f"{self.where} holds adapters, whose ranks would grow with every task: build "
+                "a store of tensors (without --adapters) to add to"
+            )
+        (self.task,), (self.model,), (self.weight,) = inputs.tasks, inputs.models, inputs.weights
+        if self.task in bases.tasks:
+            raise UserError(
+                f"the task {self.task!r} is in {self.where} already: give another name with --task"
+            )
+        check_tasks([*bases.tasks, self.task], [*bases.facts.models, self.task])
+        self.how, self.budget = self._how(), self._budget()
+        bases.check_base(inputs.base, inputs.base_model)
+        settings = bases.settings if bases.vectors else inputs.settings
+        self.settings = settings.model_copy(update={"basis": self.how})
+        self.items = self._items()
+        self.sums = self._sums()
+        self.norm = float(self.sums.gram[-1, -1]) ** 0.5
+        held = bases.tensors
+        buffer = online.Buffer(
+            bases.dtype,
+            sum(item.numel for item in self.items),
+            held["encoder"],
+            held["decoder"],
+            held.get("gram"),
+            held.get("basis_weights"),
+            held["norms"],
+            held["errors"],
+        )
+        self.step = online.add_task(buffer, self.sums.gram, self.budget, self.how, self.settings)
+
+    def _how(self) -> Compression:
+        built = self.bases.facts.store.compress
+        if built is None and self.bases.vectors:
+            raise UserError(
+                f"the bases in {self.bases.path or 'memory'} are {self.bases.basis}, no convex "
+                "combinations of tasks: only ae, balanced, rand_select and none can grow"
+            )
+        how = self.growth.compress or built or self.inputs.settings.basis
+        if how not in online.COMPRESSIONS:
+            raise UserError(
+                f"`{how}` cannot compress online: expected one of {', '.join(online.COMPRESSIONS)}"
+            )
+        if how == "balanced" and self.bases.basis_weights is None:
+            raise UserError(
+                "--compress balanced keeps the sum of all tasks, and the bases in "
+                f"{self.bases.path or 'memory'} ({self.bases.basis}) do not hold it: compress by "
+                "ae, or build the store with `basis: balanced`"
+            )
+        if how == "ae" and built == "balanced":
+            self.growth.doubt(
+                f"{self.where} is balanced: once it is compressed by ae, its bases no longer add "
+                "up to the sum of all tasks, and it cannot be compressed by balanced again"
+            )
+        return "balanced" if how == "balanced" else "ae"
+
+    def _budget(self) -> int:
+        budget = self.growth.budget
+        if budget is None:
+            budget = self.bases.facts.store.budget
+        if budget is None:
+            raise UserError("a new store needs --budget M, the most bases that it may hold")
+        online.check_budget(int(budget), self.bases.num_bases)
+        return int(budget)
+
+    def _items(self) -> list[Item]:
+        """The store's tensors, with the bases and the new model as inputs."""
+        bases, given = self.bases, {item.name: item for item in self.inputs.items}
+        if not bases.vectors:
+            return [replace(item, out=bases.dtype) for item in self.inputs.items]
+        left_out = bases.facts.left_out
+        for name in given:
+            if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
+                reason = left_out.get(name, "not in the store")
+                if bases.stored_name(name) is not None:
+                    reason = "tied there, and on its own in the model"
+                raise UserError(
+                    f"tensor `{name}` of model {self.model} takes no part in {self.where} "
+                    f"({reason}), so that what was trained there would be lost: build a store "
+                    "with it"
+                )
+        items = []
+        for name, info in bases.vectors[0].tensors.items():
+            item = given.get(name)
+            if item is None:
+                reason = self.inputs.left_out.get(name, "not in it")
+                raise UserError(
+                    f"tensor `{name}` is in {self.where}, and model {self.model} does not give it "
+                    f"({reason}): a store holds one set of tensors"
+                )
+            if info.shape != item.shape:
+                raise UserError(
+                    f"tensor `{name}`: {list(item.shape)} in model {self.model}, "
+                    f"{list(info.shape)} in the bases"
+                )
+            parts = [Part.of(vector, name, "delta") for vector in bases.vectors]
+            items.append(replace(item, inputs=(*parts, *item.inputs), out=bases.dtype))
+        return items
+
+    def _sums(self) -> GramSums:
+        """The Gram matrix of the bases and the new task vector, weighted."""
+        bases, inputs = self.bases, self.inputs
+        sums = None if bases.vectors else inputs.sums
+        if sums is None:
+            sums, _cached = gram_pass(
+                lambda: self.items,
+                [*map(basis_folder, range(bases.num_bases)), self.task],
+                devices=[self.device],
+                budget=self.memory,
+                progress=self.progress,
+            )
+        if float(sums.gram[-1, -1]) == 0.0:
+            raise UserError(
+                f"task `{self.task}`: its task vector is zero: the model is identical to the base"
+            )
+        self._check_alike(sums)
+        return sums.scaled([*[1.0] * bases.num_bases, self.weight])
+
+    def _check_alike(self, sums: GramSums) -> None:
+        """Refuse a model that seems to be fine-tuned from another base, or from none."""
+        base, *sizes = sums.sizes
+        norm, known = float(sums.gram[-1, -1]) ** 0.5, self.bases.tensors
+        first_version = "matrix_norms" not in known
+        others = known["norms" if first_version else "matrix_norms"] / self.bases.weights.abs()
+        mine = norm if first_version else sizes[-1]
+        if reason := unlike(mine, base, others.tolist(), UNRELATED_RATIO):
+            self.growth.doubt(
+                f"model {self.model}: {reason}: is it fine-tuned from this base? A task that was "
+                "added cannot be taken out of the bases later"
+            )
+        elif reason := unlike(norm, sums.base_norm_squared**0.5):
+            self.growth.warn(f"model {self.model}: {reason}: is it fine-tuned from this base?")
+
+    def _combine(self, items: list[Item], matrix: Tensor, sink: FoldersSink | MemorySink) -> None:
+        matrix = matrix.clone()
+        matrix[-1] *= self.weight
+        combine_pass(
+            items,
+            dict.fromkeys((item.name for item in items), Linear.of(matrix)),
+            sink,
+            devices=[self.device],
+            budget=self.memory,
+            progress=self.progress("Bases", sum(item.nbytes for item in items)),
+        )
+
+    def in_memory(self) -> Bases:
+        """The new bases as state dicts."""
+        sink = MemorySink(self.step.matrix.shape[1])
+        self._combine(self.items, self.step.matrix, sink)
+        facts = self._facts({})
+        tensors = {**numbers_of(facts), **self._tensors()}
+        return Bases(facts, tensors, [StateDict(state) for state in sink.states])
+
+    def write(self, work: Path, store: Path) -> StoreFacts:
+        """Write the new store into `work`; `store` is where it will lie. Returns its facts."""
+        bases, items, matrix = self.bases, self.items, self.step.matrix
+        same = 0 if self.step.compressed else bases.num_bases
+        if same:  # nothing but the new vector is written, the others are the same files
+            items = [replace(item, inputs=item.inputs[-1:]) for item in items]
+            matrix = matrix[-1:, -1:]
+        outputs = matrix.shape[1]
+        check_disk(str(work), outputs * sum(i.numel for i in items) * bases.dtype.itemsize)
+        files: dict[str, FileRecord] = {}
+        for name in map(basis_folder, range(same)):
+            assert bases.path is not None
+            shutil.copytree(bases.path / name, work / name, copy_function=_link)
+            old = bases.facts.store.files
+            files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
+        names = [basis_folder(m) for m in range(same, same + outputs)]
+        config = self.inputs.folder
+        if bases.path is not None:
+            folder = bases.path / basis_folder(0)
+            config = folder if (folder / "config.json").is_file() else None
+        writers = writers_of(work, names, items, config)
+        self._combine(items, matrix, FoldersSink(writers))
+        files |= finish_vectors(writers, config, first=same)
+        facts = finish_store(work, store, self._facts(files), self._tensors())
+        if bases.path is not None:
+            _keep_others(bases.path, bases.facts, work)
+            (work / UNDO).mkdir()
+            _link_own(bases, work / UNDO)
+        _sync_all(work)
+        return facts
+
+    def _tensors(self) -> dict[str, Tensor]:
+        step = self.step
+        tensors = {
+            "encoder": step.encoder,
+            "decoder": step.decoder,
+            "gram_bases": step.gram_bases,
+            "errors": step.errors,
+        }
+        if step.gram is not None:
+            values = torch.from_numpy(Gram.of(step.gram).values.copy())
+            tensors |= {"gram": step.gram, "eigenvalues": values}
+        return tensors
+
+    def _facts(self, files: dict[str, FileRecord]) -> StoreFacts:
+        """`basis.json`, less what `finish_store` adds."""
+        step, inputs, old = self.step, self.inputs, self.bases.facts
+        tasks, count, task = [*old.tasks, self.task], len(step.decoder), self.task
+        base_size, *sizes = self.sums.sizes
+        norms = {"base": self.sums.base_norm_squared**0.5, **old.norms, task: self.norm}
+        parameters = {
+            **old.parameters,
+            **(self.settings.in_force() if step.compressed or not old.tasks else {}),
+            "weights": {**old.parameters["weights"], task: self.weight},
+        }
+        if self.how == "balanced" and old.parameters["lambda_scale"] == "bases":
+            # M stays and T grows: the same lambda would mean less and less for each task.
+            parameters["lambda_scale"] = "tasks"
+            if old.tasks:
+                given = parameters.get("lambda", VARYING_KEYS["lambda"].default_for("basis_ta"))
+                parameters["lambda"] = _times(given, self.bases.num_bases / len(old.tasks))
+        encoding = None  # of the Gram matrix of all tasks, where it is known
+        if step.gram is not None:
+            encoder, decoder = step.encoder.numpy(), step.decoder.numpy()
+            encoding = Gram.of(step.gram).encoding("ae", encoder, decoder)
+        lengths = step.gram_bases.diagonal().clamp(min=0).sqrt()
+        weights = step.basis_weights
+        store = {
+            **old.store,
+            "folders": [basis_folder(m) for m in range(count)],
+            "budget": self.budget,
+            "compress": self.how,
+            "basis_weights": None if weights is None else weights.tolist(),
+            "base_path": local_path(inputs.base_model) or old.store.base_path,
+            "model_bytes": old.store.model_bytes + inputs.model_bytes,
+            "added": old.store.added + 1,
+            "files": files,
+        }
+        new = {
+            "versions": versions(),
+            "parameters": parameters,
+            "tasks": tasks,
+            "models": [*old.models, self.model],
+            "num_bases": count,
+            **{name: getattr(encoding, name, None) for name in LOSSES},
+            "norms": norms,
+            "matrix_norms": {"base": base_size, **old.matrix_norms, task: sizes[-1]},
+            "fingerprints": {**old.fingerprints, **inputs.fingerprints},
+            "gram_cached": False,
+            "seconds": {"add": round(time.perf_counter() - self.started, 3)},
+            "store": store,
+            "errors": online.reported(tasks, norms, step.errors, lengths, step.decoder),
+        }
+        return StoreFacts.model_validate({**old, **new})
+
+
+def _times(setting: Any, factor: float) -> Any:
+    """A coefficient as a recipe gives it (number, text, layer gradient or filters), multiplied."""
+    if isinstance(setting, Mapping):
+        return {**setting, "value": _times(setting["value"], factor)}
+    if isinstance(setting, list):
+        return [_times(each, factor) for each in setting]
+    return float(setting) * factor
+
+
+def _link_own(bases: Bases, target: Path) -> None:
+    """All that a store holds of its own, in another folder: the same files."""
+    assert bases.path is not None
+    for name in (FACTS, TENSORS):
+        _link(bases.path / name, target / name)
+    for name in (FOLDER, *bases.facts.store.folders):
+        if (bases.path / name).is_dir():
+            shutil.copytree(bases.path / name, target / name, copy_function=_link)
+
+
+def _keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
+    """What a user has put into a store stays in it: notes, other recipes, edited ones."""
+    own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders}
+    for entry in old.iterdir():
+        if entry.name not in own and not (work / entry.name).exists():
+            copy = shutil.copytree if entry.is_dir() else shutil.copy2
+            copy(entry, work / entry.name)
+    for name, kept in keep_edited(old / FOLDER, work / FOLDER, facts.store.recipes).items():
+        LOG.warning("%s was edited: it is kept as %s beside the new one", name, kept)
+
+
+def _sync_all(folder: Path) -> None:
+    """Wait until the disk has a folder, before what it replaces is deleted."""
+    for path in (folder, *folder.rglob("*")):
+        sync(path)
+
+
+def _link(file: str | Path, target: str | Path) -> None:
+    """The same file under another name, or a copy where the file system has no hard links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)

@@ -1,0 +1,364 @@
+"""The library: build, load, add, reconstruct and merge, on state dicts or paths.
+
+Models are given as state dicts (name -> tensor; vision models and the like too), as folders as
+Hugging Face writes them, or as weight files. They must name their tensors alike. All work is done
+on the CPU or on `device`, streamed: of what is on disk only pieces are held.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import StoredBases, Tunables
+from tvb_mergekit.core.gram import block_budget
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.settings import (
+    ALL_KEYS,
+    GLOBAL_KEYS,
+    VARYING_KEYS,
+    check_tasks,
+    check_value,
+    resolve_settings,
+    shown,
+)
+from tvb_mergekit.store import add as grow
+from tvb_mergekit.store import export as exporting
+from tvb_mergekit.store import store
+from tvb_mergekit.store.build import build_in_memory, build_store
+from tvb_mergekit.store.inputs import Inputs, match
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.passes import Job, count_if_needed, merge_items
+from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.writing import MemorySink
+
+Model = Mapping[str, Tensor] | str | os.PathLike[str]
+CPU = torch.device("cpu")
+PATH = (str, os.PathLike), "a path"
+TEXT = str, "text"
+DEVICE = torch.device, 'a torch.device, such as torch.device("cuda")'
+BASES = Bases, "what build, load or add gave"
+MODEL = (Mapping, str, os.PathLike), "a state dict (tensors by name), a folder or a weight file"
+
+
+def build(
+    base: Model,
+    models: Mapping[str, Model],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    weights: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> Bases:
+    """Compress T task vectors into M bases.
+
+    Args:
+        base: theta_0.
+        models: task -> its fine-tuned model, T of them; their order is that of the tasks.
+        out: write a store there; without it the bases are state dicts in memory.
+        weights: task -> scale of its task vector; 1 by default.
+        dtype: float32, bfloat16 or float16, of the bases.
+        device: where to compute.
+        settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
+
+    Returns:
+        The bases: `encoder` W_e [T, M] and `decoder` W_d [M, T] float64, `vectors`, `facts`.
+
+    Warns:
+        UserWarning: what is left out of a task vector; a model that is unlike the others.
+
+    Raises:
+        UserError: a wrong setting, models that do not fit the base, NaN or infinity.
+
+    Source: Zeng et al., TMLR 2026, Eqs. 5-8 (`ae`); `balanced` is ours, see `docs/mathematics.md`.
+
+    >>> import torch
+    >>> base = {"w": torch.zeros(4)}
+    >>> models = {"a": {"w": torch.eye(4)[0]}, "b": {"w": torch.eye(4)[1]}}
+    >>> bases = build(base, models, basis="balanced", num_bases=1)
+    >>> bases.vectors[0].tensor("w")
+    tensor([0.5000, 0.5000, 0.0000, 0.0000])
+    """
+    _expect("`device`", device, *DEVICE)
+    if out is not None:
+        _expect("`out`", out, *PATH)
+    inputs = _inputs(base, models, weights or {}, settings)
+    told: list[str] = []
+    if out is None:
+        built = build_in_memory(inputs, dtype=dtype, device=device, warn=told.append)
+    else:
+        built = build_store(inputs, out, dtype=dtype, devices=[device], warn=told.append)
+    for line in told:
+        warnings.warn(line, stacklevel=2)
+    return built
+
+
+def load(path: str | os.PathLike[str]) -> Bases:
+    """The bases in a store that `build` or `tvb build` wrote; tensors stay on disk until read.
+
+    Raises:
+        UserError: no store, a newer format, or a file that was changed (its checksum differs).
+    """
+    _expect("`path`", path, *PATH)
+    return store.load(path)
+
+
+def add(
+    bases: Bases | str | os.PathLike[str] | None,
+    base: Model,
+    model: Model,
+    task: str,
+    *,
+    weight: float = 1.0,
+    budget: int | None = None,
+    compress: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> Bases:
+    """One more task (Algorithm 1): at the budget M the bases are compressed to M - 1 first.
+
+    Args:
+        bases: a store's path, which is updated (and made if it does not exist); or bases in
+            memory, which are left as they are; or None for none yet.
+        base: theta_0, the same that the bases were built from.
+        model: the new fine-tuned model.
+        task: its name.
+        weight: scale of its task vector.
+        budget: the most bases there may be; by default what it was before.
+        compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
+        dtype: of new bases; of existing ones it stays as it is.
+        settings: the recipe's keys, for bases that do not exist yet.
+
+    Warns:
+        UserWarning: the task vector is unlike the others, or an exact sum ends. (`tvb add` refuses
+            both without `--force`.)
+
+    Raises:
+        UserError: see `grow.add_to_store`.
+    """
+    _expect("`device`", device, *DEVICE)
+    if bases is not None:
+        _expect("`bases`", bases, (Bases, *PATH[0]), f"{BASES[1]}, a store's path or None")
+    if budget is not None:
+        _expect("`budget`", budget, Integral, "a whole number")
+    store.dtype_name(dtype)
+    where = None if bases is None or isinstance(bases, Bases) else Path(bases)
+    found = bases if isinstance(bases, Bases) else None
+    if where is not None and store.is_store(where):
+        found = store.load(where)
+    if found is not None:
+        if settings:
+            raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
+        settings = {"exclude": found.settings.exclude} if found.settings.exclude else {}
+    elif compress is not None:
+        settings.setdefault("basis", compress)
+    inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
+    told: list[str] = []
+    growth = grow.Growth(budget, compress, dtype, told.append, told.append)
+    if where is None and found is not None and found.path is not None:
+        where = found.path
+    if where is not None:
+        grown = grow.add_to_store(where, inputs, growth, device=device)
+    else:
+        grown = grow.add_in_memory(found, inputs, growth, device=device)
+    for line in told:
+        warnings.warn(line, stacklevel=2)
+    return grown
+
+
+def undo(path: str | os.PathLike[str]) -> Bases:
+    """The store at `path` as it was before the last `add`, of which one step is kept.
+
+    Raises:
+        UserError: no store, or nothing to undo.
+    """
+    _expect("`path`", path, *PATH)
+    return grow.undo_addition(path)
+
+
+def reconstruct(
+    bases: Bases, base: Model, task: str, *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """theta_0 + tau_hat of one task, as a state dict on the CPU (paper Eq. 10: T_hat = B W_d).
+
+    Args:
+        dtype: of the floating-point tensors; the base's own by default.
+
+    Raises:
+        UserError: no such task, or another base.
+    """
+    _expect("`bases`", bases, *BASES)
+    _expect("`task`", task, *TEXT)
+    _check_dtype(dtype)
+    found = _open(base)
+    bases.check_base(found, _name(base))
+    column = exporting.task_column(bases, task)[:, 0]
+    return exporting.state_dict_of(bases, found, column, dtype)
+
+
+def merge(
+    bases: Bases,
+    base: Model,
+    method: str = "basis_ta",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
+    **parameters: Any,
+) -> dict[str, Tensor]:
+    """Merge by `basis_ta`, `basis_ties` or `basis_negate`, into a state dict on the CPU.
+
+    Args:
+        bases: of `build`, `load` or `add`.
+        base: theta_0.
+        dtype: of the floating-point tensors; the base's own by default.
+        device: where to compute.
+        parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
+            name), `lambda_scale`, `density`, `trim`, `merge_func`, `forget`, `alpha`, `exclude`.
+
+    Raises:
+        UserError: a wrong parameter, another base, or an overflow of `dtype`.
+    """
+    _expect("`bases`", bases, *BASES)
+    _expect("`device`", device, *DEVICE)
+    _check_dtype(dtype)
+    given = {key.rstrip("_"): value for key, value in parameters.items()}
+    _check_numbers(given)
+    for key in given:
+        if key in GLOBAL_KEYS and key not in store.OPEN_KEYS:
+            raise UserError(f"`{key}`: the bases are built; leave it out")
+    if bases.basis == "rand_proj" and method != "basis_negate":
+        raise UserError(f"rand_proj bases are random directions: only basis_negate, not {method}")
+    settings = resolve_settings(method, given, bases.tasks)
+    tunables = Tunables.of(
+        {
+            key: check_value(key, given[key]) if key in given else spec.default_for(method)
+            for key, spec in VARYING_KEYS.items()
+        }
+    )
+    found = _open(base)
+    bases.check_base(found, _name(base))
+    sources = bases.sources if method == "basis_negate" else list(bases.vectors)
+    table = bases.reconstruction(bases.tasks)[: len(sources)]
+    stored = StoredBases(settings, bases.tasks, bases.shares, table)
+    items, counted, jobs = [], [], {}
+    for name, info in found.tensors.items():
+        to = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+        held = bases.stored_name(name)
+        if held is None or settings.excludes(name):
+            items.append(Item(name, info.shape, Part.of(found, name), (), to))
+            continue
+        parts = tuple(Part.of(source, held, "delta") for source in sources)
+        items.append(Item(name, info.shape, Part.of(found, name), parts, to))
+        jobs[name] = Job(held, tunables)
+        if held == name:
+            counted.append(items[-1])
+    budget = block_budget()
+    count_if_needed(stored, lambda: counted, devices=[device], budget=budget)
+    sink = MemorySink(1)
+    merge_items(stored, items, jobs, sink, devices=[device], budget=budget)
+    return sink.states[0]
+
+
+def _inputs(
+    base: Model,
+    models: Mapping[str, Model],
+    weights: Mapping[str, float],
+    settings: Mapping[str, Any],
+) -> Inputs:
+    _expect("`models`", models, Mapping, "a mapping of task names to models")
+    _expect("`weights`", weights, Mapping, "a mapping of task names to numbers")
+    for task in (*models, *weights):
+        _expect("a task's name", task, *TEXT)
+        _check_numbers({"weight": weights.get(task)})
+    _check_numbers(settings)
+    found = _open(base)
+    sources = [_open(model, f"the model of task `{task}`") for task, model in models.items()]
+    tasks = list(models)
+    names = [_name(model, task) for task, model in models.items()]
+    check_tasks(tasks, names)
+    for task in weights:
+        if task not in models:
+            raise UserError(f"`weights` names the unknown task {task!r}")
+    method = "basis_ta"
+    given = dict(settings)
+    if given.get("basis") == "rand_proj":  # which no addition takes
+        method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
+    resolved = resolve_settings(method, given, tasks).model_copy(update={"forget": ()})
+    matched = match(found, sources, tasks, resolved)
+    for note in matched.notes:
+        warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
+    scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
+    folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
+    return Inputs(
+        resolved,
+        found,
+        _name(base, "base"),
+        tasks,
+        names,
+        scales,
+        sources,
+        matched.items,
+        matched.left_out,
+        matched.tied,
+        folder=folder,
+    )
+
+
+def _expect(what: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise UserError unless an argument is of its kind."""
+    if not isinstance(value, kind):
+        raise _wrong(what, value, expected)
+
+
+def _wrong(what: str, value: object, expected: str) -> UserError:
+    found = "None" if value is None else f"a {type(value).__name__}"
+    if isinstance(value, str | Real | torch.dtype):
+        found = shown(value)
+    return UserError(f"{what} is {found}: expected {expected}")
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise _wrong("`dtype`", dtype, "a floating-point torch.dtype")
+
+
+def _check_numbers(given: Mapping[str, object]) -> None:
+    """Refuse numbers as text, which only recipes may hold: YAML reads `1e-3` as text."""
+    for key, value in given.items():
+        spec = ALL_KEYS.get(key)
+        if isinstance(value, str) and spec is not None and spec.type is not str:
+            raise _wrong(f"`{key}`", value, spec.expected)
+
+
+def _open(model: Model, who: str = "the base") -> Weights:
+    _expect(who, model, *MODEL)
+    if isinstance(model, Mapping):
+        for name, value in model.items():
+            _expect(f"a key of {who}", name, *TEXT)
+            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+                kind = "on the meta device, without data" if value.is_meta else value.layout
+                raise UserError(f"tensor `{name}` of {who} is {kind}: expected a dense tensor")
+        return StateDict(model)
+    if not os.path.exists(model):
+        raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")
+    if store.is_basis(model):
+        raise UserError(
+            f"model {os.fspath(model)} is a basis vector of a store, a difference from its base, "
+            "and no model: `load` the store"
+        )
+    return Checkpoint.open(model)
+
+
+def _name(model: Model, otherwise: str = "the given state dict") -> str:
+    return otherwise if isinstance(model, Mapping) else os.fspath(model)

@@ -1,0 +1,461 @@
+"""T models in, a basis store out: the Gram matrix in one pass, the M bases in a second.
+
+The store is written in STORE.partial and renamed when it is whole. `resume` continues what an
+interruption left there, with the Gram matrix and every tensor that was finished. Of several
+processes (see `ranks`) each reads and writes its share.
+
+Nothing waits for the disk, as nothing is deleted. A file that a power cut left short or altered
+has another checksum than basis.json or, for `resume`, the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.atomic import write_file
+from tvb_mergekit.core.basis import Basis, warnings
+from tvb_mergekit.core.basis import build as encode_basis
+from tvb_mergekit.core.gram import GramSums, block_budget
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.recipes import write_recipes
+from tvb_mergekit.store.report import folders_of, store_facts, write_tensors
+from tvb_mergekit.store.store import (
+    Bases,
+    dtype_name,
+    load,
+    lock,
+    note_files,
+    numbers_of,
+    record_of,
+)
+from tvb_mergekit.tensors import cache, ranks
+from tvb_mergekit.tensors.adapter import MARKER
+from tvb_mergekit.tensors.output import check_disk, check_new_folder
+from tvb_mergekit.tensors.passes import combine_pass, gram_pass, sketch_of
+from tvb_mergekit.tensors.source import StateDict
+from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.writing import (
+    SHARD_BYTES,
+    FoldersSink,
+    FolderWriter,
+    MemorySink,
+    plan_shards,
+    read_journal,
+    run_of,
+)
+
+LOG = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+Warn = Callable[[str], object]
+ROUNDING = 0.05  # of a task vector's norm: what a 16-bit store may cost without a warning
+# In STORE.partial: what the build was begun with, its Gram matrix, the tensors that are whole.
+STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
+DIFFERENCES = {
+    "tasks": "other tasks",
+    "settings": "other settings",
+    "key": "other model files or another --dtype",
+    "processes": "another number of processes",
+    "encoder": "another encoder (on another machine, or with another PyTorch?)",
+}
+# What belongs to the base and a basis folder needs, to be loaded and to be merged by mergekit.
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def build_store(
+    inputs: Inputs,
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    devices: Sequence[torch.device] = (CPU,),
+    resume: bool = False,
+    budget: int | None = None,
+    progress: Progress = silent,
+    warn: Warn = LOG.warning,
+) -> Bases:
+    """The bases of `inputs`, written as the store `out`.
+
+    Args:
+        dtype: float32, bfloat16 or float16, of the stored bases.
+        devices: where to compute.
+        resume: continue `out`.partial, if it is there.
+        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+        warn: called with what speaks against a model, a line each.
+
+    Raises:
+        UserError: the inputs are bad, `out` exists, there is no room, or `resume` finds other
+            inputs than were there.
+    """
+    dtype_name(dtype)
+    target, world = Path(os.path.realpath(out)), ranks.world()
+    budget = budget or block_budget()
+    held = lock(target, LOG.warning) if world.leads else None
+    try:
+        return _build(inputs, target, dtype, devices, resume, budget, progress, warn)
+    finally:
+        if held is not None:
+            held.release()
+
+
+def _build(
+    inputs: Inputs,
+    out: Path,
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+    resume: bool,
+    budget: int,
+    progress: Progress,
+    warn: Warn,
+) -> Bases:
+    world, partial = ranks.world(), out.with_name(f"{out.name}.partial")
+    state: dict[str, object] = {
+        "key": cache.key_of({**inputs.key, "dtype": str(dtype), "weights": list(inputs.weights)}),
+        "settings": inputs.settings.model_dump(mode="json"),
+        "tasks": list(inputs.tasks),
+        "processes": world.size if world.size > 1 else None,
+    }
+    world.agree([item.name for item in inputs.items], "tensors")
+    resuming = world.share(lambda: _can_resume(partial, inputs, out, state, resume))
+    started = time.perf_counter()
+    known = world.share(lambda: cache.read_sums(partial / SUMS) if resuming else None)
+    sums = known or _sums(inputs, devices, budget, progress)
+    summed = time.perf_counter()
+    basis = world.share(lambda: _basis(inputs, sums, warn))
+    matrix = encoder_matrix(basis)
+    if world.leads:
+        state["encoder"] = cache.key_of({"matrix": matrix.tolist()})
+        if resuming:
+            _check_same(partial, state)
+            for stale in partial.rglob(".partial-*"):  # what a kill left beside its place
+                shutil.rmtree(stale)
+        else:  # not before, so that inputs which are refused leave nothing
+            _begin(partial, state)
+        cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
+    _warn_of_size(inputs, dtype, matrix.shape[1])
+    encoded = time.perf_counter()
+    # Where there are several processes, each has a journal of its own.
+    prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
+    journals = [partial / f"{prefix}{JOURNAL}" for prefix in prefixes]
+    every = world.share(lambda: [read_journal(journal) for journal in journals])
+    world.check_shared(partial)
+    items = [replace(item, out=dtype) for item in inputs.items]
+    writers = writers_of(partial, folders_of(basis), items, inputs.folder, every[world.rank])
+    left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]
+    numel = sum(item.numel for item in chain.from_iterable(left))
+    check_disk(str(partial), numel * dtype.itemsize * matrix.shape[1])
+    sink = FoldersSink(writers, journals[world.rank])
+    _combine(inputs, basis, matrix, sink, left[world.rank], devices, budget, progress)
+    basis.seconds = {
+        "gram": summed - started,
+        "encode": encoded - summed,
+        "write": time.perf_counter() - encoded,
+    }
+    files = finish_vectors(writers, inputs.folder)
+    facts, tensors = store_facts(inputs, basis, dtype, files)
+    _warn_of_rounding(facts)
+    facts = finish_store(partial, out, facts, tensors)
+    os.rename(partial, out)
+    for name in (STATE, SUMS, *(journal.name for journal in journals)):
+        (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
+    note_files(out, facts.store.files)
+    return load(out, verify=False)  # they were hashed while they were written
+
+
+def build_in_memory(
+    inputs: Inputs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    warn: Warn = LOG.warning,
+) -> Bases:
+    """The same bases as state dicts."""
+    dtype_name(dtype)
+    budget = block_budget()
+    basis = _basis(inputs, _sums(inputs, [device], budget, silent), warn)
+    matrix = encoder_matrix(basis)
+    sink = MemorySink(matrix.shape[1])
+    items = [replace(item, out=dtype) for item in inputs.items]
+    _combine(inputs, basis, matrix, sink, items, [device], budget, silent)
+    facts, tensors = store_facts(inputs, basis, dtype, {})
+    vectors = [StateDict(state) for state in sink.states]
+    mean = vectors.pop() if basis.settings.basis == "pca" else None
+    return Bases(facts, {**numbers_of(facts), **tensors}, vectors, mean)
+
+
+def inspect_inputs(
+    inputs: Inputs,
+    device: torch.device = CPU,
+    progress: Progress = silent,
+    budget: int | None = None,
+) -> tuple[Facts, dict[str, Tensor]]:
+    """basis.json and basis.safetensors of what a build would give, without building."""
+    sums = _sums(inputs, [device], budget or block_budget(), progress)
+    basis = _basis(inputs, sums, LOG.warning)
+    facts, tensors = store_facts(inputs, basis, torch.float32, {})
+    return facts.of_merge(), tensors
+
+
+# The passes
+
+
+def _sums(
+    inputs: Inputs, devices: Sequence[torch.device], budget: int, progress: Progress
+) -> GramSums:
+    if inputs.sums is not None:
+        return inputs.sums
+    sums, _cached = gram_pass(
+        lambda: inputs.items,
+        inputs.tasks,
+        devices=devices,
+        budget=budget,
+        sketch=sketch_of(inputs.settings, len(inputs.tasks)),
+        key=None if inputs.in_memory else inputs.key,
+        models=inputs.models,
+        progress=progress,
+    )
+    return sums
+
+
+def _basis(inputs: Inputs, sums: GramSums, warn: Warn) -> Basis:
+    sketch = sketch_of(inputs.settings, len(inputs.tasks))
+    basis = encode_basis(inputs.settings, inputs.tasks, inputs.weights, sums, sketch)
+    for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
+        warn(line)
+    return basis
+
+
+def encoder_matrix(basis: Basis) -> Tensor:
+    """What the task vectors (or Omega) are multiplied by: [T, M], for PCA [T, M + 1] with the
+    mean at the end, for rand_proj [M, M]."""
+    if basis.encoding.mixing is not None:
+        return basis.encoding.mixing
+    encoder = basis.weighted_encoder
+    if basis.settings.basis != "pca":
+        return encoder
+    mean = torch.tensor(basis.weights, dtype=torch.float64)[:, None] / len(basis.tasks)
+    return torch.cat([encoder, mean], dim=1)
+
+
+def _combine(
+    inputs: Inputs,
+    basis: Basis,
+    matrix: Tensor,
+    sink: FoldersSink | MemorySink,
+    items: Sequence[Item],
+    devices: Sequence[torch.device],
+    budget: int,
+    progress: Progress,
+) -> None:
+    if basis.sketch is not None:  # Omega is drawn, not read
+        items = [replace(item, base=None, inputs=()) for item in items]
+    combine_pass(
+        items,
+        dict.fromkeys((item.name for item in items), Linear.of(matrix)),
+        sink,
+        devices=devices,
+        budget=budget,
+        sketch=basis.sketch,
+        progress=progress("Bases", sum(item.nbytes for item in items)),
+    )
+
+
+# An unfinished build
+
+
+def _can_resume(
+    partial: Path, inputs: Inputs, out: Path, state: Mapping[str, object], resume: bool
+) -> bool:
+    """Whether there is an unfinished build to continue.
+
+    Raises:
+        UserError: it was begun with something else, or the output or its partial is in the way.
+    """
+    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+    begun = (partial / STATE).is_file()
+    if resume and begun:
+        _check_same(partial, state)
+        return True
+    if resume:
+        LOG.warning("--resume: nothing to continue in %s; starting anew", partial)
+    there = partial.iterdir() if partial.is_dir() else ()
+    if not begun and any(not entry.name.startswith(".partial-") for entry in there):
+        raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
+    return False
+
+
+def _begin(partial: Path, state: Mapping[str, object]) -> None:
+    if partial.is_dir():
+        if (partial / STATE).is_file():
+            LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    write_file(partial / STATE, json.dumps(state).encode())
+
+
+def _check_same(partial: Path, state: Mapping[str, object]) -> None:
+    """Raise UserError unless a build was begun with what `state` says of it."""
+    try:
+        before = json.loads((partial / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume: {partial} cannot be continued; delete it") from error
+    for key, what in DIFFERENCES.items():
+        if key in state and before.get(key) != state[key]:
+            raise UserError(
+                f"--resume: {partial} was begun with {what}; start anew without --resume"
+            )
+
+
+def _warn_of_size(inputs: Inputs, dtype: torch.dtype, vectors: int) -> None:
+    stored = vectors * dtype.itemsize * sum(item.numel for item in inputs.items)
+    if stored > inputs.model_bytes:
+        LOG.warning(
+            "the store will take %s more than the models: fewer bases%s take less",
+            megabytes(stored - inputs.model_bytes),
+            ", or bases of --adapters," if inputs.adapters else " or a narrower --dtype",
+        )
+
+
+def _warn_of_rounding(facts: StoreFacts) -> None:
+    """Nearly equal bases give a decoder with large entries, which enlarge what a cast loses."""
+    widths = {
+        task: (bounds.at_most - bounds.at_least) / 2
+        for task, bounds in facts.errors.items()
+        if bounds.at_most is not None and bounds.at_least is not None
+    }
+    worst = max(widths, key=widths.__getitem__)
+    if widths[worst] > ROUNDING:
+        dtype = facts.store.dtype
+        LOG.warning(
+            "rounding to %s may cost the reconstruction of `%s` up to %.2g of its norm, since the "
+            "bases are nearly equal (a decoder with large entries): for `tvb export --task` and "
+            "basis_negate take %s",
+            dtype,
+            worst,
+            widths[worst],
+            "fewer bases, or another basis" if dtype == "float32" else "--dtype float32",
+        )
+
+
+# The files of every new store
+
+
+def writers_of(
+    folder: Path,
+    names: Sequence[str],
+    items: Sequence[Item],
+    config: Path | None,
+    hashes: Sequence[Sequence[str]] = (),
+) -> list[FolderWriter]:
+    """A writer for each vector of a store in `folder`.
+
+    Args:
+        config: the folder of the base's configuration.
+        hashes: of each item that is written already, and there of each vector (`read_journal`).
+    """
+    world = ranks.world()
+    if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
+        shards = plan_shards(items, sys.maxsize)
+    else:
+        shards = plan_shards(items, SHARD_BYTES, world.size)
+    return [
+        FolderWriter(
+            folder / name,
+            shards,
+            {"format": "pt", MARKER: name},
+            [each[index] for each in hashes],
+            world.rank,
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def finish_vectors(
+    writers: Sequence[FolderWriter], config: Path | None, first: int = 0
+) -> dict[str, FileRecord]:
+    """Complete the folders of vectors, of which the first is B_first; returns their files.
+
+    Of several processes, the leader's work: the others stop here.
+    """
+    world = ranks.world()
+    records = world.collect([writer.whole() for writer in writers])
+    world.dismiss()
+    files = {}
+    for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
+        for name, record in writer.finish(written).items():
+            files[f"{writer.folder.name}/{name}"] = FileRecord.model_validate(record)
+        files |= copy_config(config, writer.folder, index)
+    return files
+
+
+def copy_config(
+    source: Path | None, folder: Path, index: int | None = None, dtype: torch.dtype | None = None
+) -> dict[str, FileRecord]:
+    """Give a folder the base's configuration, tokenizer and own code; returns these files.
+
+    Args:
+        index: of the basis in that folder, with which its config.json is marked.
+        dtype: of the model in that folder, if it is not the base's.
+    """
+    if source is None or not (source / "config.json").is_file():
+        return {}
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    names = [name for name in COPIED if (source / name).is_file()]
+    names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
+    if index is not None:
+        config[MARKER] = {"folder": folder.name, "index": index}
+    if dtype is not None:
+        config |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    return {f"{folder.name}/{name}": record_of(folder / name) for name in ("config.json", *names)}
+
+
+def finish_store(
+    folder: Path, out: Path, facts: StoreFacts, tensors: Mapping[str, Tensor]
+) -> StoreFacts:
+    """Write all of a store but its vectors into `folder`, basis.json last; returns its facts.
+
+    Args:
+        out: where the folder will lie.
+    """
+    write_tensors(folder, {**numbers_of(facts), **tensors})
+    store = facts.store.but(
+        files={**facts.store.files, TENSORS: record_of(folder / TENSORS)}, recipes={}
+    )
+    if store.base_path:
+        store = store.but(base_beside=os.path.relpath(store.base_path, out))
+    facts = facts.but(store=store)
+    facts = facts.but(store=store.but(recipes=write_recipes(folder, facts)))
+    write_facts(folder, facts)
+    return facts

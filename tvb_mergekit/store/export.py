@@ -1,0 +1,174 @@
+"""From bases back to models: theta_0 + B_m, theta_0 + tau_hat_j, or any other combination."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.gram import block_budget
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.store.build import copy_config
+from tvb_mergekit.store.report import CITATION
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.output import (
+    StagedFolder,
+    check_disk,
+    check_new_folder,
+    check_output_folder,
+)
+from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, MemorySink, plan_shards
+
+CPU = torch.device("cpu")
+
+
+def items_of(bases: Bases, base: Weights, dtype: torch.dtype | None) -> list[Item]:
+    """Every tensor of the base, with the bases' (and PCA's mean) where they hold it.
+
+    Args:
+        dtype: of the floating-point tensors of the output; None keeps the base's own.
+    """
+    items = []
+    for name, info in base.tensors.items():
+        out = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+        stored = bases.stored_name(name)
+        inputs = () if stored is None else tuple(Part.of(v, stored, "delta") for v in bases.sources)
+        items.append(Item(name, info.shape, Part.of(base, name), inputs, out))
+    return items
+
+
+def state_dict_of(
+    bases: Bases,
+    base: Weights,
+    column: Tensor,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """theta_0 + sources @ column, as a state dict on the CPU.
+
+    Args:
+        column: [len(bases.sources)].
+    """
+    sink = MemorySink(1)
+    _run(items_of(bases, base, dtype), column[:, None], sink, CPU, None, silent)
+    return sink.states[0]
+
+
+def export(
+    bases: Bases,
+    base: Weights,
+    base_folder: Path | None,
+    matrix: Tensor,
+    folders: Sequence[str],
+    out: str | os.PathLike[str],
+    *,
+    what: Sequence[str],
+    dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
+    budget: int | None = None,
+    progress: Progress = silent,
+) -> None:
+    """Write theta_0 + sources @ matrix[:, k] as the model `out`/folders[k] for every k.
+
+    The base and the bases are read once for all outputs.
+
+    Args:
+        base_folder: whose config.json and tokenizer the models get; None for a bare state dict.
+        matrix: [len(bases.sources), number of outputs].
+        folders: below `out`; "" is `out` itself.
+        what: one line about each output, for its model card.
+        dtype: of the models; None keeps the base's.
+        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+
+    Raises:
+        UserError: another base, `out` holds something, no room, a value overflows.
+    """
+    if any(folders):
+        check_new_folder(out)  # in which folders of these names could be
+    check_output_folder(out, [str(path) for path in (bases.path, base_folder) if path is not None])
+    items = items_of(bases, base, dtype)
+    size = sum(item.numel * item.out.itemsize for item in items)
+    check_disk(os.fspath(out), size * len(folders))
+    stage = StagedFolder(out)
+    try:
+        shards = plan_shards(items)
+        writers = [FolderWriter(stage.path / name, shards, {"format": "pt"}) for name in folders]
+        _run(items, matrix, FoldersSink(writers), device, budget, progress)
+        for writer, line in zip(writers, what, strict=True):
+            writer.finish()
+            copy_config(base_folder, writer.folder, dtype=dtype)
+            _write_card(writer.folder, bases, line)
+        stage.publish()
+    finally:
+        stage.discard()
+
+
+def task_column(bases: Bases, task: str) -> Tensor:
+    """The combination that is tau_hat of a task, without its weight, [len(bases.sources), 1]."""
+    return bases.reconstruction([task]) / bases.weights[bases.index(task)]
+
+
+def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
+    """The combinations that are single bases, [len(bases.sources), len(indices)].
+
+    Raises:
+        UserError: there is no such basis.
+    """
+    for index in indices:
+        if not 0 <= index < bases.num_bases:
+            raise UserError(
+                f"basis {index}: {bases.path or 'these bases'} has the bases 0 to "
+                f"{bases.num_bases - 1}"
+            )
+    return torch.eye(len(bases.sources), dtype=torch.float64)[:, list(indices)]
+
+
+def _run(
+    items: Sequence[Item],
+    matrix: Tensor,
+    sink: FoldersSink | MemorySink,
+    device: torch.device,
+    budget: int | None,
+    progress: Progress,
+) -> None:
+    # An input with no part in any output is not read.
+    used = [k for k, row in enumerate(matrix.tolist()) if any(row)]
+    items = [replace(i, inputs=tuple(i.inputs[k] for k in used) if i.inputs else ()) for i in items]
+    combine_pass(
+        items,
+        dict.fromkeys((i.name for i in items if i.inputs), Linear.of(matrix[used], add_base=True)),
+        sink,
+        devices=[device],
+        budget=budget or block_budget(),
+        progress=progress("Models", sum(item.nbytes for item in items)),
+    )
+
+
+def _write_card(folder: Path, bases: Bases, what: str) -> None:
+    facts = bases.facts
+    pairs = zip(facts.tasks, facts.models, strict=True)
+    lines = [
+        "---",
+        f"base_model: {json.dumps(facts.base_model)}",
+        "tags: [merge, tvb-mergekit]",
+        "---",
+        f"# {what}",
+        "",
+        f"Made by `tvb export` from {bases.num_bases} basis vectors (`basis: {bases.basis}`) of "
+        f"these task vectors over {facts.base_model}:",
+        "",
+        *(f"* {task}: `{model}`" for task, model in pairs),
+        "",
+        CITATION,
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,233 @@
+"""`basis.json`, the facts of a merge or a store: its schema, reading and writing.
+
+Every number that later work computes with lies in `basis.safetensors`, whose checksum is in a
+store's facts. `basis.json` says the same numbers for people and programs, and what they belong to.
+Its own `checksum` covers all but FREE, the keys that no result depends on: a user may edit those.
+`docs/files.md` tells what each key means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pydantic
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+FACTS, TENSORS = "basis.json", "basis.safetensors"
+FOLDER = "basis"  # of both in a merged model: beside its weights, some programs would load them
+FORMAT_VERSION = 1  # of both
+CHECKSUM = "checksum"
+HASH = "xxh3_128"
+# Where models lie, which the base's fingerprint guards, and the time that the work took.
+FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+Contents = Literal["tensors", "adapters"]
+Compression = Literal["ae", "balanced"]
+Count = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Record(BaseModel, Mapping[str, Any]):
+    """A JSON object: its keys as attributes, and as those of a mapping where it has them.
+
+    Keys of a later version are let through.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.model_fields_set:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
+        known = (key for key in type(self).model_fields if key in self.model_fields_set)
+        yield from (*known, *(self.model_extra or ()))
+
+    def __len__(self) -> int:
+        return len(self.model_fields_set)
+
+    def but(self, **changes: Any) -> Self:
+        """The same with other values, which are checked."""
+        return self.model_validate({**self, **changes})
+
+
+class FileRecord(Record):
+    """Size and checksum of a file."""
+
+    bytes: Count
+    xxh3_128: str
+
+
+class Bounds(Record):
+    """Bounds of ||tau_hat - tau|| / ||tau||; null where unknown."""
+
+    at_least: Finite | None
+    at_most: Finite | None
+
+
+class StoreRecord(Record):
+    """The key `store`: what a basis store holds and belongs to."""
+
+    contents: Contents
+    dtype: DtypeName
+    folders: list[str]
+    budget: int | None
+    compress: Compression | None
+    basis_weights: list[Finite] | None
+    base_fingerprint: str
+    base_path: str | None = None
+    twins: dict[str, str]
+    model_bytes: Count
+    added: Count
+    files: dict[str, FileRecord]
+    base_beside: str | None = None
+    recipes: dict[str, str] = {}
+    rank: int | None = None
+    targets: list[str] | None = None
+    shapes: dict[str, list[int]] | None = None
+
+
+class Facts(Record):
+    """All of a merge's `basis.json`. What has a default may be missing in it."""
+
+    format_version: Annotated[int, Field(ge=1)]
+    versions: dict[str, str | None]
+    method: str
+    parameters: dict[str, Any]
+    tasks: Annotated[list[str], Field(min_length=1)]
+    models: list[str]
+    base_model: str
+    num_bases: Annotated[int, Field(ge=1)]
+    num_parameters: Count
+    dtype: str | None
+    loss: Finite | None
+    decoder_losses: dict[str, Finite] | None = None
+    spectral_bound: Finite | None
+    balanced_bound: Finite | None
+    relative_gap: Finite | None
+    retained_energy: Finite | None
+    norms: dict[str, Finite]
+    matrix_norms: dict[str, Finite] = {}
+    left_out: dict[str, str]
+    fingerprints: dict[str, str]
+    gram_cached: bool
+    seconds: dict[str, Finite]
+    store: StoreRecord | None = None
+    errors: dict[str, Bounds] = {}
+    from_store: str | None = None
+    checksum: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_model_for_each_task(self) -> Self:
+        if len(set(self.tasks)) != len(self.tasks) or len(self.models) != len(self.tasks):
+            raise ValueError(f"{len(self.tasks)} tasks and {len(self.models)} models do not fit")
+        return self
+
+
+class StoreFacts(Facts):
+    """All of a store's `basis.json`."""
+
+    store: StoreRecord
+
+    def of_merge(self) -> Facts:
+        """The same without what a store alone has."""
+        return Facts.model_validate({key: self[key] for key in self if key != "store"})
+
+    @pydantic.model_validator(mode="after")
+    def _errors_of_each_task(self) -> Self:
+        if set(self.errors) != set(self.tasks):
+            raise ValueError("`errors` does not name the tasks of `tasks`")
+        return self
+
+
+def checksum(facts: Mapping[str, Any]) -> str:
+    """xxh3_128 of JSON with sorted keys, without blanks, in ASCII, and without FREE."""
+
+    def covered(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: part[key] for key in part if key not in (CHECKSUM, *FREE)}
+
+    plain = covered(facts)
+    if isinstance(plain.get("store"), dict):
+        plain["store"] = covered(plain["store"])
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
+
+
+def write_facts(folder: Path, facts: Facts) -> None:
+    """Write `basis.json` into a folder, with its checksum."""
+    plain = facts.model_dump(mode="json", exclude_unset=True, exclude={CHECKSUM})
+    text = json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2, allow_nan=False)
+    (folder / FACTS).write_text(text + "\n", encoding="utf-8")
+
+
+def read_facts(file: Path) -> Facts:
+    """The facts in a `basis.json`: `StoreFacts` if it is a store's.
+
+    Raises:
+        UserError: no JSON, another checksum, a newer format, or a key that is missing or wrong.
+    """
+    remedy = "restore it from a copy, or build it anew"
+    try:
+        found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: it is no JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise UserError(f"{file} cannot be read: expected an object, found {kind}; {remedy}")
+    number = found.get("format_version")
+    if isinstance(number, int) and number > FORMAT_VERSION:
+        raise UserError(
+            f"{file}: format version {number}, this tvb-mergekit reads up to {FORMAT_VERSION}; "
+            "upgrade it: pip install -U tvb-mergekit"
+        )
+    if CHECKSUM in found and found[CHECKSUM] != checksum(found):
+        raise UserError(f"{file} was changed after it was written (its checksum differs); {remedy}")
+    try:
+        return (StoreFacts if "store" in found else Facts).model_validate(found)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        what = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
+        raise UserError(f"{file} is not whole: `{place}` {what}; {remedy}") from error
+
+
+def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError where a tensor of `basis.safetensors` has no shape for T tasks, M bases."""
+    shapes = {
+        "gram": (tasks, tasks),
+        "eigenvalues": (tasks,),
+        "encoder": (tasks, bases),
+        "decoder": (bases, tasks),
+        "reconstruction": (tasks, tasks),
+        "gram_bases": (bases, bases),
+        "basis_weights": (bases,),
+        "weights": (tasks,),
+        "norms": (tasks,),
+        "matrix_norms": (tasks,),
+        "errors": (2, tasks),
+    }
+    for name, tensor in tensors.items():
+        found = tuple(tensor.shape)
+        if found != shapes.get(name, found):
+            raise UserError(
+                f"{file} does not belong to {FACTS}: `{name}` has shape {found}, expected "
+                f"{shapes[name]}"
+            )
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number in JSON")

@@ -1,0 +1,178 @@
+"""The recipes that a store is written with: add, ties, and forget each of its tasks.
+
+Their paths are relative to the recipe's own folder, so that a store may be moved. mergekit takes
+paths from the current folder; `located` gives it absolute ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tvb_mergekit.settings import VARYING_KEYS
+from tvb_mergekit.store.facts import StoreFacts
+from tvb_mergekit.store.store import base_of, basis_folder, is_store, read_store_facts, record_of
+
+FOLDER = "recipes"
+_HEAD = """\
+# {what}
+#   {command} STORE/recipes/{name}.yml OUT
+# Paths that begin with ../ are relative to this folder: in a copy elsewhere write them anew.
+"""
+ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
+
+
+def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
+    """File name -> checksum of the recipes, which are written into `folder`/recipes.
+
+    Args:
+        folder: where the store is being written.
+        facts: its basis.json.
+    """
+    place = folder / FOLDER
+    place.mkdir(exist_ok=True)
+    config = folder / basis_folder(0) / "config.json"
+    bare = facts.store.contents == "tensors" and not config.is_file()
+    command = "mergekit-pytorch" if bare else "mergekit-yaml"
+    beside = facts.store.base_beside
+    base = os.path.join("..", beside) if beside else facts.base_model
+    written = {}
+    for name, (what, recipe) in templates(facts, "..", base).items():
+        if bare:
+            for entry in recipe["models"]:
+                entry["model"] += "/model.safetensors"
+        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        file = place / f"{name}.yml"
+        head = _HEAD.format(what=what, command=command, name=name)
+        file.write_text(head + text, encoding="utf-8")
+        written[file.name] = record_of(file).xxh3_128
+    return written
+
+
+def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
+    """The recipe read from `path`: where that lies in a store's `recipes`, paths that begin with
+    `../` are relative to it, and the store's own base is looked for (`store.base_of`)."""
+    folder = Path(os.path.realpath(path)).parent
+    if folder.name != FOLDER or not isinstance(recipe, dict) or not is_store(folder.parent):
+        return recipe
+    facts = read_store_facts(folder.parent)
+
+    def place(model: object) -> object:
+        relative = isinstance(model, str) and model.startswith("../")
+        return os.path.normpath(folder / str(model)) if relative else model
+
+    base, models = recipe.get("base_model"), recipe.get("models")
+    if isinstance(models, list):
+        models = [
+            {**entry, "model": place(entry.get("model"))} if isinstance(entry, dict) else entry
+            for entry in models
+        ]
+    own = base == os.path.join("..", facts.store.base_beside or "")
+    base = base_of(facts, folder.parent) if own else place(base)
+    return {**recipe, "base_model": base, "models": models}
+
+
+def edited(store: Path, facts: StoreFacts) -> list[str]:
+    """The recipes of a store, as paths below it, that are not as they were written."""
+    names = []
+    for name, checksum in facts.store.recipes.items():
+        file = store / FOLDER / name
+        if not file.is_file() or record_of(file).xxh3_128 != checksum:
+            names.append(f"{FOLDER}/{name}")
+    return names
+
+
+def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> dict[str, str]:
+    """The recipes that the user has edited -> the names under which the successor has them.
+
+    Args:
+        old, new: the two folders of recipes.
+        written: the checksums of `old` as it was written.
+
+    What the successor has none of keeps its name; of the others the first is NAME.old, then
+    NAME.old2, and so on. What it has already, under whatever name, is left.
+    """
+    renamed = {}
+    files = sorted(old.iterdir()) if old.is_dir() else []
+    held = {record_of(file).xxh3_128 for file in new.iterdir() if file.is_file()}
+    for file in sorted(files, key=lambda file: (new / file.name).exists()):
+        if file.is_dir() and not (new / file.name).exists():
+            shutil.copytree(file, new / file.name)
+        if not file.is_file() or (found := record_of(file).xxh3_128) in held:
+            continue
+        if found != written.get(file.name):
+            numbered = (f".old{number}" for number in itertools.count(2))
+            suffixes = itertools.chain(("", ".old"), numbered)
+            names = (f"{file.name}{suffix}" for suffix in suffixes)
+            name = next(name for name in names if not (new / name).exists())
+            if name != file.name:
+                renamed[file.name] = name
+            shutil.copy2(file, new / name)
+    return renamed
+
+
+def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name -> what the recipe does, and the recipe; `store` and `base` are their paths in it."""
+    made = {}
+    if facts.parameters["basis"] != "rand_proj":
+        made["add"] = (
+            "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M).",
+            _recipe("basis_ta", facts, store, base),
+        )
+        made["ties"] = (
+            "The same with less interference: TIES over the bases.",
+            _recipe("basis_ties", facts, store, base),
+        )
+    used: set[str] = set()
+    for task in facts.tasks:
+        name = slug = re.sub(r"[^\w.-]+", "-", task)[:60]
+        number = 1
+        while name.lower() in used:  # names that differ only in what a file name cannot hold
+            number += 1
+            name = f"{slug}-{number}"
+        used.add(name.lower())
+        made[f"forget-{name}"] = (
+            f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
+            _recipe("basis_negate", facts, store, base, {"forget": task}),
+        )
+    return made
+
+
+def _recipe(
+    method: str,
+    facts: StoreFacts,
+    store: str,
+    base: str,
+    more: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    built = facts.parameters
+    same = method == facts.method
+    parameters: dict[str, Any] = {}
+    for key in ("lambda", "density", "alpha"):
+        spec = VARYING_KEYS[key]
+        if method in spec.methods:
+            # What the recipe said of another method is no guide for this one.
+            shared = same or {method, facts.method} <= {"basis_ta", "basis_ties"}
+            default = spec.default_for(method)
+            value = built.get(key, default) if shared else default
+            parameters[key] = ALPHA if value is None else value
+    parameters["lambda_scale"] = built["lambda_scale"]
+    if method == "basis_ties":
+        parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
+    parameters |= more or {}
+    recipe: dict[str, Any] = {
+        "merge_method": method,
+        "base_model": base,
+        "models": [{"model": f"{store}/{basis_folder(m)}"} for m in range(facts.num_bases)],
+        "parameters": parameters,
+    }
+    if facts.dtype:
+        recipe["dtype"] = facts.dtype
+    return recipe

@@ -1,0 +1,407 @@
+"""What a merge or a store tells: its facts and tensors, the model card, the summary of a merge.
+
+`docs/files.md` describes both files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from safetensors.torch import save
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Basis, StoredBases
+from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
+from tvb_mergekit.errors import counted
+from tvb_mergekit.store.facts import (
+    FACTS,
+    FOLDER,
+    FORMAT_VERSION,
+    TENSORS,
+    Compression,
+    Contents,
+    Facts,
+    FileRecord,
+    StoreFacts,
+    StoreRecord,
+    write_facts,
+)
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name, shares
+from tvb_mergekit.tables import Sheet, matrix, show
+
+# The tensors of a merge's basis.safetensors; a store's has more.
+MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "mixing")
+# How `tvb add` makes room in a store of each basis; the others cannot grow.
+COMPRESSED_BY: dict[str, Compression] = {
+    "balanced": "balanced",
+    "ae": "ae",
+    "none": "ae",
+    "rand_select": "ae",
+}
+WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
+
+CITATION = """```bibtex
+@article{zeng2026taskvectorbases,
+  title   = {Task Vector Bases: A Unified and Scalable Framework for Compressed Task Arithmetic},
+  author  = {Zeng, Siqi and He, Yifei and Liu, Meitong and You, Weiqiu and Hao, Yifan and
+             Tsai, Yao-Hung Hubert and Yamada, Makoto and Zhao, Han},
+  journal = {Transactions on Machine Learning Research},
+  year    = {2026},
+  url     = {https://openreview.net/forum?id=zkc7u3mIaE}
+}
+```"""
+
+
+def facts(
+    basis: Basis,
+    *,
+    base_model: str,
+    models: Mapping[str, str],
+    left_out: Mapping[str, str],
+    fingerprints: Mapping[str, str],
+    tunables: Mapping[str, set[float]],
+    dtype: str | None,
+) -> Facts:
+    """All of a merge's `basis.json`; null where a number is undefined."""
+    settings, encoding = basis.settings, basis.encoding
+    parameters = settings.in_force()
+    # One value, or all that filters and layer gradients led to.
+    for key, values in tunables.items():
+        parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
+    parameters["weights"] = dict(zip(basis.tasks, basis.weights, strict=True))
+    losses = encoding.decoder_losses
+    norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
+    return Facts(
+        format_version=FORMAT_VERSION,
+        versions=versions(),
+        method=settings.method,
+        parameters=parameters,
+        tasks=list(basis.tasks),
+        models=[models[task] for task in basis.tasks],
+        base_model=base_model,
+        num_bases=encoding.num_bases,
+        num_parameters=basis.sums.num_parameters,
+        dtype=dtype,
+        loss=encoding.loss,
+        decoder_losses=None if losses is None else dict(losses),
+        spectral_bound=encoding.spectral_bound,
+        balanced_bound=encoding.balanced_bound,
+        relative_gap=encoding.relative_gap,
+        retained_energy=encoding.retained_energy,
+        norms={
+            "base": math.sqrt(basis.sums.base_norm_squared),
+            **dict(zip(basis.tasks, norms, strict=True)),
+        },
+        matrix_norms=dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
+        left_out=dict(left_out),
+        fingerprints=dict(fingerprints),
+        gram_cached=basis.cached,
+        seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
+    )
+
+
+def store_facts(
+    inputs: Inputs,
+    basis: Basis,
+    dtype: torch.dtype,
+    files: dict[str, FileRecord],
+    contents: Contents = "tensors",
+    measured: Mapping[str, Tensor] | None = None,
+) -> tuple[StoreFacts, dict[str, Tensor]]:
+    """`basis.json` of a store, less what `finish_store` adds, and its `basis.safetensors`.
+
+    Args:
+        measured: `gram_bases` [M, M] and `errors` [2, T], bounds of ||tau_hat_i - tau_i|| for exact
+            sums, where the Gram matrix of the tasks does not give those of the bases as stored.
+    """
+    merged = facts(
+        basis,
+        base_model=inputs.base_model,
+        models=dict(zip(inputs.tasks, inputs.models, strict=True)),
+        left_out=inputs.left_out,
+        fingerprints=inputs.fingerprints,
+        tunables={},
+        dtype=inputs.dtype,
+    )
+    kind, count = basis.settings.basis, basis.encoding.num_bases
+    holds_sum = kind in ("balanced", "none")
+    store = StoreRecord(
+        contents=contents,
+        dtype=dtype_name(dtype),
+        folders=folders_of(basis),
+        budget=count,
+        compress=COMPRESSED_BY.get(kind),
+        basis_weights=[len(inputs.tasks) / count] * count if holds_sum else None,
+        base_fingerprint=inputs.base_fingerprint,
+        base_path=local_path(inputs.base_model),
+        twins=dict(inputs.tied),
+        model_bytes=inputs.model_bytes,
+        added=0,
+        files=files,
+    )
+    tensors = {**tensors_of(basis), **(measured or _measured(basis, dtype))}
+    sizes, _, table = _vectors(basis, tensors["gram_bases"])
+    errors = reported(inputs.tasks, merged.norms, tensors["errors"], sizes, table)
+    parameters = {**merged.parameters, **inputs.varying}
+    made = {**merged, "parameters": parameters, "store": store, "errors": errors}
+    return StoreFacts.model_validate(made), tensors
+
+
+def folders_of(basis: Basis) -> list[str]:
+    """The folders of the vectors of a store: each basis, and for PCA the mean."""
+    names = [basis_folder(m) for m in range(basis.encoding.num_bases)]
+    return names + [MEAN] * (basis.settings.basis == "pca")
+
+
+def local_path(model: str) -> str | None:
+    """Where a model that is on this disk lies, to be found from any folder."""
+    return os.path.abspath(model) if os.path.exists(model) else None
+
+
+def _measured(basis: Basis, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`gram_bases` and `errors` (see `store_facts`) of bases that are stored in `dtype`."""
+    encoding, gram = basis.encoding, basis.sums.gram
+    if encoding.encoder is None:  # rand_proj: orthonormal
+        products = torch.eye(encoding.num_bases, dtype=torch.float64)
+        # An orthogonal projection. The noise: of ||tau_i||^2, and twice that of each <q_m, tau_i>.
+        squares = gram.diagonal() - encoding.decoder.square().sum(0)
+        noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
+        low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
+    else:
+        products = encoding.encoder.T @ gram @ encoding.encoder
+        assert encoding.reconstruction is not None
+        low, high = errors_of(gram, encoding.reconstruction)
+    products = (products + products.T) / 2
+    sizes, terms, table = _vectors(basis, products)
+    lost = cast_loss(sizes, dtype, basis.sums.num_parameters) + ARITHMETIC * terms
+    moved = lost @ table.abs()
+    errors = torch.stack([(low - moved).clamp(min=0), high + moved])
+    return {"gram_bases": products, "errors": errors}
+
+
+def _vectors(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the bases and PCA's mean: their norms, the norms of what each is summed from, added up,
+    and what each is multiplied by in every tau_hat [vectors, T]."""
+    encoding, gram = basis.encoding, basis.sums.gram
+    sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
+    norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
+    if encoding.mixing is not None:  # of the columns of Omega
+        assert basis.sums.sketch_gram is not None
+        norms, encoder = basis.sums.sketch_gram.diagonal().sqrt(), encoding.mixing
+    assert encoder is not None
+    terms = norms @ encoder.abs()
+    if basis.settings.basis == "pca":
+        sizes = torch.cat([sizes, gram.mean().clamp(min=0).sqrt().reshape(1)])
+        terms = torch.cat([terms, norms.mean().reshape(1)])
+        table = torch.cat([table, torch.ones(1, table.shape[1], dtype=torch.float64)])
+    return sizes, terms, table
+
+
+def facts_over_store(
+    built: StoreFacts,
+    basis: StoredBases,
+    *,
+    store: str,
+    basis_weights: Sequence[float],
+    left_out: Mapping[str, str],
+    tunables: Mapping[str, set[float]],
+    dtype: str | None,
+) -> Facts:
+    """`basis.json` of a merge over the bases of a store, from that of the store."""
+    merging = ("lambda", "alpha", "density", "trim", "merge_func", "forget", "lambda_scale")
+    parameters = {k: v for k, v in built.parameters.items() if k not in merging}
+    in_force = basis.settings.in_force()
+    parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
+    for key, values in tunables.items():
+        parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
+    parameters["basis_weights"] = list(basis_weights)
+    return built.of_merge().but(
+        versions=versions(),
+        method=basis.settings.method,
+        parameters=parameters,
+        dtype=dtype,
+        left_out=dict(left_out),
+        from_store=store,
+        gram_cached=False,
+        seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
+    )
+
+
+def tensors_of(basis: Basis) -> dict[str, Tensor]:
+    """All of a merge's `basis.safetensors`, float64."""
+    encoding = basis.encoding
+    tensors = {
+        "gram": basis.sums.gram,
+        "eigenvalues": encoding.eigenvalues,
+        "encoder": encoding.encoder,
+        "decoder": encoding.decoder,
+        "reconstruction": encoding.reconstruction if encoding.basis == "pca" else None,
+        "mixing": encoding.mixing,
+    }
+    return {name: t.contiguous() for name, t in tensors.items() if t is not None}
+
+
+def write_files(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
+    """Write both files into `basis` in the folder of a merged model, which is not yet published."""
+    folder = model / FOLDER
+    folder.mkdir()
+    write_tensors(folder, tensors)
+    write_facts(folder, facts)
+
+
+def write_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write `basis.safetensors` alone."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # One metadata entry: safetensors writes several in an order that changes from run to run. And
+    # not `save_file`, whose files only their owner may read.
+    data = save(contiguous, metadata={"format": "pt"})
+    (Path(folder) / TENSORS).write_bytes(data)
+
+
+def add_card_section(
+    card: str | os.PathLike[str], facts: Facts, tensors: Mapping[str, Tensor]
+) -> None:
+    """Append our section to the model card that mergekit wrote."""
+    path = Path(card)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    path.write_text(text.rstrip() + "\n\n" + card_section(facts, tensors), encoding="utf-8")
+
+
+def card_section(facts: Facts, tensors: Mapping[str, Tensor]) -> str:
+    """Markdown: tasks, encoder weights, loss against the bounds, and what to cite."""
+    names = [f"B{m}" for m in range(facts.num_bases)]
+    lines = [
+        "## Task vector bases",
+        "",
+        f"The task vectors of {len(facts.tasks)} models were compressed into "
+        f"{facts.num_bases} basis vectors (`basis: {facts.parameters['basis']}`) by "
+        "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/).",
+        "",
+    ]
+    if "encoder" in tensors:
+        head = ["task", "model", *names, "sum"]
+        lines += ["Encoder weights (each basis is this combination of the task vectors):", ""]
+        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        sums = row_sums(facts, tensors["encoder"])
+        rows = zip(facts.tasks, facts.models, tensors["encoder"].tolist(), sums, strict=True)
+        for task, model, row, total in rows:
+            cells = [
+                task.replace("|", "\\|"),
+                f"`{model}`",
+                *(f"{w:.3f}" for w in row),
+                f"{total:.3f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    else:
+        pairs = zip(facts.tasks, facts.models, strict=True)
+        lines += [f"* {task}: `{model}`" for task, model in pairs]
+    lines += ["", *(f"* {line}" for line in (_size(facts), *measures(facts))), ""]
+    if forgotten := facts.parameters.get("forget"):
+        lines += [f"Forgotten: {', '.join(forgotten)}.", ""]
+    lines += ["If you use this model, please cite:", "", CITATION, ""]
+    return "\n".join(lines)
+
+
+def row_sums(facts: Mapping[str, Any], encoder: Tensor) -> list[float]:
+    """The weight of each task in the sum that a merge adds, [T]: W_e v, v as in `Bases.shares`."""
+    factors = facts.get("parameters", {}).get("basis_weights")  # of a merge over a store
+    if store := facts.get("store"):
+        own = store.get("basis_weights")
+        known = None if own is None else torch.tensor(own, dtype=torch.float64)
+        factors = shares(store.get("compress"), known, encoder.shape[1])
+    if factors is None:
+        factors = torch.ones(encoder.shape[1])
+    return (encoder @ torch.as_tensor(factors, dtype=torch.float64)).tolist()
+
+
+def print_summary(
+    facts: Facts, tensors: Mapping[str, Tensor], out: str, console: Console | None = None
+) -> None:
+    """Cosines, M, retained energy and encoder on the terminal (standard output)."""
+    told: list[Sheet | str] = []
+    if "gram" in tensors:
+        values = cosines(tensors["gram"].numpy())
+        told.append(cosine_sheet("task vectors", facts.tasks, values))
+    encoder = tensors.get("encoder")
+    if encoder is not None and encoder.shape[1] <= WIDE:
+        names = [f"B{m}" for m in range(encoder.shape[1])]
+        told.append(matrix("Encoder weights", facts.tasks, names, encoder.tolist()))
+    told += [_size(facts), *measures(facts)]
+    if facts.left_out:
+        told.append(f"{counted(len(facts.left_out), 'tensor')} left out: see {FOLDER}/{FACTS}")
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in facts.seconds.items())
+    told.append(seconds + " (Gram matrix from the cache)" * facts.gram_cached)
+    show([*told, f"Written to {out}"], console or Console(soft_wrap=True, highlight=False))
+
+
+def cosines(products: NDArray[np.float64], noise: float = 0.0) -> Tensor:
+    """Cosines [T, T] float64 from the inner products [T, T]; the diagonal is 1.
+
+    Rows and columns of vectors no longer than `noise` are 0.
+    """
+    lengths = np.sqrt(np.maximum(products.diagonal(), 0.0))
+    known = lengths > noise
+    inverse = np.divide(1.0, lengths, where=known, out=np.zeros_like(lengths))
+    found = np.clip(products * np.outer(inverse, inverse), -1.0, 1.0)
+    np.fill_diagonal(found, known.astype(np.float64))
+    return torch.from_numpy(found)
+
+
+def cosine_sheet(of: str, names: Sequence[str], values: Tensor) -> Sheet | str:
+    """The cosines [T, T] as a table; of many tasks the least and the largest, in a line."""
+    if len(names) > WIDE:
+        pairs = [(float(values[i, j]), i, j) for i in range(len(names)) for j in range(i)]
+        ends = [f"{value:.3f} ({names[i]}, {names[j]})" for value, i, j in (min(pairs), max(pairs))]
+        return f"Cosines between the {len(names)} {of}: {' to '.join(ends)}"
+    heads = rows = names
+    if max(map(len, names)) > 8:  # numbers for long names
+        heads = [str(number) for number in range(1, len(names) + 1)]
+        rows = [f"{number} {name}" for number, name in enumerate(names, 1)]
+    return matrix(f"Cosines between the {of}", rows, heads, values.tolist())
+
+
+def _size(facts: Facts) -> str:
+    return (
+        f"M = {facts.num_bases} bases of {len(facts.tasks)} task vectors, "
+        f"{facts.num_parameters:,} parameters each"
+    )
+
+
+def measures(facts: Facts) -> list[str]:
+    """Lines on loss, bounds and retained energy, where they are known."""
+    lines = []
+    if facts.loss is not None:
+        gap = "" if facts.relative_gap is None else f" (relative gap {facts.relative_gap:.2e})"
+        lines.append(
+            f"Retained energy {100 * (facts.retained_energy or 0):.2f} %: reconstruction loss "
+            f"{facts.loss:.6g}, spectral lower bound {facts.spectral_bound:.6g}{gap}"
+        )
+    if facts.balanced_bound is not None:
+        lines.append(f"Balanced bound {facts.balanced_bound:.6g}")
+    if facts.decoder_losses:  # of `ae` by Adam
+        each = (f"{key.replace('_', ' ')} {loss:.6g}" for key, loss in facts.decoder_losses.items())
+        lines.append(f"Reconstruction loss by decoder: {', '.join(each)}")
+    return lines
+
+
+def versions() -> dict[str, str | None]:
+    """The packages that a result depends on -> their versions."""
+    packages = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

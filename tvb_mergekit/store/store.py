@@ -1,0 +1,452 @@
+"""A basis store, the folder that replaces T fine-tuned models: reading, checking and locking it.
+
+`docs/files.md` describes what lies in it.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import filelock
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.settings import Settings, nearest
+from tvb_mergekit.store.facts import (
+    FACTS,
+    TENSORS,
+    DtypeName,
+    Facts,
+    FileRecord,
+    StoreFacts,
+    StoreRecord,
+    check_shapes,
+    read_facts,
+)
+from tvb_mergekit.store.facts import FOLDER as MERGED
+from tvb_mergekit.tensors import cache
+from tvb_mergekit.tensors.adapter import MARKER, Adapter
+from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
+from tvb_mergekit.tensors.output import recover_folder
+from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.writing import file_record
+
+LOG = logging.getLogger(__name__)
+MEAN = "mean"  # the folder of PCA's mean task vector
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+# What a recipe over a store may still say; all other global keys are fixed when it is built.
+OPEN_KEYS = ("exclude", "lambda_scale", "trim", "merge_func", "forget")
+
+
+def dtype_name(dtype: torch.dtype) -> DtypeName:
+    """The name of a store's dtype.
+
+    Raises:
+        UserError: stores have no such dtype.
+    """
+    for name, value in DTYPES.items():
+        if value == dtype:
+            return name
+    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
+
+
+def basis_folder(index: int) -> str:
+    """The name of the folder that holds B_index."""
+    return f"basis-{index:03d}"
+
+
+@dataclass(frozen=True)
+class Bases:
+    """M basis vectors of T tasks under one base, in a store or in memory.
+
+    Attributes:
+        facts: what basis.json says, as attributes or as a mapping: `facts.loss`, `facts["loss"]`.
+        tensors: float64: `encoder` W_e [T, M] (but for rand_proj), `decoder` W_d [M, T],
+            `gram_bases` [M, M], what `numbers_of` gives, and while all inner products are known
+            `gram` [T, T] and `eigenvalues` [T].
+        vectors: the M bases as named tensors, in the store's dtype; a tensor that is missing in
+            them stays the base's.
+        mean: PCA's mean task vector.
+        path: the store's folder; None in memory.
+    """
+
+    facts: StoreFacts
+    tensors: Mapping[str, Tensor]
+    vectors: Sequence[Weights]
+    mean: Weights | None = None
+    path: Path | None = None
+
+    @property
+    def tasks(self) -> list[str]:
+        return self.facts.tasks
+
+    @property
+    def num_bases(self) -> int:
+        return len(self.vectors)
+
+    @property
+    def basis(self) -> str:
+        """How the bases were built: `ae`, `balanced`, ..."""
+        return str(self.facts.parameters["basis"])
+
+    @property
+    def encoder(self) -> Tensor | None:
+        """W_e [T, M]: each basis as a combination of the task vectors; None for rand_proj."""
+        return self.tensors.get("encoder")
+
+    @property
+    def decoder(self) -> Tensor:
+        """W_d [M, T]: each reconstructed task vector as a combination of the bases."""
+        return self.tensors["decoder"]
+
+    @property
+    def basis_weights(self) -> Tensor | None:
+        """w [M] with sum_m w_m B_m = the sum of all task vectors; None where there is none."""
+        return self.tensors.get("basis_weights")
+
+    @property
+    def weights(self) -> Tensor:
+        """[T], the scale of each task vector."""
+        return self.tensors["weights"]
+
+    @property
+    def shares(self) -> Tensor:
+        """v [M], what multiplies each basis in a merge: w normalized to mean 1, or 1.
+
+        1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
+        that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
+        """
+        return shares(self.facts.store.compress, self.basis_weights, self.num_bases)
+
+    @property
+    def base_name(self) -> str:
+        """Where the base should be; see `base_of`."""
+        return base_of(self.facts, self.path)
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that the bases hold, by the names that the base's files give them."""
+        return list(self.vectors[0].tensors)
+
+    def stored_name(self, name: str | None) -> str | None:
+        """The name under which the bases hold the base's tensor `name`; None if they do not."""
+        if name is None:
+            return None
+        counted = self.facts.store.twins.get(name, name)
+        return counted if counted in self.vectors[0].tensors else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.facts.store.dtype]
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that built it, those of its size aside."""
+        known = set(Settings.model_fields)
+        given = {k: v for k, v in self.facts.parameters.items() if k in known}
+        sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
+        return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
+
+    def index(self, task: str) -> int:
+        """The column of a task.
+
+        Raises:
+            UserError: there is no such task.
+        """
+        if task in self.tasks:
+            return self.tasks.index(task)
+        guess = nearest(task, self.tasks)
+        hint = f": did you mean {guess!r}?" if guess else "."
+        where = self.path or "these bases"
+        raise UserError(f"no task {task!r} in {where}{hint} Tasks: {', '.join(self.tasks)}")
+
+    def reconstruction(self, tasks: Sequence[str]) -> Tensor:
+        """[M (+ 1 for the mean), len(tasks)]: each tau_hat over the bases (and the mean)."""
+        columns = self.decoder[:, [self.index(task) for task in tasks]]
+        if self.mean is None:
+            return columns
+        return torch.cat([columns, torch.ones(1, len(tasks), dtype=torch.float64)])
+
+    @property
+    def sources(self) -> list[Weights]:
+        """The bases and, for PCA, the mean: what `reconstruction` is over."""
+        return [*self.vectors, *([] if self.mean is None else [self.mean])]
+
+    def check_base(self, base: Weights, name: str) -> None:
+        """Raise UserError unless `base` is the model that the bases are differences from."""
+        if base.fingerprint() != self.facts.store.base_fingerprint:
+            raise UserError(
+                f"{self.path or 'these bases'}: belongs to the base {self.facts.base_model}, "
+                f"and the weights of {name} are others; give the base that it was built from"
+            )
+
+
+def load(path: str | os.PathLike[str], verify: bool | Literal["all"] = True) -> Bases:
+    """Open a store.
+
+    Args:
+        verify: compare the checksum of every file that has changed since it was last compared
+            on this machine; "all": of every file.
+
+    Raises:
+        UserError: no store, a newer format, a file missing or changed.
+    """
+    folder = Path(path)
+    facts = read_store_facts(folder)
+    try:
+        return _load(folder, facts, verify)
+    except UserError:
+        if folder.is_dir() and read_store_facts(folder) != facts:  # `tvb add` has just replaced it
+            return _load(folder, read_store_facts(folder), verify)
+        raise
+
+
+def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"]) -> Bases:
+    try:
+        _check_files(folder, facts.store.files, verify)
+        tensors = {**numbers_of(facts), **load_file(folder / TENSORS)}
+        check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
+        if missing := {"decoder", "gram_bases", "weights"} - set(tensors):
+            raise KeyError(min(missing))
+        names = map(basis_folder, range(facts.num_bases))
+        vectors = [open_vector(folder / name, facts.store) for name in names]
+        mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
+    except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
+    return Bases(facts, tensors, vectors, mean, folder)
+
+
+def base_of(facts: StoreFacts, folder: Path | None) -> str:
+    """Where the base of a store should be: as the recipe named it, or where that was, relative to
+    the store in `folder` (which may have moved) or absolutely. Of several models that lie there,
+    the first with the fingerprint."""
+    store, places = facts.store, [facts.base_model]
+    if folder is not None and store.base_beside:
+        places.append(os.path.normpath(os.path.join(os.path.realpath(folder), store.base_beside)))
+    if store.base_path:
+        places.append(store.base_path)
+    there = [place for place in dict.fromkeys(places) if os.path.exists(place)]
+    for place in there if len(there) > 1 else ():
+        with suppress(UserError):  # no model
+            if Checkpoint.open(place).fingerprint() == store.base_fingerprint:
+                return place
+    return [*there, store.base_path or facts.base_model][0]
+
+
+def shares(compress: str | None, basis_weights: Tensor | None, num_bases: int) -> Tensor:
+    """v [M] float64, what multiplies each basis in a merge; see `Bases.shares`."""
+    if basis_weights is None or compress != "balanced":
+        return torch.ones(num_bases, dtype=torch.float64)
+    return basis_weights * (num_bases / basis_weights.sum())
+
+
+def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
+    """The numbers in a store's facts that later work computes with, float64.
+
+    `basis_weights` [M]; `weights`, `norms`, `matrix_norms` [T]; `errors` [2, T], bounds of
+    ||tau_hat - tau||. What is not known is left out. `basis.safetensors` holds them, but for stores
+    of the first version.
+    """
+    tasks, given = facts.tasks, facts.store.basis_weights
+    weights = facts.parameters.get("weights", {})
+    lists: dict[str, list[float | None]] = {
+        "basis_weights": [None] if given is None else [*given],
+        "weights": [weights.get(task, 1.0) for task in tasks],
+        "norms": [facts.norms.get(task) for task in tasks],
+        "matrix_norms": [facts.matrix_norms.get(task) for task in tasks],
+    }
+    known = {name: values for name, values in lists.items() if None not in values}
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in known.items()}
+    bounds = [facts.errors[task] for task in tasks]
+    ends = [[each.at_least for each in bounds], [each.at_most for each in bounds]]
+    if None not in ends[0] + ends[1] and "norms" in tensors:
+        tensors["errors"] = torch.tensor(ends, dtype=torch.float64) * tensors["norms"]
+    return tensors
+
+
+def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Adapter:
+    """One basis of a store as named tensors."""
+    if store.contents == "tensors":
+        return Checkpoint.open(folder)
+    # Shapes of the whole base: its biases tell in which orientation it stores square matrices.
+    shapes, targets = store.shapes or {}, store.targets or []
+    base = {name: TensorInfo(tuple(shape), torch.float32, "") for name, shape in shapes.items()}
+    adapter = Adapter.open(folder, base, folder.name)
+    return adapter.over({name: base[name] for name in targets})
+
+
+def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:
+    """basis.json and basis.safetensors of a merged model, the folder of which `path` is.
+
+    Raises:
+        UserError: one is missing or damaged.
+    """
+    folder = Path(path)
+    folder = folder if (folder / FACTS).is_file() else folder / MERGED
+    try:
+        return read_facts(folder / FACTS), load_file(folder / TENSORS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
+
+
+def is_output(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds our report of a merge; beside the weights in models of before."""
+    places = (Path(path) / MERGED / FACTS, Path(path) / FACTS)
+    return any(place.is_file() for place in places) and not is_store(path)
+
+
+def is_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a store's basis.json.
+
+    Raises:
+        UserError: it holds a damaged one.
+    """
+    file = Path(path) / FACTS
+    return file.is_file() and isinstance(read_facts(file), StoreFacts)
+
+
+def is_basis(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder or a weight file is marked as a basis of a store, wherever it lies."""
+    place = Path(path)
+    if place.is_file():
+        return MARKER in metadata_of(place)
+    if not place.is_dir():
+        return False
+    try:
+        if MARKER in json.loads((place / "config.json").read_text(encoding="utf-8")):
+            return True
+    except (OSError, ValueError, TypeError):
+        pass
+    files = sorted(place.glob("model*.safetensors"))
+    return bool(files) and MARKER in metadata_of(files[0])
+
+
+def read_store_facts(folder: Path) -> StoreFacts:
+    """The facts of the store in a folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    file = folder / FACTS
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        aside = folder.with_name(f".{folder.name}.replaced")
+        more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
+        if aside.is_dir():
+            more = f"; an update was killed in mid-rename: rename {aside} back to {folder.name}"
+        raise UserError(f"{folder}: no such folder{more}")
+    if not file.is_file():
+        hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"
+        raise UserError(f"{folder} is not a basis store ({hint}); make one with `tvb build`")
+    facts = read_facts(file)
+    if not isinstance(facts, StoreFacts):
+        raise UserError(f"{folder} is the output of a merge, not a basis store (see `tvb build`)")
+    return facts
+
+
+def _check_files(
+    folder: Path, files: Mapping[str, FileRecord], verify: bool | Literal["all"]
+) -> None:
+    remedy = "restore it, or build the store anew"
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing from its store; {remedy}")
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise UserError(
+                f"{path}: {size:,} bytes, its store says {record.bytes:,}: the file was changed; "
+                f"{remedy}"
+            )
+        if not verify or (verify is True and cache.is_verified(path, record.xxh3_128)):
+            continue
+        if record_of(path).xxh3_128 != record.xxh3_128:
+            raise UserError(
+                f"{path}: its checksum is not the one in {FACTS}: the file was changed; {remedy}"
+            )
+        cache.note_verified(path, record.xxh3_128)
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is."""
+    return FileRecord.model_validate(file_record(path))
+
+
+def note_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Remember that the files of a store, just written under this name, are what they should be."""
+    for name, record in files.items():
+        cache.note_verified(folder / name, record.xxh3_128)
+
+
+class StoreLock(filelock.FileLock):
+    """A lock whose file is deleted before it is released.
+
+    Whoever waited for that file has the lock of one without a name then, which filelock from 3.29.5
+    on sees, and tries again. Before 3.29.5 it deleted the file itself, or did not look.
+    """
+
+    def release(self, force: bool = False) -> None:
+        if self.is_locked:
+            with suppress(OSError):  # Windows deletes no open file: filelock does it afterwards
+                os.unlink(self.lock_file)
+        super().release(force)
+
+
+def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> StoreLock:
+    """The lock that every writer to a store holds, `.NAME.lock` beside it as long; acquired.
+
+    Raises:
+        UserError: the folder beside the store cannot be written to, or its name is no text.
+    """
+    check_names(path)
+    store = Path(os.path.realpath(path))
+    file = store.with_name(f".{store.name}.lock")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()  # filelock would wait for ever where no file can be made
+        held = StoreLock(file)
+        try:
+            held.acquire(timeout=0)
+        except filelock.Timeout:
+            waiting(f"another process writes to {path}: waiting for it ({file})")
+            held.acquire()
+    except OSError as error:
+        raise UserError(f"cannot write beside {path}: {error.strerror} ({file})") from error
+    return held
+
+
+@contextmanager
+def staged(store: Path) -> Iterator[Path]:
+    """A new folder beside a store, to be renamed to it; under its lock, and deleted at the end."""
+    held = lock(store, LOG.warning)
+    work = None
+    try:
+        prefix = f".{store.name}.adding-"
+        for stale in store.parent.glob(f"{glob.escape(prefix)}*"):
+            shutil.rmtree(stale, ignore_errors=True)  # ours alone, under the lock
+        recover_folder(store)
+        work = Path(tempfile.mkdtemp(prefix=prefix, dir=store.parent))
+        os.chmod(work, 0o755)
+        yield work
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+        held.release()

@@ -1,0 +1,455 @@
+"""PEFT's LoRA adapters as sources: folders of factors, read as dense updates; and their writing.
+
+The meaning of an adapter is what PEFT's `merge_and_unload` adds to the base: s B A in each target
+module. The formats are PEFT's (https://huggingface.co/docs/peft/developer_guides/checkpoint); PEFT
+itself is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from tvb_mergekit.core.gram import PIECE, count_not_finite
+from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.source import TensorInfo, Weights
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+MARKER = "tvb_basis"  # the key in the metadata of what `write_adapter` writes
+FUSE_INSTEAD = (
+    "list it as BASE+ADAPTER with --lora-merge-cache DIR and without --adapters, "
+    "which fuses it first"
+)
+
+_PREFIX = "base_model.model."
+# module, A or B of a linear layer or of an embedding; the adapter's name in between is dropped.
+_KEY = re.compile(r"(.+)\.(?:lora_([AB])(?:\.[^.]+)?\.weight|lora_embedding_([AB])(?:\.[^.]+)?)")
+# Settings under which the update is not s B A, or not only that.
+_NOT_PLAIN = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+# All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+class NotPlainLora(UserError):
+    """An adapter whose update is more than s B A; fusing it into the base first does work."""
+
+
+class Target(NamedTuple):
+    """The module that owns a tensor, and how PEFT lays out its factors."""
+
+    module: str  # the full name in the model, which may have a prefix that the base's names lack
+    kind: str  # "linear"; "conv1d" (GPT-2: stored as [in, out]); "embedding"
+
+
+@dataclass(eq=False)
+class Adapter(Weights):
+    """A PEFT LoRA adapter as a source: the update of a tensor is multiplied out when it is read.
+
+    Attributes:
+        file: what the factors were read from.
+        factors: of each targeted tensor, by the base's name; as the base stores it, with the scale.
+        targets: likewise, the modules.
+        tensors: what can be read, float32; those without factors are zeros.
+        label: the task's name, for messages.
+        task_type: PEFT's, such as CAUSAL_LM.
+    """
+
+    file: Checkpoint
+    factors: dict[str, Factors]
+    targets: dict[str, Target]
+    tensors: dict[str, TensorInfo]
+    label: str = ""
+    task_type: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        base: Mapping[str, TensorInfo],
+        label: str = "",
+        *,
+        read: Callable[[str], Tensor] | None = None,
+    ) -> Adapter:
+        """The adapter in folder `path`, with the tensors of the base that it targets.
+
+        Args:
+            base: the tensors of the base model.
+            read: gives a tensor of the base. PEFT stores copies of the embeddings in adapters that
+                target them; with `read` they are compared with the base, and without they count
+                as changed.
+
+        Raises:
+            NotPlainLora: it is whole, but is more than s B A (DoRA, trained biases, ...).
+            UserError: it is not readable, damaged, or not of this base.
+        """
+        adapter = _Reader(Path(path), base, label, read).adapter()
+        return adapter.over({name: base[name] for name in adapter.factors})
+
+    def over(self, tensors: Mapping[str, TensorInfo]) -> Adapter:
+        """The same adapter over these tensors of the base: zeros where it has no factors."""
+        shard = self.file.shards[0]
+        infos = {
+            name: TensorInfo(info.shape, torch.float32, shard, info.alias_of)
+            for name, info in tensors.items()
+        }
+        factors = {name: both for name, both in self.factors.items() if name in tensors}
+        return replace(self, factors=factors, tensors=infos)
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole update of the tensor `name`, float32."""
+        info = self.tensors[name]
+        return self.read(name, 0, info.numel, torch.empty(info.numel)).view(info.shape)
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        """Elements `start` to `stop` of the flattened update, as a view of `out`; thread-safe.
+
+        Always the same rows are multiplied together, so that what an element is does not depend on
+        the chunk in which it is read.
+
+        Args:
+            out: 1-D float32, at least `stop - start` elements; overwritten.
+
+        Raises:
+            KeyError: no such tensor.
+        """
+        factors = self.factors.get(self.canonical(name))
+        chunk = out[: stop - start]
+        if factors is None or start == stop:
+            return chunk.zero_()
+        columns = factors.shape[1]
+        step = max(1, PIECE // columns)
+        for top in range(start // columns // step * step, -(-stop // columns), step):
+            rows = (factors.left[top : top + step] @ factors.right).view(-1)
+            place = top * columns
+            first, last = max(start, place), min(stop, place + len(rows))
+            chunk[first - start : last - start] = rows[first - place : last - place]
+        return chunk
+
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits from the names, shapes and all factors, scales folded in."""
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            digest.update(f"{name}|{self.tensors[name].shape}|".encode())
+            if factors := self.factors.get(self.canonical(name)):
+                for half in (factors.left, factors.right):
+                    digest.update(f"{tuple(half.shape)}|".encode())
+                    digest.update(half.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def stamp(self) -> list[list[int | str]]:
+        """What the file system says of the weights and of the config, which holds the scale."""
+        return Checkpoint(self.folder, (*self.shards, CONFIG), {}).stamp()
+
+    @property
+    def folder(self) -> Path:
+        return self.file.folder
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return self.file.shards
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those in which the factors are stored."""
+        return {info.dtype for info in self.file.tensors.values()}
+
+    @property
+    def nbytes(self) -> int:
+        return self.file.nbytes
+
+
+@dataclass
+class _Reader:
+    """The steps of `Adapter.open`."""
+
+    folder: Path
+    base: Mapping[str, TensorInfo]
+    label: str
+    read: Callable[[str], Tensor] | None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def adapter(self) -> Adapter:
+        self.config = self._read_config()
+        file = self._open_weights()
+        halves: dict[tuple[str, bool], dict[str, str]] = {}  # (module, embedding) -> half -> key
+        for key in sorted(file.tensors):
+            name = key.removeprefix(_PREFIX)
+            match = _KEY.fullmatch(name)
+            if match is None:
+                self._check_copy(key, name, file)
+                continue
+            pair = halves.setdefault((match[1], match[3] is not None), {})
+            if pair.setdefault(match[2] or match[3], key) != key:
+                raise self._error(f"holds several adapters (`{key}`); store them one by one")
+        adapter = Adapter(file, {}, {}, {}, self.label, self.config.get("task_type"))
+        for (module, embedding), pair in halves.items():
+            name = self._base_name(module)
+            if name in adapter.factors:
+                raise self._not_plain(f"targets `{name}` under two names")
+            down, up = (self._half(pair, half, file) for half in "AB")
+            kind = "embedding" if embedding else self._kind(name, module, down, up)
+            left, right = (up, down) if kind == "linear" else (down.T, up.T)
+            found = (left.shape[0], right.shape[1])
+            if found != self.base[name].shape:
+                expected = f"in the base {list(self.base[name].shape)}"
+                raise self._wrong_base(f"`{module}` is {list(found)}, {expected}")
+            left = (left * self._scale(module, down.shape[0], up.shape[1])).contiguous()
+            adapter.factors[name] = Factors(left, right.contiguous())
+            adapter.targets[name] = Target(module, kind)
+        if not adapter.factors:
+            raise self._error("holds no LoRA factors; save it again")
+        return adapter
+
+    def _read_config(self) -> dict[str, Any]:
+        file = self.folder / CONFIG
+        if not file.is_file():
+            raise self._error(f"has no {CONFIG}; name the folder of a PEFT adapter")
+        try:
+            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            kind = config.get("peft_type")
+        except (ValueError, AttributeError) as error:
+            raise self._error(f"{CONFIG} cannot be read ({error}); download it again") from error
+        if kind != "LORA":
+            raise self._not_plain(f"is of type {kind}, expected LORA")
+        for setting in _NOT_PLAIN:
+            if config.get(setting):
+                raise self._not_plain(f"uses `{setting}`")
+        start = config.get("init_lora_weights")
+        if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+            raise self._not_plain(f"changes the base (`init_lora_weights: {start}`)")
+        return config
+
+    def _open_weights(self) -> Checkpoint:
+        for file in (WEIGHTS, "adapter_model.bin"):
+            if (self.folder / file).is_file():
+                return Checkpoint.open(self.folder / file)
+        raise self._error(f"has no {WEIGHTS} or adapter_model.bin; download it again")
+
+    def _check_copy(self, key: str, name: str, file: Checkpoint) -> None:
+        """Accept a stored tensor that is no factor only if it is a copy of the base's."""
+        if "lora_magnitude_vector" in name:
+            raise self._not_plain(f"uses DoRA (`{key}`)")
+        original = name.replace(".base_layer.", ".")
+        info = self.base.get(original)
+        if info is not None and info.shape == file.tensors[key].shape and self.read is not None:
+            both = (file.tensor(key), self.read(original))
+            pairs = zip(*(tensor.reshape(-1).split(PIECE) for tensor in both), strict=True)
+            if all(torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs):
+                return
+        raise self._not_plain(f"stores more than factors (`{key}`: modules or biases trained)")
+
+    def _base_name(self, module: str) -> str:
+        # Models saved without their head lack the first part: `h.0` is PEFT's `transformer.h.0`.
+        for name in (f"{module}.weight", f"{module.partition('.')[2]}.weight"):
+            if name in self.base:
+                return self.base[name].alias_of or name
+        if module.rpartition(".")[2] in ("lm_head", "embed_out"):
+            raise self._not_plain(f"targets `{module}`, which this base ties to its embedding")
+        raise self._wrong_base(f"`{module}` is targeted, the base has no such tensor")
+
+    def _half(self, pair: Mapping[str, str], half: str, file: Checkpoint) -> Tensor:
+        if half not in pair:
+            (present,) = pair.values()
+            raise self._error(
+                f"holds `{present}` but not its other half, lora_{half}; save it again"
+            )
+        key = pair[half]
+        stored = file.tensor(key)
+        if stored.ndim > 2:
+            raise self._not_plain(f"targets a convolution (`{key}` is {list(stored.shape)})")
+        if stored.ndim < 2 or not stored.numel() or not stored.is_floating_point():
+            raise self._error(
+                f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats; a "
+                "sharded training (ZeRO-3, FSDP) must gather the weights before it saves them"
+            )
+        value = stored.to(torch.float32, copy=True)  # nothing stays mapped
+        nan, inf = count_not_finite(value)
+        if nan or inf:
+            raise self._error(
+                f"`{key}` holds {nan:,} NaN and {inf:,} infinite values of {value.numel():,}; it "
+                "is damaged or its training diverged: take another"
+            )
+        return value
+
+    def _kind(self, name: str, module: str, down: Tensor, up: Tensor) -> str:
+        """Whether the base stores this tensor as a Linear or as GPT-2's Conv1D (transposed)."""
+        rows, columns = up.shape[0], down.shape[1]
+        if rows != columns:
+            return "conv1d" if self.base[name].shape == (columns, rows) else "linear"
+        # A square matrix does not tell. Conv1D has biases, and a model is built of one or the
+        # other; `fan_in_fan_out` says what PEFT made of the last layer that it wrapped.
+        if name.removesuffix("weight") + "bias" not in self.base:
+            return "linear"
+        kinds = _kinds_of_biased(self.base)
+        if len(kinds) > 1:
+            raise self._not_plain(f"targets `{module}`, square in a model of Linear and Conv1D")
+        return kinds.pop() if kinds else "conv1d" if self.config.get("fan_in_fan_out") else "linear"
+
+    def _scale(self, module: str, down_rank: int, up_rank: int) -> float:
+        """lora_alpha / r, or / sqrt(r), with the patterns as PEFT matches them."""
+        try:
+            rank = self._setting("r", "rank_pattern", module)
+            alpha = float(self._setting("lora_alpha", "alpha_pattern", module))
+        except (TypeError, ValueError, AttributeError, re.error) as error:
+            raise self._error(
+                f"{CONFIG}: rank and alpha of `{module}`: {error}; mend it"
+            ) from error
+        if not down_rank == up_rank == rank:
+            raise self._error(
+                f"`{module}` has lora_A of rank {down_rank} and lora_B of rank {up_rank}, expected "
+                f"{rank} from {CONFIG}; take the two files of one training run"
+            )
+        if not math.isfinite(alpha):
+            raise self._error(f"{CONFIG}: lora_alpha of `{module}` is {alpha}; expected a number")
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _setting(self, key: str, table: str, module: str) -> Any:
+        for pattern, value in (self.config.get(table) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return self.config.get(key, 8)
+
+    def _wrong_base(self, text: str) -> UserError:
+        trained_on = self.config.get("base_model_name_or_path") or "not recorded"
+        return self._error(f"{text}; take the base that it was trained on ({trained_on})")
+
+    def _not_plain(self, text: str) -> UserError:
+        return self._error(f"{text}; {FUSE_INSTEAD}", NotPlainLora)
+
+    def _error(self, text: str, kind: type[UserError] = UserError) -> UserError:
+        who = f" (task `{self.label}`)" if self.label else ""
+        return kind(f"adapter {self.folder}{who}: {text}")
+
+
+def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[str]:
+    """What the non-square matrices with a bias say: the bias is as long as the output."""
+    kinds = set()
+    for name, info in base.items():
+        bias = base.get(name.removesuffix("weight") + "bias")
+        if name.endswith(".weight") and bias is not None and len(info.shape) == 2:
+            rows, columns = info.shape
+            if rows != columns and bias.shape in ((rows,), (columns,)):
+                kinds.add("linear" if bias.shape == (rows,) else "conv1d")
+    return kinds
+
+
+def common_targets(adapters: Iterable[Adapter]) -> dict[str, Target]:
+    """The modules that the adapters target together, for `write_adapter`.
+
+    Raises:
+        NotPlainLora: two adapters target one tensor as different modules (a tied embedding).
+    """
+    targets: dict[str, Target] = {}
+    for adapter in adapters:
+        for name, target in adapter.targets.items():
+            if targets.setdefault(name, target) != target:
+                raise NotPlainLora(
+                    f"adapter of task `{adapter.label}`: targets `{name}` as {target.kind} "
+                    f"`{target.module}`, another adapter as {targets[name].kind} "
+                    f"`{targets[name].module}`; {FUSE_INSTEAD}"
+                )
+    return targets
+
+
+def write_adapter(
+    folder: str | os.PathLike[str],
+    factors: Mapping[str, Factors],
+    *,
+    targets: Mapping[str, Target],
+    dtype: torch.dtype,
+    base_model: str,
+    marker: Mapping[str, object],
+    task_type: str | None = None,
+) -> None:
+    """Write `factors` as an adapter that `peft.PeftModel.from_pretrained` loads, with scale 1.
+
+    Args:
+        folder: made if it does not exist.
+        targets: the modules of at least these tensors, see `common_targets`.
+        marker: goes, as JSON, to the metadata of the weights: PEFT warns of keys that it does not
+            know in its config.
+        task_type: PEFT's, such as CAUSAL_LM.
+
+    Raises:
+        UserError: no factors, or a value that overflows `dtype`.
+    """
+    if not factors:
+        raise UserError(
+            f"adapter {folder}: nothing to write, no tensor is changed; check the basis"
+        )
+    state: dict[str, Tensor] = {}
+    for name in sorted(factors):
+        module, kind = targets[name]
+        left, right = factors[name].left, factors[name].right
+        down, up = (right, left) if kind == "linear" else (left.T, right.T)
+        stem, end = ("lora_embedding_", "") if kind == "embedding" else ("lora_", ".weight")
+        for half, value in (("A", down), ("B", up)):
+            stored = value.to(dtype, copy=True).contiguous()
+            if not torch.isfinite(stored).all():
+                raise UserError(
+                    f"adapter {folder}: `{name}` overflows {dtype}; write it in bfloat16 or float32"
+                )
+            state[f"{_PREFIX}{module}.{stem}{half}{end}"] = stored
+    ranks = {targets[name].module: factors[name].rank for name in sorted(factors)}
+    largest = max(ranks.values())
+    # Anchored and escaped: PEFT searches patterns as regular expressions at the end of names.
+    pattern = {f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != largest}
+    config = {
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": any(targets[name].kind == "conv1d" for name in factors),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": largest,  # over r: the scale is 1 everywhere
+        "alpha_pattern": pattern,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": largest,
+        "rank_pattern": pattern,
+        # A module whose name ends in one of these would be wrapped too, with an update of zero.
+        "target_modules": sorted(ranks),
+        "task_type": task_type,
+        "use_rslora": False,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt", MARKER: json.dumps(marker, sort_keys=True)}
+    # not `save_file`, whose files only their owner may read
+    (folder / WEIGHTS).write_bytes(_sorted_metadata(save(state, metadata=metadata)))
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _sorted_metadata(data: bytes) -> bytes:
+    """The same safetensors file: the order of metadata entries changes from run to run."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return data[:8] + text.ljust(end - 8) + data[end:]

@@ -1,0 +1,170 @@
+"""Gram matrices kept between merges, by what entered them; and which files were verified.
+
+Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
+safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
+checkpoints in order, the tensors that counted, and how a tokenizer changed them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from tvb_mergekit.atomic import write_file
+from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.errors import UserError
+
+VARIABLE = "TVB_MERGEKIT_CACHE"
+FORMAT = "2"
+
+_UNREADABLE = (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError)
+
+
+def cache_folder() -> Path | None:
+    """Where entries lie: $TVB_MERGEKIT_CACHE, else the user's cache folder; None if it is off."""
+    setting = os.environ.get(VARIABLE, "")
+    if setting.lower() in ("off", "0", "none"):
+        return None
+    if setting:
+        return Path(setting).expanduser()
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "tvb-mergekit" / "gram"
+
+
+def key_of(parts: Mapping[str, object]) -> str:
+    """The name of an entry: SHA-256 of `parts` as canonical JSON."""
+    text = json.dumps({"format": FORMAT, **parts}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(key: str) -> GramSums | None:
+    """The sums stored under `key`, or None."""
+    folder = cache_folder()
+    return None if folder is None else read_sums(folder / f"{key}.safetensors")
+
+
+def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
+    """Write an entry. A cache that cannot be written is no error."""
+    folder = cache_folder()
+    if folder is not None:
+        with suppress(OSError, UserError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_sums(folder / f"{key}.safetensors", sums, tasks, models)
+
+
+def read_sums(path: Path) -> GramSums | None:
+    """The sums in a file; one that cannot be read counts as absent."""
+    try:
+        note, tensors = _read(path)
+        return GramSums(
+            tensors["gram"],
+            note["base_norm_squared"],
+            note["num_parameters"],
+            tensors.get("sketch_gram"),
+            tensors.get("sketch_tasks"),
+            tensors.get("matrix_squares"),
+        )
+    except _UNREADABLE:
+        return None
+
+
+def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
+    """Write what `read_sums` reads.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    tensors = {
+        "gram": sums.gram,
+        "sketch_gram": sums.sketch_gram,
+        "sketch_tasks": sums.sketch_tasks,
+        "matrix_squares": sums.matrix_squares,
+    }
+    note = {
+        "base_norm_squared": sums.base_norm_squared,
+        "num_parameters": sums.num_parameters,
+        "tasks": list(tasks),
+        "models": list(models),
+    }
+    there = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    write_file(path, safetensors.torch.save(there, {"tvb_mergekit": json.dumps(note)}))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+        return json.loads(file.metadata()["tvb_mergekit"]), tensors
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored Gram matrix, for listing."""
+
+    path: Path
+    nbytes: int
+    modified: float  # seconds since the epoch
+    tasks: list[str]
+    models: list[str]
+    num_parameters: int
+
+
+def entries() -> list[Entry]:
+    """All readable entries, newest first."""
+    folder = cache_folder()
+    found = []
+    for path in folder.glob("*.safetensors") if folder is not None else ():
+        with suppress(*_UNREADABLE):
+            note, _tensors = _read(path)
+            stat, names = path.stat(), (note["tasks"], note["models"])
+            found.append(Entry(path, stat.st_size, stat.st_mtime, *names, note["num_parameters"]))
+    return sorted(found, key=lambda entry: -entry.modified)
+
+
+def clear() -> int:
+    """Delete every entry; returns how many there were."""
+    folder = cache_folder()
+    if folder is None:
+        return 0
+    found = list(folder.glob("*.safetensors"))
+    for path in (*found, *(folder / "verified").glob("*")):
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def is_verified(path: Path, digest: str) -> bool:
+    """Whether this file, of the size and times that it had then, was seen to have this checksum."""
+    note = _note(path)
+    try:
+        return note is not None and note.read_text(encoding="utf-8") == _stamp(path, digest)
+    except OSError:
+        return False
+
+
+def note_verified(path: Path, digest: str) -> None:
+    """Remember that a file has this checksum; a cache that cannot be written is no error."""
+    note = _note(path)
+    if note is not None:
+        with suppress(OSError, UserError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            write_file(note, _stamp(path, digest).encode())
+
+
+def _note(path: Path) -> Path | None:
+    folder = cache_folder()
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
+    return None if folder is None else folder / "verified" / name[:32]
+
+
+def _stamp(path: Path, digest: str) -> str:
+    stat = path.stat()
+    return f"{digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"

@@ -1,0 +1,361 @@
+"""Checkpoints on disk as named tensors: read range by range, never whole, never unpickled.
+
+A checkpoint is a folder as Hugging Face writes it (one file, or shards and an index) or one file,
+in safetensors or PyTorch's zip format. Opening it reads headers only and finds what would
+otherwise fail hours later: a missing or truncated shard, an index that points outside its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import struct
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, cast
+
+import safetensors
+import torch
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+# In mergekit's and transformers' order of preference.
+_STEMS = ("model.safetensors", "pytorch_model.bin")
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_MOST_OPEN = 4  # files per checkpoint; tensors are read in their files' order
+_UNKNOWN_LIMIT = 512  # open files, where the system does not say
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass
+class Checkpoint(Weights):
+    """One model's weights on disk. Thread-safe."""
+
+    folder: Path
+    shards: tuple[str, ...]
+    tensors: dict[str, TensorInfo]
+    _open: dict[str, object] = field(default_factory=dict, repr=False)
+    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)
+    _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read the headers of the checkpoint at `path`, a folder or one weight file.
+
+        Raises:
+            UserError: no weights there, a shard is missing, truncated or not readable without
+                running code, or the index names a file outside the folder or a tensor that its
+                shard does not hold.
+        """
+        path = Path(path)
+        if path.is_file():
+            names: dict[str, list[str] | None] = {path.name: None}
+            folder = path.parent
+        else:
+            folder = path
+            names = _index(folder)
+        tensors: dict[str, TensorInfo] = {}
+        opened: dict[str, object] = {}
+        for shard, listed in names.items():
+            mapping, held = _open_file(folder / shard)
+            if mapping is not None:
+                opened[shard] = mapping
+            for name in held if listed is None else listed:
+                if name not in held:
+                    raise UserError(
+                        f"{folder}: the index says that `{name}` is in {shard}, which does not "
+                        "hold it; download the model again"
+                    )
+                tensors[name] = held[name]
+        seen = {shard: _identity(folder / shard) for shard in names}
+        return cls(folder, tuple(names), tensors, opened, _seen=seen)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, mapped: its pages are read when they are touched and may be dropped again."""
+        shard = self.tensors[name].shard
+        with self._lock:
+            if shard not in self._open:
+                self._check_unchanged(shard)
+                self._open[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
+            handle = self._open[shard]
+        tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor, as a view of `out`.
+
+        The file is read and not mapped, so that what was read does not stay resident.
+
+        Raises:
+            UserError: the file ends before, which it did not when it was opened.
+        """
+        info = self.tensors[name]
+        chunk = out[: stop - start]
+        if info.offset is None:
+            return chunk.copy_(self.tensor(name).reshape(-1)[start:stop])
+        file = self._file(info.shard)
+        place = info.offset + start * info.dtype.itemsize
+        left = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while left:
+            count = _read_at(file, left, place)
+            if not count:
+                raise UserError(
+                    f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
+                    "while it was read"
+                )
+            left, place = left[count:], place + count
+        return chunk
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        """Ask the operating system to have elements `start` to `stop` in its cache, unless the
+        last of them is there: to ask in vain takes as long as to read a tenth of them."""
+        info = self.tensors[name]
+        if info.offset is None or not hasattr(os, "posix_fadvise"):
+            return
+        place, end = (info.offset + at * info.dtype.itemsize for at in (start, stop))
+        file = self._file(info.shard)  # held: another thread may close it else
+        if not _cached(file, end - 1):
+            os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
+
+    def _file(self, shard: str) -> BinaryIO:
+        """A file that is closed when neither this checkpoint nor a reader holds it."""
+        with self._lock:
+            if (file := self._files.get(shard)) is None:
+                self._check_unchanged(shard)
+                file = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
+                if self._files and (len(self._files) == _MOST_OPEN or _too_many_open()):
+                    self._files.pop(next(iter(self._files)))
+                if not _too_many_open():  # else it is opened again for the next piece
+                    self._files[shard] = file
+                    _opened.add(file)
+            return file
+
+    def _check_unchanged(self, shard: str) -> None:
+        """A file is opened when it is first read: it must still be the one whose header is known,
+        or tensors of two versions of a model would mix."""
+        if shard in self._seen:
+            try:
+                same = _identity(self.folder / shard) == self._seen[shard]
+            except OSError:
+                same = False
+            if not same:
+                raise UserError(
+                    f"{self.folder / shard}: was replaced after it was opened (by `tvb add`, or a "
+                    "training that goes on?); run the command again"
+                )
+
+    def stamp(self) -> list[list[int | str]]:
+        """What the file system says of each shard: changes with every write, unlike the sample."""
+        rows: list[list[int | str]] = []
+        for shard in self.shards:
+            stat = os.stat(self.folder / shard)
+            rows.append([shard, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
+        return rows
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The metadata in the header of a safetensors file; empty where it has none or is damaged."""
+    if not path.name.endswith(".safetensors"):
+        return {}
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, safetensors.SafetensorError):
+        return {}
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def check_weight_file(path: str | os.PathLike[str]) -> None:
+    """Raise UserError if one safetensors or PyTorch file cannot be read whole and safely."""
+    _open_file(Path(path))
+
+
+def _open_file(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, TensorInfo]]:
+    if path.name.endswith(".safetensors"):
+        return None, _read_safetensors_header(path)
+    return _map_pickle(path)
+
+
+def weight_files(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the files in `folder` that a loader could take for a model's weights."""
+    endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
+    if not os.path.isdir(folder):
+        return []
+    return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+
+
+_opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open
+
+
+def _too_many_open() -> bool:
+    """Whether many models of many shards leave less than half of the process's files to others."""
+    most = _UNKNOWN_LIMIT
+    if resource is not None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most == resource.RLIM_INFINITY:
+            return False
+    return len(_opened) >= most // 2
+
+
+_seeking = threading.Lock()
+
+
+def _read_at(file: BinaryIO, view: memoryview, place: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [view], place)
+    with _seeking:  # Windows: one position per file
+        file.seek(place)
+        return file.readinto(view)  # type: ignore[attr-defined,no-any-return]
+
+
+def _cached(file: BinaryIO, place: int) -> bool:
+    """Whether a byte of a file is known to be in memory."""
+    try:
+        return os.preadv(file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except (AttributeError, OSError):  # not on Linux; not in memory, or a file system without it
+        return False
+
+
+def _index(folder: Path) -> dict[str, list[str] | None]:
+    """Shard -> names that the index lists for it; None means all that the file holds."""
+    for stem in _STEMS:
+        index = folder / f"{stem}.index.json"
+        if index.exists():
+            return dict(_read_index(index))
+        if (folder / stem).exists():
+            return {stem: None}
+    found = ", ".join(weight_files(folder)) or "no weight file"
+    raise UserError(
+        f"{folder}: no model weights; expected {' or '.join(_STEMS)} (or their .index.json), "
+        f"found {found}"
+    )
+
+
+def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted({str(PurePath(shard)) for shard in weight_map.values()})
+        if not shards:
+            raise ValueError("it lists no tensor")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{index}: not a shard index ({type(error).__name__}: {error}); download it again"
+        ) from error
+    for shard in shards:
+        if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
+            raise UserError(
+                f"{index}: points outside its folder (`{shard}`); a shard must lie beside its "
+                "index. Do not use this checkpoint unless you know why"
+            )
+        if not (index.parent / shard).is_file():
+            raise UserError(f"{index.parent}: shard {shard} is missing; download the model again")
+        yield shard, [name for name, where in weight_map.items() if where == shard]
+
+
+def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    """The header of one file, checked against its size (https://huggingface.co/docs/safetensors)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise UserError(
+                f"{path}: not a safetensors file, or truncated in its header "
+                f"({size:,} bytes); download it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            data = 8 + length
+            infos = {name: _tensor_info(e, path.name, data) for name, e in header.items()}
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path}: its safetensors header cannot be read "
+                f"({type(error).__name__}: {error}); download it again"
+            ) from error
+    if size != 8 + length + end:
+        raise UserError(
+            f"{path}: truncated or damaged: {size:,} bytes, its header promises "
+            f"{8 + length + end:,}; download it again"
+        )
+    return infos
+
+
+def _tensor_info(entry: dict[str, Any], shard: str, data: int) -> TensorInfo:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']} is not supported")
+    start, stop = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+    info = TensorInfo(shape, dtype, shard, offset=data + start)
+    if stop - start != info.nbytes:
+        raise ValueError(f"shape {entry['shape']} does not fit {stop - start} bytes")
+    return info
+
+
+def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
+    """A PyTorch file without running code from it: `weights_only`, its storages mapped, or held in
+    memory where it is from before PyTorch 1.6."""
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        called = re.search(r"Unsupported (?:global|class).*?(\w[\w.]+\.\w+)", str(error))
+        reason = f" (it calls {called[1]})" if called else ""
+        raise UserError(
+            f"{path}: cannot be read without running code that it carries{reason}; convert it to "
+            "safetensors"
+        ) from error
+    except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{path}: truncated, or not a PyTorch file ({reason}); download it again"
+        ) from error
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, dict):
+        raise UserError(
+            f"{path}: holds a {type(loaded).__name__}, expected a dictionary of tensors"
+        )
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    return tensors, infos_of(tensors.items(), path.name)

@@ -1,0 +1,360 @@
+# mypy: disable-error-code="no-untyped-call, no-any-return"
+"""Loops of the CPU, compiled by numba: Gram sums, and combinations of task vectors.
+
+PyTorch takes a pass over memory for each of its operations, and between them threads pass the
+interpreter's lock to each other. Here all is done with a few hundred columns while they lie in the
+first cache, and no lock is held. `passes` has the same in PyTorch for other devices and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tvb_mergekit.core.gram import ChunkSums
+from tvb_mergekit.tensors.layout import ALIGN, COLUMNS, FUSED, PADDING
+
+BFLOAT16, FLOAT16, FLOAT32, ABSENT, OTHER = range(5)  # how a row of a buffer is stored
+KINDS = dict(zip(FUSED, (BFLOAT16, FLOAT16, FLOAT32), strict=True))
+TILE = 4  # rows of the inputs are padded with zeros to a multiple
+
+
+class Stored(NamedTuple):
+    """theta_0 and T inputs, as the loops take them: one memory as words and as floats, how each
+    input is stored, and at which word or float it begins."""
+
+    words: NDArray[np.uint16]
+    floats: NDArray[np.float32]
+    starts: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+
+
+class Buffer:
+    """Memory for the stored elements of theta_0 and the inputs, used again for each piece."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.empty(nbytes // 4 * 4, dtype=torch.uint8, device="cpu")
+        self.stored: Stored | None = None
+
+    def rows(self, dtypes: Sequence[torch.dtype | None], count: int) -> list[Tensor]:
+        """Bytes of `count` elements each, to be filled, theta_0's first; None is a row of zeros."""
+        sizes = [0 if dtype is None else count * dtype.itemsize for dtype in dtypes]
+        starts = [0, *accumulate(size + -size % ALIGN for size in sizes)][:-1]
+        kinds = [ABSENT if dtype is None else KINDS.get(dtype, OTHER) for dtype in dtypes]
+        widths = [2 if dtype is None else dtype.itemsize for dtype in dtypes]
+        memory = self._bytes.numpy()
+        self.stored = Stored(
+            memory.view(np.uint16),
+            memory.view(np.float32),
+            np.array(starts, np.int64) // widths,
+            np.array(kinds, np.int64),
+        )
+        return [self._bytes[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+
+def _zeros(rows: int) -> NDArray[np.float32]:
+    zeros: NDArray[np.float32] = torch.zeros(
+        rows, COLUMNS + PADDING, dtype=torch.float32, device="cpu"
+    ).numpy()
+    return zeros
+
+
+class Gram:
+    """The sums of one piece after the other, chunk by chunk. One instance per thread.
+
+    Args:
+        deltas: how many inputs, at the start, are differences from theta_0 already.
+    """
+
+    def __init__(self, tasks: int, deltas: int) -> None:
+        self._tasks, self._deltas = tasks, deltas
+        self._padded = -(-tasks // TILE) * TILE
+        self._rows = _zeros(1 + self._padded + 1)
+
+    def __call__(self, buffer: Buffer, numel: int, chunk: int) -> ChunkSums:
+        """The sums of the `numel` columns in the buffer, in chunks of `chunk`."""
+        count = -(-numel // chunk)
+        sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
+        _gram(buffer.stored, self._deltas, numel, chunk, self._rows, sums, norms)
+        upper = np.triu(sums[:, : self._tasks, : self._tasks])
+        whole = upper + np.triu(upper, 1).transpose(0, 2, 1)
+        return ChunkSums(torch.from_numpy(whole), torch.from_numpy(norms))
+
+
+class Combining:
+    """theta_0 (or 0) + sum over terms of fl(scale * sum_i weights[i] * tau_i), for several outputs.
+
+    One instance per thread.
+
+    Args:
+        deltas: as of `Gram`.
+        outputs: the terms of each, (scale, weights [T]).
+    """
+
+    def __init__(
+        self,
+        tasks: int,
+        deltas: int,
+        outputs: Sequence[Sequence[tuple[float, Tensor]]],
+        with_base: bool,
+    ) -> None:
+        self._deltas, self._with_base = deltas, with_base
+        padded = -(-tasks // TILE) * TILE
+        flat = [term for terms in outputs for term in terms]
+        self._weights = np.zeros((len(flat), padded), np.float32)
+        for row, (_scale, weights) in zip(self._weights, flat, strict=True):
+            row[:tasks] = weights.to(torch.float32).numpy()
+        self._scales = np.array([scale for scale, _weights in flat], np.float32)
+        self._ends = np.cumsum([len(terms) for terms in outputs])
+        self._rows = _zeros(1 + padded + 3)
+
+    def __call__(self, buffer: Buffer, out: Tensor) -> bool:
+        """Fill `out` [outputs, n], whose rows have stride 1; whether all of it is finite."""
+        outputs, numel = out.shape
+        between = out.stride(0)
+        flat = out.as_strided([(outputs - 1) * between + numel], [1])
+        return not _combine(
+            buffer.stored,
+            self._deltas,
+            numel,
+            self._weights,
+            self._scales,
+            self._ends,
+            self._with_base,
+            self._rows,
+            flat.view(torch.uint8).numpy(),
+            between * out.element_size(),
+            KINDS[out.dtype],
+        )
+
+
+def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled at the first call, and kept on disk where there is a folder that can be written."""
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+_inner = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+# Sums may be reordered, which vectorizes them, but NaN and infinity must come through.
+_sums = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+
+
+@_inner
+def _float_of(bits: Any) -> Any:
+    return np.uint32(bits).view(np.float32)
+
+
+@_inner
+def _bits_of(value: Any) -> Any:
+    return np.float32(value).view(np.uint32)
+
+
+@_inner
+def _from_bfloat16(word: Any) -> Any:
+    return _float_of(np.uint32(word) << np.uint32(16))
+
+
+@_inner
+def _from_float16(word: Any) -> Any:
+    """The product moves the exponent to float32's bias, exactly, of subnormal numbers too."""
+    bits = np.uint32(word)
+    size = _bits_of(_float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112))
+    special = np.uint32(bits & np.uint32(0x7C00) == np.uint32(0x7C00)) * np.uint32(0x7F800000)
+    return _float_of((bits & np.uint32(0x8000)) << np.uint32(16) | size | special)
+
+
+@_inner
+def _less_bfloat16(words: Any, minus: Any, row: Any) -> None:
+    for k in range(len(row)):
+        row[k] = _from_bfloat16(words[k]) - minus[k]
+
+
+@_inner
+def _less_float16(words: Any, minus: Any, row: Any) -> None:
+    for k in range(len(row)):
+        row[k] = _from_float16(words[k]) - minus[k]
+
+
+@_inner
+def _less_float32(floats: Any, minus: Any, row: Any) -> None:
+    for k in range(len(row)):
+        row[k] = floats[k] - minus[k]
+
+
+@_inner
+def _widen(kind: int, place: int, words: Any, floats: Any, minus: Any, row: Any) -> None:
+    """row = the elements from `place` on, in float32, less `minus`."""
+    if kind == BFLOAT16:
+        _less_bfloat16(words[place : place + len(row)], minus, row)
+    elif kind == FLOAT16:
+        _less_float16(words[place : place + len(row)], minus, row)
+    else:
+        _less_float32(floats[place : place + len(row)], minus, row)
+
+
+@_inner
+def _task_vectors(stored: Any, deltas: int, at: int, count: int, rows: Any) -> None:
+    """theta_0 and the task vectors of `count` columns into the first rows; the last holds zeros."""
+    words, floats, starts, kinds = stored
+    base, zeros = rows[0][:count], rows[len(rows) - 1][:count]
+    if kinds[0] == ABSENT:
+        base[:] = 0
+    else:
+        _widen(kinds[0], at + starts[0], words, floats, zeros, base)
+    for i in range(1, 1 + deltas):
+        _widen(kinds[i], at + starts[i], words, floats, zeros, rows[i][:count])
+    for i in range(1 + deltas, len(starts)):
+        _widen(kinds[i], at + starts[i], words, floats, base, rows[i][:count])
+
+
+@_sums
+def _square(x: Any) -> Any:
+    total = np.float32(0)
+    for k in range(len(x)):
+        total += x[k] * x[k]
+    return total
+
+
+@_sums
+def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
+    """sums [2, 4] += x y^T of 2 rows from i and 4 from j on: as many as registers hold."""
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+    x0, x1 = rows[i], rows[i + 1]
+    y0, y1, y2, y3 = rows[j], rows[j + 1], rows[j + 2], rows[j + 3]
+    for k in range(count):
+        a0 += x0[k] * y0[k]
+        a1 += x0[k] * y1[k]
+        a2 += x0[k] * y2[k]
+        a3 += x0[k] * y3[k]
+        b0 += x1[k] * y0[k]
+        b1 += x1[k] * y1[k]
+        b2 += x1[k] * y2[k]
+        b3 += x1[k] * y3[k]
+    for q, total in enumerate((a0, a1, a2, a3)):
+        sums[0, q] += total
+    for q, total in enumerate((b0, b1, b2, b3)):
+        sums[1, q] += total
+
+
+@_entry
+def _gram(
+    stored: Any, deltas: int, numel: int, chunk: int, rows: Any, sums: Any, norms: Any
+) -> None:
+    """For each chunk, sums [chunks, T, T] += T^T T on and above the diagonal and norms [chunks] +=
+    ||theta_0||^2: in float64, of float32 sums over COLUMNS."""
+    tasks = sums.shape[1]
+    for number in range(len(sums)):
+        stop = min((number + 1) * chunk, numel)
+        for at in range(number * chunk, stop, COLUMNS):
+            count = min(COLUMNS, stop - at)
+            _task_vectors(stored, deltas, at, count, rows)
+            norms[number] += _square(rows[0][:count])
+            for i in range(0, tasks, 2):
+                for j in range(i // TILE * TILE, tasks, TILE):
+                    tile = sums[number, i : i + 2, j : j + TILE]
+                    _add_tile(rows[1:], i, j, count, tile)
+
+
+@numba.njit(nogil=True, fastmath={"contract"})
+def _weigh(rows: Any, weights: Any, made: Any) -> None:
+    """made = weights @ task vectors, in the order of the tasks; TILE of them at a time."""
+    made[:] = 0
+    for i in range(0, len(weights), TILE):
+        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+        x0, x1, x2, x3 = rows[1 + i], rows[2 + i], rows[3 + i], rows[4 + i]
+        for k in range(len(made)):
+            made[k] = made[k] + w0 * x0[k] + w1 * x1[k] + w2 * x2[k] + w3 * x3[k]
+
+
+@_inner  # two roundings, whatever the processor: see core.merge
+def _add(made: Any, scale: float, total: Any) -> None:
+    for k in range(len(made)):
+        total[k] += np.float32(scale * made[k])
+
+
+@_inner
+def _to_bfloat16(value: Any) -> Any:
+    """Rounded to nearest, ties to even; a NaN stays one."""
+    bits = _bits_of(value)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    nan = bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
+    return np.uint16(0x7FC0) if nan else np.uint16(rounded)
+
+
+@_inner
+def _to_float16(value: Any) -> Any:
+    """The same. Below 2^-14 the sum with 0.5 rounds, above a shift does."""
+    bits = _bits_of(value)
+    size = bits & np.uint32(0x7FFFFFFF)
+    odd = (size >> np.uint32(13)) & np.uint32(1)
+    small = _bits_of(_float_of(size) + np.float32(0.5)) - np.uint32(0x3F000000)
+    large = np.uint32(size - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+    half = small if size < np.uint32(113 << 23) else min(large, np.uint32(0x7C00))
+    finite = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
+    return np.uint16(bits >> np.uint32(16) & np.uint32(0x8000) | finite)
+
+
+@_inner
+def _store(row: Any, out: Any, kind: int) -> bool:
+    """Write a row of float32 as bytes; whether something in it is not finite."""
+    worst = np.uint32(0)
+    if kind == FLOAT32:
+        words = out.view(np.uint32)
+        for k in range(len(row)):
+            words[k] = _bits_of(row[k])
+            worst = max(worst, words[k] & np.uint32(0x7F800000))
+        return worst == np.uint32(0x7F800000)
+    halves = out.view(np.uint16)
+    if kind == BFLOAT16:
+        for k in range(len(row)):
+            halves[k] = _to_bfloat16(row[k])
+            worst = max(worst, halves[k] & np.uint32(0x7F80))
+        return worst == np.uint32(0x7F80)
+    for k in range(len(row)):
+        halves[k] = _to_float16(row[k])
+        worst = max(worst, halves[k] & np.uint32(0x7C00))
+    return worst == np.uint32(0x7C00)
+
+
+@_entry
+def _combine(
+    stored: Any,
+    deltas: int,
+    numel: int,
+    weights: Any,
+    scales: Any,
+    ends: Any,
+    with_base: bool,
+    rows: Any,
+    out: Any,
+    stride: int,
+    kind: int,
+) -> bool:
+    """See `Combining`; `out` are bytes, a row every `stride`. Whether something is not finite."""
+    bad, size = False, 4 if kind == FLOAT32 else 2
+    for at in range(0, numel, COLUMNS):
+        count = min(COLUMNS, numel - at)
+        _task_vectors(stored, deltas, at, count, rows)
+        made, total = rows[len(rows) - 3][:count], rows[len(rows) - 2][:count]
+        step = 0
+        for number in range(len(ends)):
+            total[:] = 0
+            if with_base:
+                total[:] = rows[0][:count]
+            while step < ends[number]:
+                _weigh(rows, weights[step], made)
+                _add(made, scales[step], total)
+                step += 1
+            place = number * stride + size * at
+            bad |= _store(total, out[place : place + size * count], kind)
+    return bad

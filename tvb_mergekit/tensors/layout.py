@@ -1,0 +1,216 @@
+"""What a pass over tensors holds at a time: from a budget of memory, the sizes of all it allocates.
+
+A *piece* of a tensor is one task of one thread, which reads it whole and turns it into float32 task
+vectors a *chunk* at a time; `kernels` (*fused* passes) hold only a few hundred columns of those.
+Sums are taken chunk by chunk, so the length of a chunk is part of the result (in the last digits of
+float64); that of a piece is not.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+
+import torch
+
+from tvb_mergekit.core.gram import BLOCK
+from tvb_mergekit.errors import UserError, megabytes
+
+CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each; with 8 models
+CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
+DEVICE_TAU = 2**22  # the same on an accelerator
+CHUNKS = 16  # of a piece at most
+READ = 8 * 2**20  # bytes of the inputs of a piece, about: they stay in the last cache
+WRITTEN = 8 * 2**20  # and of its outputs: six of them wait at a time; 16 gained a tenth at best
+LONGEST = CHUNKS * CPU_ROW  # elements
+FUSED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that `kernels` know
+COLUMNS = 512  # that `kernels` hold at a time, which fit the first cache: 8 models, 21 KB
+PADDING = 16  # columns between their rows: at powers of two they would compete for places in it
+AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
+WRITES = 2  # pieces that wait to be written
+MOST_WORKERS = 8  # threads that read and compute on a CPU
+DEVICE_WORKERS = 4  # threads that read for an accelerator: one alone is slower than the copy to it
+MEMORY = 10**9  # bytes: what `tvb` allocates at most, unless told otherwise
+ALIGN = 64  # bytes: where each input begins in a buffer
+
+
+def parse_memory(text: str) -> int:
+    """Bytes in `500MB`, `2GB` or `1.5GiB`.
+
+    Raises:
+        UserError: it is no such text.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise UserError(f"memory of `{text}`: expected a number and a unit, such as 500MB or 2GB")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a pass allocates for each element that it holds, in bytes unless said otherwise.
+
+    Attributes:
+        rows: number of the inputs, each a float32 row of a chunk in every computing thread.
+        inputs: of one element of base and inputs together, as they are read.
+        outputs: of one element of all outputs, as they are written.
+        extra: more float32 rows of a chunk in every thread, for what is computed.
+        sums: of what each chunk is summed up to.
+        kept: in all, beside what is held of each piece.
+        fused: whether `kernels` work on the pieces, a few hundred columns at a time.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int = 0
+    extra: int = 0
+    sums: int = 0
+    kept: int = 0
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of one pass, in elements, and the device of each thread that computes."""
+
+    needs: Needs
+    chunk: int
+    piece: int  # a multiple of `chunk`
+    workers: tuple[torch.device, ...]
+
+    @property
+    def under_way(self) -> int:
+        """Pieces that are worked on, or wait for it, at a time."""
+        return AHEAD + len(self.workers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of base and inputs of a piece, each aligned."""
+        needs = self.needs
+        return self.piece * needs.inputs + ALIGN * (needs.rows + 1) if needs.inputs else 0
+
+    @property
+    def nbytes(self) -> int:
+        """All that the pass allocates."""
+        needs, pieces, workers = self.needs, self.under_way, len(self.workers)
+        read = workers * self.buffer_bytes
+        written = (pieces + WRITES) * self.piece * needs.outputs if needs.outputs else 0
+        rows = needs.rows + 1 + needs.extra
+        held = (COLUMNS + PADDING) * (rows + 6) if needs.fused else self.chunk * rows
+        computed = workers * 4 * held
+        # Of a piece: one that is kept, the one that is added up, and three on the way to one.
+        summed = (pieces + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
+        return read + written + computed + summed + needs.kept
+
+
+def chunk_length(rows: int, kind: str) -> int:
+    """Elements of a chunk of `rows` task vectors on a device of this kind; a multiple of BLOCK."""
+    if kind == "cpu":
+        return _blocks(min(CPU_ROW, CPU_TAU // max(1, rows)))
+    return _blocks(DEVICE_TAU // max(1, rows))
+
+
+def device_of(name: str) -> torch.device:
+    """The device that --device names.
+
+    Raises:
+        UserError: there is none of this name here, or none that takes float64.
+    """
+    known = False
+    try:
+        device = torch.device(name)
+        known = True
+        torch.zeros(1, dtype=torch.float64, device=device).item()
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
+        first = str(error).partition("\n")[0].partition(". ")[0]
+        reason = textwrap.shorten(first, 100)
+        if isinstance(error, AssertionError | NotImplementedError | ImportError):
+            reason = "PyTorch was built without it"
+        if not known:
+            reason = "PyTorch knows no such device"
+        raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
+    return device
+
+
+def accelerators() -> list[torch.device]:
+    """All of this machine.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not torch.accelerator.is_available():
+        raise UserError("--multi-gpu: PyTorch sees no accelerator on this machine; leave it out")
+    kind = torch.accelerator.current_accelerator()
+    return [torch.device(f"{kind}:{i}") for i in range(torch.accelerator.device_count())]
+
+
+def worker_count(device: torch.device) -> int:
+    """Threads that read and compute: each its own piece, since PyTorch's threads within one
+    operation cost more than they gain on chunks that fit a cache, and far more on a busy machine.
+    """
+    if device.type == "cpu":
+        return min(torch.get_num_threads(), MOST_WORKERS)
+    return DEVICE_WORKERS
+
+
+def plan_layout(
+    needs: Needs,
+    devices: Sequence[torch.device],
+    budget: int,
+    *,
+    workers: int | None = None,
+    longest: int = LONGEST,
+) -> Layout:
+    """The longest pieces and the most threads that `budget` bytes hold.
+
+    Shorter pieces and fewer threads come before smaller chunks, so that the result does not depend
+    on the budget unless it is very small.
+
+    Args:
+        devices: where to compute, all of one kind; each gets threads of its own.
+        workers: the most threads; None: as many as the devices can use.
+        longest: the longest piece, in elements.
+
+    Raises:
+        UserError: the budget does not hold the smallest pieces.
+    """
+    groups = [[device] * worker_count(device) for device in devices]
+    threads = [d for d in chain.from_iterable(zip_longest(*groups)) if d is not None][:workers]
+    chunk = chunk_length(needs.rows, devices[0].type)
+    if devices[0].type != "cpu":  # a piece goes there as a whole
+        longest = chunk
+    for count in range(len(threads), 0, -1):
+        least = Layout(needs, chunk, chunk, tuple(threads[:count]))
+        if least.nbytes <= budget:
+            return _longest(least, budget, longest)
+    while True:
+        chunk = _blocks(chunk // 2)
+        least = Layout(needs, chunk, chunk, (threads[0],))
+        if least.nbytes <= budget:
+            return least
+        if chunk == BLOCK:
+            raise UserError(
+                f"{megabytes(budget)} of memory are too little for {needs.rows} models at a time: "
+                f"{megabytes(least.nbytes + 10**5)} are needed; raise --memory (mergekit's "
+                "commands: TVB_MERGEKIT_BLOCK_MB)"
+            )
+
+
+def _longest(least: Layout, budget: int, longest: int) -> Layout:
+    """With as many chunks to a piece as the budget allows, since what is allocated grows linearly,
+    but not more than gain time: so memory is the same for few models and for many."""
+    needs, chunk = least.needs, least.chunk
+    most = [CHUNKS, longest // chunk]
+    most += [READ // (chunk * needs.inputs)] if needs.inputs else []
+    most += [WRITTEN // (chunk * needs.outputs)] if needs.outputs else []
+    if more := replace(least, piece=2 * chunk).nbytes - least.nbytes:
+        most.append((budget - least.nbytes) // more + 1)
+    return replace(least, piece=max(1, min(most)) * chunk)
+
+
+def _blocks(length: int) -> int:
+    return max(BLOCK, length // BLOCK * BLOCK)

@@ -1,0 +1,191 @@
+"""The output folder: checked before the work, made beside its place, renamed when it is whole."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tvb_mergekit.errors import UserError, check_names, listed, megabytes
+from tvb_mergekit.tensors.checkpoint import weight_files
+
+# What a merge writes besides weights; in an output folder that exists they would be overwritten.
+WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
+
+
+def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """Refuse an output folder in which two models would mix, or files of the user's be lost.
+
+    Raises:
+        UserError: it is, or lies in, one of the inputs, or holds an input file; it holds weight
+            files or a file that the merge writes; it is a file; its name is no text.
+    """
+    check_names(out)
+    target = os.path.realpath(out)
+    for path in inputs:
+        source = os.path.realpath(path)
+        if target == source:
+            raise UserError(f"the output folder {out} is the input {path}; name another folder")
+        if os.path.isfile(source) and os.path.dirname(source) == target:
+            raise UserError(f"the output folder {out} holds the input {path}; name another folder")
+        if target.startswith(source + os.sep):
+            raise UserError(f"the output folder {out} lies in the input {path}; name another")
+    place = _existing(Path(target))
+    if not place.is_dir():
+        raise UserError(f"the output {out}: {place} is a file; name a folder")
+    if found := weight_files(target):
+        raise UserError(
+            f"the output folder {out} already holds weight files ({listed(found, 4)}); delete them "
+            "or name another folder: loaders would mix old shards with new ones"
+        )
+    if found := [name for name in WRITTEN if os.path.exists(os.path.join(target, name))]:
+        raise UserError(
+            f"the output folder {out} already holds {listed(found, 4)}, which the merge would "
+            "overwrite; name another folder"
+        )
+
+
+def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """The same for a folder that will appear by one rename: it must not be there, or be empty."""
+    check_output_folder(out, inputs)
+    if os.path.isdir(out) and (found := sorted(os.listdir(out))):
+        raise UserError(f"the folder {out} already holds {listed(found, 4)}; name another folder")
+
+
+def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
+    """Raise UserError unless the disk of `out` has room for `nbytes` and 1 % of file overhead."""
+    free = shutil.disk_usage(_existing(Path(os.path.realpath(out)))).free
+    needed = nbytes + nbytes // 100 + 2**20
+    if free < needed:
+        raise UserError(
+            f"too little disk for {out}: what will be written takes {megabytes(needed)}, "
+            f"{megabytes(free)} are free; free some, or write elsewhere"
+        )
+
+
+def _existing(path: Path) -> Path:
+    """A path, or the first of the folders around it that is there."""
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+class StagedFolder:
+    """A folder that appears under its name only when it is whole.
+
+    `path` lies in `OUT.partial-XXXX` beside OUT, or, where OUT exists already (it may be a mount
+    point, or its parent not writable), in `OUT/.partial-XXXX`. `publish()` renames what is in it.
+    Whatever ends the process by an exception leaves nothing; a kill leaves the partial folder,
+    which may be deleted.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self.out = Path(os.path.realpath(out))
+        inside = self.out.is_dir()
+        parent = self.out if inside else self.out.parent
+        prefix = ".partial-" if inside else f"{self.out.name}.partial-"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        except OSError as error:
+            raise UserError(
+                f"cannot make the output folder {out}: {error.strerror} ({parent})"
+            ) from error
+        atexit.register(self.discard)
+        self.path = self._outer / self.out.name
+        self.path.mkdir()
+
+    def publish(self) -> None:
+        """Rename into place: the whole folder if OUT does not exist, else file by file with
+        config.json last, so that a half-moved model cannot be loaded.
+
+        Raises:
+            UserError: another run has written a model there meanwhile.
+        """
+        check_output_folder(self.out)
+        if not self.out.exists():
+            os.rename(self.path, self.out)
+        else:
+            files = sorted(self.path.iterdir(), key=lambda f: (f.name == "config.json", f.name))
+            for file in files:
+                shutil.move(str(file), str(self.out / file.name))
+        self.discard()
+
+    def discard(self) -> None:
+        """Delete what was not published."""
+        shutil.rmtree(self._outer, ignore_errors=True)
+        atexit.unregister(self.discard)
+
+
+def stale_parts(out: str | os.PathLike[str]) -> list[str]:
+    """Folders that killed merges into `out` left behind."""
+    target = Path(os.path.realpath(out))
+    beside = target.parent.glob(f"{glob.escape(target.name)}.partial-*")
+    return sorted(map(str, [*beside, *target.glob(".partial-*")]))
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Give the folder `new` the name of `old`, and delete what was `old`; both lie in one folder.
+
+    One step on Linux, so that whoever looks, or whatever kills the process, finds one or the other
+    whole. Where the system cannot exchange two names, a kill between two renames leaves `old` under
+    the name `.NAME.replaced`, from where `recover_folder` takes it.
+    """
+    if not _exchange(new, old):
+        aside = _aside(old)
+        try:
+            os.rename(old, aside)
+            os.rename(new, old)
+        except BaseException:  # Ctrl-C too
+            if aside.exists() and not old.exists():
+                os.rename(aside, old)
+            raise
+        new = aside
+    sync(old.parent)
+    shutil.rmtree(new, ignore_errors=True)
+
+
+def recover_folder(old: Path) -> None:
+    """Tidy up after a `replace_folder` that was killed: `old` is there again, or was replaced."""
+    aside = _aside(old)
+    if aside.is_dir() and not old.exists():
+        os.rename(aside, old)
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """renameat2(2) with RENAME_EXCHANGE; False where there is no such call."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if call(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(b))
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, before what they replace is deleted."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(handle)
+    except OSError:  # nor do all file systems sync them
+        pass
+    finally:
+        os.close(handle)

@@ -1,0 +1,539 @@
+"""The three ways through the models, and what is made of them.
+
+`gram_pass` sums the inner products of task vectors. `count_pass` counts the magnitudes of bases,
+for Trim. `combine_pass` gives a sink what is computed from theta_0 and the task vectors: bases,
+merged models, exported models. Of several processes (see `ranks`) each reads its share in the
+first two.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
+from tvb_mergekit.core.gram import (
+    BLOCK,
+    DEFAULT_BUDGET,
+    ChunkSums,
+    GramSums,
+    Sketch,
+    not_finite,
+    products,
+    symmetric,
+)
+from tvb_mergekit.core.merge import Compute, Linear, Step, check_output, fits
+from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
+from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.progress import Progress, Update, silent
+from tvb_mergekit.settings import Settings
+from tvb_mergekit.tensors import cache, ranks
+from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
+from tvb_mergekit.tensors.stream import (
+    Chunks,
+    Drawn,
+    Item,
+    Operands,
+    Piece,
+    Sink,
+    deliver,
+    deltas_of,
+    fused,
+    in_order,
+    read_width,
+)
+
+CPU = torch.device("cpu")
+LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less
+COUNT_ROWS = 8  # float32 rows of a chunk that counting one basis takes: bins as int32 and int64
+SPLIT = 4  # pieces for each thread, of a tensor alone; one where `kernels` read them
+
+
+def gram_pass(
+    items: Callable[[], Sequence[Item]],
+    tasks: Sequence[str],
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    sketch: Sketch | None = None,
+    key: Mapping[str, object] | None = None,
+    models: Sequence[str] = (),
+    progress: Progress = silent,
+) -> tuple[GramSums, bool]:
+    """G [T, T] of the inputs of all items, float64, and whether it came from the cache.
+
+    Each item is summed on its own, and the sums of the items in their order: the same to the bit
+    whatever the number of devices, threads and processes, and the budget unless it is very small.
+
+    Args:
+        items: gives the tensors that count; called only if they must be read.
+        tasks: names of the inputs, for messages.
+        devices: where to compute.
+        budget: bytes that may be allocated.
+        sketch: sums of Omega as well.
+        key: what identifies the inputs, for the cache; None does not cache.
+        models: the models' names, for the cache's listing.
+        progress: called with a title and a total in bytes; returns what is told of each piece.
+
+    Raises:
+        UserError: no tensor counts; NaN or infinity in an input: which, in which tensor, how many.
+    """
+    world = ranks.world()
+    entry = None
+    if key is not None:
+        entry = cache.key_of({**key, "sketch": [sketch.columns, sketch.seed] if sketch else None})
+        if (found := world.share(lambda: cache.load(entry))) is not None:
+            return found, True
+    read = items()
+    if not read:
+        raise UserError(
+            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+        )
+    mine = read[_share_of(read)]
+    each = _sums(mine, tasks, devices, budget, sketch, progress)
+    # Of several processes all get all, in the order of the tensors.
+    parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
+    sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
+    if entry is not None and world.leads:
+        cache.store(entry, sums, list(tasks), list(models))
+    return sums, False
+
+
+def _share_of(items: Sequence[Item]) -> slice:
+    """The items that this process reads in a pass, balanced by bytes."""
+    world = ranks.world()
+    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
+    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+
+
+def _sums(
+    items: Sequence[Item],
+    tasks: Sequence[str],
+    devices: Sequence[torch.device],
+    budget: int,
+    sketch: Sketch | None,
+    progress: Progress,
+) -> Iterator[GramSums]:
+    """The sums of each item, in order."""
+    layout = gram_layout(items, len(tasks), devices, budget, sketch)
+    update = progress("Gram matrix", sum(item.nbytes for item in items))
+
+    def fused_work(device: torch.device) -> Callable[[Piece, int], ChunkSums | None]:
+        from tvb_mergekit.tensors.kernels import Gram  # imports numba, which takes long
+
+        operands, gram = Operands(layout), Gram(len(tasks), deltas_of(items))
+
+        def add(piece: Piece, number: int) -> ChunkSums | None:
+            if not piece.numel:
+                return None
+            operands.read(piece)
+            return gram(operands.buffer, piece.numel, layout.chunk)
+
+        return add
+
+    def work(device: torch.device) -> Callable[[Piece, int], ChunkSums | None]:
+        chunks = Chunks(layout, device)
+        drawn = None if sketch is None else Drawn(sketch, device)
+        return lambda piece, number: _chunk_sums(piece, chunks, drawn)
+
+    one = GramSums.zero(len(tasks), sketch)
+    for piece, share in in_order(items, layout, fused_work if layout.needs.fused else work):
+        if share is not None:
+            if not torch.isfinite(share.gram).all():
+                raise UserError(_not_finite(piece.item, tasks))
+            one.add(share)
+            one.num_parameters += piece.numel
+        update(piece.nbytes)
+        if piece.stop == piece.item.numel:
+            one.end(piece.item.shape)
+            yield one
+            one = GramSums.zero(len(tasks), sketch)
+
+
+def gram_layout(
+    items: Sequence[Item],
+    tasks: int,
+    devices: Sequence[torch.device],
+    budget: int,
+    sketch: Sketch | None,
+) -> Layout:
+    """The layout of `gram_pass`."""
+    columns = 0 if sketch is None else sketch.columns
+    squares = tasks**2 + columns * (columns + tasks)
+    # The batched products of a chunk: float32, and float64 while they are summed.
+    extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
+    sums = 8 * (squares + 1)
+    several = ranks.world().size > 1  # whose sums of each item are added when all are there
+    held = ((len(items) if several else 1) + 4) * sums  # and what adding them makes
+    alike = sketch is None and fused(items, devices)
+    width = read_width(items, alike)
+    needs = Needs(tasks, width, extra=extra, sums=sums, kept=held, fused=alike)
+    # Only one thread may draw Omega, which is one sequence in each tensor.
+    longest = _longest_piece(items, alike)
+    return plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
+
+
+def _chunk_sums(piece: Piece, chunks: Chunks, drawn: Drawn | None) -> ChunkSums | None:
+    grams, norms, omegas, tasks = [], [], [], []
+    for start, stop, base32, tau in chunks.walk(piece):
+        grams.append(products(tau, tau))
+        norms.append(products(base32[None], base32[None])[0, 0])
+        if drawn is not None:
+            omega = drawn.next(piece.item.name, stop - start)
+            omegas.append(products(omega, omega))
+            tasks.append(products(omega, tau))
+    if not grams:
+        return None
+    gram, norm = symmetric(torch.stack(grams)), torch.stack(norms).cpu()
+    if not omegas:
+        return ChunkSums(gram, norm)
+    return ChunkSums(gram, norm, symmetric(torch.stack(omegas)), torch.stack(tasks).cpu())
+
+
+def _not_finite(item: Item, tasks: Sequence[str]) -> str:
+    base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
+    return not_finite(item.name, base, (item.whole(part) for part in item.inputs), tasks)
+
+
+def count_pass(
+    encoder: Tensor,
+    items: Sequence[Item],
+    fresh: Callable[[], Histogram],
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    progress: Update = lambda nbytes: None,
+) -> Histogram:
+    """One histogram of the magnitudes of the bases B = T @ encoder in all items.
+
+    Every thread fills one of its own: as many threads as have memory for theirs in half the budget.
+
+    Args:
+        encoder: [T, M], any dtype.
+        fresh: makes an empty histogram.
+        progress: called with the bytes read.
+    """
+    rows = encoder.shape[1]
+    threads = sum(worker_count(device) for device in devices)
+    rest, table = _beside_tables(rows, budget), table_bytes(rows)
+    workers = min(threads, 1 + rest // 2 // table)
+    needs = Needs(len(encoder), read_width(items), extra=rows + COUNT_ROWS)
+    rest -= (workers - 1) * table
+    layout = plan_layout(needs, devices, rest, workers=workers, longest=_longest_piece(items))
+    made: list[Histogram] = []
+
+    def work(device: torch.device) -> Callable[[Piece, int], None]:
+        weights, chunks, mine = encoder.T.to(device, torch.float32), Chunks(layout, device), fresh()
+        made.append(mine)
+
+        def count(piece: Piece, number: int) -> None:
+            for _start, _stop, _base32, tau in chunks.walk(piece):
+                mine.add(weights @ tau)
+
+        return count
+
+    for piece, _ in in_order(items, layout, work):
+        progress(piece.nbytes)
+    total, *others = made or [fresh()]  # of no items
+    for other in others:
+        total.counts += other.counts
+    return total
+
+
+def _beside_tables(bases: int, budget: int) -> int:
+    """What is left of a budget beside Trim's histogram of all bases, or a little more."""
+    return max(budget - table_bytes(bases), min(budget, LEAST))
+
+
+def _longest_piece(items: Sequence[Item], fused: bool = False) -> int:
+    """Elements of a piece: not more than a tensor has, and fewer where the threads share one."""
+    most = max((item.numel for item in items), default=1)
+    if len(items) == 1:
+        most //= (1 if fused else SPLIT) * worker_count(CPU)
+    return min(LONGEST, max(1, most))
+
+
+def combine_pass(
+    items: Sequence[Item],
+    steps: Mapping[str, Step],
+    sink: Sink,
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    sketch: Sketch | None = None,
+    counted_as: Mapping[str, str] | None = None,
+    progress: Update = lambda nbytes: None,
+) -> None:
+    """Give `sink` what the steps make of theta_0 and the task vectors of each item, in order.
+
+    Task vectors are formed and combined in float32 and cast once, to `item.out`.
+
+    Args:
+        steps: item -> what is computed of it, all of the same number of outputs; an item without a
+            step stays the base's.
+        sketch: the rows of Omega stand in the place of the task vectors: items have no inputs.
+        counted_as: tensor -> the name under which Omega was drawn for it, where that is another.
+        progress: called with the bytes read.
+
+    Raises:
+        UserError: an output overflows its dtype or is not finite.
+    """
+    every = list(steps.values())
+    outputs = every[0].count if every else 1
+    rows = max((len(item.inputs) for item in items), default=0)
+    extra = max((step.rows for step in every), default=1)
+    if sketch is not None:
+        rows, extra = sketch.columns, extra + 2 * sketch.columns
+    fast = sketch is None and all(isinstance(step, Linear) for step in every)
+    fast = fast and fused(items, devices, *(item.out for item in items if item.name in steps))
+    width = outputs * max((item.out.itemsize for item in items), default=4)
+    needs = Needs(rows, read_width(items, fast), width, extra, fused=fast)
+    longest = _longest_piece(items, fast)
+    layout = plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
+
+    def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
+        from tvb_mergekit.tensors.kernels import Combining
+
+        operands, deltas = Operands(layout), deltas_of(items)
+        made: dict[int, Combining] = {}
+
+        def act(piece: Piece, out: Tensor) -> bool:
+            if not piece.numel:
+                return True
+            stored, step = operands.read(piece), steps.get(piece.item.name)
+            if step is None:
+                out.copy_(stored[0].expand_as(out))
+                return False
+            assert isinstance(step, Linear)
+            if id(step) not in made:
+                made[id(step)] = Combining(rows, deltas, step.outputs, step.add_base)
+            return made[id(step)](operands.buffer, out)
+
+        return act
+
+    def work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
+        chunks, made = Chunks(layout, device), dict[int, Compute]()
+        drawn = None if sketch is None else Drawn(sketch, device, counted_as)
+
+        def act(piece: Piece, out: Tensor) -> bool:
+            step = steps.get(piece.item.name)
+            if step is None:
+                for start, stop, (stored, *_) in chunks.read(piece):
+                    out[:, start:stop].copy_(stored.expand(outputs, -1))
+                return False
+            if id(step) not in made:
+                made[id(step)] = step.on(device)
+            compute = made[id(step)]
+            good = True
+            for start, stop, base32, tau in chunks.walk(piece):
+                if drawn is not None:
+                    tau = drawn.next(piece.item.name, stop - start)
+                values = compute(base32, tau)
+                out[:, start:stop].copy_(values)
+                good &= fits(values, piece.item.out)
+            return good
+
+        return act
+
+    def checked(device: torch.device) -> Callable[[Piece, Tensor], None]:
+        act = (fused_work if fast else work)(device)
+
+        def check(piece: Piece, out: Tensor) -> None:
+            if not act(piece, out) and piece.item.out.is_floating_point:
+                check_output(piece.item.name, out, piece.item.out)
+
+        return check
+
+    deliver(items, layout, outputs, checked, sink, progress)
+
+
+@dataclass(frozen=True)
+class Job:
+    """How one tensor is merged, and the name under which it counted in the Gram matrix.
+
+    `alone`: what is given is the direction that a tuned coefficient scales, without theta_0: the
+    sum of the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
+    to forget. Merging adds fl(scale * this) last.
+    """
+
+    counted_as: str
+    tunables: Tunables
+    alone: bool = False
+
+
+def build_basis(
+    settings: Settings,
+    tasks: Sequence[str],
+    weights: Sequence[float],
+    items: Callable[[], Sequence[Item]],
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    key: Mapping[str, object] | None = None,
+    models: Sequence[str] = (),
+    progress: Progress = silent,
+) -> Basis:
+    """Everything that must be known before the first tensor is merged: see `gram_pass`.
+
+    Args:
+        settings: from `resolve_settings`.
+        tasks: names of the T tasks, unique.
+        weights: scale of each task vector, [T], none zero.
+
+    Raises:
+        UserError: no tensor counts, NaN or infinity, a zero task vector.
+    """
+    sketch = sketch_of(settings, len(tasks))
+    started = time.perf_counter()
+    raw, cached = gram_pass(
+        items,
+        tasks,
+        devices=devices,
+        budget=budget,
+        sketch=sketch,
+        key=key,
+        models=models,
+        progress=progress,
+    )
+    summed = time.perf_counter()
+    # Solvers are not the same to the bit on any two machines.
+    basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
+    basis.cached = cached
+    basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
+    count_if_needed(basis, items, devices=devices, budget=budget, progress=progress)
+    return basis
+
+
+def count_if_needed(
+    basis: Combination,
+    items: Callable[[], Sequence[Item]],
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    progress: Progress = silent,
+) -> None:
+    """Give `basis` the histogram of the bases' magnitudes, for TIES with `trim: model`."""
+    if not basis.trims or basis.settings.trim != "model":
+        return
+    started = time.perf_counter()
+    read = items()
+    mine = read[_share_of(read)]
+    counted = count_pass(
+        basis.weighted_encoder,
+        mine,
+        lambda: MagnitudeHistogram(basis.num_bases),
+        devices=devices,
+        budget=budget,
+        progress=progress("Trim thresholds", sum(item.nbytes for item in mine)),
+    )
+    assert isinstance(counted, MagnitudeHistogram)
+    ranks.world().add_up(counted.counts)
+    basis.histogram = counted
+    basis.seconds["trim"] = time.perf_counter() - started
+
+
+def check_tables(bases: int, memory: int) -> None:
+    """Trim's histogram of all bases lies beside the buffers of a pass.
+
+    Raises:
+        UserError: `memory` bytes do not hold both.
+    """
+    needed = table_bytes(bases) + LEAST
+    if needed > memory:
+        raise UserError(
+            f"{megabytes(memory)} of memory are too little for basis_ties, which keeps a histogram "
+            f"of {bases} bases: {megabytes(needed)} are needed; raise --memory"
+        )
+
+
+def merge_items(
+    basis: Combination,
+    items: Sequence[Item],
+    jobs: Mapping[str, Job],
+    sink: Sink,
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    progress: Progress = silent,
+) -> None:
+    """Give `sink` the merged tensors, each in its item's `out`, in order: see `combine_pass`.
+
+    Args:
+        items: with the inputs that `basis` combines, in order, as their inputs.
+        jobs: item -> how it is merged; an item without a job stays the base's.
+
+    Raises:
+        UserError: a result overflows its dtype.
+    """
+    trims = basis.trims
+    sketch = basis.sketch if isinstance(basis, Basis) else None
+    if sketch is not None:  # Omega is drawn, not read
+        items = [replace(item, inputs=()) for item in items]
+    sweeps = trims and basis.settings.trim == "tensor"
+    total = 0
+    for item in items:
+        job = jobs.get(item.name)
+        total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
+    update = progress("Merged model", total)
+    step = functools.lru_cache(basis.step)  # most tensors are merged alike
+    counted_as = {name: job.counted_as for name, job in jobs.items()}
+    # Thresholds of one tensor alone take two more readings of it, best just before the last.
+    for group in [[item] for item in items] if sweeps else [list(items)]:
+        steps: dict[str, Step] = {}
+        for item in group:
+            if (job := jobs.get(item.name)) is None:
+                continue
+            if not trims:
+                steps[item.name] = step(job.tunables, job.alone)
+                continue
+            thresholds = _thresholds(basis, item, job.tunables.density, devices, budget, update)
+            steps[item.name] = basis.step(job.tunables, job.alone, thresholds)
+        combine_pass(
+            group,
+            steps,
+            sink,
+            devices=devices,
+            budget=_beside_tables(basis.num_bases, budget) if trims else budget,
+            sketch=sketch,
+            counted_as=counted_as,
+            progress=update,
+        )
+
+
+def _thresholds(
+    basis: Combination,
+    item: Item,
+    density: float,
+    devices: Sequence[torch.device],
+    budget: int,
+    progress: Update,
+) -> Tensor:
+    """Of each basis in one tensor, [M] float32."""
+    if density >= 1:
+        return torch.zeros(basis.num_bases, dtype=torch.float32, device="cpu")
+    if basis.settings.trim == "model":
+        return basis.thresholds(density)
+
+    def sweep(fresh: Callable[[], Histogram]) -> Histogram:
+        encoder = basis.weighted_encoder
+        return count_pass(encoder, [item], fresh, devices=devices, budget=budget, progress=progress)
+
+    return exact_thresholds(sweep, basis.num_bases, item.numel, density)
+
+
+def most_bases(settings: Settings, tasks: int) -> int:
+    """M, or where only the Gram matrix tells it, the most that it can be."""
+    return settings.bases_of(tasks) or tasks
+
+
+def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
+    """The random directions of rand_proj, which the Gram pass must know; None for the others."""
+    if settings.basis != "rand_proj":
+        return None
+    return Sketch(most_bases(settings, tasks), settings.seed)

@@ -1,0 +1,176 @@
+"""One command in several processes, as `torchrun` and `accelerate launch` start it.
+
+Rank 0 leads: it alone downloads, prints, keeps caches and publishes. All read and write their share
+of the tensors, and meet in collectives of torch.distributed (gloo, from CPU to CPU). When a process
+fails, the next collective fails in the others, and the launcher ends those that are at work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from tvb_mergekit.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Value = TypeVar("Value")
+
+PATIENCE = timedelta(days=1)  # for one that downloads or reads models; a dead one is seen at once
+
+
+def launched(name: str, otherwise: int) -> int:
+    """What a launcher has set: WORLD_SIZE and RANK, and on this machine LOCAL_WORLD_SIZE and
+    LOCAL_RANK; without a launcher `otherwise`."""
+    text = os.environ.get(name) or str(otherwise)
+    if not text.isdecimal():
+        raise UserError(f"{name} is `{text}`: expected a launcher's number")
+    return int(text)
+
+
+def one_only(what: str) -> None:
+    """Raise UserError if a command that cannot share its work was started several times."""
+    size = launched("WORLD_SIZE", 1)
+    if size > 1:
+        raise UserError(
+            f"{what} runs in one process, and was started {size} times (WORLD_SIZE): start it "
+            "without the launcher (`tvb build` and `tvb merge` work in several processes)"
+        )
+
+
+def shares(sizes: Sequence[int], count: int) -> list[slice]:
+    """Cut a list into `count` runs, some perhaps empty: each item goes where its middle lies when
+    the sum is cut evenly, so no run is larger than that by more than one item."""
+    total = max(1, sum(sizes))
+    ends = accumulate(sizes)
+    owners = [
+        (2 * end - nbytes) * count // (2 * total) for nbytes, end in zip(sizes, ends, strict=True)
+    ]
+    starts = [bisect_left(owners, rank) for rank in range(1, count)]
+    return [slice(start, stop) for start, stop in pairwise([0, *starts, len(sizes)])]
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a command: by default this one alone.
+
+    All call the same methods in the same order; UserError is raised where another has ended.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def _meet(self, collective: Callable[[Any], object]) -> None:
+        if self.size == 1:
+            return
+        import torch.distributed
+
+        try:
+            collective(torch.distributed)
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self.rank}: another process ended: its message or the launcher says why"
+            ) from error
+
+    def share(self, make: Callable[[], Value]) -> Value:
+        """What `make` returns in the leader."""
+        made = [make() if self.leads else None]
+        self._meet(lambda dist: dist.broadcast_object_list(made, src=0))
+        return cast(Value, made[0])
+
+    def first(self, act: Callable[[], Value]) -> Value:
+        """What `act` returns here, after the leader has done it: download models, refuse."""
+        done = [act()] if self.leads else []
+        self.share(lambda: None)
+        return done[0] if done else act()
+
+    def collect(self, value: Value) -> list[Value]:
+        """Every process's value, in the order of the ranks."""
+        values = [value] * self.size
+        self._meet(lambda dist: dist.all_gather_object(values, value))
+        return values
+
+    def add_up(self, counts: Tensor) -> None:
+        """Add every process's counts (integers, contiguous, on the CPU) in place."""
+        self._meet(lambda dist: dist.all_reduce(counts))
+
+    def agree(self, what: object, about: str) -> None:
+        """Raise UserError unless all processes have found the same."""
+        found = self.collect(what)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise UserError(
+                    f"rank {rank} finds other {about} than rank 0: the processes must see the "
+                    "same files, with the same versions of all packages"
+                )
+
+    def check_shared(self, folder: Path) -> None:
+        """Raise UserError unless all processes see a file that the leader makes in `folder`."""
+        if self.size == 1:
+            return
+        with tempfile.NamedTemporaryFile(dir=folder) if self.leads else nullcontext() as made:
+            seen = self.collect(os.path.exists(self.share(lambda: made.name if made else "")))
+        if not all(seen):
+            raise UserError(
+                f"rank {seen.index(False)} does not see {folder}, which rank 0 has made: the "
+                "output must lie on a file system that all machines share"
+            )
+
+    def dismiss(self) -> None:
+        """End all processes but the leader: everyone's share is written."""
+        if not self.leads:
+            raise SystemExit(0)
+
+
+_current = ContextVar("tvb_mergekit_world", default=World())  # noqa: B039 (it is frozen)
+
+
+def world() -> World:
+    """The processes of the running command."""
+    return _current.get()
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The processes that a launcher started for a command, which meet here.
+
+    Raises:
+        UserError: they cannot reach each other.
+    """
+    made = World(launched("RANK", 0), launched("WORLD_SIZE", 1))
+    if made.size == 1:
+        yield made
+        return
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=PATIENCE, rank=made.rank, world_size=made.size)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"rank {made.rank} cannot reach the other {made.size - 1} processes: {reason} "
+            "(GLOO_SOCKET_IFNAME names the network interface to take)"
+        ) from error
+    if not made.leads:
+        logging.disable(logging.WARNING)
+    token = _current.set(made)
+    try:
+        yield made
+    finally:
+        _current.reset(token)
+        dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""Named tensors wherever they are: what the passes ask of a model, and a state dict in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read.
+
+    `alias_of` is the first name that shares its memory (tied tensors, in memory and in `.bin`).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shard: str = ""
+    alias_of: str | None = None
+    offset: int | None = None  # of its first byte in the shard; None in a PyTorch file
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Weights:
+    """A model's tensors: a `Checkpoint` on disk, a `StateDict` in memory, an `Adapter`.
+
+    Attributes:
+        tensors: name -> what is known of it.
+        others: names of what is no tensor.
+    """
+
+    tensors: dict[str, TensorInfo]
+    others: Sequence[str] = ()
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, in its stored dtype; treat it as read-only.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        raise NotImplementedError
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor, in `out` or in memory of its own.
+
+        Thread-safe.
+
+        Args:
+            out: 1-D, in the stored dtype, on the CPU, at least `stop - start` elements.
+        """
+        raise NotImplementedError
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        """These elements will be read soon."""
+
+    def stamp(self) -> list[list[int | str]]:
+        """What changes with every write to the files; empty in memory."""
+        return []
+
+    def canonical(self, name: str) -> str:
+        """The first name of a tensor that is stored once and has several."""
+        return self.tensors[name].alias_of or name
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor.
+
+        Depends on the contents alone, not on the path, the sharding or the file format.
+        """
+        digest = hashlib.sha256()
+        for name, start, stop in self._samples():  # a cold disk answers all requests together
+            self.ahead(name, start, stop)
+        for name, start, stop in self._samples():
+            info = self.tensors[name]
+            sample = self.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
+            digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
+            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _samples(self) -> Iterator[tuple[str, int, int]]:
+        for name in sorted(self.tensors):
+            numel = self.tensors[name].numel
+            last = max(0, numel - SAMPLE)
+            for start in sorted({0, last // 2, last}):
+                yield name, start, min(start + SAMPLE, numel)
+
+
+class StateDict(Weights):
+    """The tensors of a state dict; never modified, moved to the CPU when they are read."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
+        self.others = [name for name in state if name not in self._state]
+        self.tensors = infos_of(self._state.items())
+
+    def tensor(self, name: str) -> Tensor:
+        return self._state[name].cpu()
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        return self._state[name].reshape(-1)[start:stop].cpu()
+
+
+def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str, TensorInfo]:
+    """What is known of tensors in memory; of those that are one, all but the first are aliases."""
+    infos: dict[str, TensorInfo] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for name, value in tensors:
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        owner = first.setdefault(place, name) if value.numel() else name
+        alias = None if owner == name else owner
+        infos[name] = TensorInfo(tuple(value.shape), value.dtype, shard, alias)
+    return infos

@@ -1,0 +1,271 @@
+"""Safetensors files written as their tensors come: header first, then bytes in order, hashed.
+
+The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front, so a
+file of known tensors needs no tensor to be held. Files are the same byte for byte however the
+tensors were cut, and whether or not the writing was interrupted and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.checkpoint import DTYPES
+from tvb_mergekit.tensors.ranks import shares
+from tvb_mergekit.tensors.stream import Item
+
+SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
+HASH = "xxh3_128"
+BLOCK_BYTES = 2**24  # that are read at a time to be hashed
+ANEW = "start anew without --resume"
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name, its tensors in the order in which they come, and which process of
+    several writes it."""
+
+    name: str
+    items: tuple[Item, ...]
+    rank: int = 0
+
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """The file's first bytes: length, JSON, blanks up to a multiple of 8."""
+        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        place = 0
+        for item in self.items:
+            entries[item.name] = {
+                "dtype": _NAMES[item.out],
+                "shape": list(item.shape),
+                "data_offsets": [place, place + _written(item)],
+            }
+            place += _written(item)
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+def _written(*items: Item) -> int:
+    """Bytes that the tensors take in a file."""
+    return sum(item.numel * item.out.itemsize for item in items)
+
+
+def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1) -> list[Shard]:
+    """Cut the items, in order, into files of at most `limit` bytes (or one tensor).
+
+    Each of several processes gets files of its own: a run of items, balanced by the bytes that
+    are read and written. So there may be more files than one process makes.
+    """
+    groups: list[tuple[int, list[Item]]] = []
+    for rank, run in enumerate(shares([item.nbytes + _written(item) for item in items], ranks)):
+        size = limit + 1  # no file of another process
+        for item in items[run]:
+            if size + _written(item) > limit:
+                groups.append((rank, []))
+                size = 0
+            groups[-1][1].append(item)
+            size += _written(item)
+    groups = groups or [(0, [])]
+    total = len(groups)
+    names = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" for number in range(total)]
+    if total == 1:
+        names = ["model.safetensors"]
+    return [
+        Shard(name, tuple(group), rank) for name, (rank, group) in zip(names, groups, strict=True)
+    ]
+
+
+def run_of(plan: Sequence[Shard], rank: int) -> list[Item]:
+    """The items that one process writes."""
+    return [item for shard in plan if shard.rank == rank for item in shard.items]
+
+
+class FolderWriter:
+    """The tensors of one folder, written in order.
+
+    Of several processes each writes the files of its `rank`, and one of them the index of all.
+
+    Args:
+        hashes: of the tensors that are there already, in order: the checksum of what the file that
+            they are in held when each was whole. The bytes are read again and compared.
+
+    Raises:
+        UserError: what is there is not what `hashes` says.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Sequence[Shard],
+        metadata: Mapping[str, str],
+        hashes: Sequence[str] = (),
+        rank: int = 0,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.plan, self.metadata = folder, plan, metadata
+        self.done = len(hashes)  # tensors that are there already
+        self.written: dict[str, dict[str, object]] = {}  # file -> bytes, hash
+        self._shards = [shard for shard in plan if shard.rank == rank]
+        self._file: BinaryIO | None = None
+        self._left = 0  # items of the open file that are still to come
+        self._digest = xxhash.xxh3_128()
+        while hashes:
+            here = min(len(hashes), len(self._shards[0].items))
+            self._open(here, hashes[here - 1])
+            hashes = hashes[here:]
+
+    def _open(self, done: int = 0, digest: str = "") -> None:
+        """The next file; of one that holds `done` tensors, `digest` is the checksum so far."""
+        shard = self._shards.pop(0)
+        path, header = self.folder / shard.name, shard.header(self.metadata)
+        self._left = len(shard.items) - done
+        self._digest.reset()
+        if not done:
+            self._file = cast(BinaryIO, path.open("wb", buffering=0))
+            self._put(memoryview(header))
+            return
+        size = len(header) + _written(*shard.items[:done])
+        if not path.is_file() or path.stat().st_size < size:
+            raise UserError(f"{path}: shorter than was written; {ANEW}")
+        self._file = cast(BinaryIO, path.open("r+b", buffering=0))
+        self._file.truncate(size)
+        while block := self._file.read(BLOCK_BYTES):
+            self._digest.update(block)
+        if self.digest != digest:
+            raise UserError(f"{path}: not what was written; {ANEW}")
+        self._close_if_whole(shard.name)
+
+    def write(self, item: Item, last: bool, values: Tensor) -> None:
+        """The next elements of the tensor whose turn it is; `last` ends it."""
+        if self._file is None:
+            self._open()
+        self._put(memoryview(values.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        if last:
+            self._left -= 1
+            assert self._file is not None
+            self._close_if_whole(os.path.basename(self._file.name))
+
+    @property
+    def digest(self) -> str:
+        """The checksum of the last file so far."""
+        return self._digest.hexdigest()
+
+    def _put(self, data: memoryview) -> None:
+        assert self._file is not None
+        self._digest.update(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _close_if_whole(self, name: str) -> None:
+        if not self._left and self._file is not None:
+            self.written[name] = {"bytes": self._file.tell(), HASH: self.digest}
+            self._file.close()
+            self._file = None
+
+    def whole(self) -> dict[str, dict[str, object]]:
+        """All files are written; returns file -> {bytes, xxh3_128}."""
+        assert self._file is None and not self._shards
+        return self.written
+
+    def finish(
+        self, records: Sequence[Mapping[str, dict[str, object]]] = ()
+    ) -> dict[str, dict[str, object]]:
+        """Write the shard index where there is one; returns file -> {bytes, xxh3_128}.
+
+        Args:
+            records: what `whole` returned in each process.
+        """
+        self.whole()
+        for written in records:
+            self.written |= written
+        if len(self.plan) > 1:
+            where = {item.name: shard.name for shard in self.plan for item in shard.items}
+            total = sum(_written(*shard.items) for shard in self.plan)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            path = self.folder / "model.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            self.written[path.name] = file_record(path)
+        return self.written
+
+
+class FoldersSink:
+    """A `stream.Sink`: output k goes to folder k.
+
+    The journal gets a line for each tensor that is whole: how many there are by then, and the
+    checksum of what each folder's last file holds.
+    """
+
+    def __init__(self, writers: Sequence[FolderWriter], journal: Path | None = None) -> None:
+        self.writers = writers
+        self.done = writers[0].done
+        self._journal = journal
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        last = stop == item.numel
+        for writer, row in zip(self.writers, values, strict=True):
+            writer.write(item, last, row)
+        if last:
+            self.done += 1
+            if self._journal is not None:
+                line = json.dumps([self.done, [writer.digest for writer in self.writers]])
+                with self._journal.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+
+
+def read_journal(path: Path) -> list[list[str]]:
+    """The checksums of a journal: for each tensor that is whole, one for each folder.
+
+    A last line that a kill cut is taken out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+        path.write_bytes(b"".join(lines))
+    hashes: list[list[str]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            done, each = json.loads(line)
+            whole = done == number and all(isinstance(text, str) for text in each)
+        except (ValueError, TypeError):  # what is no JSON, or no pair
+            whole = False
+        if not whole or len(each) != len(hashes[0] if hashes else each):
+            raise UserError(f"{path}: line {number} cannot be read; {ANEW}")
+        hashes.append(each)
+    return hashes
+
+
+class MemorySink:
+    """A `stream.Sink` that holds output k as the state dict `states[k]`."""
+
+    def __init__(self, outputs: int) -> None:
+        self.states: list[dict[str, Tensor]] = [{} for _ in range(outputs)]
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        for state, row in zip(self.states, values, strict=True):
+            if start == 0:
+                state[item.name] = torch.empty(item.shape, dtype=item.out, device="cpu")
+            state[item.name].view(-1)[start:stop] = row
+
+
+def file_record(path: Path) -> dict[str, object]:
+    """{bytes, xxh3_128} of a file as it is."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, HASH: digest.hexdigest()}

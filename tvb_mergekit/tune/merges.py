@@ -1,0 +1,388 @@
+"""A recipe along its coefficient: lambda, or alpha of `basis_negate`, as mergekit plans it.
+
+`basis_ta`, `basis_ties`, `basis_negate` and mergekit's generalized task arithmetic (but for its
+methods that draw at random) are linear in it: the merged model is start + fl(scale * direction),
+and `draw` writes both. For all others `write` merges point by point.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import mergekit.merge
+import torch
+import yaml
+from mergekit import merge_methods
+from mergekit.architecture import WeightInfo
+from mergekit.common import ImmutableMap, ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor, Task
+from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.sparsify import SparsificationMethod
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.document import (
+    check_unknown_keys,
+    from_mapping,
+    load_document,
+    registered,
+    unknown_method,
+)
+from tvb_mergekit.plugin.inputs import Options, planned
+from tvb_mergekit.plugin.loaders import fresh_loaders
+from tvb_mergekit.plugin.plan import Plan, planned_by_mergekit
+from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
+from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.run import merge
+from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.refusals import refusing
+from tvb_mergekit.settings import METHODS, VARYING_KEYS
+from tvb_mergekit.store.store import is_store
+from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
+from tvb_mergekit.tensors.layout import MEMORY
+from tvb_mergekit.tensors.passes import merge_items, most_bases
+from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
+
+RANDOM = (SparsificationMethod.random, SparsificationMethod.della_magprune)
+SHARD = 10**9  # bytes, of what is written: mergekit holds a shard in memory
+CPU = torch.device("cpu")
+
+Tasks = Sequence[tuple[WeightInfo, Task[Any]]]
+
+
+@dataclass(frozen=True)
+class TunedRecipe:
+    """A recipe file, and its coefficient.
+
+    Attributes:
+        document: the recipe as plain objects.
+        text: the recipe as it was written.
+        key: `lambda` or `alpha`.
+        factor: the recipe has layer gradients or filters for it, which the coefficient multiplies.
+        recipe: for our methods.
+        linear: whether the merged model is linear in the coefficient.
+        seed: of mergekit, for methods that draw at random.
+        memory: bytes that a pass over our methods' models may allocate.
+    """
+
+    document: Mapping[str, Any]
+    text: str
+    key: str
+    factor: bool
+    recipe: Recipe | None
+    linear: bool
+    options: Options
+    seed: int
+    memory: int = MEMORY
+
+    @property
+    def method(self) -> str:
+        return str(self.document["merge_method"])
+
+    @property
+    def share(self) -> float:
+        """M / T: what of the validation items is for M bases in the place of T task vectors.
+
+        Raises:
+            UserError: M is known only once the bases are built.
+        """
+        if self.recipe is None:
+            return 1.0
+        if self.recipe.store is not None:
+            bases = self.recipe.store.bases
+            return bases.num_bases / len(bases.tasks)
+        if self.recipe.settings.energy is not None:
+            raise UserError(
+                "--subsample needs M, which `energy` leaves open until the bases are built: give "
+                "`num_bases`"
+            )
+        total = len(self.recipe.tasks)
+        return most_bases(self.recipe.settings, total) / total
+
+    def at(self, point: float) -> dict[str, Any]:
+        """The recipe of one point, as plain objects."""
+        document = copy.deepcopy(dict(self.document))
+        document["parameters"] = root = document.get("parameters") or {}
+        if not self.factor:
+            root[self.key] = point
+            return document
+        elsewhere = VARYING_KEYS[self.key].default_for(self.method) if self.recipe else 1.0
+        if elsewhere is not None:
+            root.setdefault(self.key, elsewhere)
+        for parameters in _sections(document):
+            if self.key in parameters:
+                parameters[self.key] = _scaled(parameters[self.key], point)
+        return document
+
+    def check(self, points: Sequence[float]) -> None:
+        """Raise UserError or MergeRefused where the recipe cannot take one of the points."""
+        for point in points:
+            with refusing(planning=True):
+                if self.recipe is not None:
+                    from_mapping(self.at(point))
+                else:
+                    MergeConfiguration.model_validate(self.at(point))
+
+    @contextmanager
+    def _planned(self, point: float) -> Iterator[Plan | Tasks]:
+        """The plan of a point, or for mergekit's own methods its task for each tensor; either may
+        be run within the context."""
+        document = self.at(point)
+        if self.recipe is not None:
+            with planned(from_mapping(document), self.options, self.memory) as plan:
+                yield plan
+            return
+        with fresh_loaders():
+            with refusing(planning=True):
+                config = MergeConfiguration.model_validate(document)
+                base = config.base_model
+                for model in sorted(self._models(), key=lambda m: (m != base, str(m))):
+                    check_model(model, base, self.options.mergekit)
+                check_tokenizer_source(config)
+                tasks = planned_by_mergekit(config, self.options.mergekit)._tensors
+            yield tasks
+
+    def _models(self) -> set[ModelReference]:
+        models: set[ModelReference]
+        models = MergeConfiguration.model_validate(self.document).referenced_models()
+        return models
+
+    def output_bytes(self) -> int:
+        """The bytes of the merged model; what stops the merge is raised here, before it starts."""
+        with self._planned(1.0) as plan:
+            if isinstance(plan, Plan):
+                return plan.output_bytes
+        folders = [self._folders(model)[0] for model in self._models()]
+        return max(Checkpoint.open(folder).nbytes for folder in folders)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the merged models besides the point: for results that are kept."""
+        document = copy.deepcopy(dict(self.document))
+        if not self.factor:
+            (document.get("parameters") or {}).pop(self.key, None)
+        with refusing(planning=True):
+            models = sorted(self._models(), key=str)
+            files = {str(model): [stamps(f) for f in self._folders(model)] for model in models}
+        return {"recipe": document, "checkpoints": files, "mergekit's seed": self.seed}
+
+    def _folders(self, model: ModelReference) -> list[Path]:
+        """Where a model lies, and its adapter."""
+        cache = self.options.transformers_cache
+        parts = [ModelReference(model=part) for part in (model.model, model.lora) if part]
+        return [Path(part.local_path(cache)) for part in parts]
+
+    def write(self, point: float, out: str | os.PathLike[str], quiet: bool = True) -> None:
+        """Merge one point into a folder, to what `mergekit-yaml` writes."""
+        document = self.at(point)
+        options = self.options.mergekit.model_copy(
+            update={"out_shard_size": SHARD, "quiet": quiet, "random_seed": self.seed}
+        )
+        source = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+        if self.recipe is None:
+            config = MergeConfiguration.model_validate(document)
+            mergekit.merge.run_merge(config, os.fspath(out), options, config_source=source)
+            return
+        found = from_mapping(document)
+        merge(found.recipe, found.config, os.fspath(out), options, source, self.memory)
+
+    def draw(self, start: Path, direction: Path, progress: Progress = silent) -> float:
+        """Write start and direction of every tensor that moves as two models; needs `linear`.
+
+        Returns:
+            What the coefficient is multiplied by to give the scale of the direction.
+        """
+        with self._planned(1.0) as plan:
+            if not isinstance(plan, Plan):
+                _draw_stock(plan, start, direction)
+                return 1.0
+            return self._draw(plan, start, direction, progress)
+
+    def _draw(self, plan: Plan, start: Path, direction: Path, progress: Progress) -> float:
+        basis = plan.build()
+        negation = bool(basis.settings.forget)
+        starts, directions, sums, alone = [], [], {}, {}
+        for name, job in plan.jobs().items():  # as they lie on the disk
+            output = plan.tensors[name]
+            item = output.item()
+            assert item.base is not None
+            alone[name] = replace(job, alone=True)
+            directions.append(replace(item, out=torch.float32))
+            if negation and job.tunables.lambda_ != 0:
+                sums[name] = replace(job, tunables=Tunables(job.tunables.lambda_))
+                starts.append(replace(output.item(), out=torch.float32))
+            elif output.whole is None:
+                starts.append(replace(item, inputs=(), out=item.base.dtype))
+            else:  # what is loaded all at once is dropped when all of it has been read
+                starts.append(replace(output.item(), out=item.base.dtype))
+        for folder, items, jobs in ((start, starts, sums), (direction, directions, alone)):
+            writer = FolderWriter(folder, plan_shards(items), {"format": "pt"})
+            sink = FoldersSink([writer])
+            merge_items(basis, items, jobs, sink, budget=self.memory, progress=progress)
+            writer.finish()
+        return -1.0 if negation else basis.scale
+
+    def coefficients(self, point: float, names: Sequence[str]) -> dict[str, float]:
+        """The coefficient of each tensor at a point; they differ where there are gradients."""
+        if not self.factor:
+            return dict.fromkeys(names, point)
+        with self._planned(point) as plan:
+            if not isinstance(plan, Plan):
+                return {w.name: float(dict(t.parameters.items())[self.key]) for w, t in plan}
+            found = {name: job.tunables for name, job in plan.jobs().items()}
+            return {n: t.alpha if self.key == "alpha" else t.lambda_ for n, t in found.items()}
+
+    def tuned(self, point: float) -> str:
+        """The recipe of a point as text: the user's own with the number changed, if that is all."""
+        wanted = self.at(point)
+        lines = self.text.splitlines(keepends=True)
+        for place, line in enumerate(lines):
+            head, colon, _ = line.partition(":")
+            if colon and head.strip() == self.key:
+                changed = f"{head}: {point!r}  # found by tvb tune\n"
+                text = "".join([*lines[:place], changed, *lines[place + 1 :]])
+                with suppress(yaml.YAMLError):  # it was more than one line
+                    if yaml.safe_load(text) == wanted:
+                        return text
+        return str(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
+
+
+def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY) -> TunedRecipe:
+    """The recipe in a file; of a store, its `recipes/add.yml`.
+
+    Raises:
+        UserError, MergeRefused: no recipe, a mistake in it, or nothing to tune in it.
+    """
+    if os.path.isdir(path):
+        if not is_store(path):
+            raise UserError(f"{path}: a folder, and no store; name a recipe, or a store")
+        path = str(Path(path) / "recipes" / "add.yml")
+    document = load_document(path)
+    text = Path(path).read_text(encoding="utf-8-sig")
+    method = document.get("merge_method")
+    recipe, linear = None, True
+    if method in METHODS:
+        found = from_mapping(document)
+        if found.raw:
+            raise UserError(
+                f"{path}: its models are weight files, which lm-eval cannot load; list folders"
+            )
+        recipe = found.recipe
+    else:
+        linear = _check_stock(path, document)
+    key = "alpha" if method == "basis_negate" else "lambda"
+    root = document.get("parameters") or {}
+    given = [section for section in _sections(document) if key in section]
+    factor = any(s is not root or isinstance(s[key], list | dict) for s in given)
+    return TunedRecipe(document, text, key, factor, recipe, linear, options, seed, memory)
+
+
+def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
+    """Whether one of mergekit's own methods is linear in lambda.
+
+    Raises:
+        UserError: it has no lambda, or no base.
+    """
+    name = document.get("merge_method")
+    known = {method.spec.name: method for method in merge_methods.registered_methods()}
+    if not isinstance(name, str) or name not in known:
+        raise unknown_method(path, name, registered())
+    able = [n for n, m in known.items() if any(p.name == "lambda" for p in m.spec.parameters)]
+    if name not in able:
+        raise UserError(
+            f"{path}: {name} has no coefficient `lambda` to tune: {', '.join(sorted(able))} have"
+        )
+    with refusing(planning=True):
+        check_unknown_keys(document, MergeConfiguration)
+        config = MergeConfiguration.model_validate(document)
+    if config.base_model is None:
+        raise UserError(
+            f"`base_model` is missing: {name} needs the model that all others are fine-tuned from"
+        )
+    method = known[name]
+    return (
+        isinstance(method, GeneralizedTaskArithmeticMerge)
+        and method.sparsification_method not in RANDOM
+    )
+
+
+def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every `parameters` of the recipe that is not one model's own."""
+    for part in (document, *(document.get("modules") or {}).values()):
+        for place in (part, *(part.get("slices") or ())):
+            if isinstance(place.get("parameters"), dict):
+                yield place["parameters"]
+
+
+def _scaled(setting: Any, by: float) -> Any:
+    if isinstance(setting, list):
+        return [_scaled(item, by) for item in setting]
+    if isinstance(setting, dict):
+        return {**setting, "value": _scaled(setting["value"], by)}
+    return float(setting) * by
+
+
+def stamps(folder: Path) -> dict[str, Any]:
+    """What changes with the weights, the configuration and the tokenizer of a model."""
+    stats = {name: (folder / name).stat() for name in weight_files(folder)}
+    texts = {file.name: file.read_bytes() for file in sorted(folder.glob("*.json"))}
+    return {
+        **{name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        **{name: hashlib.sha256(text).hexdigest() for name, text in texts.items()},
+    }
+
+
+def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:
+    """`draw` for mergekit's generalized task arithmetic; what it does not merge is left out."""
+    merges: dict[Any, list[tuple[str, Any]]] = {}  # a layer may be taken twice
+    for weight, task in tasks:
+        merges.setdefault(task.gather_tensors, []).append((weight.name, task))
+    files: dict[str, str] = {}
+    for folder in (start, direction):
+        folder.mkdir(parents=True)
+    for gathering, tensors in Executor(list(merges), CPU, CPU).run(quiet=True):
+        for name, task in merges[gathering]:
+            if (pair := _split(task, tensors)) is not None:
+                files[name] = f"{len(files)}.safetensors"
+                for folder, tensor in zip((start, direction), pair, strict=True):
+                    save_file({name: tensor.contiguous()}, folder / files[name])
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    for folder in (start, direction):
+        (folder / "model.safetensors.index.json").write_text(index)
+
+
+def _split(
+    task: ExecuteMergeMethodTask, tensors: Mapping[ModelReference, Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """start and direction of one tensor, by mergekit's own code; None if it does not merge it.
+
+    mergekit computes base + lambda * f(models - base) in the inputs' dtype. With a base of zeros
+    and the differences in the place of the models, that is f alone.
+    """
+    base = task.base_model
+    start = tensors.get(base)
+    models = {  # an optional tensor is merged from those that have it
+        model: tensor
+        for model in task.model_order
+        if model != base and (tensor := tensors.get(model)) is not None
+    }
+    if start is None or not models or not start.is_floating_point():
+        return None
+    dtypes = [tensor.dtype for tensor in models.values()]
+    start = start.to(reduce(torch.promote_types, dtypes, start.dtype))
+    moved = {model: tensor.to(start.dtype) - start for model, tensor in models.items()}
+    given = dict(task.parameters.items()) | {"lambda": 1.0}
+    alone = task.model_copy(update={"parameters": ImmutableMap(data=given)})
+    return start, alone.execute({**moved, base: torch.zeros_like(start)})

@@ -1,0 +1,187 @@
+"""The model that lm-eval scores: moved along start + fl(scale * direction), or merged anew.
+
+Every move begins at `start`, so no error piles up, and its two roundings are those of the merge:
+the weights are those that `mergekit-yaml` writes, to the last bit of their dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.merge import check_output
+from tvb_mergekit.errors import UserError, listed, megabytes
+from tvb_mergekit.progress import bars
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from tvb_mergekit.tune.merges import TunedRecipe
+
+LOG = logging.getLogger(__name__)
+CHUNK = 2**22  # elements that are moved at a time
+SLACK = 2**28  # bytes, of a batch of a tiny model and the like
+
+
+class Line:
+    """The tensors of a live model that move, with start and direction in the files of two models.
+
+    Args:
+        unit: what a coefficient is multiplied by to give the scale of the direction.
+        live: name in the files -> the flattened tensor in memory, and the dtype of the merge.
+    """
+
+    def __init__(
+        self, start: Path, direction: Path, unit: float, live: Mapping[str, tuple[Tensor, Any]]
+    ) -> None:
+        self.unit = unit
+        self._files = Checkpoint.open(start), Checkpoint.open(direction)
+        self.live = {name: live[name] for name in self._files[1].tensors if name in live}
+
+    def move(self, coefficients: Mapping[str, float]) -> None:
+        """Put the model where the line has these coefficients, by tensor name."""
+        for _, held, value in self._values(coefficients):
+            held.copy_(value)
+
+    def differing(self, coefficients: Mapping[str, float]) -> list[str]:
+        """The tensors of the model that are not what the line has at these coefficients."""
+        found = self._values(coefficients)
+        names = [name for name, held, value in found if not torch.equal(value.to(held.dtype), held)]
+        return list(dict.fromkeys(names))
+
+    def _values(self, coefficients: Mapping[str, float]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, chunk of the live tensor [n], its values at the coefficients [n])."""
+        for name, (held, dtype) in self.live.items():
+            scale = coefficients[name] * self.unit
+            tensors = (held, *(file.tensor(name).view(-1) for file in self._files))
+            chunks = (tensor.split(CHUNK) for tensor in tensors)
+            for place, start, direction in zip(*chunks, strict=True):
+                moved = direction.to(held.device) * scale
+                value = moved.add_(start.to(held.device).to(moved.dtype)).to(dtype)
+                check_output(name, value, dtype)
+                yield name, place, value
+
+
+def live_tensors(model: torch.nn.Module, folder: Path) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """The tensors of a loaded model, flattened, under the names and with the dtypes of its files.
+
+    Raises:
+        UserError: a parameter has another name in memory than in the files.
+    """
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if t.is_contiguous()}
+    live = {
+        name: (state[name].detach().view(-1), info.dtype)
+        for name, info in Checkpoint.open(folder).tensors.items()
+        if name in state and tuple(state[name].shape) == info.shape
+    }
+    reached = {tensor.data_ptr() for tensor, _ in live.values()}
+    lost = [name for name, p in model.named_parameters() if p.data_ptr() not in reached]
+    if lost:
+        raise UserError(f"in memory the model names {listed(lost)} otherwise than its files")
+    return live
+
+
+class Model:
+    """What lm-eval scores, at any point.
+
+    One point is merged to a folder and loaded from there, so that configuration, tokenizer and
+    dtype are those of a merged model. From then on its weights move in place. The line must lead
+    through that point to the last bit; where it does not, and where the recipe is not linear, every
+    point is merged to a folder and loaded.
+
+    Args:
+        work: a folder for the merged model and the line; emptied here.
+        load: a folder -> the lm-eval model in it, whose `model` is the module.
+        begin: a coefficient to merge first in the place of 0, through which every line leads, and
+            where what the models say differently is the same.
+    """
+
+    def __init__(
+        self,
+        recipe: TunedRecipe,
+        work: Path,
+        load: Callable[[Path], Any],
+        quiet: bool,
+        begin: float = 1.0,
+    ) -> None:
+        self.recipe, self.work, self.load, self.quiet = recipe, work, load, quiet
+        self.begin = begin
+        self.line: Line | None = None
+        self._lm: Any = None
+        self._merged: float | None = None  # the point in the folder
+
+    def at(self, point: float) -> Any:
+        """The lm-eval model with the weights of a point.
+
+        Raises:
+            UserError, MergeRefused: what stops a merge; an overflow of the output dtype.
+        """
+        if self._lm is None:
+            self._begin(point)
+        if self.line is not None:
+            self.line.move(self.recipe.coefficients(point, list(self.line.live)))
+        elif point != self._merged:
+            self._reload(point)
+        return self._lm
+
+    def _begin(self, point: float) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+        recipe, anew = self.recipe, "each point is merged to disk and loaded"
+        if not recipe.linear:
+            LOG.warning(
+                "%s draws at random and is not linear in %s: %s, with mergekit's seed %d",
+                recipe.method,
+                recipe.key,
+                anew,
+                recipe.seed,
+            )
+            return
+        first = point or self.begin
+        self._reload(first)
+        try:
+            live = live_tensors(self._lm.model, self.work / "model")
+        except UserError as error:
+            LOG.warning("%s: %s", error, anew)
+            return
+        start, direction = self.work / "start", self.work / "direction"
+        unit = recipe.draw(start, direction, bars(self.quiet))
+        line = Line(start, direction, unit, live)
+        differing = line.differing(recipe.coefficients(first, list(line.live)))
+        if differing:
+            LOG.warning(
+                "%s: not linear in %s to the last bit; %s", listed(differing), recipe.key, anew
+            )
+            return
+        self.line = line
+
+    def _reload(self, point: float) -> None:
+        folder = self.work / "model"
+        self._lm = self._merged = None  # before the next one is loaded
+        shutil.rmtree(folder, ignore_errors=True)
+        self.recipe.write(point, folder)
+        self._lm, self._merged = self.load(folder), point
+
+    def close(self) -> None:
+        """Delete what was only for the search."""
+        self._lm = self.line = None
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def check_memory(nbytes: int, device: str) -> None:
+    """Raise UserError unless a model of `nbytes` fits beside what runs already."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    if (on := torch.device(device)).type == "cuda":
+        free = torch.cuda.mem_get_info(on)[0]
+    needed = nbytes + nbytes // 4 + SLACK
+    if free < needed:
+        raise UserError(
+            f"too little memory on {device}: the model takes {megabytes(needed)} with room to "
+            f"work, {megabytes(free)} are free; free some, or take another --device"
+        )
