@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from tiny import load
 from torch import Tensor
 
-from tvb_mergekit import cli
-from tvb_mergekit.plugin.running import load_documents
+from tvb_mergekit.cli import commands as cli
+from tvb_mergekit.plugin.document import load_documents
 
 MODULES = {
     "mergekit-yaml": "mergekit.scripts.run_yaml",
@@ -52,6 +52,21 @@ def recipe(
     if dtype:
         made["dtype"] = dtype
     return made | dict(extra or {})
+
+
+def slices(
+    base: Path | str,
+    models: Sequence[Path | str],
+    ranges: Sequence[tuple[int, int]],
+    own: Mapping[int, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The key `slices` of a recipe over these layers; `own` as for `recipe`."""
+    listed = [
+        {"model": str(model)} | ({"parameters": dict(own[n])} if own and n in own else {})
+        for n, model in enumerate((*models, base))
+    ]
+    parts = [{"sources": [{**source, "layer_range": list(s)} for source in listed]} for s in ranges]
+    return {"slices": parts}
 
 
 @dataclass
@@ -127,33 +142,16 @@ def merge(
     return Result(out, done.output)
 
 
-def merge_outside(
-    recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    out: Path,
-    *args: str,
-    command: str = "mergekit-yaml",
-    cache: Path | str | None = None,
-    env: Mapping[str, str] | None = None,
-) -> Result:
-    """Run the command itself, as a process of its own."""
-    script = Path(sys.executable).with_name(command)
-    head = [str(script)] if script.exists() else [sys.executable, "-m", MODULES[command]]
-    words = [*head, str(write(recipes, out)), *place(command, out), "--quiet", *args]
-    done = run(words, out, cache, env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Result(out, done.stdout + done.stderr)
-
-
 def run(
     words: Sequence[str],
     out: Path,
     cache: Path | str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    whole = os.environ | {"OMP_NUM_THREADS": "1"} | settings(cache, out, env)
+    """An installed command, in a process of its own."""
     return subprocess.run(
-        list(words),
-        env=whole,
+        [str(Path(sys.executable).with_name(words[0])), *words[1:]],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | settings(cache, out, env),
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -176,6 +174,14 @@ def refused(*words: object) -> str:
     done = tvb(*words, code=1)
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr
     return str(done.stderr)
+
+
+def assert_same(one: Result, other: Result) -> None:
+    """The same tensors to the bit."""
+    assert set(one.tensors) == set(other.tensors)
+    for name, tensor in one.tensors.items():
+        assert tensor.dtype == other.tensors[name].dtype
+        assert torch.equal(tensor, other.tensors[name]), name
 
 
 def assert_close(

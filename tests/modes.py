@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tvb_mergekit import stream
+from tvb_mergekit.tensors import stream
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def in_every_thread(mode: Callable[[], TorchDispatchMode]) -> Iterator[None]:
         return mock.patch.object(kind, "__init__", watched)
 
     with ExitStack() as stack:
-        for kind in (stream.TaskVectorBlocks, stream.Operands):
+        for kind in (stream.Chunks, stream.Operands):
             stack.enter_context(watching(kind))
         stack.enter_context(mode())
         yield

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tvb_mergekit.gram import Sketch
+from tvb_mergekit.core.gram import Sketch
 
 Array = NDArray[np.float64]
 State = Mapping[str, Tensor]
@@ -171,9 +171,10 @@ def spectral_bound(gram: Array, count: int) -> float:
     return float(np.sort(np.linalg.eigvalsh(gram))[::-1][count:].sum())
 
 
-def balanced_bound(gram: Array, count: int) -> float:
-    ones = np.ones(len(gram))
-    deflated = gram - np.outer(gram @ ones, gram @ ones) / (ones @ gram @ ones)
+def balanced_bound(gram: Array, count: int, weights: Array | None = None) -> float:
+    """The eigenvalues beyond the (M-1)-th of G - G w w^T G / (w^T G w)."""
+    w = np.ones(len(gram)) if weights is None else weights
+    deflated = gram - np.outer(gram @ w, gram @ w) / (w @ gram @ w)
     return float(np.sort(np.linalg.eigvalsh(deflated))[::-1][count - 1 :].sum())
 
 
@@ -225,7 +226,8 @@ def ties(
     merge_func: str = "sum",
 ) -> Trimmed:
     """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 of its
-    threshold (`model`, found from bins of a relative width of 6e-5) or 1e-6 (`tensor`)."""
+    threshold (`model`, found from bins of a relative width of 6e-5) or 1e-6 (`tensor`), and those
+    whose sum cancels."""
     width = 2e-4 if trim == "model" else 1e-6
     thresholds = np.empty_like(bases)
     start = 0
@@ -246,7 +248,9 @@ def ties(
         start += size
     boundary = (np.abs(np.abs(bases) - thresholds) <= width * thresholds).any(axis=1)
     kept = np.where(np.abs(bases) >= thresholds, bases, 0.0)
-    elected = np.sign(kept.sum(axis=1))
+    total = kept.sum(axis=1)
+    boundary |= (total != 0) & (np.abs(total) <= 1e-6 * np.abs(kept).sum(axis=1))
+    elected = np.sign(total)
     agreeing = np.where(np.sign(kept) == elected[:, None], kept, 0.0)
     if merge_func == "max":
         merged = elected * np.abs(agreeing).max(axis=1)
@@ -316,10 +320,6 @@ def expect(
     varying: Mapping[str, Value] | None = None,
 ) -> Expected:
     """The merged tensors of a recipe; `varying` gives lambda, alpha or density tensor by tensor."""
-    size = dense.tau.shape[1]
-    chosen: dict[str, Value] = {"lambda": 0.0 if method == "basis_negate" else 0.4, "density": 0.2}
-    chosen |= {k: parameters[k] for k in ("lambda", "alpha", "density") if k in parameters}  # type: ignore[misc]
-    chosen |= varying or {}
     if parameters.get("basis") == "rand_proj":
         count = number_of_bases(dense.gram, parameters.get("num_bases"))  # type: ignore[arg-type]
         bases, inner = random_projection(dense, count, int(parameters.get("seed", 0)))  # type: ignore[call-overload]
@@ -327,7 +327,25 @@ def expect(
     else:
         found = coefficients(dense, parameters, stored)
         bases, rebuilt = dense.tau @ found.encoder, dense.tau @ found.reconstruction
-    factor = size / bases.shape[1] if parameters.get("lambda_scale") == "tasks" else 1.0
+    return merged(dense, method, parameters, bases, rebuilt, tasks, varying)
+
+
+def merged(
+    dense: Dense,
+    method: str,
+    parameters: Mapping[str, object],
+    bases: Array,
+    rebuilt: Array,
+    tasks: Sequence[str],
+    varying: Mapping[str, Value] | None = None,
+) -> Expected:
+    """The same from B [d, M] and T_hat [d, T]."""
+    chosen: dict[str, Value] = {"lambda": 0.0 if method == "basis_negate" else 0.4, "density": 0.2}
+    chosen |= {k: parameters[k] for k in ("lambda", "alpha", "density") if k in parameters}  # type: ignore[misc]
+    chosen |= varying or {}
+    factor = 1.0
+    if parameters.get("lambda_scale") == "tasks":
+        factor = rebuilt.shape[1] / bases.shape[1]
     given = chosen["lambda"]
     scaled: Value = (lambda name: factor * given(name)) if callable(given) else factor * given
     if method == "basis_ta":
@@ -336,12 +354,8 @@ def expect(
         names = [name.strip() for name in str(parameters["forget"]).split(",")]
         columns = rebuilt[:, [list(tasks).index(name) for name in names]]
         return Expected(dense.split(negation(dense, bases, columns, scaled, chosen["alpha"])))
-    result = ties(
-        dense,
-        bases,
-        scaled,
-        chosen["density"],
-        str(parameters.get("trim", "model")),
-        str(parameters.get("merge_func", "sum")),
+    trim, merge_func = (
+        str(parameters.get(*each)) for each in (("trim", "model"), ("merge_func", "sum"))
     )
-    return Expected(dense.split(result.merged), dense.split(result.boundary))
+    found = ties(dense, bases, scaled, chosen["density"], trim, merge_func)
+    return Expected(dense.split(found.merged), dense.split(found.boundary))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from test_lora import LINEAR, changes, model_of, train
 from torch import Tensor
 
-from tvb_mergekit import store
+from tvb_mergekit.store import store
 
 State = dict[str, Tensor]
 TASKS = ("math", "code", "safety")
@@ -36,7 +36,7 @@ class World:
         self.base, (self.full,) = tiny.family(root, tasks=("full",))
         configs: dict[str, dict[str, Any]] = {
             "math": {},
-            "code": {"target_modules": ["q_proj", "up_proj"], "r": 2},
+            "code": {"target_modules": ["q_proj", "up_proj"], "r": 2, "task_type": "CAUSAL_LM"},
             "safety": {"use_rslora": True, "target_modules": LINEAR[:4], "r": 3},
         }
         self.deltas = {
@@ -90,15 +90,22 @@ def build(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return get
 
 
+def loaded_by_peft(folder: Path, base: Path) -> State:
+    """What PEFT adds to the base, with every warning an error."""
+    model = model_of(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # GPT-2's wte
+        return changes(peft.PeftModel.from_pretrained(model, folder).merge_and_unload(), base)
+
+
 def vectors_of(folder: Path, world: World) -> Tensor:
     """The bases of a store, [d, M] float64, adapters as PEFT reads them."""
     columns = []
     for basis in sorted(folder.glob("basis-*/")):
         if (basis / "adapter_config.json").exists():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = peft.PeftModel.from_pretrained(model_of(world.base), basis)
-                columns.append(world.flat(changes(model.merge_and_unload(), world.base)))
+            columns.append(world.flat(loaded_by_peft(basis, world.base)))
         else:
             columns.append(world.flat(tiny.load(basis)))
     return torch.stack(columns, dim=1)
@@ -138,13 +145,23 @@ def test_weight_and_exclude(world: World, build: Callable[..., Path]) -> None:
         near(found.norm(dim=0), (dense @ bases.encoder).norm(dim=0))
 
 
-DTYPES = [
-    *[("float32", None), ("float32", 3), ("float32", 1), ("bfloat16", None), ("bfloat16", 3)],
-    *[("float16", None), ("float16", 3)],
-]
+def check_bounds(bases: store.Bases, dense: Tensor, found: Tensor, wide: float) -> None:
+    """The errors lie in the bounds, of exact sums of the vectors and of float32 ones."""
+    norms = dense.norm(dim=0)
+    exact = (found @ bases.decoder - dense).norm(dim=0)
+    summed = (found.float() @ bases.decoder.float()).double()
+    low, high = bases.tensors["errors"]
+    assert (low <= exact).all() and (exact <= high).all(), (low, exact, high)
+    assert (high - low <= wide * norms).all()
+    for task, error in zip(TASKS, (summed - dense).norm(dim=0) / norms, strict=True):
+        bounds = bases.facts["errors"][task]
+        assert bounds["at_least"] <= float(error) <= bounds["at_most"]
+        assert bounds["at_most"] - bounds["at_least"] <= wide
 
 
-@pytest.mark.parametrize("dtype, rank", DTYPES, ids=[f"{d}-{r}" for d, r in DTYPES])
+@pytest.mark.parametrize(
+    ("dtype", "rank"), [("float32", None), ("float32", 1), ("bfloat16", 3), ("float16", None)]
+)
 def test_adapters_are_what_peft_adds_and_errors_are_bounds(
     dtype: str, rank: int | None, world: World, build: Callable[..., Path]
 ) -> None:
@@ -155,18 +172,14 @@ def test_adapters_are_what_peft_adds_and_errors_are_bounds(
     if dtype == "float32" and rank is None:
         near(found, dense @ bases.encoder)
     config = json.loads((folder / "basis-000/adapter_config.json").read_text())
-    assert config["r"] == (rank or 4 + 2 + 3)
-    off = found @ bases.decoder - dense
-    for task, error in zip(TASKS, off.norm(dim=0) / dense.norm(dim=0), strict=True):
-        bounds = bases.facts["errors"][task]
-        assert bounds["at_least"] <= float(error) <= bounds["at_most"]
-        assert bounds["at_most"] - bounds["at_least"] <= 2e-5
+    assert config["r"] == (rank or 4 + 2 + 3) and config["task_type"] == "CAUSAL_LM"
+    check_bounds(bases, dense, found, 2e-5)
     assert "adapter bases" in tvb("inspect", folder).stdout
     for file in folder.rglob("adapter_model.safetensors"):
         assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
 
 
-@pytest.mark.parametrize("weight", [1.0, 1e-3, -1e3])
+@pytest.mark.parametrize("weight", [1.0, -1e3])
 def test_bounds_hold_where_large_terms_cancel(
     weight: float, world: World, build: Callable[..., Path]
 ) -> None:
@@ -175,21 +188,9 @@ def test_bounds_hold_where_large_terms_cancel(
         model["parameters"] = {"weight": weight}
     bases, dense = store.load(build(made, "--adapters")), world.dense((weight,) * 3)
     assert float(bases.decoder.abs().max()) > 300
-    vectors = torch.stack(
-        [torch.cat([vector.tensor(n).flatten() for n in bases.names]) for vector in bases.vectors]
-    )
-    named = [(n, t.numel()) for n, t in sorted(world.theta.items())]
-    parts = dict(zip((n for n, _ in named), dense.split([k for _, k in named]), strict=True))
-    tau = torch.cat([parts[name] for name in bases.names])
-    for number, task in enumerate(TASKS):
-        summed = (bases.decoder[:, number].float() @ vectors).double()
-        true = float((summed - tau[:, number]).norm() / tau[:, number].norm())
-        bounds = bases.facts["errors"][task]
-        assert bounds["at_least"] <= true <= bounds["at_most"] < 0.1, (true, bounds)
-        exact = vectors.double().T @ bases.decoder[:, number] - tau[:, number]
-        low, high = bases.tensors["errors"][:, number].tolist()
-        assert low <= float(exact.norm()) <= high, (low, float(exact.norm()), high)
-        assert high - low < 0.1 * float(tau[:, number].norm())
+    vectors = [{n: vector.tensor(n) for n in bases.names} for vector in bases.vectors]
+    found = torch.stack([world.flat(vector) for vector in vectors], dim=1)
+    check_bounds(bases, dense, found, 0.1)
 
 
 def test_a_store_is_as_wide_as_the_adapters(world: World, tmp_path: Path) -> None:
@@ -255,17 +256,6 @@ def test_recipes_over_adapters_and_tensors_are_alike(
     assert merged[1].facts["tasks"] == list(TASKS)
 
 
-@pytest.mark.slow  # a process of its own
-def test_ready_recipes_run_from_the_command(
-    world: World, build: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = build(world.recipe(), "--adapters")
-    made_of = commands.ready(folder, "add.yml")
-    result = commands.merge_outside(made_of, tmp_path / "out")
-    assert set(result.tensors) == set(world.theta)
-    assert "adapter_config.json" not in {file.name for file in result.folder.iterdir()}
-
-
 def test_export(world: World, build: Callable[..., Path], tmp_path: Path) -> None:
     folder = build(world.recipe(), "--adapters")
     bases, dense = store.load(folder), world.dense()
@@ -292,14 +282,6 @@ def test_check_and_inspect_a_recipe_of_adapters(world: World, tmp_path: Path) ->
 # What is not s B A, or not only adapters
 
 
-def way_out(file: Path, out: Path, cache: Path) -> Tensor:
-    """Build with --fuse; the Gram matrix."""
-    assert "--lora-merge-cache DIR" in refused("build", file, out, "--fuse")
-    tvb("build", file, out, "--fuse", "--lora-merge-cache", cache, "--quiet")
-    assert not (out / "basis-000/adapter_config.json").exists()
-    return store.load(out).tensors["gram"]
-
-
 def test_dora_and_trained_modules_are_fused_instead(world: World, tmp_path: Path) -> None:
     dora = train(world.base, tmp_path / "dora", use_dora=True)
     trained = tmp_path / "trained"
@@ -316,10 +298,13 @@ def test_dora_and_trained_modules_are_fused_instead(world: World, tmp_path: Path
         for command in (("build", file, tmp_path / "store"), ("check", file), ("inspect", file)):
             said = refused(*command)
             assert str(adapter) in said and "--fuse --lora-merge-cache DIR" in said
-        gram = way_out(file, tmp_path / "store", tmp_path / "fused")
+        assert "--lora-merge-cache DIR" in refused("build", file, tmp_path / "store", "--fuse")
+        fused = ["--fuse", "--lora-merge-cache", tmp_path / "fused"]
+        tvb("build", file, tmp_path / "store", *fused, "--quiet")
+        assert not (tmp_path / "store/basis-000/adapter_config.json").exists()
         dense = torch.stack([world.dense()[:, 0], change], dim=1)
-        near(gram, dense.T @ dense)
-        tvb("check", file, "--fuse", "--lora-merge-cache", tmp_path / "fused", "--deep")
+        near(store.load(tmp_path / "store").tensors["gram"], dense.T @ dense)
+        tvb("check", file, *fused, "--deep")
         shutil.rmtree(tmp_path / "store")
 
 
@@ -353,17 +338,14 @@ def test_adapters_of_another_base(world: World, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"base", "wide", "r.yml"}
 
 
-@pytest.mark.parametrize("options", [("--resume",), ("--fuse",)])
-def test_options_that_do_not_go_together(
-    options: tuple[str, ...], world: World, tmp_path: Path
-) -> None:
+def test_options_that_do_not_go_together(world: World, tmp_path: Path) -> None:
     file = commands.write(world.recipe(), tmp_path / "r")
-    assert "--adapters goes with neither" in refused(
-        "build", file, tmp_path / "store", "--adapters", *options
-    )
-    assert "--rank belongs to --adapters" in refused("build", file, tmp_path / "store", "--rank", 2)
-    pca = commands.write(world.recipe(basis="pca"), tmp_path / "r")
-    assert "leave --adapters out" in refused("build", pca, tmp_path / "store", "--adapters")
+    words = ["build", file, tmp_path / "store"]
+    for option in ("--resume", "--fuse"):
+        assert "--adapters goes with neither" in refused(*words, "--adapters", option)
+    assert "--rank belongs to --adapters" in refused(*words, "--rank", 2)
+    commands.write(world.recipe(basis="pca"), tmp_path / "r")
+    assert "leave --adapters out" in refused(*words, "--adapters")
 
 
 # Growing
@@ -384,17 +366,11 @@ def test_add_an_adapter(world: World, build: Callable[..., Path], tmp_path: Path
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
 
 
-def test_add_to_a_store_of_adapters(world: World, build: Callable[..., Path]) -> None:
-    folder = build(world.recipe(), "--adapters")
-    model = f"{world.base}+{world.root / 'code'}"
-    assert "without --adapters" in refused("add", folder, model, "--task", "again")
-
-
 @pytest.mark.parametrize("name", ["gpt2", "embeddings"])
 def test_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
     """GPT-2 stores its matrices transposed; embeddings have factors of their own."""
     make, target = {
-        "gpt2": (tiny.gpt2, ["c_attn", "c_proj"]),
+        "gpt2": (tiny.gpt2, ["c_attn", "c_proj", "wte"]),
         "embeddings": (tiny.llama, ["embed_tokens", "lm_head", "v_proj"]),
     }[name]
     base, _ = tiny.family(tmp_path, make, ())
@@ -406,11 +382,8 @@ def test_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
     models = [f"{base}+{tmp_path / task}" for task in ("a", "b")]
     file = commands.write(recipe("basis_ta", base, models, basis="none"), tmp_path / "r")
     tvb("build", file, tmp_path / "store", "--adapters", "--quiet")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(model_of(base), tmp_path / "store/basis-001")
-        found = changes(model.merge_and_unload(), base)
-    near(torch.cat([found[n].flatten() for n in sorted(start)]), dense[1])
+    peft_adds = loaded_by_peft(tmp_path / "store/basis-001", base)
+    near(torch.cat([peft_adds[n].flatten() for n in sorted(start)]), dense[1])
     made_of = commands.ready(tmp_path / "store", "add.yml")
     made_of["parameters"]["lambda"] = 0.5
     merged = merge(made_of, tmp_path / "out").tensors

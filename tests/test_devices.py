@@ -7,21 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from commands import refused
-from mergekit import multigpu_executor
-from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
-from mergekit.merge import _model_out_config, run_merge
+from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
+from passing import combine, gram_of, merge_tensor
 from tiny import family
 
-from tvb_mergekit import cli
-from tvb_mergekit.engine import Job, Tunables, build_basis, merge_items, merge_tensor
-from tvb_mergekit.layout import MEMORY, Needs, plan_layout
-from tvb_mergekit.plugin.tasks import BuildBasis
-from tvb_mergekit.recipe import resolve_settings
-from tvb_mergekit.stream import Item, combine, gram_of, held_item
-from tvb_mergekit.writing import MemorySink
+from tvb_mergekit.cli.options import auto_device
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
+from tvb_mergekit.tensors.passes import Job, build_basis, merge_items
+from tvb_mergekit.tensors.stream import Item, held_item
+from tvb_mergekit.tensors.writing import MemorySink
 
 CPU = torch.device("cpu")
 TASKS = ["a", "b", "c", "d"]
@@ -37,9 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> MergeConfiguration:
     )
 
 
-def tensors(
-    count: int = 3, numel: int = 5000
-) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
+def tensors(count: int = 3, numel: int = 5000) -> Family:
     generator = torch.Generator().manual_seed(0)
     made = {}
     for index in range(count):
@@ -79,14 +75,6 @@ def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, 
     assert all(torch.equal(a, b) for a, b in zip(results[:half], results[half:], strict=True))
 
 
-def test_two_workers_sum_to_the_same_gram_matrix() -> None:
-    items = items_of(tensors(count=7))
-    one = gram_of(items, TASKS, devices=[CPU])
-    two = gram_of(items, TASKS, devices=[CPU, CPU])
-    assert torch.equal(one.gram, two.gram)
-    assert one.base_norm_squared == two.base_norm_squared
-
-
 @pytest.mark.parametrize(
     ("method", "given"),
     [
@@ -95,7 +83,7 @@ def test_two_workers_sum_to_the_same_gram_matrix() -> None:
         ("basis_ties", {"basis": "none", "trim": "tensor"}),
     ],
 )
-def test_two_devices_merge_to_the_same_bits(method: str, given: dict[str, object]) -> None:
+def test_any_number_of_devices_gives_the_same_bits(method: str, given: dict[str, object]) -> None:
     items = items_of(tensors(count=5, numel=300_000))
     settings = resolve_settings(method, given, TASKS)
     jobs = {item.name: Job(item.name, Tunables(0.4, density=0.2)) for item in items}
@@ -105,7 +93,8 @@ def test_two_devices_merge_to_the_same_bits(method: str, given: dict[str, object
         sink, bases = MemorySink(1), MemorySink(basis.num_bases)
         merge_items(basis, items, jobs, sink, devices=devices)
         combine(items, basis.weighted_encoder, bases, devices=devices)
-        states.append([*sink.states, *bases.states])
+        sums = {"gram": gram_of(items, TASKS, devices=devices).gram}
+        states.append([sums, *sink.states, *bases.states])
     for one, two in zip(*states, strict=True):
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one)
@@ -119,12 +108,12 @@ def test_every_device_gets_its_threads() -> None:
 def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert cli._auto_device() == "cuda"
+    assert auto_device() == "cuda"
     found = []
     for rank in range(4):
         for name, value in (("WORLD_SIZE", "8"), ("RANK", rank + 4), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, str(value))
-        found.append(cli._auto_device())
+        found.append(auto_device())
     assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
 
 
@@ -133,24 +122,6 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     made["layer.2.weight"][1][1][17] = float("nan")
     with pytest.raises(ValueError, match=r"layer\.2\.weight.*`b` holds 1 NaN"):
         gram_of(items_of(made), TASKS, devices=[CPU, CPU])
-
-
-def test_multi_gpu_islands_stay_balanced(
-    monkeypatch: pytest.MonkeyPatch, recipe: MergeConfiguration
-) -> None:
-    """The basis is one node on the main thread, so the tensors remain independent islands that
-    four devices share; checked on the partition, without running it."""
-    options = MergeOptions()
-    arch = get_architecture_info(recipe, options)
-    planner = MergePlanner(recipe, arch, options, _model_out_config(recipe, arch))
-    targets = planner.plan_to_disk("unused")
-    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_type", lambda: "cuda")
-    executor = multigpu_executor.MultiGPUExecutor(targets, num_gpus=4)
-    leading = [handle.task() for handle in executor.leading_main_handles]
-    assert sum(isinstance(task, BuildBasis) for task in leading) == 1
-    counts = [len(island) for island in executor.gpu_assignments.values()]
-    assert len(counts) == 4
-    assert max(counts) <= 1.5 * min(counts)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")

@@ -1,308 +1,294 @@
-"""Encoders: the closed forms meet their bounds, the training is the authors', the rest is exact."""
+"""Encoders: the closed forms meet their bounds, the training is the authors', and the exact solver
+is at the spectral bound where Theorem 3.4 allows it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import helmert
+from scipy.optimize import minimize
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
-from tvb_mergekit.encoders import Encoding, Gram, balanced, encode, num_bases, projection
+from tvb_mergekit.core.encoders import Encoding, Gram, balanced, encode, projection
+from tvb_mergekit.core.encoders.exact import FLOOR, most_uniform_vector
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.recipe import Settings
+from tvb_mergekit.settings import Settings
 
-quick = settings(max_examples=150, deadline=None, derandomize=True)
-
-
-def options(**keys: Any) -> Settings:
-    return Settings(method="basis_ta", **keys)
+quick = settings(max_examples=100, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
+Array = reference.Array
 
 
-def gram_of(vectors: np.ndarray) -> Tensor:
-    return torch.from_numpy(vectors.T @ vectors)
+def solve(gram: Tensor | Array, **keys: Any) -> Encoding:
+    return encode(torch.as_tensor(gram), Settings(method="basis_ta", **keys))
 
 
 @st.composite
-def gram_matrices(draw: st.DrawFn, low: int = 1, high: int = 16) -> Tensor:
-    """Gram matrices of all kinds that task vectors may have, at all scales."""
+def task_vectors(draw: st.DrawFn, low: int = 1, high: int = 12) -> Array:
+    """[d, T] of all kinds that task vectors may be, at all scales."""
     size = draw(st.integers(low, high))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    random = np.random.default_rng(draw(seeds))
     kinds = ["plain", "correlated", "orthogonal", "opposed", "deficient", "identical", "unit"]
     kind = draw(st.sampled_from([*kinds, "negative", "zero", "uneven"]))
     vectors = random.standard_normal((2 * size, size))
-    if kind == "correlated":
-        vectors += random.standard_normal((2 * size, 1))
-    elif kind == "orthogonal":
-        vectors = random.standard_normal((60 * size, size))
-    elif kind == "opposed":
-        vectors -= 0.9 * vectors.mean(axis=1, keepdims=True)
-    elif kind == "deficient":
-        rank = draw(st.integers(1, size))
-        vectors = vectors[:, :rank] @ random.standard_normal((rank, size))
-    elif kind == "identical":
-        vectors = vectors[:, random.integers(0, max(1, size // 2), size)]
-    elif kind == "uneven":
-        vectors *= 10.0 ** random.uniform(-4, 0, size)
-    scale = 10.0 ** draw(st.integers(-8, 8))
-    if kind == "unit":
-        return torch.eye(size, dtype=torch.float64) * scale
-    if kind == "negative":  # equal correlation -1/(T-1): the task vectors sum to 0
-        return (torch.eye(size, dtype=torch.float64) - 1 / size) * scale
-    return gram_of(vectors * (0.0 if kind == "zero" else 1.0)) * scale
+    match kind:
+        case "correlated":
+            vectors += random.standard_normal((2 * size, 1))
+        case "orthogonal":
+            vectors = random.standard_normal((60 * size, size))
+        case "opposed":
+            vectors -= 0.9 * vectors.mean(axis=1, keepdims=True)
+        case "deficient":
+            rank = draw(st.integers(1, size))
+            vectors = vectors[:, :rank] @ random.standard_normal((rank, size))
+        case "identical":
+            vectors = vectors[:, random.integers(0, max(1, size // 2), size)]
+        case "uneven":
+            vectors *= 10.0 ** random.uniform(-4, 0, size)
+        case "unit":
+            vectors = np.eye(size)
+        case "negative":  # equal correlation -1/(T-1): the task vectors sum to 0
+            vectors = np.eye(size) - 1 / size
+        case "zero":
+            vectors *= 0
+    scaled: Array = vectors * 10.0 ** draw(st.integers(-4, 4))
+    return scaled
 
 
-def loss_of(gram: Tensor, reconstruction: Tensor) -> float:
-    error = reconstruction - torch.eye(len(gram), dtype=torch.float64)
-    return float(torch.trace(error.T @ gram @ error))
+def some_vectors(seed: int, size: int, shared: float | None = None) -> Array:
+    """Correlated, nearly orthogonal or opposed task vectors."""
+    random = np.random.default_rng(seed)
+    vectors = random.standard_normal((int(random.integers(size, 50 * size)), size))
+    shared = random.uniform(-0.9, 1.5) if shared is None else shared
+    vectors += shared * (vectors.mean(axis=1, keepdims=True) if shared < 0 else vectors[:, :1])
+    return vectors / np.sqrt(len(vectors))
 
 
-def check_convex(encoder: Tensor) -> None:
-    assert encoder.min() >= 0
+def some_gram(seed: int, size: int, shared: float | None = None) -> Array:
+    vectors = some_vectors(seed, size, shared)
+    return vectors.T @ vectors
+
+
+def check_convex(encoder: Tensor | None) -> None:
+    assert encoder is not None and encoder.min() >= 0
     assert (encoder.sum(0) - 1).abs().max() <= 1e-12
 
 
-def check_common(gram: Tensor, result: Encoding, count: int) -> None:
-    """What holds for every basis with an encoder."""
-    total = float(torch.trace(gram))
-    assert result.encoder is not None and result.reconstruction is not None
-    assert result.encoder.shape == (len(gram), count) == (result.num_tasks, result.num_bases)
-    for value in (result.encoder, result.decoder, result.reconstruction, result.eigenvalues):
-        assert value.dtype == torch.float64 and value.isfinite().all()
-    assert abs(result.loss - loss_of(gram, result.reconstruction)) <= 1e-9 * total
-    assert (result.eigenvalues.diff() <= 0).all() and result.eigenvalues.min() >= 0
-    assert abs(float(result.eigenvalues.sum()) - total) <= 1e-12 * total
-    assert result.spectral_bound == pytest.approx(float(result.eigenvalues[count:].sum()))
-    assert result.retained_energy <= 1.0
+@quick
+@given(task_vectors(), st.data())
+def test_every_closed_form(tau: Array, data: st.DataObject) -> None:
+    """Shapes, losses, bounds and energies, for any Gram matrix and every M."""
+    gram, size = tau.T @ tau, tau.shape[1]
+    count, total = data.draw(st.integers(1, size)), float(np.trace(gram))
+    eigenvalues = np.sort(np.linalg.eigvalsh(gram))[::-1]
+    for basis in ("balanced", "pca", "rand_select", "none"):
+        size_key = {} if basis == "none" else {"num_bases": count}
+        found = solve(gram, basis=basis, seed=3, **size_key)
+        assert found.encoder is not None and found.reconstruction is not None
+        bases = size if basis == "none" else count
+        assert found.num_bases == bases and found.encoder.shape == (size, bases)
+        for value in (found.encoder, found.decoder, found.reconstruction, found.eigenvalues):
+            assert value.dtype == torch.float64 and value.isfinite().all()
+        lost = reference.loss(gram, found.reconstruction.numpy())
+        assert found.loss == pytest.approx(lost, rel=1e-9, abs=1e-9 * total)
+        np.testing.assert_allclose(found.eigenvalues, eigenvalues, atol=1e-12 * total)
+        assert found.spectral_bound == pytest.approx(eigenvalues[bases:].sum(), abs=1e-12 * total)
+        assert found.retained_energy == pytest.approx(1 - lost / total if total else 1, abs=1e-9)
+        gap = found.relative_gap
+        assert gap is None or gap == pytest.approx(lost / found.spectral_bound - 1, rel=1e-2)
+        if basis != "pca":
+            product = found.encoder @ found.decoder
+            assert torch.allclose(found.reconstruction, product, rtol=0, atol=1e-12)
+            # least squares: what is lost is orthogonal to every basis
+            rest = gram @ (product.numpy() - np.eye(size))
+            assert np.abs(found.encoder.numpy().T @ rest).max() <= 1e-9 * total
 
 
 @quick
-@given(gram_matrices(), st.data())
-def test_balanced_meets_its_bound_for_every_gram_matrix(gram: Tensor, data: st.DataObject) -> None:
-    size, total = len(gram), float(torch.trace(gram))
-    count = data.draw(st.integers(1, size))
-    result = encode(gram, options(basis="balanced", num_bases=count))
-    check_common(gram, result, count)
-    assert result.encoder is not None and result.row_sums is not None
-    check_convex(result.encoder)
-    assert (result.row_sums - count / size).abs().max() <= 1e-12
-    bound = result.balanced_bound
-    assert bound is not None
-    assert abs(result.loss - bound) <= 1e-9 * max(bound, 1e-12 * total)
-    eigenvalues, rounding = result.eigenvalues, 1e-12 * total
-    assert bound >= float(eigenvalues[count:].sum()) - rounding
-    assert bound <= float(eigenvalues[count - 1 :].sum()) + rounding
+@given(task_vectors(), st.data())
+def test_balanced_meets_its_bound(tau: Array, data: st.DataObject) -> None:
+    """For every Gram matrix, M and weights of the tasks: convex columns, the row sums asked for,
+    and the least loss among such."""
+    gram, size = tau.T @ tau, tau.shape[1]
+    count, total = data.draw(st.integers(1, size)), float(np.trace(gram))
+    weighted = data.draw(st.booleans())
+    each = st.floats(0.1, 100) if weighted else st.just(1.0)
+    weights = np.array(data.draw(st.lists(each, min_size=size, max_size=size)))
+    if weighted:
+        found = balanced(Gram.of(torch.from_numpy(gram)), count, weights)
+    else:
+        found = solve(gram, basis="balanced", num_bases=count)
+    check_convex(found.encoder)
+    assert found.encoder is not None and found.balanced_bound is not None
+    rows = count * weights / weights.sum()
+    np.testing.assert_allclose(found.encoder.sum(1), rows, rtol=0, atol=1e-12 * count)
+    noise = 1e-6 if weighted else 1e-12
+    assert abs(found.loss - found.balanced_bound) <= 1e-9 * max(found.loss, noise * total)
+    if weights @ gram @ weights > 1e-6 * total * (weights @ weights):
+        want = reference.balanced_bound(gram, count, weights)
+        assert found.balanced_bound == pytest.approx(want, abs=1e-9 * total)
     if count == 1:
-        assert torch.allclose(result.encoder, torch.full((size, 1), 1 / size, dtype=torch.float64))
+        np.testing.assert_allclose(found.encoder[:, 0], weights / weights.sum(), rtol=1e-12)
 
 
-@quick
-@given(gram_matrices(low=2), st.data())
-def test_balanced_with_task_weights(gram: Tensor, data: st.DataObject) -> None:
-    size, total = len(gram), float(torch.trace(gram))
-    count = data.draw(st.integers(1, size))
-    weights = np.array(data.draw(st.lists(st.floats(0.1, 100), min_size=size, max_size=size)))
-    result = balanced(Gram.of(gram), count, weights)
-    assert result.encoder is not None and result.balanced_bound is not None
-    check_convex(result.encoder)
-    rows = count / weights.sum() * torch.from_numpy(weights)
-    assert (result.encoder.sum(1) - rows).abs().max() <= 1e-12 * count
-    bound = result.balanced_bound
-    assert abs(result.loss - bound) <= 1e-9 * max(bound, 1e-6 * total)
+@pytest.mark.parametrize("seed", range(6))
+def test_last_digits_do_not_choose_the_balanced_bases(seed: int) -> None:
+    """Every rotation of the columns has one loss; which is taken must not depend on rounding."""
+    random = np.random.default_rng(seed)
+    for size in (4, 8, 12):
+        gram = some_gram(seed, size, 0.5)
+        noise = 1e-9 * gram.max() * random.standard_normal(gram.shape)
+        for count in (2, size // 2, size - 1):
+            given, moved = (
+                solve(matrix, basis="balanced", num_bases=count).encoder
+                for matrix in (gram, gram + noise + noise.T)
+            )
+            assert given is not None and moved is not None
+            assert float((given - moved).abs().max()) < 1e-6
 
 
 def test_balanced_columns_are_apart() -> None:
     """With as many bases as tasks nothing need be mixed; with two the halves need not overlap."""
-    gram = gram_of(np.random.default_rng(0).standard_normal((20, 6)))
-    full = encode(gram, options(basis="balanced", num_bases=6)).encoder
+    gram = some_gram(0, 6, 0.0)
+    full = solve(gram, basis="balanced", num_bases=6).encoder
     assert full is not None
     assert torch.allclose(full.max(0).values, torch.ones(6, dtype=torch.float64), atol=1e-3)
-    half = encode(gram, options(basis="balanced", num_bases=2)).encoder
+    half = solve(gram, basis="balanced", num_bases=2).encoder
     assert half is not None and half.min() <= 1e-15
+    # and no rotation of 300 random ones within the same span puts the columns further apart
+    for seed in range(4):
+        random, size, count = np.random.default_rng(seed), 8, 4
+        found = solve(some_gram(seed, size), basis="balanced", num_bases=count).encoder
+        assert found is not None
+        apart = found.numpy() - 1 / size
+        frame = np.linalg.svd(apart)[0][:, : count - 1]
+        turns = np.linalg.qr(random.standard_normal((300, count - 1, count - 1)))[0]
+        others = frame @ turns @ helmert(count)
+        furthest = (np.linalg.norm(others[0]) / (size * -others.min(axis=(1, 2)))).max()
+        assert np.linalg.norm(apart) >= furthest
     with pytest.raises(UserError, match="expected 6 positive numbers"):
-        balanced(Gram.of(gram), 2, np.zeros(6))
-
-
-def naive_adam(gram: Tensor, count: int, keys: Settings) -> tuple[Tensor, Tensor]:
-    """The authors' procedure, written out."""
-    size = len(gram)
-    torch.manual_seed(keys.seed)
-    a = torch.nn.Parameter(torch.randn(size, count))
-    w_d = torch.nn.Parameter(torch.zeros(count, size))
-    adam = torch.optim.Adam([a, w_d], lr=keys.learning_rate, weight_decay=keys.weight_decay)
-    tau, g = keys.temperature, gram.float()
-    for step in range(1, keys.steps + 1):
-        adam.zero_grad()
-        e = torch.softmax(a / tau, dim=0) @ w_d - torch.eye(size)
-        ((e * (g @ e)).sum() / size**2).backward()
-        adam.step()
-        if keys.anneal_every and step % keys.anneal_every == 0:
-            tau = max(0.1, tau * keys.anneal_factor)
-    return torch.softmax(a / tau, dim=0).detach(), w_d.detach()
+        balanced(Gram.of(torch.from_numpy(gram)), 2, np.zeros(6))
 
 
 @pytest.mark.parametrize(
     "keys",
     [
         {"steps": 1000},
+        {"steps": 300, "decoder": "learned", "learning_rate": 0.02, "weight_decay": 0.1},
         {"steps": 300, "seed": 3, "temperature": 1.0, "anneal_every": 50, "anneal_factor": 0.3},
+        {"steps": 300, "basis": "linear_ae", "temperature": 2.0},
     ],
 )
-def test_adam_is_the_authors_procedure(keys: dict[str, object]) -> None:
-    gram = gram_of(np.random.default_rng(1).standard_normal((40, 8))) / 40
-    chosen = options(num_bases=4, decoder="learned", **keys)
+def test_adam_is_the_authors_procedure(keys: dict[str, Any]) -> None:
+    gram = some_gram(1, 8, 0.0)
     before = torch.get_rng_state()
-    result = encode(gram, chosen)
+    found = solve(gram, num_bases=4, **keys)
     assert torch.equal(torch.get_rng_state(), before)
-    encoder, decoder = naive_adam(gram, 4, chosen)
-    torch.set_rng_state(before)
-    assert result.encoder is not None
-    assert (result.encoder - encoder).abs().max() <= 1e-5
-    assert (result.decoder - decoder).abs().max() <= 1e-5
-    assert (result.encoder.sum(0) - 1).abs().max() <= 1e-15
-    check_common(gram, result, 4)
-
-
-def test_the_decoder_is_least_squares_unless_the_learned_one_is_asked_for() -> None:
-    gram = gram_of(np.random.default_rng(1).standard_normal((40, 8))) / 40
-    default, learned = (encode(gram, options(steps=300, **k)) for k in ({}, {"decoder": "learned"}))
-    assert default.encoder is not None and learned.encoder is not None
-    assert torch.equal(default.encoder, learned.encoder)
-    inner = default.encoder.T @ gram @ default.encoder
-    best = torch.linalg.solve(inner, default.encoder.T @ gram)
-    assert torch.allclose(default.decoder, best, rtol=1e-6, atol=1e-8)
-    assert not torch.allclose(learned.decoder, best, rtol=1e-3)
-    losses = {"least_squares": default.loss, "learned": learned.loss}
-    assert default.decoder_losses == learned.decoder_losses == losses
-    assert losses["least_squares"] < losses["learned"]
-    assert encode(gram, options(solver="exact")).decoder_losses is None
-
-
-def test_adam_with_default_steps_nears_the_bound_and_repeats() -> None:
-    random = np.random.default_rng(2)
-    gram = gram_of(random.standard_normal((80, 8)) + random.standard_normal((80, 1))) / 80
-    first, second = (encode(gram, options()) for _ in range(2))
-    assert first.relative_gap is not None and 0 <= first.relative_gap < 0.02
-    assert first.encoder is not None and second.encoder is not None
-    assert torch.equal(first.encoder, second.encoder)
+    softmax = keys.pop("basis", "ae") == "ae"
+    want = reference.adam(gram, 4, softmax=softmax, **keys)
+    assert found.encoder is not None
+    np.testing.assert_allclose(found.encoder, want.encoder, atol=1e-5)
+    np.testing.assert_allclose(found.decoder, want.decoder, atol=1e-4)
+    if softmax:
+        check_convex(found.encoder)
+        assert found.decoder_losses is not None
+        assert found.decoder_losses["least_squares"] < found.decoder_losses["learned"]
+        assert found.loss == found.decoder_losses[keys.get("decoder", "least_squares")]
+        assert torch.equal(found.decoder, found.decoders[keys.get("decoder", "least_squares")])
 
 
 def test_diverged_training_names_the_remedy() -> None:
-    gram = 1e30 * torch.eye(4, dtype=torch.float64)
     with pytest.raises(UserError, match="lower `learning_rate`"):
-        encode(gram, options(num_bases=2, steps=5, learning_rate=1e30))
+        solve(1e30 * np.eye(4), num_bases=2, steps=5, learning_rate=1e30)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize(
-    ("place", "work", "keys"),
-    [
-        ("autoencoder", "_train", {}),
-        ("exact", "_best_row_sums", {"solver": "exact"}),
-        ("balanced", "completion", {"basis": "balanced"}),
-    ],
-)
-def test_one_thread_works_on_the_gram_matrix(
-    place: str, work: str, keys: dict[str, str], fails: bool
-) -> None:
+@pytest.mark.parametrize("keys", [{"steps": 1}, {"solver": "exact"}, {"basis": "balanced"}])
+def test_one_thread_works_on_the_gram_matrix(keys: dict[str, Any], fails: bool) -> None:
     """Whatever PyTorch and the BLAS of numpy and scipy had before, and they have it after."""
 
     def counts() -> set[int]:
         return {torch.get_num_threads(), *(pool["num_threads"] for pool in threadpool_info())}
 
-    seen, threads = [], torch.get_num_threads()
-    module = sys.modules[f"tvb_mergekit.encoders.{place}"]
-    original = getattr(module, work)
+    seen, threads, svd = [], torch.get_num_threads(), np.linalg.svd
 
-    def look(*words: Any) -> Any:
+    def look(*words: Any, **named: Any) -> Any:
         seen.append(counts())
-        return 1 / 0 if fails else original(*words)
+        return 1 / 0 if fails else svd(*words, **named)
 
-    gram = gram_of(np.random.default_rng(0).standard_normal((20, 4)))
     try:
-        with threadpool_limits(2), mock.patch.object(module, work, look):
+        with threadpool_limits(2), mock.patch.object(np.linalg, "svd", look):
             torch.set_num_threads(2)
             with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-                encode(gram, options(num_bases=2, **keys))
-            assert seen == [{1}] and counts() == {2}
+                solve(some_gram(0, 4), num_bases=2, **keys)
+            assert seen and set().union(*seen) == {1} and counts() == {2}
     finally:
         torch.set_num_threads(threads)
 
 
-def test_linear_autoencoder_nears_the_bound() -> None:
-    gram = gram_of(np.random.default_rng(3).standard_normal((40, 6))) / 40
-    result = encode(gram, options(basis="linear_ae", num_bases=3, steps=1500))
-    check_common(gram, result, 3)
-    assert result.relative_gap is not None and result.relative_gap < 1e-3
-
-
 @quick
-@given(gram_matrices(), st.data())
-def test_pca_is_the_best_fit_around_the_mean(gram: Tensor, data: st.DataObject) -> None:
-    size, total = len(gram), float(torch.trace(gram))
+@given(task_vectors(), st.data())
+def test_pca_is_the_best_fit_around_the_mean(tau: Array, data: st.DataObject) -> None:
+    size, total = tau.shape[1], float(np.square(tau).sum())
     count = data.draw(st.integers(1, size))
-    result = encode(gram, options(basis="pca", num_bases=count))
-    check_common(gram, result, count)
-    assert result.encoder is not None and result.reconstruction is not None
-    vectors = result.decoder.T
-    assert torch.allclose(vectors.T @ vectors, torch.eye(count, dtype=torch.float64), atol=1e-12)
-    centering = torch.eye(size, dtype=torch.float64) - 1 / size
-    expected = centering @ vectors @ vectors.T + 1 / size
-    assert torch.allclose(result.reconstruction, expected, atol=1e-12)
-    centred = torch.linalg.eigvalsh(centering @ gram @ centering).flip(0).clamp(min=0)
-    assert result.loss == pytest.approx(float(centred[count:].sum()), abs=1e-12 * total)
-    sizes = vectors.abs()
-    first = (sizes >= sizes.max(0).values * (1 - 1e-9)).int().argmax(0)
-    assert (vectors[first, torch.arange(count)] > 0).all()
+    found = solve(tau.T @ tau, basis="pca", num_bases=count)
+    assert found.encoder is not None and found.reconstruction is not None
+    vectors = found.decoder.numpy().T
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(count), atol=1e-12)
+    mean = tau.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(found.encoder, vectors - vectors.mean(axis=0), atol=1e-12)
+    rebuilt = tau @ found.encoder.numpy() @ vectors.T + mean
+    atol = 1e-12 * math.sqrt(total)
+    np.testing.assert_allclose(tau @ found.reconstruction.numpy(), rebuilt, atol=atol)
+    scales = np.linalg.svd(tau - mean, compute_uv=False)
+    assert found.loss == pytest.approx(np.square(scales[count:]).sum(), abs=1e-12 * total)
+    sizes = np.abs(vectors)
+    first = np.argmax(sizes >= sizes.max(axis=0) * (1 - 1e-9), axis=0)
+    assert (vectors[first, np.arange(count)] > 0).all()
 
 
 def test_random_selection_takes_tasks_themselves() -> None:
-    gram = gram_of(np.random.default_rng(4).standard_normal((40, 8)))
-    result = encode(gram, options(basis="rand_select", num_bases=3, seed=5))
-    check_common(gram, result, 3)
-    assert result.encoder is not None and result.reconstruction is not None
-    chosen = result.encoder.argmax(0)
+    found = solve(some_gram(4, 8), basis="rand_select", num_bases=3, seed=5)
+    assert found.encoder is not None and found.reconstruction is not None
+    chosen = found.encoder.argmax(0)
     torch.manual_seed(5)
     assert chosen.tolist() == sorted(torch.randperm(8)[:3].tolist())
-    assert torch.equal(result.encoder, torch.eye(8, dtype=torch.float64)[:, chosen])
-    kept = result.reconstruction[:, chosen]
-    assert torch.allclose(kept, result.encoder, atol=1e-12)
+    assert torch.equal(found.encoder, torch.eye(8, dtype=torch.float64)[:, chosen])
+    assert torch.allclose(found.reconstruction[:, chosen], found.encoder, atol=1e-12)
 
 
 def test_projection_is_the_one_on_the_sketch() -> None:
     random = np.random.default_rng(6)
-    tasks, omega = random.standard_normal((50, 8)), random.standard_normal((50, 3))
-    result = projection(gram_of(tasks), gram_of(omega), torch.from_numpy(omega.T @ tasks))
-    assert result.encoder is None and result.reconstruction is None and result.row_sums is None
-    assert result.mixing is not None
-    q = omega @ result.mixing.numpy()
-    assert np.allclose(q.T @ q, np.eye(3))
-    assert np.allclose(q.T @ tasks, result.decoder.numpy())
-    assert result.loss == pytest.approx(np.square(tasks - q @ (q.T @ tasks)).sum())
-    assert result.relative_gap is not None and result.relative_gap > 0
-    flat = torch.ones(2, 2, dtype=torch.float64)
-    with pytest.raises(UserError, match="no 2 independent directions"):
-        projection(gram_of(tasks), flat - 2, torch.zeros(2, 8, dtype=torch.float64))
+    tau, omega = random.standard_normal((50, 8)), random.standard_normal((50, 3))
+    gram, inner = torch.from_numpy(tau.T @ tau), torch.from_numpy(omega.T @ tau)
+    found = projection(gram, torch.from_numpy(omega.T @ omega), inner)
+    assert found.encoder is None and found.reconstruction is None and found.mixing is not None
+    q = omega @ found.mixing.numpy()
+    np.testing.assert_allclose(q.T @ q, np.eye(3), atol=1e-12)
+    np.testing.assert_allclose(q.T @ tau, found.decoder, atol=1e-12)
+    assert found.loss == pytest.approx(np.square(tau - q @ (q.T @ tau)).sum())
+    assert found.spectral_bound == pytest.approx(reference.spectral_bound(tau.T @ tau, 3))
+    ones = torch.ones(3, 3, dtype=torch.float64)
+    with pytest.raises(UserError, match="no 3 independent directions"):
+        projection(gram, ones - 2, inner)
     with pytest.raises(UserError, match=r"expected \[M, M\] and \[M, 8\]"):
-        projection(gram_of(tasks), flat, torch.zeros(3, 8, dtype=torch.float64))
-
-
-def test_none_is_the_identity() -> None:
-    result = encode(torch.eye(3, dtype=torch.float64), options(basis="none"))
-    assert result.encoder is not None and torch.equal(result.encoder, result.decoder)
-    assert result.loss == 0.0 and result.relative_gap is None and result.retained_energy == 1.0
+        projection(gram, ones[:2, :2], inner)
+    with pytest.raises(UserError, match="projection"):
+        solve(gram, basis="rand_proj")
 
 
 def test_number_of_bases() -> None:
-    eigenvalues = torch.tensor([6.0, 3.0, 1.0, 0.0], dtype=torch.float64)
+    gram = np.diag([6.0, 3.0, 1.0, 0.0])
     for keys, count in [
         ({}, 2),
         ({"num_bases": 4}, 4),
@@ -312,10 +298,15 @@ def test_number_of_bases() -> None:
         ({"energy": 1.0}, 3),
         ({"basis": "none"}, 4),
     ]:
-        assert num_bases(eigenvalues, options(**keys)) == count
+        found = solve(gram, **{"basis": "pca", **keys})
+        assert found.num_bases == count == reference.number_of_bases(gram, **keys_of_size(keys))
     with pytest.raises(UserError, match="`num_bases` is 5: expected 1 to 4"):
-        num_bases(eigenvalues, options(num_bases=5))
-    assert num_bases(torch.zeros(3), options(energy=0.9)) == 1
+        solve(gram, num_bases=5)
+    assert solve(np.zeros((3, 3)), basis="pca", energy=0.9).num_bases == 1
+
+
+def keys_of_size(keys: dict[str, Any]) -> dict[str, Any]:
+    return {"num_bases": 4} if keys.get("basis") == "none" else keys
 
 
 @pytest.mark.parametrize(
@@ -329,9 +320,94 @@ def test_number_of_bases() -> None:
 )
 def test_what_is_no_gram_matrix_is_refused(gram: Tensor, fragment: str) -> None:
     with pytest.raises(UserError, match=fragment):
-        encode(gram, options())
+        solve(gram)
 
 
-def test_rand_proj_is_sent_elsewhere() -> None:
-    with pytest.raises(UserError, match="projection"):
-        encode(torch.eye(2, dtype=torch.float64), options(basis="rand_proj"))
+# The exact solver
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seeds, st.integers(2, 12), st.data())
+def test_exact_reaches_the_spectral_bound_where_it_is_attainable(
+    seed: int, size: int, data: st.DataObject
+) -> None:
+    """A positive vector well inside the top-M eigenspace, a mixture of eigenvectors."""
+    count = data.draw(st.integers(1, size - 1))
+    decay = data.draw(st.floats(0.0, 1.5))
+    random = np.random.default_rng(seed)
+    frame = random.standard_normal((size, size))
+    frame[:, 0] = random.uniform(0.2, 1.0, size)
+    vectors = np.linalg.qr(frame)[0]
+    turn = np.linalg.qr(random.standard_normal((count, count)))[0]
+    vectors[:, :count] = vectors[:, :count] @ turn  # the positive vector is no eigenvector
+    values = 10.0 ** (-decay * np.arange(size))
+    gram = (vectors * values) @ vectors.T
+    found = solve((gram + gram.T) / 2, num_bases=count, solver="exact")
+    check_convex(found.encoder)
+    # eigenvalues of G are known to 1e-16 of the largest, and no better
+    bound = values[count:].sum()
+    assert abs(found.loss - bound) <= 1e-8 * bound + 1e-14 * values[0]
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seeds, st.integers(3, 10), st.sampled_from([1.0, 5.0]), st.data())
+def test_exact_is_never_above_adam(
+    seed: int, size: int, temperature: float, data: st.DataObject
+) -> None:
+    gram, count = some_gram(seed, size), data.draw(st.integers(1, size - 1))
+    exact = solve(gram, num_bases=count, solver="exact")
+    adam = solve(gram, num_bases=count, temperature=temperature)
+    assert exact.spectral_bound * (1 - 1e-9) <= exact.loss <= adam.loss * (1 + 1e-6)
+    assert exact.decoder_losses is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_search_over_whole_encoders_finds_less(seed: int) -> None:
+    """Independent solver: variable projection over all T M entries of W_e, from many starts. And
+    the recipe's order of the tasks does not matter."""
+    size, count = 6, 1 + seed % 5
+    gram = some_gram(seed + 100, size)
+    root, random = np.linalg.cholesky(gram).T, np.random.default_rng(seed)
+
+    def loss(flat: Array) -> float:
+        frame = np.linalg.qr(root @ flat.reshape(size, count))[0]
+        return float(np.square(root - frame @ (frame.T @ root)).sum())
+
+    found = min(
+        minimize(
+            loss,
+            random.dirichlet(np.full(size, 1.0), count).T.ravel(),
+            method="L-BFGS-B",
+            bounds=[(1e-9, None)] * (size * count),
+        ).fun
+        for _ in range(6)
+    )
+    exact = solve(gram, num_bases=count, solver="exact")
+    assert exact.loss <= found * (1 + 10 * FLOOR)
+    order = random.permutation(size)
+    permuted = solve(gram[np.ix_(order, order)], num_bases=count, solver="exact")
+    assert permuted.loss == pytest.approx(exact.loss, rel=1e-6)
+    check_convex(permuted.encoder)
+
+
+def test_most_uniform_vector() -> None:
+    assert np.allclose(most_uniform_vector(np.eye(4)), 0.25)
+    opposed = np.array([[1.0], [-1.0], [0.0]]) / np.sqrt(2)
+    assert most_uniform_vector(opposed).min() <= 0
+
+
+@pytest.mark.parametrize(
+    ("gram", "count", "loss"),
+    [
+        (np.eye(5), 2, 3.0),  # every span loses as much
+        (np.eye(4), 4, 0.0),
+        (np.ones((4, 4)), 2, 0.0),  # identical tasks, rank 1 < M
+        (np.zeros((3, 3)), 1, 0.0),
+        (np.eye(2) * 2 - 1, 1, 0.0),  # tau_2 = -tau_1
+    ],
+)
+def test_degenerate_gram_matrices(gram: Array, count: int, loss: float) -> None:
+    found = solve(gram, num_bases=count, solver="exact")
+    assert found.loss == pytest.approx(loss, abs=1e-10)
+    check_convex(found.encoder)
+    assert found.decoder.isfinite().all()

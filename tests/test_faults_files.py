@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_faults import Case, Outcome, check, outcomes, recipe, tiny_models  # noqa: F401
+from test_faults import Case, check, recipe, tiny_models  # noqa: F401
 from tiny import llama, save_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -335,5 +335,5 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_files(name: str, outcomes: dict[str, Outcome]) -> None:  # noqa: F811
-    check(outcomes[name], CASES[name])
+def test_files(name: str, tmp_path: Path, tiny_models: Path) -> None:  # noqa: F811
+    check(tmp_path / "work", tiny_models, CASES[name])

@@ -1,12 +1,15 @@
-"""LoRA adapters as task vectors: reading, Gram matrix, combinations, writing, against PEFT."""
+"""Low-rank updates against dense matrices, adapters against what PEFT writes, loads and fuses."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -20,10 +23,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tvb_mergekit import lora
-from tvb_mergekit.checkpoints import Checkpoint, TensorInfo
+from tvb_mergekit.core import lora
+from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.lora import Adapter, AdapterDelta, Factors, NotPlainLora
+from tvb_mergekit.tensors import adapter as peft_files
+from tvb_mergekit.tensors.adapter import Adapter, NotPlainLora, Target
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.source import TensorInfo
+
+CONFIG, WEIGHTS = peft_files.CONFIG, peft_files.WEIGHTS
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONV = ["c_attn", "c_proj", "c_fc"]  # attn.c_proj is square
@@ -70,9 +78,9 @@ def changes(model: torch.nn.Module, base: Path) -> dict[str, Tensor]:
     return {name: state[name].double() - old.double() for name, old in tiny.load(base).items()}
 
 
-def read(base: Path, folder: Path, label: str = "math") -> Adapter:
+def read(base: Path, folder: Path) -> Adapter:
     checkpoint = Checkpoint.open(base)
-    return Adapter.open(folder, checkpoint.tensors, label, read=checkpoint.tensor)
+    return Adapter.open(folder, checkpoint.tensors, "math", read=checkpoint.tensor)
 
 
 def dense(factors: Factors) -> Tensor:
@@ -80,373 +88,82 @@ def dense(factors: Factors) -> Tensor:
 
 
 def check(adapter: Adapter, expected: dict[str, Tensor]) -> None:
-    """The adapter is these changes, and nothing else."""
+    """The adapter is these changes, and nothing else, by its factors and as a source."""
     changed = {name for name, change in expected.items() if change.abs().max() > 0}
-    assert set(adapter.factors) == changed
+    assert set(adapter.factors) == set(adapter.tensors) == changed
     for name, factors in adapter.factors.items():
         torch.testing.assert_close(dense(factors), expected[name], atol=2e-6, rtol=1e-5)
+        read = adapter.tensor(name).double()
+        torch.testing.assert_close(read, expected[name], atol=2e-6, rtol=1e-5)
 
 
-# Reading
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"use_rslora": True},
-        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
-        {
-            "rank_pattern": {"k_proj": 2, "^model.layers.1.self_attn.q_proj": 6, "layers.0.q": 9},
-            "alpha_pattern": {"layers.1.mlp.up_proj": 3, r"self_attn\.(v|o)_proj": 1},
-        },
-        {
-            "rank_pattern": {".*proj": 3},
-            "alpha_pattern": {"v_proj": 5, ".*_proj": 7},
-            "use_rslora": True,
-        },
-        {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
-        {"init_lora_weights": "gaussian", "target_modules": r".*\.(0|1)\.mlp\.(up|down)_proj"},
-    ],
-    ids=["plain", "rslora", "layers", "patterns", "patterns-rslora", "embeddings", "regex"],
-)
-def test_reads_what_peft_writes(bases, tmp_path, config):
-    base = bases("llama")
-    expected = train(base, tmp_path, **config)
-    check(read(base, tmp_path), expected)
-
-
-@pytest.mark.parametrize("targets", [CONV, ["attn.c_proj"], ["wte", "c_fc"], ["lm_head", *CONV]])
-def test_conv1d_is_transposed(bases, tmp_path, targets):
-    # With lm_head PEFT writes fan_in_fan_out: false although most layers are Conv1D.
-    base = bases("gpt2")
-    expected = train(base, tmp_path, target_modules=targets)
-    if "lm_head" in targets:
-        file = tmp_path / lora.WEIGHTS
-        state = load_file(file)  # and a copy of the base's lm_head, which its file does not hold
-        del state["base_model.model.lm_head.base_layer.weight"]
-        save_file(state, file)
-        with pytest.raises(NotPlainLora, match="`lm_head`, which this base ties to its embedding"):
-            read(base, tmp_path)
-        save_file({key: state[key] for key in state if "lm_head" not in key}, file)
-        expected["transformer.wte.weight"].zero_()
-    check(read(base, tmp_path), expected)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "flag", "kind"),
-    [
-        ({"a": (4, 4)}, True, "conv1d"),  # only square ones: PEFT's flag
-        ({"a": (4, 4)}, False, "linear"),
-        ({"a": (4, 4), "b": (4, 8)}, False, "conv1d"),  # a bias tells, whatever the flag
-        ({"a": (4, 4), "b": (8, 4)}, True, "linear"),
-        ({"a": (4, 4), "b": (8, 4), "c": (4, 8)}, True, None),
-    ],
-)
-def test_orientation_of_square_matrices(tmp_path, shapes, flag, kind):
-    base = {
-        f"{name}.weight": TensorInfo(shape, torch.float32, "x") for name, shape in shapes.items()
-    }
-    base |= {
-        f"{name}.bias": TensorInfo((8 if name != "a" else 4,), torch.float32, "x")
-        for name in shapes
-    }
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "fan_in_fan_out": flag}
-    (tmp_path / lora.CONFIG).write_text(json.dumps(config))
-    down, up = torch.randn(1, 4), torch.randn(4, 1)
-    save_file({"a.lora_A.weight": down, "a.lora_B.weight": up}, tmp_path / lora.WEIGHTS)
-    if kind is None:
-        with pytest.raises(NotPlainLora, match="`a`, square in a model of Linear and Conv1D"):
-            Adapter.open(tmp_path, base)
-        return
-    adapter = Adapter.open(tmp_path, base)
-    assert adapter.targets["a.weight"].kind == kind
-    expected = up @ down if kind == "linear" else (up @ down).T
-    torch.testing.assert_close(dense(adapter.factors["a.weight"]).float(), expected)
-    del base["a.bias"]  # Conv1D always has one
-    assert Adapter.open(tmp_path, base).targets["a.weight"].kind == "linear"
-
-
-def test_base_saved_without_its_head(bases, tmp_path):
-    """The Hub's GPT-2 names `h.0.attn...`; adapters name `transformer.h.0.attn...`."""
-    base = bases("gpt2")
-    expected = train(base, tmp_path, target_modules=CONV)
-    short = {n.removeprefix("transformer."): i for n, i in Checkpoint.open(base).tensors.items()}
-    adapter = Adapter.open(tmp_path, short)
-    check(adapter, {n.removeprefix("transformer."): change for n, change in expected.items()})
-    assert adapter.targets["h.0.mlp.c_fc.weight"].module == "transformer.h.0.mlp.c_fc"
-
-
-def test_tied_embedding(bases, tmp_path):
-    base = bases("tied")
-    expected = train(base, tmp_path, target_modules=["embed_tokens"])
-    check(read(base, tmp_path), expected)
-    name = "model.embed_tokens.weight"  # a .bin file may hold both names of one tensor
-    infos = dict(Checkpoint.open(base).tensors)
-    infos["lm_head.weight"] = TensorInfo(infos[name].shape, torch.float32, "x", alias_of=name)
-    adapter = Adapter.open(tmp_path, infos, read=Checkpoint.open(base).tensor)
-    assert list(adapter.factors) == [name]
-    delta = AdapterDelta(adapter, infos)
-    assert torch.equal(delta.tensor("lm_head.weight"), delta.tensor(name))
-
-
-def test_bin_files_and_adapter_names_in_keys(bases, tmp_path):
-    base = bases("llama")
-    expected = train(base, tmp_path / "bin", safe=False, target_modules=["q_proj", "embed_tokens"])
-    assert (tmp_path / "bin" / "adapter_model.bin").exists()
-    check(read(base, tmp_path / "bin"), expected)
-    shutil.copytree(tmp_path / "bin", tmp_path / "named")
-    file = tmp_path / "named" / "adapter_model.bin"
-    state = torch.load(file, weights_only=True)
-    torch.save({named(key): value for key, value in state.items()}, file)
-    check(read(base, tmp_path / "named"), expected)
-
-
-def named(key: str) -> str:
-    for half in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
-        key = key.replace(half, f"{half}.default")
-    return key.removeprefix("base_model.model.")
-
-
-# Refusing
-
-
-def altered(
-    folder: Path, out: Path, config: dict[str, object], edit: Callable[[dict[str, Tensor]], object]
-) -> Path:
-    shutil.copytree(folder, out)
-    whole = json.loads((out / lora.CONFIG).read_text()) | config
-    (out / lora.CONFIG).write_text(json.dumps(whole))
-    state = load_file(out / lora.WEIGHTS)
-    edit(state)
-    save_file(state, out / lora.WEIGHTS)
-    return out
-
-
-Q = "base_model.model.model.layers.0.self_attn.q_proj"
-
-
-@pytest.mark.parametrize(
-    ("config", "edit", "message"),
-    [
-        ({"use_dora": True}, {}, "uses `use_dora`"),
-        ({}, {f"{Q}.lora_magnitude_vector": torch.ones(32)}, "uses DoRA"),
-        ({}, {f"{Q}.bias": torch.ones(32)}, "stores more than factors .*modules or biases trained"),
-        ({}, {f"{Q}.lora_B.bias": torch.ones(32)}, "stores more than factors"),
-        ({}, {"base_model.model.lm_head.weight": torch.ones(96, 32)}, "stores more than factors"),
-        ({}, {f"{Q}.lora_A.weight": torch.ones(4, 32, 1, 1)}, "targets a convolution"),
-        ({"target_parameters": ["x.y"]}, {}, "uses `target_parameters`"),
-        ({"trainable_token_indices": [3]}, {}, "uses `trainable_token_indices`"),
-        ({}, {"base_model.model.e.token_adapter.trainable_tokens_delta": torch.ones(1)}, "stores"),
-        ({"layer_replication": [[0, 2]]}, {}, "uses `layer_replication`"),
-        ({"lora_bias": True}, {}, "uses `lora_bias`"),
-        ({"alora_invocation_tokens": [1]}, {}, "uses `alora_invocation_tokens`"),
-        ({"init_lora_weights": "pissa_niter_4"}, {}, "changes the base .*pissa_niter_4"),
-        ({"peft_type": "LOHA"}, {}, "is of type LOHA, expected LORA"),
-    ],
-)
-def test_refuses_what_is_not_plain(bases, tmp_path, config, edit, message):
-    base = bases("llama")
-    train(base, tmp_path / "a", target_modules=["q_proj"])
-    folder = altered(tmp_path / "a", tmp_path / "b", config, lambda state: state.update(edit))
-    with pytest.raises(NotPlainLora, match=message) as caught:
-        read(base, folder)
-    one_line(caught.value, folder)
-    assert str(caught.value).endswith(f"; {lora.FUSE_INSTEAD}")
-
-
-def one_line(error: UserError, folder: Path) -> None:
-    assert str(error).startswith(f"adapter {folder} (task `math`): ") and "\n" not in str(error)
-
-
-@pytest.mark.parametrize(
-    ("config", "edit", "message"),
-    [
-        (
-            {},
-            {f"{Q}.lora_A.weight": None},
-            "holds `.*lora_B.weight` but not its other half, lora_A",
-        ),
-        (
-            {"base_model_name_or_path": "org/base"},
-            {
-                f"{Q}x.lora_A.weight": torch.ones(4, 32),
-                f"{Q}x.lora_B.weight": torch.ones(32, 4),
-            },
-            r"`.*q_projx` is targeted, the base has no such tensor; take the base .*\(org/base\)",
-        ),
-        (
-            {},
-            {f"{Q}.lora_B.weight": torch.ones(33, 4)},
-            r"`.*q_proj` is \[33, 32\], in the base \[32, 32\]; take the base",
-        ),
-        (
-            {},
-            {f"{Q}.lora_A.weight": torch.ones(3, 32)},
-            "lora_A of rank 3 and .* rank 4, expected 4",
-        ),
-        (
-            {"r": 5},
-            {},
-            "lora_A of rank 4 and lora_B of rank 4, expected 5 from adapter_config.json",
-        ),
-        (
-            {},
-            {f"{Q}.lora_A.weight": torch.full((4, 32), torch.nan)},
-            "holds 128 NaN and 0 infinite",
-        ),
-        (
-            {},
-            {f"{Q}.lora_A.weight": torch.ones(0)},
-            r"is \[0\] torch.float32, expected a matrix .*",
-        ),
-        ({}, {f"{Q}.lora_A.weight": torch.ones(4, 32).int()}, "int32, expected a matrix of floats"),
-        ({}, {f"{Q}.lora_A.other.weight": torch.ones(4, 32)}, "holds several adapters"),
-        ({"alpha_pattern": {"(": 3}}, {}, "adapter_config.json: rank and alpha of"),
-        ({"lora_alpha": "many"}, {}, "adapter_config.json: rank and alpha of .*many"),
-    ],
-)
-def test_names_what_is_wrong(bases, tmp_path, config, edit, message):
-    base = bases("llama")
-    train(base, tmp_path / "a", target_modules=["q_proj"])
-
-    def change(state: dict[str, Tensor]) -> None:
-        for key, value in edit.items():
-            state.pop(key, None) if value is None else state.update({key: value})
-
-    folder = altered(tmp_path / "a", tmp_path / "b", config, change)
-    with pytest.raises(UserError, match=message) as caught:
-        read(base, folder)
-    one_line(caught.value, folder)
-    assert not isinstance(caught.value, NotPlainLora)
-
-
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        ({}, "has no adapter_config.json"),
-        ({lora.CONFIG: "{"}, "adapter_config.json cannot be read"),
-        ({lora.CONFIG: "[]"}, "adapter_config.json cannot be read"),
-        ({lora.CONFIG: '{"peft_type": "LORA"}'}, "has no adapter_model.safetensors or"),
-    ],
-)
-def test_names_what_is_missing(tmp_path, write, message):
-    for name, text in write.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=message) as caught:
-        Adapter.open(tmp_path, {}, "math")
-    one_line(caught.value, tmp_path)
-
-
-def test_stored_embeddings_must_be_the_bases(bases, tmp_path):
-    base = bases("llama")
-    train(base, tmp_path, target_modules=["embed_tokens"])
-    key = "base_model.model.model.embed_tokens.base_layer.weight"
-    state = load_file(tmp_path / lora.WEIGHTS)
-    assert key in state  # PEFT stores a copy
-    read(base, tmp_path)
-    with pytest.raises(NotPlainLora, match="stores more than factors"):
-        Adapter.open(tmp_path, Checkpoint.open(base).tensors)
-    state[key][3, 4] += 1e-3
-    save_file(state, tmp_path / lora.WEIGHTS)
-    with pytest.raises(NotPlainLora, match="stores more than factors"):
-        read(base, tmp_path)
-
-
-# The Gram matrix, combinations, truncation
-
-
-def test_gram_is_that_of_the_fused_models(bases, tmp_path):
-    base = bases("llama")
-    targets = [LINEAR, ["q_proj", "v_proj"], ["embed_tokens", "down_proj"]]
-    fused, adapters = [], []
-    for i, modules in enumerate(targets):
-        change = train(base, tmp_path / str(i), i, r=i + 2, target_modules=modules)
-        fused.append(torch.cat([change[name].reshape(-1) for name in sorted(change)]))
-        adapters.append(read(base, tmp_path / str(i)))
-    expected = torch.stack(fused) @ torch.stack(fused).T
-    sums = lora.factor_gram(adapters)
-    assert sums.gram.dtype == torch.float64 and torch.equal(sums.gram, sums.gram.T)
-    assert (sums.gram - expected).norm() <= 1e-5 * expected.norm()
-    infos = Checkpoint.open(base).tensors
-    union = {name for adapter in adapters for name in adapter.factors}
-    assert sums.num_parameters == sum(infos[name].numel for name in union)
-    assert sums.base_norm_squared == 0
+# Factors in memory
 
 
 @st.composite
-def families(draw: st.DrawFn) -> list[Adapter]:
-    """Adapters of random ranks, which may target different tensors, or none."""
+def families(draw: st.DrawFn) -> list[dict[str, Factors]]:
+    """Updates of random ranks, which may change different matrices, or none."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    shapes = draw(st.lists(st.tuples(*[st.integers(1, 9)] * 2), min_size=1, max_size=3))
-    adapters = []
+    shapes = draw(st.lists(st.tuples(*[st.integers(1, 12)] * 2), min_size=1, max_size=3))
+    updates = []
     for _ in range(draw(st.integers(1, 4))):
-        factors = {}
+        update = {}
         for i, (rows, columns) in enumerate(shapes):
             if rank := draw(st.integers(0, 5)):
                 left = torch.randn(rows, rank, generator=generator)
-                factors[f"t{i}"] = Factors(left, torch.randn(rank, columns, generator=generator))
-        adapters.append(Adapter(factors))
-    return adapters
+                right = torch.randn(rank, columns, generator=generator)
+                update[f"t{i}.weight"] = Factors(left, right)
+        updates.append(update)
+    return updates
 
 
-def flat(factors: dict[str, Factors], like: list[Adapter]) -> Tensor:
-    """All updates in one float64 vector, zeros where there is none."""
-    shapes = {name: f.shape for adapter in like for name, f in adapter.factors.items()}
+def flat(update: dict[str, Factors], like: list[dict[str, Factors]]) -> Tensor:
+    """All of it in one float64 vector, zeros where nothing is changed."""
+    shapes = {name: both.shape for each in like for name, both in each.items()}
     parts = [
-        dense(factors[name]).reshape(-1)
-        if name in factors
-        else torch.zeros(shape).double().view(-1)
+        dense(update[name]) if name in update else torch.zeros(shape).double()
         for name, shape in sorted(shapes.items())
     ]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
-
-
-@given(families())
-@settings(deadline=None, max_examples=60)
-def test_gram_is_that_of_the_dense_products(adapters):
-    vectors = torch.stack([flat(adapter.factors, adapters) for adapter in adapters])
-    expected = vectors @ vectors.T
-    assert (lora.factor_gram(adapters).gram - expected).norm() <= 1e-9 * expected.norm()
+    return torch.cat([torch.zeros(0).double(), *(part.reshape(-1) for part in parts)])
 
 
 @given(families(), st.data())
 @settings(deadline=None, max_examples=60)
-def test_combinations_are_linear(adapters, data):
-    weights = [data.draw(st.sampled_from([0.0, -1.5, 0.1, 2.0])) for _ in adapters]
-    combined = lora.combine_adapters(adapters, torch.tensor(weights, dtype=torch.float64))
-    parts = [w * flat(a.factors, adapters) for w, a in zip(weights, adapters, strict=True)]
-    torch.testing.assert_close(flat(combined, adapters), sum(parts), atol=1e-5, rtol=1e-5)
-    used = [a.factors for w, a in zip(weights, adapters, strict=True) if w]
+def test_factors_are_the_dense_matrices(updates, data):
+    vectors = torch.stack([flat(update, updates) for update in updates])
+    expected = vectors @ vectors.T
+    sums = lora.factor_gram(updates)
+    assert sums.gram.dtype == torch.float64 and torch.equal(sums.gram, sums.gram.T)
+    assert (sums.gram - expected).norm() <= 1e-9 * expected.norm()
+    assert sums.num_parameters == vectors.shape[1]
+
+    weights = [data.draw(st.sampled_from([0.0, -1.5, 0.1, 2.0])) for _ in updates]
+    combined = lora.combine_factors(updates, torch.tensor(weights, dtype=torch.float64))
+    summed = torch.tensor(weights, dtype=torch.float64) @ vectors
+    torch.testing.assert_close(flat(combined, updates), summed, atol=1e-5, rtol=1e-5)
+    used = [update for w, update in zip(weights, updates, strict=True) if w]
     assert set(combined) == set().union(*used)
-    for name, factors in combined.items():
-        assert factors.rank == sum(f[name].rank for f in used if name in f)
+    for name, both in combined.items():
+        assert both.rank == sum(update[name].rank for update in used if name in update)
 
 
 @given(families(), st.integers(1, 6))
 @settings(deadline=None, max_examples=60)
-def test_truncation_is_the_nearest(adapters, rank):
+def test_truncation_is_the_nearest(updates, rank):
     """Eckart and Young: the error is the tail of the dense matrix's singular values."""
-    given_ = adapters[0].factors
-    kept, lost, total = lora.truncate(given_, rank)
+    whole = updates[0]
+    cut = lora.truncate(whole, rank)
     tail = norm = 0.0
-    for name, factors in given_.items():
-        values = torch.linalg.svdvals(dense(factors)).square()
+    for name, both in whole.items():
+        values = torch.linalg.svdvals(dense(both)).square()
         tail, norm = tail + float(values[rank:].sum()), norm + float(values.sum())
-        assert kept[name].rank <= min(rank, *factors.shape)
-        assert kept[name].left.dtype == kept[name].right.dtype == torch.float32
+        assert cut[name].rank <= min(rank, *both.shape)
+        assert cut[name].left.dtype == cut[name].right.dtype == torch.float32
         torch.testing.assert_close(  # balanced
-            kept[name].left.norm(dim=0), kept[name].right.norm(dim=1), atol=1e-3, rtol=1e-3
+            cut[name].left.norm(dim=0), cut[name].right.norm(dim=1), atol=1e-3, rtol=1e-3
         )
-    error = float((flat(kept, adapters) - flat(given_, adapters)).square().sum())
-    assert lost == pytest.approx(tail, rel=1e-9, abs=1e-9 * norm)
-    assert total == pytest.approx(norm, rel=1e-9)
+    error = float((flat(cut, updates) - flat(whole, updates)).square().sum())
     assert error == pytest.approx(tail, rel=1e-4, abs=1e-9 * norm)
-
-
-def test_truncation_needs_a_rank():
-    with pytest.raises(UserError, match="is 0; expected 1 or more"):
-        lora.truncate({}, 0)
 
 
 class Largest(TorchDispatchMode):
@@ -463,114 +180,313 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_of_the_size_of_a_layer_is_made():
-    adapters = [Adapter({"w": Factors(torch.randn(700, 2), torch.randn(2, 500))}) for _ in range(3)]
+    updates = [{"w": Factors(torch.randn(700, 2), torch.randn(2, 500))} for _ in range(3)]
     with Largest() as largest:
-        lora.factor_gram(adapters)
-        combined = lora.combine_adapters(adapters, torch.ones(3, dtype=torch.float64))
+        lora.factor_gram(updates)
+        combined = lora.combine_factors(updates, torch.ones(3, dtype=torch.float64))
         lora.truncate(combined, 2)
     assert 0 < largest.numel <= 700 * 6
+
+
+# Reading
+
+
+PATTERNS = {
+    "rank_pattern": {"k_proj": 2, "^model.layers.1.self_attn.q_proj": 6, "layers.0.q": 9},
+    "alpha_pattern": {"layers.1.mlp.up_proj": 3, r"self_attn\.(v|o)_proj": 1},
+}
+WIDE_PATTERNS = {"rank_pattern": {".*proj": 3}, "alpha_pattern": {"v_proj": 5, ".*_proj": 7}}
+READABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "layers": ("llama", {"layers_to_transform": [1], "init_lora_weights": "gaussian"}),
+    "patterns": ("llama", PATTERNS),
+    "rslora": ("llama", {**WIDE_PATTERNS, "use_rslora": True}),
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "pickled": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "safe": False}),
+    "tied": ("tied", {"target_modules": ["embed_tokens"]}),
+    "conv1d": ("gpt2", {"target_modules": CONV}),
+    "square": ("gpt2", {"target_modules": ["attn.c_proj"]}),
+    "conv1d-embedding": ("gpt2", {"target_modules": ["wte", "c_fc"]}),
+}
+
+
+@pytest.mark.parametrize("case", READABLE)
+def test_reads_what_peft_writes(bases, tmp_path, case):
+    name, config = READABLE[case]
+    base = bases(name)
+    expected = train(base, tmp_path, **config)
+    check(read(base, tmp_path), expected)
+    assert (tmp_path / "adapter_model.bin").exists() == (case == "pickled")
+    if case == "plain":
+        told_of_files(base, tmp_path)
+    if case == "pickled":  # with the adapter's name in the keys, as older versions have
+        file = tmp_path / "adapter_model.bin"
+        state = torch.load(file, weights_only=True)
+        torch.save({named(key): value for key, value in state.items()}, file)
+        check(read(base, tmp_path), expected)
+    if case == "tied":  # a .bin file may hold both names of one tensor
+        embed = "model.embed_tokens.weight"
+        infos = dict(Checkpoint.open(base).tensors)
+        infos["lm_head.weight"] = TensorInfo(infos[embed].shape, torch.float32, "", embed)
+        whole = Adapter.open(tmp_path, infos, read=Checkpoint.open(base).tensor).over(infos)
+        assert list(whole.factors) == [embed]
+        assert torch.equal(whole.tensor("lm_head.weight"), whole.tensor(embed))
+    if case == "conv1d":  # the Hub's GPT-2 names `h.0.attn...`, adapters `transformer.h.0.attn...`
+        cut = len("transformer.")
+        short = {n[cut:]: info for n, info in Checkpoint.open(base).tensors.items()}
+        adapter = Adapter.open(tmp_path, short)
+        check(adapter, {n[cut:]: change for n, change in expected.items()})
+        assert adapter.targets["h.0.mlp.c_fc.weight"].module == "transformer.h.0.mlp.c_fc"
+
+
+def told_of_files(base: Path, folder: Path) -> None:
+    first, same = (read(base, folder) for _ in range(2))
+    assert first.nbytes == sum(v.nbytes for v in load_file(folder / WEIGHTS).values())
+    before = first.fingerprint(), first.stamp()
+    assert before == (same.fingerprint(), same.stamp())
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | {"lora_alpha": 9}))
+    other = read(base, folder)
+    assert other.fingerprint() != before[0] and other.stamp() != before[1]
+
+
+def named(key: str) -> str:
+    for half in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+        key = key.replace(half, f"{half}.default")
+    return key.removeprefix("base_model.model.")
+
+
+def test_linear_layers_in_a_model_of_conv1d(bases, tmp_path):
+    """With lm_head PEFT writes fan_in_fan_out: false although most layers are Conv1D."""
+    base = bases("gpt2")
+    expected = train(base, tmp_path, target_modules=["lm_head", *CONV])
+    state = load_file(tmp_path / WEIGHTS)
+    # a copy of the base's lm_head, which the base's file does not hold
+    del state["base_model.model.lm_head.base_layer.weight"]
+    save_file(state, tmp_path / WEIGHTS)
+    with pytest.raises(NotPlainLora, match="`lm_head`, which this base ties to its embedding"):
+        read(base, tmp_path)
+    save_file({key: state[key] for key in state if "lm_head" not in key}, tmp_path / WEIGHTS)
+    expected["transformer.wte.weight"].zero_()
+    check(read(base, tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "flag", "kind"),
+    [
+        ({"a": (4, 4)}, True, "conv1d"),  # only square ones: PEFT's flag
+        ({"a": (4, 4)}, False, "linear"),
+        ({"a": (4, 4), "b": (4, 8)}, False, "conv1d"),  # a bias tells, whatever the flag
+        ({"a": (4, 4), "b": (8, 4)}, True, "linear"),
+        ({"a": (4, 4), "b": (8, 4), "c": (4, 8)}, True, None),
+    ],
+)
+def test_orientation_of_square_matrices(tmp_path, shapes, flag, kind):
+    base = {
+        f"{name}.weight": TensorInfo(shape, torch.float32, "") for name, shape in shapes.items()
+    }
+    for name in shapes:
+        base[f"{name}.bias"] = TensorInfo((4 if name == "a" else 8,), torch.float32, "")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "fan_in_fan_out": flag}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    down, up = torch.randn(1, 4), torch.randn(4, 1)
+    save_file({"a.lora_A.weight": down, "a.lora_B.weight": up}, tmp_path / WEIGHTS)
+    if kind is None:
+        with pytest.raises(NotPlainLora, match="`a`, square in a model of Linear and Conv1D"):
+            Adapter.open(tmp_path, base)
+        return
+    adapter = Adapter.open(tmp_path, base)
+    assert adapter.targets["a.weight"].kind == kind
+    expected = up @ down if kind == "linear" else (up @ down).T
+    torch.testing.assert_close(adapter.tensor("a.weight"), expected)
+    del base["a.bias"]  # Conv1D always has one
+    assert Adapter.open(tmp_path, base).targets["a.weight"].kind == "linear"
+
+
+@given(families(), st.data())
+@settings(deadline=None, max_examples=40)
+def test_any_range_of_a_source(updates, data):
+    """Written, opened, and read as dense updates of the base, zeros where it is not changed."""
+    update = data.draw(st.sampled_from([each for each in updates if each] or [None]))
+    if update is None:
+        return
+    base = {n: TensorInfo(f.shape, torch.bfloat16, "") for each in updates for n, f in each.items()}
+    base["norm.weight"] = TensorInfo((7,), torch.bfloat16, "")
+    targets = {name: Target(name.removesuffix(".weight"), "linear") for name in update}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), update, targets)
+        source = Adapter.open(folder, base).over(base)
+    assert set(source.tensors) == set(base) and set(source.factors) == set(update)
+    name = data.draw(st.sampled_from(sorted(base)))
+    info = source.tensors[name]
+    assert (info.shape, info.dtype) == (base[name].shape, torch.float32)
+    expected = dense(update[name]).float() if name in update else torch.zeros(info.shape)
+    start = data.draw(st.integers(0, info.numel))
+    stop = data.draw(st.integers(start, info.numel))
+    out = torch.full((info.numel + 3,), torch.nan)
+    with mock.patch.object(peft_files, "PIECE", 3 * info.shape[-1]):  # few rows at a time
+        chunk = source.read(name, start, stop, out)
+        whole = source.tensor(name).view(-1)
+    torch.testing.assert_close(chunk, expected.view(-1)[start:stop])
+    assert torch.equal(chunk, whole[start:stop])  # to the bit
+    assert chunk.data_ptr() == out.data_ptr() or start == stop
+    assert out[stop - start :].isnan().all()
+
+
+# Refusing
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+NOT_PLAIN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"use_dora": True}, {}, "uses `use_dora`"),
+    ({}, {f"{Q}.lora_magnitude_vector": torch.ones(32)}, "uses DoRA"),
+    ({}, {f"{Q}.bias": torch.ones(32)}, "stores more than factors .*modules or biases trained"),
+    ({}, {f"{Q}.lora_B.bias": torch.ones(32)}, "stores more than factors"),
+    ({}, {"base_model.model.lm_head.weight": torch.ones(96, 32)}, "stores more than factors"),
+    ({}, {"base_model.model.e.token_adapter.trainable_tokens_delta": torch.ones(1)}, "stores"),
+    ({}, {A: torch.ones(4, 32, 1, 1)}, "targets a convolution"),
+    *[
+        ({setting: value}, {}, f"uses `{setting}`")
+        for setting, value in {
+            "target_parameters": ["x.y"],
+            "trainable_token_indices": [3],
+            "layer_replication": [[0, 2]],
+            "lora_bias": True,
+            "alora_invocation_tokens": [1],
+        }.items()
+    ],
+    ({"init_lora_weights": "pissa_niter_4"}, {}, "changes the base .*pissa_niter_4"),
+    ({"peft_type": "LOHA"}, {}, "is of type LOHA, expected LORA"),
+]
+WRONG: list[tuple[Any, dict[str, Any] | None, str]] = [  # text as it is; None: no file
+    (None, {}, "has no adapter_config.json"),
+    ("{", {}, "adapter_config.json cannot be read"),
+    ("[]", {}, "adapter_config.json cannot be read"),
+    ({}, None, "has no adapter_model.safetensors or"),
+    ({}, {A: None}, "holds `.*lora_B.weight` but not its other half, lora_A"),
+    (
+        {"base_model_name_or_path": "org/base"},
+        {f"{Q}x.lora_A.weight": torch.ones(4, 32), f"{Q}x.lora_B.weight": torch.ones(32, 4)},
+        r"`.*q_projx` is targeted, the base has no such tensor; take the base .*\(org/base\)",
+    ),
+    (
+        {},
+        {B: torch.ones(33, 4)},
+        r"`.*q_proj` is \[33, 32\], in the base \[32, 32\]; take the base",
+    ),
+    ({}, {A: torch.ones(3, 32)}, "lora_A of rank 3 and .* rank 4, expected 4"),
+    ({"r": 5}, {}, "lora_A of rank 4 and lora_B of rank 4, expected 5 from adapter_config.json"),
+    ({}, {A: torch.full((4, 32), torch.nan)}, "holds 128 NaN and 0 infinite"),
+    ({}, {A: torch.ones(0)}, r"is \[0\] torch.float32, expected a matrix .*"),
+    ({}, {A: torch.ones(4, 32).int()}, "int32, expected a matrix of floats"),
+    ({}, {f"{Q}.lora_A.other.weight": torch.ones(4, 32)}, "holds several adapters"),
+    ({"alpha_pattern": {"(": 3}}, {}, "adapter_config.json: rank and alpha of"),
+    ({"lora_alpha": "many"}, {}, "adapter_config.json: rank and alpha of .*many"),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(bases, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "a"
+    train(bases("llama"), folder, target_modules=["q_proj"])
+    return folder
+
+
+@pytest.mark.parametrize(("config", "edit", "message"), NOT_PLAIN + WRONG)
+def test_refuses_in_one_line(bases, plain, tmp_path, config, edit, message):
+    folder = tmp_path / "b"
+    shutil.copytree(plain, folder)
+    if isinstance(config, dict):
+        config = json.dumps(json.loads((folder / CONFIG).read_text()) | config)
+    if config is None:
+        (folder / CONFIG).unlink()
+    else:
+        (folder / CONFIG).write_text(config)
+    if edit is None:
+        (folder / WEIGHTS).unlink()
+    else:
+        state = load_file(folder / WEIGHTS) | edit
+        state = {key: value for key, value in state.items() if value is not None}
+        save_file(state, folder / WEIGHTS)
+    with pytest.raises(UserError, match=message) as caught:
+        read(bases("llama"), folder)
+    assert str(caught.value).startswith(f"adapter {folder} (task `math`): ")
+    assert "\n" not in str(caught.value)
+    fused = message in {text for _, _, text in NOT_PLAIN}
+    assert isinstance(caught.value, NotPlainLora) == fused
+    assert str(caught.value).endswith(f"; {peft_files.FUSE_INSTEAD}") == fused
+
+
+def test_stored_embeddings_must_be_the_bases(bases, tmp_path):
+    base = bases("llama")
+    train(base, tmp_path, target_modules=["embed_tokens"])
+    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    state = load_file(tmp_path / WEIGHTS)
+    assert key in state  # PEFT stores a copy
+    read(base, tmp_path)
+    with pytest.raises(NotPlainLora, match="stores more than factors"):
+        Adapter.open(tmp_path, Checkpoint.open(base).tensors)
+    state[key][3, 4] += 1e-3
+    save_file(state, tmp_path / WEIGHTS)
+    with pytest.raises(NotPlainLora, match="stores more than factors"):
+        read(base, tmp_path)
 
 
 # Writing
 
 
-def write(folder: Path, base: Path, factors: dict[str, Factors], adapters: list[Adapter]) -> None:
-    targets = lora.common_targets(adapters)
-    lora.write_adapter(
+def write(
+    folder: Path,
+    update: dict[str, Factors],
+    targets: dict[str, Target],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    marker = {"kind": "basis", "index": 1}
+    peft_files.write_adapter(
         folder,
-        factors,
+        update,
         targets=targets,
-        dtype=torch.float32,
-        base_model=str(base),
-        marker={"kind": "basis", "index": 1},
+        dtype=dtype,
+        base_model="base",
+        marker=marker,
         task_type="CAUSAL_LM",
     )
 
 
-def loaded_by_peft(folder: Path, base: Path) -> dict[str, Tensor]:
-    """What PEFT adds to the base, with every warning an error."""
-    model = model_of(base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # GPT-2's wte
-        with_adapter = peft.PeftModel.from_pretrained(model, folder)
-        assert isinstance(with_adapter, peft.PeftModelForCausalLM)
-        return changes(with_adapter.merge_and_unload(), base)
-
-
-@pytest.mark.parametrize("rank", [None, 3], ids=["stacked", "truncated"])
-@pytest.mark.parametrize(
-    ("name", "targets"),
-    [
-        ("llama", (LINEAR, LINEAR)),
-        ("llama", (["q_proj", "lm_head"], ["embed_tokens", "q_proj", "up_proj"])),
-        ("gpt2", (CONV, ["c_fc", "wte"])),
-    ],
-    ids=["llama", "different-modules", "gpt2"],
-)
-def test_peft_loads_a_basis(bases, tmp_path, name, targets, rank):
-    base = bases(name)
-    coefficients = torch.tensor([0.7, -1.3], dtype=torch.float64)
-    parts, adapters = [], []
-    for i, modules in enumerate(targets):
-        parts.append(train(base, tmp_path / str(i), i, r=2 + i, target_modules=modules))
-        adapters.append(read(base, tmp_path / str(i)))
-    factors = lora.combine_adapters(adapters, coefficients)
-    expected = {n: 0.7 * parts[0][n] - 1.3 * parts[1][n] for n in parts[0]}
-    if rank:
-        factors, lost, _ = lora.truncate(factors, rank)
-        assert lost > 0
-        expected |= {n: dense(f) for n, f in factors.items()}
-    write(tmp_path / "basis", base, factors, adapters)
-    found = loaded_by_peft(tmp_path / "basis", base)
-    for n in expected:
-        torch.testing.assert_close(found[n], expected[n], atol=3e-6, rtol=1e-5)
-    check(read(base, tmp_path / "basis"), found)  # and so do we
-    config = json.loads((tmp_path / "basis" / lora.CONFIG).read_text())
-    different = len({f.rank for f in factors.values()}) > 1
-    assert bool(config["rank_pattern"]) == bool(config["alpha_pattern"]) == different
-    assert config["fan_in_fan_out"] == (name == "gpt2")
-
-
-def test_written_files(bases, tmp_path):
-    """The same bytes each time; the marker lies where PEFT does not look."""
-    base = bases("llama")
-    train(base, tmp_path / "a")
-    adapter = read(base, tmp_path / "a")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_written_files(bases, plain, tmp_path, dtype):
+    """The same bytes each time, in this dtype; the marker lies where PEFT does not look."""
+    adapter = read(bases("llama"), plain)
     files = []
     for name in ("1", "2", "3"):
-        write(tmp_path / name, base, adapter.factors, [adapter])
+        write(tmp_path / name, adapter.factors, adapter.targets, dtype)
         files.append({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()})
     assert files[0] == files[1] == files[2]
-    assert set(files[0]) == {lora.CONFIG, lora.WEIGHTS}
-    data = files[0][lora.WEIGHTS]
+    assert set(files[0]) == {CONFIG, WEIGHTS}
+    data = files[0][WEIGHTS]
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.pop("__metadata__")
     assert list(header) == sorted(header)
-    assert metadata["format"] == "pt"
-    assert json.loads(metadata[lora.MARKER]) == {"kind": "basis", "index": 1}
+    assert list(metadata) == sorted(metadata) and metadata["format"] == "pt"
+    assert json.loads(metadata[peft_files.MARKER]) == {"kind": "basis", "index": 1}
+    assert {v.dtype for v in load_file(tmp_path / "1" / WEIGHTS).values()} == {dtype}
+    for name, both in read(bases("llama"), tmp_path / "1").factors.items():
+        assert torch.equal(both.left, adapter.factors[name].left.to(dtype).float())
+        assert torch.equal(both.right, adapter.factors[name].right.to(dtype).float())
 
 
 def test_modules_whose_names_end_alike_stay_the_bases(tmp_path):
     """A full name in target_modules also catches names that end in it: with an update of zero."""
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = torch.nn.Linear(4, 4, bias=False)
-            self.b = torch.nn.Linear(4, 4, bias=False)
-            self.inner = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False)})
-
-    base = Model()
-    adapter = Adapter(
-        {
-            f"{name}.weight": Factors(torch.randn(4, rank), torch.randn(rank, 4))
-            for name, rank in (("a", 1), ("b", 2))
-        },
-        {f"{name}.weight": lora.Target(name, "linear") for name in "ab"},
-    )
-    write(tmp_path, Path("none"), adapter.factors, [adapter])
+    layers = {name: torch.nn.Linear(4, 4, bias=False) for name in ("a", "b", "inner_a", "inner_b")}
+    inner = torch.nn.ModuleDict({"a": layers["inner_a"], "b": layers["inner_b"]})
+    base = torch.nn.ModuleDict({"a": layers["a"], "b": layers["b"], "inner": inner})
+    update = {
+        f"{name}.weight": Factors(torch.randn(4, rank), torch.randn(rank, 4))
+        for name, rank in (("a", 1), ("b", 1), ("inner.b", 2))
+    }
+    write(tmp_path, update, {name: Target(name[: -len(".weight")], "linear") for name in update})
     before = {name: value.clone() for name, value in base.state_dict().items()}
     config = peft.PeftConfig.from_pretrained(tmp_path)
     config.task_type = None
@@ -579,94 +495,20 @@ def test_modules_whose_names_end_alike_stay_the_bases(tmp_path):
         model = peft.PeftModel.from_pretrained(base, tmp_path, config=config).merge_and_unload()
     after = model.state_dict()
     assert torch.equal(after["inner.a.weight"], before["inner.a.weight"])
-    for name, factors in adapter.factors.items():
-        torch.testing.assert_close(after[name] - before[name], dense(factors).float())
+    for name, both in update.items():
+        torch.testing.assert_close(after[name] - before[name], dense(both).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_written_dtype(bases, tmp_path, dtype):
-    base = bases("llama")
-    train(base, tmp_path / "a")
-    adapter = read(base, tmp_path / "a")
-    lora.write_adapter(
-        tmp_path / "b",
-        adapter.factors,
-        targets=adapter.targets,
-        dtype=dtype,
-        base_model=str(base),
-        marker={},
-    )
-    assert {v.dtype for v in load_file(tmp_path / "b" / lora.WEIGHTS).values()} == {dtype}
-    for name, factors in read(base, tmp_path / "b").factors.items():
-        given_ = adapter.factors[name]
-        assert torch.equal(factors.left, given_.left.to(dtype).float())
-        assert torch.equal(factors.right, given_.right.to(dtype).float())
-
-
-def test_writing_refuses(bases, tmp_path):
-    huge = Adapter(
-        {"a.weight": Factors(torch.full((2, 1), 1e6), torch.ones(1, 2))},
-        {"a.weight": lora.Target("a", "linear")},
-    )
-    arguments = {"dtype": torch.float16, "base_model": "", "marker": {}}
-    with pytest.raises(
-        UserError, match=r"`a.weight` overflows torch.float16; write it in bfloat16"
-    ):
-        lora.write_adapter(tmp_path, huge.factors, targets=huge.targets, **arguments)
+def test_writing_refuses(bases, plain, tmp_path):
+    with pytest.raises(UserError, match="is 0; expected 1 or more"):
+        lora.truncate({}, 0)
+    huge = {"a.weight": Factors(torch.full((2, 1), 1e6), torch.ones(1, 2))}
+    message = r"`a.weight` overflows torch.float16; write it in bfloat16"
+    with pytest.raises(UserError, match=message):
+        write(tmp_path, huge, {"a.weight": Target("a", "linear")}, torch.float16)
     with pytest.raises(UserError, match="nothing to write"):
-        lora.write_adapter(tmp_path, {}, targets={}, **arguments)
-    other = Adapter({}, {"a.weight": lora.Target("b", "embedding")}, label="code")
-    with pytest.raises(NotPlainLora, match=r"task `code`: targets `a.weight` as embedding `b`"):
-        lora.common_targets([huge, other])
-
-
-# Dense views
-
-
-@given(families(), st.data())
-@settings(deadline=None, max_examples=60)
-def test_reading_any_range(adapters, data):
-    shapes = {n: f.shape for adapter in adapters for n, f in adapter.factors.items()}
-    base = {n: TensorInfo(shape, torch.bfloat16, "x") for n, shape in shapes.items()}
-    base["norm.weight"] = TensorInfo((7,), torch.bfloat16, "x")
-    adapter = adapters[0]
-    assert set(AdapterDelta(adapter, base).tensors) == set(adapter.factors)
-    delta = AdapterDelta(adapter, base, every=True)
-    assert set(delta.tensors) == set(base)
-    name = data.draw(st.sampled_from(sorted(base)))
-    info = delta.tensors[name]
-    assert (info.shape, info.dtype) == (base[name].shape, torch.float32)
-    expected = torch.zeros(info.shape)
-    if name in adapter.factors:
-        expected = dense(adapter.factors[name]).float()
-    torch.testing.assert_close(delta.tensor(name), expected)
-    start = data.draw(st.integers(0, info.numel))
-    stop = data.draw(st.integers(start, info.numel))
-    out = torch.full((info.numel + 3,), torch.nan)
-    piece = delta.read(name, start, stop, out)
-    torch.testing.assert_close(piece, expected.view(-1)[start:stop])
-    assert piece.data_ptr() == out.data_ptr() or start == stop
-    assert out[stop - start :].isnan().all()
-    assert delta.canonical(name) == name
-
-
-def test_delta_of_a_file(bases, tmp_path):
-    base = bases("gpt2")
-    expected = train(base, tmp_path, target_modules=CONV)
-    infos = Checkpoint.open(base).tensors
-    delta = AdapterDelta(read(base, tmp_path), infos)
-    for name in delta.tensors:
-        torch.testing.assert_close(
-            delta.tensor(name).double(), expected[name], atol=2e-6, rtol=1e-5
-        )
-    assert delta.nbytes == sum(v.nbytes for v in load_file(tmp_path / lora.WEIGHTS).values())
-    with pytest.raises(KeyError):
-        delta.read("transformer.wte.weight", 0, 1, torch.empty(1))
-
-    before = delta.fingerprint(), delta.stamp()
-    same = AdapterDelta(read(base, tmp_path), infos)
-    assert (same.fingerprint(), same.stamp()) == before
-    config = json.loads((tmp_path / lora.CONFIG).read_text())
-    (tmp_path / lora.CONFIG).write_text(json.dumps(config | {"lora_alpha": 9}))
-    other = AdapterDelta(read(base, tmp_path), infos)
-    assert other.fingerprint() != before[0] and other.stamp() != before[1]
+        write(tmp_path, {}, {})
+    one, other = (read(bases("llama"), plain) for _ in range(2))
+    other.targets = {name: Target("b", "embedding") for name in other.targets}
+    with pytest.raises(NotPlainLora, match=r"task `math`: targets `.*` as embedding `b`"):
+        peft_files.common_targets([one, other])

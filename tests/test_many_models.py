@@ -14,7 +14,8 @@ from commands import recipe, tvb, write
 from mergekit.common import ModelReference
 from tiny import family, load
 
-from tvb_mergekit.plugin.inputs import Options, read_document, read_inputs
+from tvb_mergekit.plugin.document import read_document
+from tvb_mergekit.plugin.inputs import Options, read_inputs
 
 TASKS = 140  # mergekit keeps 128 configurations
 

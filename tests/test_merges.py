@@ -1,198 +1,493 @@
-"""Every method, basis and solver through `mergekit-yaml`, against the dense reference."""
+"""Every merge equals the dense reference in float64, whatever is merged and by which command."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from commands import Result, assert_close, merge, merge_outside, recipe
+import transformers
+from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
+from families import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, llama, llava, vit
+from mergekit import merge_methods
 from reference import Dense, expect
-from tiny import TASKS, family, gpt2, llama, load
+from tiny import family, gpt2, load
+from torch import Tensor
 
+from tvb_mergekit.core.encoders import encode
+from tvb_mergekit.settings import resolve_settings
+
+Tensors = Mapping[str, Tensor]
 FAST = {"steps": 300}
-BASES: dict[str, dict[str, Any]] = {
-    "ae": {},  # the default: adam, 4000 steps, M = 3 of 5
-    "ae-anneal": {"basis": "ae", "num_bases": 2, "seed": 3, "anneal_every": 50, **FAST},
-    "ae-exact": {"basis": "ae", "solver": "exact", "num_bases": 2},
-    "balanced": {"basis": "balanced", "num_bases": 2, "lambda_scale": "tasks"},
-    "linear_ae": {"basis": "linear_ae", "num_bases": 2, "temperature": 2.0, **FAST},
-    "pca": {"basis": "pca", "num_bases": 3},
-    "rand_select": {"basis": "rand_select", "basis_ratio": 0.3, "seed": 1},
-    "none": {"basis": "none"},
-}
-TIES = {
-    "ae": FAST,
-    "ae-anneal": {"trim": "tensor"},
-    "ae-exact": {"merge_func": "mean"},
-    "balanced": {"density": 0.5},
-    "linear_ae": {"merge_func": "max"},
-    "pca": {"trim": "tensor", "merge_func": "mean", "density": 0.35},
-    "rand_select": {"trim": "tensor", "merge_func": "max"},
-    "none": {"density": 0.1},
-}
-FAST_AE = {"ae": FAST}
-NEGATE: dict[str, Any] = {"forget": "code", "alpha": 0.7}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"basis_ta/{k}": ("basis_ta", {"lambda": 0.3, **v}) for k, v in BASES.items()},
-    **{f"basis_ties/{k}": ("basis_ties", v | TIES[k]) for k, v in BASES.items()},
+PCA = {"basis": "pca", "num_bases": 2}
+BALANCED = {"basis": "balanced", "num_bases": 2}
+FORGET = {"forget": "code", "alpha": 0.7}
+RAND_PROJ = {"basis": "rand_proj", "num_bases": 2, **FORGET}
+ONCE = (
+    ("basis_ta", BALANCED),
+    ("basis_ties", {**PCA, "density": 0.5}),
+    ("basis_negate", {**PCA, **FORGET}),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A merge of one of FAMILIES; `own`: parameters of its models, `extra`: keys at the top."""
+
+    models: str
+    method: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    driver: str = "mergekit-yaml"
+    own: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    form: str = "models"  # or slices, modules
+    args: tuple[str, ...] = ()
+
+    def document(self, models: Models) -> dict[str, Any]:
+        own = {n: {**models.own.get(n, {}), **self.own.get(n, {})}
+               for n in {*models.own, *self.own}}  # fmt: skip
+        made = recipe(self.method, models.base, models.listed, own, extra=self.extra, **self.keys)
+        if self.form == "modules":
+            inner = {"models": made.pop("models"), "parameters": made.pop("parameters")}
+            made["modules"] = {"default": inner}
+        elif self.form == "slices":
+            made |= slices(models.base, models.listed, [(0, 1), (1, 2)], own)
+            del made["models"]
+        return made
+
+
+WEIGHTS = {0: {"weight": -1.5, "task": "sums"}, 2: {"weight": 0.5}}
+TOKENIZER = {"tokenizer": {"source": "base"}}
+TOKENIZER_SOURCE = {"tokenizer_source": "base"}
+CASES = {
+    **{name: Case(name, *ONCE[n % 3]) for n, name in enumerate(ARCHITECTURES)},
+    # each basis and its options, each way to trim
+    "ae": Case("llama", "basis_ta", {"lambda": 0.3, **FAST}),
+    "ae, ties": Case("gpt2", "basis_ties", {"seed": 3, "anneal_every": 50, **FAST}),
+    "ae, exact": Case(
+        "mixed dtypes", "basis_negate", {"solver": "exact", "num_bases": 2, **FORGET}
+    ),
+    "linear_ae": Case(
+        "llama", "basis_ties",
+        {"basis": "linear_ae", "merge_func": "max", "temperature": 2.0, **FAST},
+    ),
+    "pca": Case("mixed dtypes", "basis_ties", {**PCA, "trim": "tensor", "merge_func": "mean"}),
+    "pca, two": Case("gpt2", "basis_negate", {**PCA, "forget": "math, safety", "alpha": 1.5}),
+    "balanced, shards": Case(
+        "gpt2",
+        "basis_ta",
+        {**BALANCED, "lambda_scale": "tasks"},
+        args=("--out-shard-size", "30K"),
+    ),
+    "rand_select": Case(
+        "llama", "basis_ties", {"basis": "rand_select", "basis_ratio": 0.3, "trim": "tensor"}
+    ),
+    "rand_proj": Case("mixed dtypes", "basis_negate", {**RAND_PROJ, "seed": 7, "lambda": 0.01}),
+    "none": Case("mixed dtypes", "basis_ties", {"basis": "none", "density": 0.1}),
+    # how many models
+    "one model": Case("one model", "basis_ta", {"solver": "exact"}),
+    "one model, forgotten": Case(
+        "one model", "basis_negate", {"basis": "balanced", "forget": "math", "alpha": 1}
+    ),
+    "many models": Case(
+        "many models", "basis_ta", {**BALANCED, "lambda_scale": "tasks", "lambda": 0.1}
+    ),
+    # how checkpoints are stored
+    "mixed formats": Case("mixed formats", "basis_ties", PCA),
+    "tied": Case("tied", "basis_ta", PCA),
+    "tied, aliased": Case("tied, aliased", "basis_ties", PCA),
+    "tied, twice": Case("tied, twice", "basis_negate", RAND_PROJ),
+    "one untied": Case("one untied", "basis_ta", PCA),
+    "adapters": Case("adapters", "basis_negate", {**PCA, **FORGET}),
+    # vocabularies
+    "more tokens": Case("two more tokens", "basis_ta", PCA, extra=TOKENIZER_SOURCE),
+    "more tokens, trimmed": Case(
+        "two more tokens", "basis_ties", {**PCA, "trim": "tensor"}, extra=TOKENIZER
+    ),
+    "more tokens, forgotten": Case(
+        "two more tokens", "basis_negate", {**PCA, **FORGET}, extra=TOKENIZER
+    ),
+    "other order": Case("other order", "basis_ta", PCA, extra=TOKENIZER_SOURCE),
+    "union": Case("tied", "basis_ta", PCA, extra={"tokenizer_source": "union"}),
+    # recipes
+    "exclude": Case("mixed formats", "basis_ties", {**BALANCED, "exclude": r"mlp|norm|layers\.1"}),
+    "exclude experts": Case("mixtral", "basis_ta", {**BALANCED, "exclude": "experts"}),
+    "weights": Case("mixed formats", "basis_negate", {**RAND_PROJ, "seed": 3}, own=WEIGHTS),
+    "slices": Case(
+        "mixed formats", "basis_negate", {**PCA, "forget": "sums", "alpha": 0.5}, own=WEIGHTS,
+        form="slices",
+    ),
+    "modules": Case("tied", "basis_ties", PCA, own=WEIGHTS, form="modules"),
+    # stores
+    "store of pca": Case("store of pca", "basis_negate", FORGET),
+    "store of balanced": Case("store of balanced", "basis_ties", {"lambda": 0.3}),
+    "store of rand_proj": Case("store of rand_proj", "basis_negate", FORGET),
+    # other commands
+    "tvb merge": Case("mixed dtypes", "basis_ties", BALANCED, "tvb merge"),
+    "tvb merge, adapters": Case("adapters", "basis_ta", BALANCED, "tvb merge"),
+    "tvb merge, experts": Case("mixtral", "basis_ties", {**PCA, "trim": "tensor"}, "tvb merge"),
+    "tvb merge, store": Case("store of pca", "basis_ta", {"lambda": 0.3}, "tvb merge"),
+    "tvb merge, tokens": Case(
+        "two more tokens", "basis_ta", BALANCED, "tvb merge", extra=TOKENIZER_SOURCE
+    ),
     **{
-        f"basis_negate/{k}": ("basis_negate", v | FAST_AE.get(k, {}) | NEGATE)
-        for k, v in BASES.items()
+        f"{driver}, {name}": Case(name, *ONCE[n % 3], driver)
+        for driver in ("mergekit-pytorch", "merge_state_dicts")
+        for n, name in enumerate(("pt", "ckpt", "safetensors", "twice"))
     },
-    "basis_negate/rand_proj": (
-        "basis_negate",
-        {"basis": "rand_proj", "num_bases": 3, "seed": 7, "lambda": 0.01, **NEGATE},
+    "mergekit-pytorch, exclude": Case(
+        "pt", "basis_ties", {"basis": "none", "exclude": "embed"}, "mergekit-pytorch"
     ),
-    "basis_negate/two": (
-        "basis_negate",
-        {"basis": "pca", "lambda": 0.2, "forget": "math, safety", "alpha": 1.5},
+    "merge_state_dicts, exclude": Case(
+        "pt", "basis_ties", {"basis": "none", "exclude": "embed"}, "merge_state_dicts"
     ),
-}
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float32)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"make": llama},
-    "gpt2": {"make": gpt2},
-    "mixed": {"make": llama, "dtypes": DTYPES, "scale": 0.002, "max_shard_size": "40KB"},
-}
-# Every case of Llama runs in a process of its own by default; of the others these.
-OUTSIDE = ("basis_ta/balanced", "basis_ties/ae", "basis_negate/ae-exact")
+    "merge_state_dicts, ae": Case("pt", "basis_ta", FAST, "merge_state_dicts"),
+    "merge_state_dicts, rand_proj": Case("pt", "basis_negate", RAND_PROJ, "merge_state_dicts"),
+    "merge_state_dicts, weights": Case(
+        "pt", "basis_ties", {**BALANCED, "trim": "tensor"}, "merge_state_dicts", own=WEIGHTS
+    ),
+}  # fmt: skip
 
 
-@dataclass
-class Family:
-    base: Path
-    models: list[Path]
-    dense: Dense
-    equal_magnitudes: bool
+# What merges a case: its tensors, what it says of the basis, and the folder if there is one
+Merged = tuple[Tensors, Mapping[str, Any], Result | None]
 
 
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    made = {}
-    for name, options in FAMILIES.items():
-        base, models = family(tmp_path_factory.mktemp(name), **options)
-        states = [load(path) for path in (base, *models)]
-        made[name] = Family(
-            base, models, Dense(states[0], states[1:], list(states[0])), name == "mixed"
-        )
-    return made
+def by_command(case: Case, models: Models, out: Path) -> Merged:
+    args = list(case.args)
+    if case.models == "adapters":
+        args += ["--lora-merge-cache", str(out.with_name("fused"))]
+    if case.driver == "tvb merge":
+        tvb("merge", write(case.document(models), out), out, "--quiet", *args)
+        result = Result(out)
+    else:
+        result = merge(case.document(models), out, *args, command=case.driver)
+    return result.tensors, models.stored or result.basis, result
 
 
-def check(found: Family, case: str, result: Result) -> None:
-    method, parameters = CASES[case]
-    want = expect(found.dense, method, parameters, result.basis, TASKS)
-    assert set(result.tensors) == set(found.dense.names)
-    assert all(tensor.dtype == torch.float32 for tensor in result.tensors.values())
-    if want.boundary is not None:
-        share = sum(int(b.sum()) for b in want.boundary.values()) / len(found.dense.theta)
-        # task vectors between bfloat16 checkpoints have many equal magnitudes
-        assert share <= (3e-2 if found.equal_magnitudes else 5e-3), "too much is left open"
-    assert_close(result.tensors, want.tensors, found.dense.base, want.boundary)
-
-
-@pytest.fixture(scope="module")
-def processes(
-    families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory, request: Any
-) -> Iterator[dict[tuple[str, str], Future[Result]]]:
-    """`mergekit-yaml` on every selected case, two processes at a time."""
-    folder = tmp_path_factory.mktemp("merged")
-    wanted = [
-        (item.callspec.params["model"], item.callspec.params["case"])
-        for item in request.session.items
-        if item.module is request.module and "processes" in item.fixturenames
-    ]
-    pool, futures = ThreadPoolExecutor(2), {}
-    for number, (model, case) in enumerate(wanted):
-        method, parameters = CASES[case]
-        made = recipe(method, families[model].base, families[model].models, **parameters)
-        out = folder / model / str(number)
-        futures[model, case] = pool.submit(merge_outside, made, out)
-    yield futures
-    pool.shutdown(cancel_futures=True)
-
-
-def cases() -> list[Any]:
-    return [
-        pytest.param(
-            model,
-            case,
-            id=f"{model}/{case}",
-            marks=() if model == "llama" or case in OUTSIDE else pytest.mark.slow,
-        )
-        for model in FAMILIES
-        for case in CASES
-    ]
-
-
-@pytest.mark.parametrize(("model", "case"), cases())
-def test_the_command_equals_the_dense_reference(
-    model: str,
-    case: str,
-    families: dict[str, Family],
-    processes: dict[tuple[str, str], Future[Result]],
-) -> None:
-    check(families[model], case, processes[model, case].result())
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case not in OUTSIDE])
-@pytest.mark.parametrize("model", ["gpt2", "mixed"])
-def test_other_checkpoints_equal_the_dense_reference(
-    model: str, case: str, families: dict[str, Family], tmp_path: Path
-) -> None:
-    method, parameters = CASES[case]
-    found = families[model]
-    made = recipe(method, found.base, found.models, **parameters)
-    check(found, case, merge(made, tmp_path / "out"))
-
-
-@pytest.mark.parametrize("case", ["basis_ta/pca", "basis_ties/none", "basis_negate/rand_proj"])
-def test_sixteen_bit_output_is_the_float32_result_cast_once(
-    case: str, families: dict[str, Family], tmp_path: Path
-) -> None:
-    """`dtype` casts the output, never the inputs: a task vector formed after a cast to bfloat16
-    would be mostly rounding."""
-    method, parameters = CASES[case]
-    found = families["mixed"]
-    whole = merge(recipe(method, found.base, found.models, **parameters), tmp_path / "float32")
-    for name, kind in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        made = recipe(method, found.base, found.models, dtype=name, **parameters)
-        cast = merge(made, tmp_path / name)
-        for key, tensor in whole.tensors.items():
-            assert torch.equal(cast.tensors[key], tensor.to(kind)), key
-        made = recipe(method, found.base, found.models, dtype=None, **parameters)
-        made["out_dtype"] = name
-        assert_same(merge(made, tmp_path / f"out_{name}"), cast)
-
-
-def test_the_mixed_family_would_show_an_early_cast(families: dict[str, Family]) -> None:
-    dense = families["mixed"].dense
-    assert {t.dtype for t in dense.base.values()} == {torch.bfloat16}
-    kinds = {next(iter(model.values())).dtype for model in dense.models}
-    assert kinds == {torch.float16, torch.float32, torch.bfloat16}
-    early = [{k: v.bfloat16() for k, v in m.items()} for m in dense.models]
-    rounded = Dense(dense.base, early, dense.names)
-    assert np.linalg.norm(rounded.tau - dense.tau) > 1e-2 * np.linalg.norm(dense.tau)
-
-
-def test_without_dtype_the_output_has_what_the_inputs_promote_to(
-    families: dict[str, Family], tmp_path: Path
-) -> None:
-    found = families["mixed"]
-    bare = merge(
-        recipe("basis_ta", found.base, found.models, dtype=None, basis="none"), tmp_path / "bare"
+def in_memory(case: Case, models: Models, out: Path) -> Merged:
+    states = dict(zip(("base", *models.tasks), models.states, strict=True))
+    before = {key: {n: t.clone() for n, t in state.items()} for key, state in states.items()}
+    own = {
+        key: {task: case.own.get(n, {}).get(key, default(task))
+              for n, task in enumerate(models.tasks)}
+        for key, default in (("weight", lambda task: 1.0), ("task", str))
+    }  # fmt: skip
+    merged = merge_methods.merge_state_dicts(
+        states,
+        case.method,
+        base="base",
+        parameters={**case.keys, **own},
+        dtype=torch.float32,
     )
-    full = merge(recipe("basis_ta", found.base, found.models, basis="none"), tmp_path / "full")
-    assert_same(bare, full)
+    for key, state in states.items():
+        assert all(torch.equal(t, before[key][name]) for name, t in state.items()), "changed"
+    storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()} - {0}
+    assert all(t.untyped_storage().data_ptr() not in storage for t in merged.values())
+    stored = {}
+    if case.keys.get("basis") == "balanced":  # the formulas leave open which of the best it is
+        settings = resolve_settings(case.method, case.keys, models.tasks)
+        found = encode(torch.from_numpy(dense_of(case, models).gram), settings).encoder
+        assert found is not None
+        stored["encoder"] = found.numpy()
+    return merged, stored, None
 
 
-def assert_same(one: Result, other: Result) -> None:
-    assert set(one.tensors) == set(other.tensors)
-    for name, tensor in one.tensors.items():
-        assert tensor.dtype == other.tensors[name].dtype
-        assert torch.equal(tensor, other.tensors[name]), name
+DRIVERS: Mapping[str, Callable[[Case, Models, Path], Merged]] = {
+    "mergekit-yaml": by_command,
+    "mergekit-pytorch": by_command,
+    "tvb merge": by_command,
+    "merge_state_dicts": in_memory,
+}
+
+
+def dense_of(case: Case, models: Models) -> Dense:
+    base, *states = models.states
+    excluded = case.keys.get("exclude", "^$")
+    names = [
+        name
+        for name in base
+        if name not in models.copied and name not in models.same and not re.search(excluded, name)
+    ]
+    weights = [case.own.get(n, {}).get("weight", 1.0) for n in range(len(states))]
+    return Dense(base, states, names, weights)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
+    """Each of FAMILIES, made once."""
+    return cache(lambda name: FAMILIES[name](tmp_path_factory.mktemp("family") / "of"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_dense_reference(
+    name: str, made: Callable[[str], Models], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    models = made(case.models)
+    tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
+    tensors, stored, result = DRIVERS[case.driver](case, models, tmp_path / "out")
+    dense = dense_of(case, models)
+    want = expect(dense, case.method, {**models.keys, **case.keys}, stored, tasks)
+    if want.boundary is not None:
+        share = sum(int(b.sum()) for b in want.boundary.values()) / len(dense.theta)
+        # task vectors between bfloat16 checkpoints have many equal magnitudes
+        assert share <= (0.03 if case.models in ("mixed dtypes", "pt") else 5e-3), share
+    left = set(dense.base) - set(dense.names) - set(models.same)
+    assert set(dense.base) - set(models.same) <= set(tensors) <= {*dense.base, *models.same}
+    if result is not None:
+        facts = result.facts
+        assert facts["num_parameters"] == len(dense.theta) and facts["tasks"] == tasks
+        assert left == set(facts["left_out"]) - set(models.same)
+        assert all(tensor.dtype == torch.float32 for n, tensor in tensors.items() if n not in left)
+        if models.loader:
+            tensors = loaded(models.loader, result)
+    assert_close(tensors, want.tensors, dense.base, want.boundary)
+    for name in left:
+        assert torch.equal(tensors[name].double(), dense.base[name].double()), name
+    for name in set(models.same) & set(tensors):
+        assert torch.equal(tensors[name], tensors[models.same[name]])
+
+
+def loaded(loader: str, result: Result) -> Tensors:
+    """The merged model as transformers loads it, nothing missing and nothing left over."""
+    model, info = getattr(transformers, loader).from_pretrained(
+        result.folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state: Tensors = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in result.tensors.items())
+    if {HEAD, EMBEDDING} <= set(state) and not torch.equal(state[HEAD], state[EMBEDDING]):
+        assert not model.config.tie_word_embeddings  # other loaders go by the configuration
+    return state
+
+
+@pytest.mark.parametrize(
+    ("method", "order"),
+    [("basis_ties", [0, 1, 2, 1, 2, 3]), ("basis_ta", [2, 0]), ("basis_negate", [0, 1, 1])],
+)
+def test_slices_may_repeat_drop_and_reorder_layers(
+    method: str, order: list[int], tmp_path: Path
+) -> None:
+    """A repeated layer is one tensor of the task vector; a dropped one is none."""
+    base, models = family(tmp_path, lambda: llama(num_hidden_layers=4), THREE)
+    keys = RAND_PROJ if method == "basis_negate" else PCA
+    states = [load(path) for path in (base, *models)]
+    names = [n for n in states[0] if ".layers." not in n or int(n.split(".")[2]) in order]
+    dense = Dense(states[0], states[1:], names)
+    made = recipe(method, base, models, **keys)
+    del made["models"]
+    made |= slices(base, models, [(layer, layer + 1) for layer in order])
+    result = merge(made, tmp_path / "out")
+    assert result.facts["num_parameters"] == len(dense.theta)
+    found = loaded("AutoModelForCausalLM", result)
+    for place, layer in enumerate(order):
+        first = order.index(layer)
+        here, there = (f".layers.{n}." for n in (place, first))
+        for name in [name for name in found if here in name]:
+            assert torch.equal(found[name], found[name.replace(here, there)]), name
+    if method == "basis_negate":  # its random directions go by the merged model's names
+        return
+    want = expect(dense, method, keys, result.basis, THREE)
+    for name in names:
+        layer = name.split(".")[2] if ".layers." in name else ""
+        moved = (
+            name.replace(f".layers.{layer}.", f".layers.{order.index(int(layer))}.")
+            if layer
+            else name
+        )
+        skip = want.boundary and {name: want.boundary[name]}
+        tensors = {name: found[moved]}
+        assert_close(tensors, {name: want.tensors[name]}, dense.base, skip, strict=1e-5)
+
+
+@pytest.mark.parametrize("make", [vit, llava])
+def test_no_tensor_is_lost_in_silence(make: Any, tmp_path: Path) -> None:
+    """mergekit 0.1.5 infers some architectures with parts missing where transformers stores other
+    names than it holds in memory. What is not written is named with the reason."""
+    base, models = family(tmp_path, make, THREE, tokenizer=make is llava)
+    result = merge(recipe("basis_ta", base, models, basis="none"), tmp_path / "out")
+    stored = {name: tensor.numel() for name, tensor in load(base).items()}
+    written = sum(tensor.numel() for tensor in result.tensors.values())
+    named = sum(stored[name] for name in result.facts["left_out"])
+    assert written + named == sum(stored.values())
+
+
+# dtypes: what is cast is the output, once, never the inputs
+
+
+def test_dtypes_of_files(made: Callable[[str], Models], tmp_path: Path) -> None:
+    models = made("mixed dtypes")
+    keys = {"basis": "none", "density": 0.1}
+
+    def merged(name: str, **dtypes: Any) -> Result:
+        document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
+        return merge(document | dtypes, tmp_path / name)
+
+    whole = merged("whole", dtype="float32")
+    assert_same(merged("promoted"), whole)  # bfloat16, float16 and float32 together
+    for kind in (torch.bfloat16, torch.float16):
+        name = str(kind).removeprefix("torch.")
+        for key in ("dtype", "out_dtype"):
+            cast = merged(f"{key} {name}", **{key: name})
+            for tensor, values in whole.tensors.items():
+                assert torch.equal(cast.tensors[tensor], values.to(kind)), tensor
+                assert cast.tensors[tensor].dtype == kind
+
+
+def test_dtypes_in_memory(made: Callable[[str], Models]) -> None:
+    states = dict(zip(("base", *THREE), made("pt").states, strict=True))
+    del states["math"]  # left are bfloat16 and float16
+
+    def merged(**options: Any) -> Tensors:
+        floats = {
+            k: {n: t for n, t in s.items() if n in ("layer", "bias")} for k, s in states.items()
+        }
+        keys = {"basis": "none"}
+        found: Tensors = merge_methods.merge_state_dicts(
+            floats, "basis_ta", base="base", parameters=keys, **options
+        )
+        return found
+
+    whole = merged(dtype=torch.float32)
+    for kind, options in {
+        torch.float32: {},  # what bfloat16 and float16 promote to
+        torch.bfloat16: {"dtype": torch.bfloat16},
+        torch.float16: {"dtype": torch.bfloat16, "out_dtype": torch.float16},
+    }.items():
+        for name, tensor in merged(**options).items():
+            assert tensor.dtype == kind and torch.equal(tensor, whole[name].to(kind))
+
+
+# Merging in memory
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("basis_ta", PCA),
+        ("basis_ties", {"basis": "none", "density": 0.3, "merge_func": "mean"}),
+        ("basis_negate", {**PCA, "forget": "2,3", "alpha": 0.6}),
+    ],
+)
+def test_single_tensors(method: str, keys: Any, made: Callable[[str], Models]) -> None:
+    states = [{"layer": state["layer"]} for state in made("safetensors").states]
+    listed = [state["layer"] for state in states]
+    merged = merge_methods.merge_tensors(
+        listed, method, parameters=keys, base_index=0, name="layer"
+    )
+    want = expect(Dense(states[0], states[1:], ["layer"]), method, keys, {}, ("1", "2", "3"))
+    assert_close({"layer": merged}, want.tensors, states[0], want.boundary)
+
+
+def test_modules_views_and_float64() -> None:
+    """Modules lend no gradients, views are read in place, and float64 stays so."""
+    modules: dict[str, torch.nn.Module] = {}
+    for number, key in enumerate(("base", *THREE)):
+        torch.manual_seed(number)
+        modules[key] = gpt2()
+    turned = {
+        key: {n: t.detach().t().contiguous().t() if t.dim() == 2 else t.detach()
+              for n, t in module.state_dict().items()}
+        for key, module in modules.items()
+    }  # fmt: skip
+    assert not turned["math"]["transformer.wte.weight"].is_contiguous()
+    double = {key: {n: t.double() for n, t in state.items()} for key, state in turned.items()}
+    states = list(turned.values())
+    names = [name for name in states[0] if name != "lm_head.weight"]
+    want = expect(Dense(states[0], states[1:], names), "basis_ta", {"basis": "none"}, {}, THREE)
+    for given in (modules, turned, double):
+        merged = merge_methods.merge_state_dicts(
+            given, "basis_ta", base="base", parameters={"basis": "none"}
+        )
+        assert_close(merged, want.tensors, states[0])
+        kind = torch.float64 if given is double else torch.float32
+        assert all(t.dtype == kind and not t.requires_grad for t in merged.values())
+
+
+def test_methods_are_listed_with_their_parameters() -> None:
+    known = {method.spec.name: method.spec for method in merge_methods.registered_methods()}
+    for name in ("basis_ta", "basis_ties", "basis_negate"):
+        keys = {parameter.name for parameter in known[name].parameters}
+        assert {"basis", "num_bases", "lambda", "task", "weight"} <= keys
+        assert ("density" in keys) == (name == "basis_ties")
+        assert ({"forget", "alpha"} <= keys) == (name == "basis_negate")
+
+
+# The same bits
+
+
+@dataclass(frozen=True)
+class Way:
+    """Another way to merge the same values."""
+
+    args: tuple[str, ...] = ()
+    shards: str = "5GB"
+    block: str = "256"
+    threads: int = 1
+    command: str = "mergekit-yaml"
+    files: str = "model.safetensors"
+    gone: frozenset[str] = frozenset()
+
+
+WAYS = {
+    "three threads": Way(threads=3),
+    "little memory": Way(block="1", threads=2),
+    "tvb merge": Way(("--memory", "300MB"), command="tvb merge", threads=2),
+    "shards": Way(shards="400KB", threads=2),
+    "shards out": Way(("--out-shard-size", "300K"), files="model-?????-of-?????.safetensors"),
+    "bin out": Way(("--no-safe-serialization",), files="pytorch_model.bin"),
+    "no card": Way(
+        ("--no-write-model-card", "--random-seed", "5"),
+        gone=frozenset({"README.md", "mergekit_config.yml"}),
+    ),
+    "no tokenizer": Way(
+        ("--no-copy-tokenizer", "-v"),
+        gone=frozenset({"tokenizer.json", "tokenizer_config.json", "generation_config.json"}),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def several_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Result]:
+    """A recipe over tensors of several chunks, of which each thread takes some; what it gives."""
+    folder = tmp_path_factory.mktemp("wide")
+
+    def document(shards: str) -> Any:
+        make = lambda: llama(vocab_size=3000, hidden_size=96)  # noqa: E731
+        base, models = family(folder / shards, make, THREE, max_shard_size=shards)
+        return recipe("basis_ties", base, models, **BALANCED, merge_func="mean")
+
+    made = cache(document)
+    return made, merge(made("5GB"), folder / "out", cache="off")
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_same_bits(name: str, several_chunks: tuple[Any, Result], tmp_path: Path) -> None:
+    way, (document, plain) = WAYS[name], several_chunks
+    out, before = tmp_path / "out", torch.get_num_threads()
+    torch.set_num_threads(way.threads)
+    try:
+        if way.command == "tvb merge":
+            tvb("merge", write(document(way.shards), out), out, "--quiet", *way.args)
+        else:
+            env = {"TVB_MERGEKIT_BLOCK_MB": way.block}
+            merge(document(way.shards), out, *way.args, cache="off", env=env)
+    finally:
+        torch.set_num_threads(before)
+    found = Result(out)
+    assert_same(found, plain)
+    assert all((found.basis[key] == value).all() for key, value in plain.basis.items())
+    files = sorted(path.name for path in out.glob(way.files))
+    total = f"of-{len(files):05d}"
+    assert files and ("?" not in way.files or (len(files) > 2 and total in files[0]))
+    here, there = (
+        {path.name for path in folder.iterdir() if not path.match("*model[-.]*")}
+        for folder in (out, plain.folder)
+    )
+    assert here <= there and there - here == way.gone

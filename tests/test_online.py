@@ -3,48 +3,45 @@
 The dense one is written from the paper: AE_Train is autograd Adam (`reference.adam`), the rotation
 of `balanced` is open in the formulas and is taken from the product, and what they do say of it is
 checked at every step. Adam sees float32 rounding of G only: 100 to 4000 steps, 16 compressions in a
-row, left a relative difference of the bases of 1e-7 to 1e-6; 100 steps are taken, for time.
+row, left a relative difference of the bases of 1e-7 to 1e-6; 100 steps are taken, for time, and the
+learned decoder, which few steps leave well-conditioned, unlike least squares.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import commands
 import numpy as np
 import pytest
 import reference
 import tiny
 import torch
-import yaml
-from click.testing import CliRunner
-from commands import assert_close, merge, ready, recipe
+from commands import assert_close, merge, ready, recipe, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
 from safetensors.torch import save_file
+from scipy.linalg import block_diag
 from test_lora import train
 from torch import Tensor
 
 import tvb_mergekit as tvb
-from tvb_mergekit import api, cli, online
-from tvb_mergekit.store import Bases
+from tvb_mergekit.core import online
+from tvb_mergekit.store import api
+from tvb_mergekit.store.store import Bases
 
 Found = TypeVar("Found")
 
-STEPS = 100  # of Adam
-LEARNED = "learned"  # which few steps leave well-conditioned, unlike least squares
 SHAPES = {"a.weight": (50, 60), "b.weight": (3000,), "c.bias": (7,)}
 State = dict[str, Tensor]
 
@@ -68,9 +65,8 @@ def family(tasks: int, seed: int = 0) -> tuple[State, list[State]]:
 class Naive:
     """Algorithm 1 with d x M matrices, in float64."""
 
-    def __init__(self, dense: Dense, budget: int, how: str, steps: int = STEPS) -> None:
-        self.dense, self.budget, self.how = dense, budget, how
-        self.keys = {"steps": steps} | ({"decoder": LEARNED} if steps == STEPS else {})
+    def __init__(self, dense: Dense, budget: int, how: str, **keys: Any) -> None:
+        self.dense, self.budget, self.how, self.keys = dense, budget, how, keys
         size = len(dense.theta)
         self.bases: Array = np.zeros((size, 0))
         self.encoder: Array = np.zeros((0, 0))
@@ -78,20 +74,19 @@ class Naive:
         self.weights: Array | None = np.zeros(0)
         self.order: list[int] = []
 
-    def start(self, order: Sequence[int], basis: str, count: int, stored: Array) -> None:
+    def start(self, order: Sequence[int], stored: Array) -> None:
         """From bases that were built offline; `stored` is the encoder that was found."""
-        tau = self.dense.tau[:, order]
-        gram = tau.T @ tau
-        if basis == "none":
-            found = reference.identity(len(order))
-        elif basis == "ae":
-            found = reference.adam(gram, count, **self.keys)
-        else:
-            reference.check_encoder(basis, gram, stored)
-            found = reference.from_encoder(gram, stored)
-        self.bases, self.encoder, self.decoder = tau @ found.encoder, found.encoder, found.decoder
-        self.weights = None if basis == "ae" else np.full(count, len(order) / count)
         self.order = list(order)
+        gram, count = self.tau.T @ self.tau, stored.shape[1]
+        if self.how == "ae":
+            found = reference.adam(gram, count, **self.keys)
+            self.weights = None
+        else:
+            reference.check_encoder("balanced", gram, stored)
+            found = reference.from_encoder(gram, stored)
+            self.weights = np.full(count, len(order) / count)
+        self.bases, self.encoder = self.tau @ found.encoder, found.encoder
+        self.decoder = found.decoder
 
     def add(self, index: int, inner: Array | None) -> None:
         """`inner` is W_e of `balanced`, [M, M - 1]."""
@@ -110,7 +105,7 @@ class Naive:
             self.encoder = self.encoder @ found.encoder
             self.decoder = found.decoder @ self.decoder
         self.bases = np.concatenate([self.bases, self.dense.tau[:, [index]]], axis=1)
-        self.encoder, self.decoder = bordered(self.encoder), bordered(self.decoder)
+        self.encoder, self.decoder = block_diag(self.encoder, 1), block_diag(self.decoder, 1)
         if self.weights is not None:
             self.weights = np.append(self.weights, 1.0)
         self.order.append(index)
@@ -130,16 +125,8 @@ class Naive:
         return np.ones(count) if self.weights is None else self.weights / self.weights.mean()
 
 
-def bordered(square: Array) -> Array:
-    rows, columns = square.shape
-    grown = np.zeros((rows + 1, columns + 1))
-    grown[:rows, :columns] = square
-    grown[rows, columns] = 1.0
-    return grown
-
-
 def check_balanced(gram: Array, weights: Array, inner: Array) -> None:
-    """What the formulas say of the encoder for task weights w (shared/design.md, section 1)."""
+    """What the formulas say of the encoder for task weights w."""
     count = inner.shape[1]
     assert inner.min() >= 0
     np.testing.assert_allclose(inner.sum(axis=0), 1, atol=1e-12)
@@ -153,7 +140,7 @@ def check_balanced(gram: Array, weights: Array, inner: Array) -> None:
 
 def matrix_of(bases: Bases) -> Array:
     """B [d, M] as stored."""
-    names = list(SHAPES) if set(SHAPES) == set(bases.names) else bases.names
+    names = sorted(bases.names)
     columns = [reference.flat({n: v.tensor(n) for n in names}, names) for v in bases.vectors]
     return np.stack(columns, axis=1)
 
@@ -163,7 +150,7 @@ def off(found: Array, expected: Array) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def spied(call: Callable[[], Found]) -> tuple[Found, Array | None]:
+def spied(call: Callable[..., Found], *args: Any, **more: Any) -> tuple[Found, Array | None]:
     """What a step gives, and the W_e that `balanced` chose in it."""
     seen: list[Array] = []
     true = online.balanced
@@ -175,36 +162,42 @@ def spied(call: Callable[[], Found]) -> tuple[Found, Array | None]:
         return encoding
 
     with mock.patch.object(online, "balanced", spy):
-        found = call()
+        found = call(*args, **more)
     return found, seen[0] if seen else None
 
 
 def check_state(bases: Bases, naive: Naive, tolerance: float = 1e-5) -> None:
     """Bases, composed coefficients, and what a store says of its errors."""
     assert bases.encoder is not None
-    assert off(matrix_of(bases), naive.bases) <= tolerance
-    assert off(bases.encoder.numpy(), naive.encoder) <= tolerance
-    assert off(bases.decoder.numpy(), naive.decoder) <= tolerance
-    assert off(naive.tau @ bases.encoder.numpy(), naive.bases) <= tolerance
-    products = naive.bases.T @ naive.bases
-    assert off(bases.tensors["gram_bases"].numpy(), products) <= tolerance
+    for found, expected in (
+        (matrix_of(bases), naive.bases),
+        (bases.encoder.numpy(), naive.encoder),
+        (bases.decoder.numpy(), naive.decoder),
+        (naive.tau @ bases.encoder.numpy(), naive.bases),
+        (bases.tensors["gram_bases"].numpy(), naive.bases.T @ naive.bases),
+    ):
+        assert off(found, expected) <= tolerance
     assert bases.num_bases == naive.bases.shape[1] <= naive.budget
     assert len(bases.facts["store"]["folders"]) == bases.num_bases
-    if naive.weights is None:
-        assert bases.basis_weights is None
-    else:
+    assert (bases.basis_weights is None) == (naive.weights is None)
+    if naive.weights is not None:
         np.testing.assert_allclose(bases.basis_weights, naive.weights, rtol=1e-12)
-    check_errors(bases, naive.tau)
+    check_errors(bases, matrix_of(bases), naive.tau)
 
 
-def check_errors(bases: Bases, tau: Array) -> None:
+def check_errors(bases: Bases, stored: Array, tau: Array, tight: bool = False) -> None:
     """The bounds hold for the bases as they are stored."""
-    missing = np.linalg.norm(matrix_of(bases) @ bases.decoder.numpy() - tau, axis=0)
+    decoder = bases.decoder.numpy()
+    missing = np.linalg.norm(stored @ decoder - tau, axis=0)
     norms = np.linalg.norm(tau, axis=0)
     for task, true, norm in zip(bases.tasks, missing, norms, strict=True):
-        bounds = bases.facts["errors"][task]
+        low, high = (bases.facts["errors"][task][end] for end in ("at_least", "at_most"))
         assert bases.facts["norms"][task] == pytest.approx(norm, rel=1e-6)
-        assert bounds["at_least"] <= true / norm <= bounds["at_most"], (task, true / norm, bounds)
+        assert 0 <= low <= true / norm <= high, (task, low, true / norm, high)
+        # One number, where no large terms cancel. Squares are known to 1e-6 of squared terms
+        # of up to ten norms, so an error near 0 is known to its root.
+        if tight and np.abs(decoder).max() <= 3 and norms.max() <= 10 * norm:
+            assert high - low <= (1e-4 if true > 0.1 * norm else 2e-2), (task, low, high)
 
 
 def check_merges(bases: Bases, base: State, naive: Naive, forget: int = 0) -> None:
@@ -212,121 +205,52 @@ def check_merges(bases: Bases, base: State, naive: Naive, forget: int = 0) -> No
     dense = naive.dense
     summed = naive.bases * naive.shares
     count, total = summed.shape[1], len(naive.order)
-    task = bases.tasks[forget]
 
-    def close(merged: Mapping[str, Tensor], delta: Array, skip: Array | None = None) -> None:
-        expected = dense.split(dense.theta + delta)
+    def close(delta: Array, skip: Array | None = None, /, *method: str, **keys: Any) -> None:
+        merged = tvb.merge(bases, base, *method, **keys)
         skipped = None if skip is None else {n: m.bool() for n, m in dense.split(skip).items()}
-        assert_close(merged, expected, base, skip=skipped, strict=1e-5)
+        assert_close(merged, dense.split(dense.theta + delta), base, skip=skipped, strict=1e-5)
 
-    merged = tvb.merge(bases, base, "basis_ta", lambda_=0.3)
-    close(merged, 0.3 * summed.sum(axis=1))
-    merged = tvb.merge(bases, base, "basis_ta", lambda_=0.3, lambda_scale="tasks")
-    close(merged, 0.3 * total / count * summed.sum(axis=1))
+    added, gone = summed.sum(axis=1), naive.rebuilt[:, forget]
+    close(0.3 * added, None, "basis_ta", lambda_=0.3)
+    scaled = {"lambda_": 0.3, "lambda_scale": "tasks"}
+    close(0.3 * total / count * added, None, "basis_ta", **scaled)
     if naive.weights is not None:  # task arithmetic over all of them
-        close(merged, 0.3 * naive.tau.sum(axis=1))
-    gone = naive.rebuilt[:, forget]
-    merged = tvb.merge(bases, base, "basis_negate", forget=task, alpha=0.7)
-    close(merged, -0.7 * gone)
-    merged = tvb.merge(bases, base, "basis_negate", forget=task, alpha=0.7, lambda_=0.2)
-    close(merged, 0.2 * summed.sum(axis=1) - 0.7 * gone)
+        close(0.3 * naive.tau.sum(axis=1), None, "basis_ta", **scaled)
+    keys = {"forget": bases.tasks[forget], "alpha": 0.7}
+    close(-0.7 * gone, None, "basis_negate", **keys)
+    close(0.2 * added - 0.7 * gone, None, "basis_negate", lambda_=0.2, **keys)
     for trim in ("model", "tensor"):
         want = reference.ties(dense, summed, 0.4, 0.3, trim)
-        merged = tvb.merge(bases, base, "basis_ties", lambda_=0.4, density=0.3, trim=trim)
         assert want.boundary.mean() < 0.01
-        close(merged, want.merged - dense.theta, want.boundary.astype(float))
+        skip = want.boundary.astype(float)
+        keys = {"lambda_": 0.4, "density": 0.3, "trim": trim}
+        close(want.merged - dense.theta, skip, "basis_ties", **keys)
 
 
-def orders(tasks: int) -> list[list[int]]:
-    shuffled = list(range(tasks))
-    random.Random(1).shuffle(shuffled)
-    return [list(range(tasks)), list(range(tasks))[::-1], shuffled]
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("how", "order"),
-    [
-        ("balanced", 0),
-        ("balanced", 2),
-        ("ae", 2),
-        *(pytest.param(*case, marks=SLOW) for case in (("balanced", 1), ("ae", 0), ("ae", 1))),
-    ],
-)
-def test_twenty_tasks_from_nothing(how: str, order: int) -> None:
+@pytest.mark.parametrize("built", [False, True], ids=["from nothing", "onto a build"])
+@pytest.mark.parametrize("how", ["balanced", "ae"])
+def test_additions_are_those_of_the_paper(how: Any, built: bool) -> None:
     base, models = family(20)
-    dense = Dense(base, models, list(SHAPES))
-    naive, bases = Naive(dense, 4, how), None
-    for index in orders(20)[order]:
-        more: dict[str, Any] = {"budget": 4, "compress": how} if bases is None else {}
-        if bases is None and how == "ae":
-            more |= {"steps": STEPS, "decoder": LEARNED}
-        before = bases
-        bases, inner = spied(
-            lambda b=before, m=more, i=index: api.add(b, base, models[i], f"t{i}", **m)  # type: ignore[misc]
-        )
+    order = [int(index) for index in (np.arange(20) * 7 + 3) % 20]
+    more: dict[str, Any] = {"steps": 100, "decoder": "learned"} if how == "ae" else {}
+    naive, bases = Naive(Dense(base, models, list(SHAPES)), 4, how, **more), None
+    if built:  # its settings are those of all additions
+        first, order = order[:8], order[8:]
+        states = {f"t{i}": models[i] for i in first}
+        bases = tvb.build(base, states, basis=how, num_bases=4, **more)
+        assert bases.encoder is not None
+        naive.start(first, bases.encoder.numpy())
+        more = {}
+    else:
+        more |= {"budget": 4, "compress": how}
+    for index in order:
+        bases, inner = spied(api.add, bases, base, models[index], f"t{index}", **more)
         naive.add(index, inner)
         check_state(bases, naive)
+        more = {}
     assert bases is not None
-    check_merges(bases, base, naive)
     check_merges(bases, base, naive, forget=11)
-
-
-@pytest.mark.parametrize("how", ["ae", "balanced"])
-@pytest.mark.parametrize("basis", ["balanced", "ae", pytest.param("none", marks=SLOW)])
-def test_twelve_tasks_onto_bases_that_were_built_offline(
-    tmp_path: Path, basis: str, how: str
-) -> None:
-    base, models = family(20, seed=1)
-    order = orders(20)[2]
-    first = order[:8] if basis != "none" else order[:4]
-    dense = Dense(base, models, list(SHAPES))
-    more: dict[str, Any] = {} if basis == "none" else {"num_bases": 4}
-    if basis == "ae":
-        more |= {"steps": STEPS, "decoder": LEARNED}
-    store = tmp_path / "store"
-    built = tvb.build(base, {f"t{i}": models[i] for i in first}, store, basis=basis, **more)
-    assert built.encoder is not None
-    steps = STEPS if basis == "ae" else 4000  # a store keeps the settings it was built with
-    naive = Naive(dense, 4, how, steps)
-    naive.start(first, basis, 4, built.encoder.numpy())
-    if basis == "ae" and how == "balanced":
-        with pytest.raises(tvb.UserError, match=r"do not hold it: compress by ae"):
-            tvb.add(store, base, models[order[8]], "new", compress=how)
-        return
-    last = 20 if steps == STEPS or how == "balanced" else len(first) + 2
-    for index in order[len(first) : last]:
-        bases, inner = spied(
-            lambda i=index: tvb.add(store, base, models[i], f"t{i}", compress=how)  # type: ignore[misc]
-        )
-        naive.add(index, inner)
-        check_state(bases, naive)
-    check_merges(tvb.load(store), base, naive)
-    check_merges(tvb.load(store), base, naive, forget=len(first))
-
-
-def test_the_next_step_of_an_old_store_is_by_least_squares(tmp_path: Path) -> None:
-    """Of one from before `decoder` was a key: what was learned then, and what is best now."""
-    base, models = family(5, seed=3)
-    tau = np.stack([np.concatenate([(m[n] - base[n]).double().ravel() for n in SHAPES])
-                    for m in models], axis=1)  # fmt: skip
-    store = tmp_path / "store"
-    given = {f"t{i}": models[i] for i in range(4)}
-    built = tvb.build(base, given, store, num_bases=3, steps=1000, decoder=LEARNED)
-    facts = json.loads((store / "basis.json").read_text())
-    assert facts["parameters"].pop("decoder") == LEARNED
-    assert facts.pop("decoder_losses")[LEARNED] == facts["loss"]
-    del facts["checksum"]
-    (store / "basis.json").write_text(json.dumps(facts))
-    grown = tvb.add(store, base, models[4], "t4", compress="ae")
-    assert grown.facts["decoder_losses"] is None
-    assert grown.facts["parameters"]["decoder"] == "least_squares"
-    assert built.encoder is not None and grown.encoder is not None
-    old = tau[:, :4] @ built.encoder.numpy()
-    inner = np.linalg.lstsq(tau @ grown.encoder.numpy()[:, :2], old, rcond=None)[0]
-    assert off(grown.decoder.numpy()[:2, :4], inner @ built.decoder.numpy()) <= 1e-5
 
 
 # Properties
@@ -374,23 +298,18 @@ class Stream:
         for kind in self.kinds:
             self.vectors.append(next_vector(kind, self.vectors, draw, self.size))
         self.base = {"w": torch.zeros(self.size)}  # so that float32 differences are exact
-        self.unit = {"float32": 2e-7, "bfloat16": 4e-3, "float16": 5e-4}[self.dtype]
-
-    def tau(self, count: int) -> Array:
-        vectors = torch.stack(self.vectors[:count]).T.double().numpy()
-        return vectors * np.array(self.weights[:count])
 
     def build(self, count: int, basis: str, budget: int) -> Bases:
-        size = {} if basis == "none" else {"num_bases": min(budget, count)}
+        more: dict[str, Any] = {} if basis == "none" else {"num_bases": min(budget, count)}
         if basis == "exact":
-            basis, size["solver"] = "ae", "exact"  # type: ignore[assignment]
+            basis, more["solver"] = "ae", "exact"
         return tvb.build(
             self.base,
             {f"t{i}": {"w": v} for i, v in enumerate(self.vectors[:count])},
             weights={f"t{i}": w for i, w in enumerate(self.weights[:count])},
             dtype=DTYPES[self.dtype],
-            basis=basis,
-            **size,
+            basis=basis,  # type: ignore[arg-type]
+            **more,
         )
 
     def add(self, bases: Bases | None, **more: Any) -> Bases:
@@ -399,43 +318,31 @@ class Stream:
         kind = DTYPES[self.dtype]
         return tvb.add(bases, self.base, vector, f"t{index}", weight=weight, dtype=kind, **more)
 
-    def check(self, bases: Bases, known: bool, exact: bool) -> None:
-        """`known`: whether all inner products are; `exact`: whether the errors are numbers."""
+    def check(self, bases: Bases, known: bool, tight: bool) -> None:
+        """`known`: whether all inner products are; `tight`: whether the errors are numbers."""
         count = len(bases.tasks)
-        tau, unit = self.tau(count), self.unit
-        assert bases.encoder is not None
+        unit = {"float32": 2e-7, "bfloat16": 4e-3, "float16": 5e-4}[self.dtype]
+        tau = torch.stack(self.vectors[:count]).T.double().numpy() * np.array(self.weights[:count])
         stored = np.stack([v.tensor("w").double().numpy() for v in bases.vectors], axis=1)
-        encoder, decoder = bases.encoder.numpy(), bases.decoder.numpy()
-        scale = np.linalg.norm(tau)
+        assert bases.encoder is not None
+        encoder, scale = bases.encoder.numpy(), np.linalg.norm(tau)
         # convex columns
         assert encoder.min() >= 0
         np.testing.assert_allclose(encoder.sum(axis=0), 1, atol=1e-12)
         assert np.linalg.norm(stored - tau @ encoder) <= 2 * count * unit * scale
         if bases.basis_weights is not None:
+            room = 4 * count**1.5 * unit * scale
             total = stored @ bases.basis_weights.numpy()
-            assert np.linalg.norm(total - tau.sum(axis=1)) <= 4 * count**1.5 * unit * scale
+            assert np.linalg.norm(total - tau.sum(axis=1)) <= room
             np.testing.assert_allclose(bases.basis_weights.sum(), count, rtol=1e-12)
             merged = tvb.merge(bases, self.base, lambda_=0.5, lambda_scale="tasks")["w"]
-            arithmetic = 0.5 * tau.sum(axis=1)
-            missed = np.linalg.norm(merged.double().numpy() - arithmetic)
-            assert missed <= 4 * count**1.5 * unit * scale
-        products = stored.T @ stored
+            assert np.linalg.norm(merged.double().numpy() - 0.5 * tau.sum(axis=1)) <= room
         found = bases.tensors["gram_bases"].numpy()
-        assert np.linalg.norm(found - products) <= 4 * unit * scale**2
+        assert np.linalg.norm(found - stored.T @ stored) <= 4 * unit * scale**2
         assert ("gram" in bases.tensors) == known == (bases.facts["loss"] is not None)
         if known:
             assert off(bases.tensors["gram"].numpy(), tau.T @ tau) <= 3 * unit
-        true = np.linalg.norm(stored @ decoder - tau, axis=0)
-        norms = np.linalg.norm(tau, axis=0)
-        for task, error, norm in zip(bases.tasks, true, norms, strict=True):
-            bounds = bases.facts["errors"][task]
-            low, high = bounds["at_least"], bounds["at_most"]
-            assert low <= error / norm <= high, (task, low, error / norm, high)
-            # One number, where no large terms cancel. Squares are known to 1e-6 of squared terms
-            # of up to ten norms, so an error near 0 is known to its root.
-            steep = np.abs(decoder).max() > 3 or norms.max() > 10 * norm
-            if exact and self.dtype == "float32" and not steep:
-                assert high - low <= (1e-4 if error > 0.1 * norm else 2e-2), (task, low, high)
+        check_errors(bases, stored, tau, tight and self.dtype == "float32")
 
 
 STREAMS = st.builds(
@@ -445,97 +352,78 @@ STREAMS = st.builds(
     st.sampled_from(list(DTYPES)),
     st.integers(0, 1000),
 )
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+BEGINNINGS = {  # the basis of a build, or None, and how to compress -> how to go on
+    (None, "ae"): {"compress": "ae", "steps": 50},
+    (None, "exact"): {"compress": "ae", "solver": "exact"},
+    (None, "balanced"): {"compress": "balanced"},
+    ("exact", "exact"): {"compress": "ae"},
+    ("balanced", "balanced"): {"compress": "balanced"},
+    ("none", "balanced"): {"compress": "balanced"},
+}
 
 
-@EXAMPLES
-@given(STREAMS, st.integers(2, 5), st.sampled_from(["ae", "exact", "balanced"]))
-def test_properties_from_nothing(stream: Stream, budget: int, how: str) -> None:
-    more: dict[str, Any] = {"budget": budget, "compress": "ae" if how == "exact" else how}
-    more |= {"ae": {"steps": 50}, "exact": {"solver": "exact"}}.get(how, {})
-    bases: Bases | None = None
-    for count in range(1, len(stream.vectors) + 1):
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(STREAMS, st.integers(2, 5), st.sampled_from(list(BEGINNINGS)))
+def test_the_truth_lies_in_the_bounds(
+    stream: Stream, budget: int, begin: tuple[str | None, str]
+) -> None:
+    basis, how = begin
+    more: dict[str, Any] = {"budget": budget, **BEGINNINGS[begin]}
+    total, bases, singles = len(stream.vectors), None, True
+    if basis is not None:
+        count = min(total, budget) if basis == "none" else max(2, total // 2)
+        bases = stream.build(count, basis, budget)
+        assert bases.encoder is not None
+        singles = torch.equal(bases.encoder, torch.eye(count, dtype=torch.float64))
+    tight = how != "exact"  # nearly equal bases
+    for number in range(1 if bases is None else len(bases.tasks) + 1, total + 1):
+        if bases is not None and bases.num_bases == budget:
+            tight = tight and "gram" in bases.tensors
         bases = stream.add(bases, **more)
         more = {}
         # G is known for as long as every basis before this step was a task vector
-        known = count <= budget + 1
-        stream.check(bases, known=known, exact=known and how != "exact")
-
-
-@EXAMPLES
-@given(STREAMS, st.integers(2, 5), st.sampled_from(["exact", "balanced", "none"]))
-def test_properties_after_a_build(stream: Stream, budget: int, basis: str) -> None:
-    total = len(stream.vectors)
-    count = min(total, budget) if basis == "none" else max(2, total // 2)
-    bases = stream.build(count, basis, budget)
-    singles = bases.num_bases == count and torch.equal(
-        bases.encoder,
-        torch.eye(count, dtype=torch.float64),  # type: ignore[arg-type]
-    )
-    how = "ae" if basis == "exact" else "balanced"
-    more: dict[str, Any] = {"budget": budget, "compress": how}
-    compressed = later = 0  # compressions; and of them, of what came after an earlier one
-    for number in range(count + 1, total + 1):
-        full = bases.num_bases == budget
-        before = int(not singles) + compressed
-        later += full and before > 0 and number > count + 1
-        compressed += full
-        known = singles and number <= budget + 1
-        bases = stream.add(bases, **more)
-        more = {}
-        stream.check(bases, known=known, exact=not later and basis != "exact")
+        stream.check(bases, known=singles and number <= budget + 1, tight=tight)
 
 
 # The commands, on Llama checkpoints
 
 
-def tvb_command(*words: str | Path, env: Mapping[str, str] | None = None, rc: int = 0) -> str:
-    """Run `tvb` within this process; its one line of output."""
-    with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", **(env or {})}):
-        done = CliRunner().invoke(cli.main, [*map(str, words)])
-    assert done.exit_code == rc, (done.output, done.exception)
-    assert "Traceback" not in done.output
-    return done.output
-
-
 @pytest.fixture(scope="module")
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    tasks = [f"t{i}" for i in range(20)]
+    tasks = [f"t{i}" for i in range(8)]
     small = partial(tiny.llama, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
     return tiny.family(tmp_path_factory.mktemp("llamas"), small, tasks, scale=0.01)
 
 
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("how", ["ae", "balanced"])
-def test_twenty_llamas_and_the_recipes_of_their_store(
+def tvb_add(store: Path, model: Path | str, task: str, *words: object) -> str:
+    """What `tvb add` says."""
+    return commands.tvb("add", store, model, "--task", task, "--quiet", *words).stdout
+
+
+@pytest.mark.parametrize("how", [pytest.param("ae", marks=pytest.mark.slow), "balanced"])
+def test_llamas_and_the_recipes_of_their_store(
     tmp_path: Path, llamas: tuple[Path, list[Path]], how: str
 ) -> None:
     base, models = llamas
     store = tmp_path / "a store" / "s[1]"
-    states = [tiny.load(path) for path in models]
     start = tiny.load(base)
-    names = sorted(start)
-    naive = Naive(Dense(start, states, names), 4, how, 4000)
-    total = 20 if how == "balanced" else 5  # with `ae` each compression trains for a second
+    states = [tiny.load(path) for path in models]
+    naive = Naive(Dense(start, states, sorted(start)), 4, how, steps=4000)
+    total = 7 if how == "balanced" else 5  # with `ae` each compression trains for a second
     for index in range(total):
         more = ["--base", base, "--budget", 4, "--compress", how] if index == 0 else []
-        said, inner = spied(
-            lambda m=more, i=index: tvb_command(  # type: ignore[misc]
-                "add", store, models[i], "--task", f"t{i}", "--quiet", *map(str, m)
-            )
-        )
+        said, inner = spied(tvb_add, store, models[index], f"t{index}", *more)
         assert re.search(rf"{index + 1} tasks? in {min(index + 1, 4)} of at most 4 bases", said)
         assert said.count("\n") == 1
         naive.add(index, inner)
     bases = tvb.load(store)
-    assert sorted(bases.names) == names
-    check_merges(bases, start, naive)
+    assert sorted(bases.names) == sorted(start)
+    check_state(bases, naive)
     assert not list(store.parent.glob(".s*adding*"))
 
     def run_recipe(name: str, expected: Array, skip: Array | None = None) -> None:
-        found = merge(
-            {**ready(store, name), "dtype": "float32"}, tmp_path / name.removesuffix(".yml")
-        ).tensors
+        made = {**ready(store, name), "dtype": "float32"}
+        found = merge(made, tmp_path / name.removesuffix(".yml")).tensors
         split = naive.dense.split
         skipped = None if skip is None else {n: m.bool() for n, m in split(skip).items()}
         assert_close(found, split(expected), start, skip=skipped, strict=1e-5)
@@ -547,212 +435,109 @@ def test_twenty_llamas_and_the_recipes_of_their_store(
     run_recipe("ties.yml", want.merged, want.boundary.astype(float))
     gone = naive.rebuilt[:, [1]]
     run_recipe("forget-t1.yml", reference.negation(dense, summed, gone, 0.0, 1.0))
-    shown = tvb_command("inspect", store)
+    shown = commands.tvb("inspect", store).stdout
     assert all(f"t{i}" in shown for i in range(total))
 
 
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("first", ["models", "adapters"])
-def test_adapters_join_models_and_each_other(
-    tmp_path: Path,
-    llamas: tuple[Path, list[Path]],
-    first: str,
-) -> None:
+def test_adapters_join_models(tmp_path: Path, llamas: tuple[Path, list[Path]]) -> None:
     base, models = llamas
     start = tiny.load(base)
-    listed: list[str | Path] = list(models[:2]) if first == "models" else []
-    states = [tiny.load(path) for path in models[: len(listed)]]
-    targets = [["q_proj", "up_proj"], ["q_proj"], ["up_proj", "q_proj"]]
-    for index, names in enumerate(targets):
+    listed: list[str | Path] = list(models[:2])
+    states = [tiny.load(path) for path in models[:2]]
+    for index, names in enumerate((["q_proj", "up_proj"], ["q_proj"], ["up_proj", "q_proj"])):
         added = train(base, tmp_path / f"a{index}", seed=index, target_modules=names)
         listed.append(f"{base}+{tmp_path}/a{index}")
         states.append({name: start[name].double() + change for name, change in added.items()})
-    known = [n for n in start if listed[0] == models[0] or "q_proj" in n or "up_proj" in n]
-    naive = Naive(Dense(start, states, known), 3, "balanced")
+    naive = Naive(Dense(start, states, sorted(start)), 3, "balanced")
     for index, model in enumerate(listed):
-        more: list[Any] = ["--base", base, "--budget", 3, "--compress", "balanced"]
-        words = ["add", tmp_path / "s", model, "--task", f"t{index}", "--quiet"]
-        _, inner = spied(
-            lambda w=words, m=more if index == 0 else []: tvb_command(*w, *map(str, m))  # type: ignore[misc]
-        )
-        naive.add(index, inner)
+        more = ["--base", base, "--budget", 3, "--compress", "balanced"] if index == 0 else []
+        naive.add(index, spied(tvb_add, tmp_path / "s", model, f"t{index}", *more)[1])
     bases = tvb.load(tmp_path / "s")
-    assert set(bases.names) == set(known)
-    naive.dense.names = bases.names
-    naive.dense.__post_init__()
-    rows = np.concatenate([np.arange(i, j) for i, j in places(start, known, bases.names)])
-    naive.bases = naive.bases[rows]
+    assert sorted(bases.names) == sorted(start)
     check_state(bases, naive)
-
-
-def places(start: State, old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
-    """Where the tensors of `new` lie in a vector over `old`."""
-    ends = np.cumsum([start[name].numel() for name in old])
-    spans = {n: (int(e) - start[n].numel(), int(e)) for n, e in zip(old, ends, strict=True)}
-    return [spans[name] for name in new]
 
 
 # Mistakes
 
 
-def digests(store: Path) -> dict[str, tuple[int, bytes]]:
-    files = [file for file in store.parent.rglob("*") if file.is_file()]
-    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
-
-
-def changed(source: Path, folder: Path, edit: Callable[[State], State]) -> Path:
-    """A copy of a model with other tensors."""
-    shutil.copytree(source, folder)
-    save_file(edit(tiny.load(source)), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def without(state: State) -> State:
-    return {name: tensor for name, tensor in state.items() if "up_proj" not in name}
-
-
-def reshaped(state: State) -> State:
-    return {n: t[:, :-1].contiguous() if "up_proj" in n else t for n, t in state.items()}
-
-
-def poisoned(state: State) -> State:
-    name = next(n for n in state if "up_proj" in n)
-    broken = state[name].clone()
-    broken[0, 0] = float("nan")
-    return state | {name: broken}
-
-
-def rewritten(store: Path, edit: Callable[[Any], object]) -> None:
-    facts = json.loads((store / "basis.json").read_text())
-    edit(facts)
-    (store / "basis.json").write_text(json.dumps(facts))
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, llamas: tuple[Path, list[Path]]) -> Path:
-    """Stores: balanced, ae, pca, rand_proj, of three tasks and two bases; adapters."""
+    """Stores of three tasks and two bases, one of a third, one of adapters, and other things."""
     folder = tmp_path_factory.mktemp("built")
     base, models = llamas
     for basis in ("balanced", "ae", "pca", "rand_proj"):
         more = {"steps": 20} if basis == "ae" else {}
         three = {f"t{i}": models[i] for i in range(3)}
         tvb.build(base, three, folder / basis, basis=basis, num_bases=2, **more)
+    shutil.copytree(folder / "balanced", folder / "three")
+    tvb_add(folder / "three", models[4], "t4", "--budget", 3)
     for index in range(2):
         train(base, folder / f"adapter{index}", seed=index)
     names = [f"{base}+{folder}/adapter{index}" for index in range(2)]
-    file = folder / "adapters.yml"
-    file.write_text(yaml.safe_dump(recipe("basis_ta", base, names, basis="balanced", num_bases=1)))
-    tvb_command("build", file, folder / "adapters", "--adapters", "--quiet")
+    file = commands.write(recipe("basis_ta", base, names), folder / "of-adapters")
+    commands.tvb("build", file, folder / "adapters", "--adapters", "--quiet")
+    (folder / "things").mkdir()
+    (folder / "things" / "thesis.txt").write_text("all my work")
     return folder
 
 
-MISTAKES: dict[str, tuple[str, str]] = {  # -> store, what is said
-    "another base": ("balanced", "belongs to the base"),
-    "a name that is there": ("balanced", "is in .* already"),
-    "the budget is too small": ("balanced", "the budget is 1: expected 2 or more"),
-    "no budget": ("balanced", "the budget is 0: expected 2 or more"),
-    "a negative budget": ("balanced", "the budget is -3: expected 2 or more"),
-    "a budget below the bases": ("three", "the budget is 2, and the store holds 3 bases"),
-    "a tensor is missing": ("balanced", "up_proj"),
-    "another shape": ("balanced", "up_proj"),
-    "not a number": ("balanced", "1 NaN"),
-    "identical to the base": ("balanced", "identical to the base"),
-    "balanced on ae": ("ae", "compress by ae, or build the store with `basis: balanced`"),
-    "adapters": ("adapters", "holds adapters, whose ranks would grow"),
-    "pca": ("pca", "are pca, no convex combinations"),
-    "rand_proj": ("rand_proj", "are rand_proj, no convex combinations"),
-    "a changed file": ("balanced", "the file was changed"),
-    "a missing file": ("balanced", "missing from its store"),
-    "a newer format": ("balanced", "format version 99"),
-    "a new store without a budget": ("none", "a new one needs --base BASE and --budget M"),
-    "a new store without a base": ("none", "needs --base BASE"),
-    "a name with a comma": ("balanced", "comma"),
-    "an empty name": ("balanced", "`task` is empty"),
-    "no weight": ("balanced", "weight"),
-    "a weight of infinity": ("balanced", "weight"),
-    "no such model": ("balanced", "no-such-model"),
-    "the base itself": ("balanced", "base"),
-    "a folder of other things": ("things", "is not a basis store"),
+# what is wrong -> store, what is said, options of `tvb add`
+OPTIONS: dict[str, tuple[str, str, list[object]]] = {
+    "the name is there": ("balanced", "is in .* already", ["--task", "t1"]),
+    "a name with a comma": ("balanced", "comma", ["--task", "a,b"]),
+    "a budget of one": ("balanced", "the budget is 1: expected 2 or more", ["--budget", 1]),
+    "a budget below the bases": (
+        "three",
+        "the budget is 2, and the store holds 3 bases",
+        ["--budget", 2],
+    ),
+    "balanced on ae": ("ae", "compress by ae, or build the store", ["--compress", "balanced"]),
+    "adapters": ("adapters", "holds adapters, whose ranks would grow", []),
+    "pca": ("pca", "are pca, no convex combinations", []),
+    "rand_proj": ("rand_proj", "are rand_proj, no convex combinations", []),
+    "a weight of infinity": ("balanced", "weight", ["--weight", "inf"]),
+    "other things": ("things", "is not a basis store", ["--base", "BASE", "--budget", 3]),
+    "another base": ("balanced", "belongs to the base", ["--base", "OTHER"]),
+}
+EDITS: dict[str, tuple[str, Callable[[Tensor], Tensor | None]]] = {  # of some tensors of the model
+    "a tensor is missing": ("up_proj", lambda tensor: None),
+    "another shape": ("up_proj", lambda tensor: tensor[:, :-1].contiguous()),
+    "not a number": ("384 NaN", lambda tensor: tensor * torch.nan),
 }
 
 
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [*OPTIONS, *EDITS, "the base", "a changed file"])
 def test_a_mistake_is_one_line_and_the_store_stays(
-    tmp_path: Path,
-    built: Path,
-    llamas: tuple[Path, list[Path]],
-    mistake: str,
+    tmp_path: Path, built: Path, llamas: tuple[Path, list[Path]], mistake: str
 ) -> None:
     base, models = llamas
-    kind, expected = MISTAKES[mistake]
-    place = tmp_path / "stores"
-    store = place / kind
-    place.mkdir()
-    if kind == "three":
-        shutil.copytree(built / "balanced", store)
-        tvb_command("add", store, models[4], "--task", "t4", "--budget", 3, "--quiet")
-    elif kind == "things":
-        store.mkdir()
-        (store / "thesis.txt").write_text("all my work")
-    elif kind != "none":
-        shutil.copytree(built / kind, store)
-    model, task, more = models[3], "new", list[Any]()
-    copy = tmp_path / "model"
-    match mistake:
-        case "another base":
-            more = ["--base", models[7]]
-        case "a name that is there":
-            task = "t1"
-        case "the budget is too small":
-            more = ["--budget", "1"]
-        case "no budget":
-            more = ["--budget", "0"]
-        case "a negative budget":
-            more = ["--budget", "-3"]
-        case "a budget below the bases":
-            more = ["--budget", "2"]
-        case "a tensor is missing":
-            model = changed(model, copy, without)
-        case "another shape":
-            model = changed(model, copy, reshaped)
-        case "not a number":
-            model = changed(model, copy, poisoned)
-        case "identical to the base":
-            model = changed(base, copy, lambda state: state)
-        case "balanced on ae":
-            more = ["--compress", "balanced"]
-        case "a changed file":
-            file = store / "basis-001" / "model.safetensors"
-            raw = bytearray(file.read_bytes())
-            raw[-1] ^= 1
-            file.write_bytes(raw)
-        case "a missing file":
-            (store / "basis-001" / "model.safetensors").unlink()
-        case "a newer format":
-            rewritten(store, lambda facts: facts.update(format_version=99))
-        case "a new store without a budget":
-            more = ["--base", base]
-        case "a folder of other things":
-            more = ["--base", base, "--budget", "3"]
-        case "a name with a comma":
-            task = "a,b"
-        case "an empty name":
-            task = ""
-        case "no weight":
-            more = ["--weight", "0"]
-        case "a weight of infinity":
-            more = ["--weight", "inf"]
-        case "no such model":
-            model = tmp_path / "no-such-model"
-        case "the base itself":
-            model = base
-    before = digests(store)
-    said = tvb_command("add", store, model, "--task", task, "--quiet", *more, rc=1)
-    assert said.count("\n") == 1, said
-    assert re.search(expected, said), said
-    assert digests(store) == before
-    assert {entry.name for entry in place.iterdir()} <= {store.name}
+    kind, said, words = OPTIONS.get(mistake, ("balanced", "", []))
+    store, model = tmp_path / "stores" / kind, models[3]
+    store.parent.mkdir()
+    shutil.copytree(built / kind, store)
+    if mistake in EDITS:
+        said, edit = EDITS[mistake]
+        state = {n: edit(t) if "up_proj" in n else t for n, t in tiny.load(model).items()}
+        model = shutil.copytree(model, tmp_path / "model")
+        whole = {name: tensor for name, tensor in state.items() if tensor is not None}
+        save_file(whole, model / "model.safetensors", metadata={"format": "pt"})
+    elif mistake == "the base":
+        said, model = "identical to the base", shutil.copytree(base, tmp_path / "model")
+    elif mistake == "a changed file":
+        file, said = store / "basis-001" / "model.safetensors", "the file was changed"
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    places = {"BASE": base, "OTHER": models[7]}
+    before = digests(store.parent)
+    words = ["--task", "new", "--quiet", *(places.get(str(word), word) for word in words)]
+    found = refused("add", store, model, *words)
+    assert re.search(said, found), found
+    assert digests(store.parent) == before
+
+
+def digests(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
 
 def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path: Path) -> None:
@@ -760,9 +545,8 @@ def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path
     base, models = family(5)
     store = tmp_path / "s"
     three = {f"t{i}": models[i] for i in range(3)}
-    tvb.build(base, three, store, basis="balanced", num_bases=2)
+    old = tvb.build(base, three, store, basis="balanced", num_bases=2)
     expected = tvb.merge(tvb.load(store), base, "basis_negate", forget="t1", alpha=1.0)
-    old = tvb.load(store)
     tvb.add(store, base, models[4], "t4")
     try:
         merged = tvb.merge(old, base, "basis_negate", forget="t1", alpha=1.0)
@@ -770,24 +554,6 @@ def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path
         return
     for name, tensor in expected.items():
         torch.testing.assert_close(merged[name], tensor)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark needs Linux")
-def test_the_benchmark_of_steps_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parent.parent / "evals" / "speed" / "online.py"
-    words = ["--tasks", "3", "--megabytes", "2", "--budget", "2"]
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *words],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [row[:2] for row in rows] == [["1", "1"], ["2", "2"], ["3", "2"]]
-    assert not list(tmp_path.glob("run-*"))
 
 
 def test_what_a_user_put_into_a_store_stays_in_it(tmp_path: Path) -> None:
@@ -809,15 +575,30 @@ def test_what_a_user_put_into_a_store_stays_in_it(tmp_path: Path) -> None:
         assert (recipes / f"forget-t{index}.yml").is_file()
 
 
-def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own(tmp_path: Path) -> None:
+def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own() -> None:
     torch.manual_seed(0)
     embed = torch.randn(9, 5)
-    base = {"embed": embed, "head": embed}
-    tied = []
-    for _ in range(2):
-        moved = embed + 0.1 * torch.randn(9, 5)
-        tied.append({"embed": moved, "head": moved})
+    moved = [embed + 0.1 * torch.randn(9, 5) for _ in range(2)]
+    base, *tied = ({"embed": each, "head": each} for each in (embed, *moved))
     bases = tvb.build(base, {"a": tied[0], "b": tied[1]}, basis="none")
-    own = {"embed": tied[0]["embed"] + 0.1, "head": tied[1]["embed"] - 0.1}
+    own = {"embed": moved[0] + 0.1, "head": moved[1] - 0.1}
     with pytest.raises(tvb.UserError, match=r"`head`.*tied there, and on its own"):
         tvb.add(bases, base, own, "c", budget=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark needs Linux")
+def test_the_benchmark_of_steps_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "evals" / "speed" / "online.py"
+    words = ["--tasks", "3", "--megabytes", "2", "--budget", "2"]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *words],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["1", "1"], ["2", "2"], ["3", "2"]]
+    assert not list(tmp_path.glob("run-*"))

@@ -13,7 +13,7 @@ import pytest
 import tqdm
 from click.testing import CliRunner
 
-from tvb_mergekit import cli
+from tvb_mergekit.cli.options import careful
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import bars
 
@@ -57,7 +57,7 @@ def test_a_message_never_stands_on_the_line_of_a_bar(
     shown: list[str] = []
 
     @click.command()
-    @cli._careful()
+    @careful()
     def command() -> None:
         update = bars(False)("Gram matrix", 100)
         update(10)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tvb_mergekit import recipe
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.keys import ALL_KEYS
-from tvb_mergekit.recipe import (
+from tvb_mergekit.settings import (
+    ALL_KEYS,
     GLOBAL_KEYS,
     METHODS,
     MODEL_KEYS,
@@ -19,7 +18,6 @@ from tvb_mergekit.recipe import (
     check_value,
     default_task_name,
     nearest,
-    ratio_to_bases,
     resolve_settings,
     unknown_key,
 )
@@ -51,32 +49,44 @@ def test_defaults_are_those_of_the_contract() -> None:
         "merge_func": "sum",
         "forget": (),
     }
-    assert [VARYING_KEYS["lambda"].default_for(method) for method in METHODS] == [0.4, 0.4, 0.0]
-    assert VARYING_KEYS["density"].default == 0.2
-    assert MODEL_KEYS["weight"].default == 1.0
-    assert VARYING_KEYS["alpha"].default is None
-
-
-def test_settings_fields_are_the_global_keys() -> None:
-    assert set(Settings.model_fields) == {"method", *GLOBAL_KEYS}
-    assert set(recipe.__all__) >= {"Settings", "resolve_settings", "check_value", "check_tasks"}
-    for key in (GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS).values():
-        assert key.help
-        assert key.default is None or check_value(key.name, key.default) == key.default
-
-
-def test_settings_are_frozen() -> None:
-    settings = resolve_settings("basis_ta", {}, TASKS)
     with pytest.raises(ValidationError):
         settings.seed = 1  # type: ignore[misc]
+    assert [VARYING_KEYS["lambda"].default_for(method) for method in METHODS] == [0.4, 0.4, 0.0]
+    assert {name: key.default for name, key in (VARYING_KEYS | MODEL_KEYS).items()} == {
+        "lambda": 0.4,
+        "alpha": None,
+        "density": 0.2,
+        "task": None,
+        "weight": 1.0,
+    }
+
+
+def test_every_key_is_declared_once() -> None:
+    assert list(Settings.model_fields) == ["method", *GLOBAL_KEYS]
+    assert list(ALL_KEYS) == [*GLOBAL_KEYS, *VARYING_KEYS, *MODEL_KEYS]
+    for key in ALL_KEYS.values():
+        assert key.help
+        assert key.default in (None, ()) or check_value(key.name, key.default) == key.default
+
+
+def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
+    def told(method: str, **given: object) -> set[str]:
+        return set(GLOBAL_KEYS) - set(resolve_settings(method, given, TASKS).in_force())
+
+    adam = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
+    adam |= {"anneal_factor", "decoder"}
+    assert told("basis_ta") == {"trim", "merge_func", "forget"}
+    assert told("basis_ties", solver="exact") == {"forget", *adam}
+    assert told("basis_negate", basis="pca", **FORGET) == {"trim", "merge_func", "solver", *adam}
 
 
 @pytest.mark.parametrize(
     ("ratio", "tasks", "bases"),
     [(0.5, 8, 4), (0.5, 5, 3), (0.5, 1, 1), (0.01, 8, 1), (0.3, 8, 2), (1.0, 8, 8), (0.25, 10, 3)],
 )
-def test_ratio_to_bases_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
-    assert ratio_to_bases(ratio, tasks) == bases
+def test_a_ratio_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
+    given = {"basis_ratio": ratio}
+    assert resolve_settings("basis_ta", given, ["t"] * tasks).bases_of(tasks) == bases
 
 
 @pytest.mark.parametrize(
@@ -110,91 +120,85 @@ def test_resolves(method: str, given: dict[str, object], expected: dict[str, obj
     assert all(type(resolved[key]) is type(value) for key, value in expected.items())
 
 
-BAD = [
-    ("basis_ta", {"lamda": 1}, "unknown key `lamda` under parameters: did you mean `lambda`?"),
-    ("basis_ta", {"Basis": "ae"}, "did you mean `basis`?"),
-    ("basis_ta", {"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, num_bases"),
-    ("basis_ta", {"a\nb": 1}, "unknown key `a\\nb`"),
-    ("basis_ta", {"weight": 1}, "`weight` belongs under the parameters of one model"),
-    ("basis_tb", {}, "unknown method `basis_tb`: expected one of basis_ta"),
-    ("basis_ta", {"basis": "blanced"}, "`basis` is 'blanced': expected one of ae"),
-    ("basis_ta", {"basis": "blanced"}, "(did you mean `balanced`?)"),
-    ("basis_ta", {"basis": None}, "`basis` is empty: expected one of"),
-    ("basis_ta", {"num_bases": 9}, "`num_bases` is 9 but the recipe lists 8 models"),
-    ("basis_ta", {"num_bases": True}, "`num_bases` is True: expected a whole number >= 1"),
-    ("basis_ta", {"num_bases": 2.5}, "`num_bases` is 2.5: expected a whole number >= 1"),
-    ("basis_ta", {"num_bases": 0}, "`num_bases` is 0: expected a whole number >= 1"),
-    ("basis_ta", {"num_bases": [1, 2]}, "`num_bases` is [1, 2]: expected a whole number >= 1"),
-    ("basis_ta", {"num_bases": 2, "energy": 0.9}, "`num_bases` and `energy` both set"),
-    ("basis_ta", {"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
-    ("basis_ta", {"basis_ratio": 50}, "`basis_ratio` is 50: expected a number in (0, 1]"),
-    ("basis_ta", {"energy": 1.1}, "`energy` is 1.1: expected a number in (0, 1]"),
-    ("basis_ta", {"energy": "nan"}, "`energy` is 'nan': expected a number in (0, 1]"),
-    ("basis_ta", {"basis": "none", "num_bases": 4}, "`basis` is none, which keeps all 8 tasks"),
-    ("basis_ta", {"basis": "none", "energy": 0.9}, "leave out `energy`"),
-    ("basis_ta", {"temperature": 0}, "`temperature` is 0: expected a number > 0"),
-    ("basis_ta", {"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
-    ("basis_ta", {"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
-    ("basis_ta", {"steps": 10**400}, "`steps` is 1000"),
-    ("basis_ta", {"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
-    ("basis_ta", {"weight_decay": -1}, "`weight_decay` is -1: expected a number >= 0"),
-    ("basis_ta", {"anneal_every": -1}, "`anneal_every` is -1: expected a whole number >= 0"),
-    ("basis_ta", {"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
-    ("basis_ta", {"anneal_factor": 0.8, "anneal_every": 0}, "needs `anneal_every`"),
-    ("basis_ta", {"anneal_every": 9, "anneal_factor": 0}, "expected a number > 0"),
-    (
-        "basis_ta",
-        {"seed": -1},
-        "`seed` is -1: expected a whole number in [0, 18446744073709551615]",
-    ),
-    ("basis_ta", {"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
-    ("basis_ta", {"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
-    ("basis_ta", {"decoder": "authors"}, "`decoder` is 'authors': expected one of least_squares"),
-    ("basis_ta", {"solver": "exact", "decoder": "learned"}, "`decoder` belongs to solver adam"),
-    ("basis_ta", {"basis": "linear_ae", "decoder": "learned"}, "`decoder` belongs to basis ae,"),
-    ("basis_ta", {"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae"),
-    ("basis_ta", {"basis": "balanced", "solver": "exact"}, "`solver` belongs to basis ae"),
-    ("basis_ta", {"basis": "linear_ae", "solver": "exact"}, "linear_ae takes adam only"),
-    ("basis_ta", {"basis": "rand_proj"}, "only basis_negate takes it, not basis_ta"),
-    ("basis_ta", {"exclude": "["}, "unterminated character set"),
-    ("basis_ta", {"exclude": ""}, "`exclude` is empty"),
-    ("basis_ta", {"lambda_scale": "task"}, "(did you mean `tasks`?)"),
-    ("basis_ta", {"lambda": "inf"}, "`lambda` is 'inf': expected a number"),
-    ("basis_ta", {"lambda": [0.1, None]}, "`lambda` is empty: expected a number"),
-    ("basis_ta", {"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
-    ("basis_ta", {"density": 0.5}, "`density` belongs to basis_ties, not to basis_ta"),
-    ("basis_negate", FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
-    ("basis_ties", {"density": 0}, "`density` is 0: expected a number in (0, 1]"),
-    ("basis_ties", {"merge_func": True}, "`merge_func` is True: expected one of sum, mean, max"),
-    ("basis_ties", {"forget": "math"}, "`forget` belongs to basis_negate, not to basis_ties"),
-    ("basis_ties", {"alpha": 1}, "`alpha` belongs to basis_negate"),
-    ("basis_negate", {}, "basis_negate needs `forget: task` and `alpha: number`"),
-    ("basis_negate", {"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
-    (
-        "basis_negate",
-        {"forget": "math", "alpha": -1},
-        "`alpha` is -1: expected a number in [0, 1e+30]",
-    ),
-    (
-        "basis_negate",
-        FORGET | {"alpha": 1e300},
-        "`alpha` is 1e+300: expected a number in [0, 1e+30]",
-    ),
-    (
-        "basis_ta",
-        {"lambda": [1, -1e300]},
-        "`lambda` is -1e+300: expected a number in [-1e+30, 1e+30]",
-    ),
-    ("basis_negate", FORGET | {"forget": True}, "quote it"),
-    ("basis_negate", FORGET | {"forget": ""}, "`forget` is empty"),
-    ("basis_negate", FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
-    ("basis_negate", FORGET | {"forget": "math, math"}, "'math' is there twice"),
-    ("basis_negate", FORGET | {"forget": "mth"}, "unknown task 'mth': did you mean 'math'? Tasks:"),
-    ("basis_negate", FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
-]
+BAD: dict[str, list[tuple[dict[str, object], str]]] = {
+    "basis_ta": [
+        ({"lamda": 1}, "unknown key `lamda` under parameters: did you mean `lambda`?"),
+        ({"Basis": "ae"}, "did you mean `basis`?"),
+        ({"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, num_bases"),
+        ({"a\nb": 1}, "unknown key `a\\nb`"),
+        ({"weight": 1}, "`weight` belongs under the parameters of one model"),
+        ({"basis": "blanced"}, "`basis` is 'blanced': expected one of ae"),
+        ({"basis": "blanced"}, "(did you mean `balanced`?)"),
+        ({"basis": None}, "`basis` is empty: expected one of"),
+        ({"num_bases": 9}, "`num_bases` is 9 but the recipe lists 8 models"),
+        ({"num_bases": True}, "`num_bases` is True: expected a whole number >= 1"),
+        ({"num_bases": 2.5}, "`num_bases` is 2.5: expected a whole number >= 1"),
+        ({"num_bases": 0}, "`num_bases` is 0: expected a whole number >= 1"),
+        ({"num_bases": [1, 2]}, "`num_bases` is [1, 2]: expected a whole number >= 1"),
+        ({"num_bases": 2, "energy": 0.9}, "`num_bases` and `energy` both set"),
+        ({"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
+        ({"basis_ratio": 50}, "`basis_ratio` is 50: expected a number in (0, 1]"),
+        ({"energy": 1.1}, "`energy` is 1.1: expected a number in (0, 1]"),
+        ({"energy": "nan"}, "`energy` is 'nan': expected a number in (0, 1]"),
+        ({"basis": "none", "num_bases": 4}, "`basis` is none, which keeps all 8 tasks"),
+        ({"basis": "none", "energy": 0.9}, "leave out `energy`"),
+        ({"temperature": 0}, "`temperature` is 0: expected a number > 0"),
+        ({"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
+        ({"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
+        ({"steps": 10**400}, "`steps` is 1000"),
+        ({"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
+        ({"weight_decay": -1}, "`weight_decay` is -1: expected a number >= 0"),
+        ({"anneal_every": -1}, "`anneal_every` is -1: expected a whole number >= 0"),
+        ({"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
+        ({"anneal_factor": 0.8, "anneal_every": 0}, "needs `anneal_every`"),
+        ({"anneal_every": 9, "anneal_factor": 0}, "expected a number > 0"),
+        ({"seed": -1}, "`seed` is -1: expected a whole number in [0, 18446744073709551615]"),
+        ({"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
+        ({"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
+        ({"decoder": "authors"}, "`decoder` is 'authors': expected one of least_squares"),
+        ({"solver": "exact", "decoder": "learned"}, "`decoder` belongs to solver adam"),
+        ({"basis": "linear_ae", "decoder": "learned"}, "`decoder` belongs to basis ae,"),
+        ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae"),
+        ({"basis": "balanced", "solver": "exact"}, "`solver` belongs to basis ae"),
+        ({"basis": "linear_ae", "solver": "exact"}, "linear_ae takes adam only"),
+        ({"basis": "rand_proj"}, "only basis_negate takes it, not basis_ta"),
+        ({"exclude": "["}, "unterminated character set"),
+        ({"exclude": ""}, "`exclude` is empty"),
+        ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
+        ({"lambda": "inf"}, "`lambda` is 'inf': expected a number"),
+        ({"lambda": [0.1, None]}, "`lambda` is empty: expected a number"),
+        ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
+        ({"density": 0.5}, "`density` belongs to basis_ties, not to basis_ta"),
+        ({"lambda": [1, -1e300]}, "`lambda` is -1e+300: expected a number in [-1e+30, 1e+30]"),
+    ],
+    "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_ta")],
+    "basis_negate": [
+        (FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
+        ({}, "basis_negate needs `forget: task` and `alpha: number`"),
+        ({"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
+        ({"forget": "math", "alpha": -1}, "`alpha` is -1: expected a number in [0, 1e+30]"),
+        (FORGET | {"alpha": 1e300}, "`alpha` is 1e+300: expected a number in [0, 1e+30]"),
+        (FORGET | {"basis": "rand_proj", "energy": 0.9}, "`energy` with basis rand_proj"),
+        (FORGET | {"forget": True}, "quote it"),
+        (FORGET | {"forget": ""}, "`forget` is empty"),
+        (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
+        (FORGET | {"forget": "math, math"}, "'math' is there twice"),
+        (FORGET | {"forget": "mth"}, "unknown task 'mth': did you mean 'math'? Tasks:"),
+        (FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
+    ],
+    "basis_ties": [
+        ({"density": 0}, "`density` is 0: expected a number in (0, 1]"),
+        ({"merge_func": True}, "`merge_func` is True: expected one of sum, mean, max"),
+        ({"forget": "math"}, "`forget` belongs to basis_negate, not to basis_ties"),
+        ({"alpha": 1}, "`alpha` belongs to basis_negate"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("method", "given", "fragment"), BAD)
+@pytest.mark.parametrize(
+    ("method", "given", "fragment"),
+    [(method, *row) for method, rows in BAD.items() for row in rows],
+)
 def test_mistakes_are_told_in_one_line(
     method: str, given: dict[str, object], fragment: str
 ) -> None:
@@ -203,25 +207,21 @@ def test_mistakes_are_told_in_one_line(
     message = str(caught.value)
     assert fragment in message
     assert "\n" not in message
+    with pytest.raises(UserError, match="lists no models" if method in METHODS else "unknown"):
+        resolve_settings(method, given, [])
 
 
-def test_a_recipe_without_models_is_refused() -> None:
-    with pytest.raises(UserError, match="lists no models"):
-        resolve_settings("basis_ta", {}, [])
+RANGE = "expected a number other than 0 in [-1e+06, 1e+06]"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "fragment"),
     [
-        ("weight", 0, "`weight` is 0: expected a number other than 0 in [-1e+06, 1e+06]"),
-        (
-            "weight",
-            -1e300,
-            "`weight` is -1e+300: expected a number other than 0 in [-1e+06, 1e+06]",
-        ),
-        ("num_bases", np.bool_(True), "`num_bases` is np.True_: expected a whole number >= 1"),
+        ("weight", 0, f"`weight` is 0: {RANGE}"),
+        ("weight", -1e300, f"`weight` is -1e+300: {RANGE}"),
         ("weight", "nan", "`weight` is 'nan'"),
         ("weight", False, "`weight` is False"),
+        ("num_bases", np.bool_(True), "`num_bases` is np.True_: expected a whole number >= 1"),
         ("task", " ", "`task` is empty"),
         ("wieght", 1, "did you mean `weight`?"),
     ],
@@ -232,12 +232,19 @@ def test_check_value_refuses(key: str, value: object, fragment: str) -> None:
     assert fragment in str(caught.value)
 
 
-def test_check_value_returns_the_type() -> None:
-    assert check_value("weight", "-0.5") == -0.5
-    for key, value in (("num_bases", np.int64(2)), ("lambda", np.float32(0.5))):
-        assert type(check_value(key, value)) is ALL_KEYS[key].type
-        assert check_value(key, value) == value
-    assert check_value("task", 12) == "12"
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("weight", "-0.5", -0.5),
+        ("num_bases", np.int64(2), 2),
+        ("lambda", np.float32(0.5), 0.5),
+        ("seed", 2**63 + 1, 2**63 + 1),
+        ("task", 12, "12"),
+    ],
+)
+def test_check_value_returns_the_type(key: str, value: object, expected: object) -> None:
+    found = check_value(key, value)
+    assert found == expected and type(found) is ALL_KEYS[key].type
 
 
 def test_names_of_tasks_from_paths() -> None:
@@ -247,6 +254,7 @@ def test_names_of_tasks_from_paths() -> None:
     assert default_task_name("./base", "./adapters/code//") == "code"
     assert default_task_name("math") == "math"
     assert default_task_name("/") == "/"
+    check_tasks(["math", "math 2"], ["./a", "./b"])
 
 
 @pytest.mark.parametrize(
@@ -264,10 +272,6 @@ def test_check_tasks_refuses(names: list[str], fragment: str) -> None:
         check_tasks(names, ["./a", "./b"])
     assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_check_tasks_accepts() -> None:
-    check_tasks(["math", "math 2"], ["./a", "./b"])
 
 
 def test_nearest_and_unknown_key() -> None:

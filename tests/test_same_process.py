@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from commands import Result, assert_close, merge, merge_outside, recipe
+from commands import Result, assert_close, assert_same, merge, recipe
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from reference import Dense, expect
 from safetensors.torch import save_file
-from test_merges import assert_same
 from tiny import TASKS, family, llama, load
 
-from tvb_mergekit import engine
+from tvb_mergekit.tensors import passes as engine
 
 THREE = TASKS[:3]
 PCA: dict[str, Any] = {"basis": "pca", "num_bases": 2}
@@ -48,7 +45,7 @@ def no_gram_pass() -> Any:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the Gram matrix was summed again")
 
-    return lambda: mock.patch.object(engine, "gram_of", fail)
+    return lambda: mock.patch.object(engine, "_sums", fail)
 
 
 # The Gram cache
@@ -57,10 +54,8 @@ def no_gram_pass() -> Any:
 @pytest.mark.parametrize(
     ("method", "keys", "own"),
     [
-        ("basis_ta", {**PCA, "lambda": 0.9}, {}),
-        ("basis_ta", {**PCA, "num_bases": 1}, {}),
+        ("basis_ta", {**PCA, "lambda": 0.9}, {0: {"weight": -2.0, "task": "sums"}}),
         ("basis_ta", {"basis": "ae", "steps": 50, "seed": 4}, {}),
-        ("basis_ta", PCA, {0: {"weight": -2.0, "task": "sums"}}),
         ("basis_ties", {"basis": "balanced", "trim": "tensor"}, {}),
         ("basis_negate", {**PCA, "forget": "code", "alpha": 1}, {}),
     ],
@@ -138,21 +133,6 @@ def change_unsampled(folder: Path) -> None:
     assert path.stat().st_size == before.st_size
 
 
-@pytest.mark.parametrize("which", [0, 2])
-def test_a_changed_file_is_noticed(
-    which: int, inputs: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
-    base, models = inputs
-    cache = tmp_path / "cache"
-    made = recipe("basis_ta", base, models, **PCA)
-    merge(made, tmp_path / "first", cache=cache)
-    change_unsampled([base, *models][which])
-    result = merge(made, tmp_path / "second", cache=cache)
-    assert result.facts["gram_cached"] is False
-    want = expect(dense_of(base, models), "basis_ta", PCA, result.basis, THREE)
-    assert_close(result.tensors, want.tensors, load(base))
-
-
 def test_a_damaged_entry_counts_as_absent(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     made = recipe("basis_ta", *inputs, **PCA)
@@ -165,27 +145,6 @@ def test_a_damaged_entry_counts_as_absent(inputs: tuple[Path, list[Path]], tmp_p
     assert merge(made, tmp_path / "third", cache=cache).facts["gram_cached"] is True
 
 
-def test_the_cache_is_listed_and_cleared(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-
-    def tvb(*words: str) -> str:
-        code = "from tvb_mergekit.cli import main; main(prog_name='tvb')"
-        script = Path(sys.executable).with_name("tvb")
-        head = [str(script)] if script.exists() else [sys.executable, "-c", code]
-        env = os.environ | {"TVB_MERGEKIT_CACHE": str(cache)}
-        done = subprocess.run([*head, *words], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert tvb("cache", "list").startswith("0 Gram matrices")
-    merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "a", cache=cache)
-    merge(recipe("basis_ta", *inputs, exclude="mlp"), tmp_path / "b", cache=cache)
-    listed = tvb("cache", "list")
-    assert "2 Gram matrices" in listed and listed.count("math, code, safety") == 2
-    assert tvb("cache", "clear") == "Deleted 2 Gram matrices.\n"
-    assert list(cache.iterdir()) == []
-
-
 # One process, several merges
 
 
@@ -195,7 +154,7 @@ def in_process(made: dict[str, Any], out: Path) -> Result:
     return Result(out)
 
 
-@pytest.mark.parametrize("method", ["basis_ta", "basis_ties", "basis_negate"])
+@pytest.mark.parametrize("method", ["basis_ties", "basis_negate"])
 def test_run_merge_twice_with_rewritten_files(
     method: str, inputs: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
@@ -206,6 +165,7 @@ def test_run_merge_twice_with_rewritten_files(
     for folder in (base, models[1]):
         change_unsampled(folder)
     second = in_process(made, tmp_path / "second")
+    assert second.facts["gram_cached"] is False
     want = expect(dense_of(base, models), method, keys, second.basis, THREE)
     assert_close(second.tensors, want.tensors, load(base), want.boundary)
     name = "model.embed_tokens.weight"
@@ -227,71 +187,47 @@ def test_stock_methods_after_ours_see_the_files_as_they_are(
     assert_close(stock.tensors, want, dense.base)
 
 
-@pytest.mark.parametrize("outside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_mergekit_multi_merges_what_it_has_merged(
-    outside: bool, inputs: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
-    """The second merge has the first's output for its base, the third (a stock one) for a model."""
-    base, models = inputs
-    (tmp_path / "inter").mkdir()
-    first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)
-    second = {"name": "second"} | recipe("basis_ties", Path("first"), models, **PCA)
-    own = {0: {"weight": 1.0}}
-    third = recipe("task_arithmetic", base, ["second"], own, normalize=False, lambda_=0.5)
-    act = merge_outside if outside else merge
-    words = ("-I", str(tmp_path / "inter"))
-    out = act([first, second, third], tmp_path / "out", *words, command="mergekit-multi")
-    one, two = Result(tmp_path / "inter" / "first"), Result(tmp_path / "inter" / "second")
-    want = expect(dense_of(base, models), "basis_ta", PCA, one.basis, THREE)
-    assert_close(one.tensors, want.tensors, load(base))
-    dense = dense_of(one.folder, models)
-    want = expect(dense, "basis_ties", PCA, two.basis, THREE)
-    assert_close(two.tensors, want.tensors, dense.base, want.boundary)
-    dense = dense_of(base, [two.folder])
-    assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
-
-
-def test_mergekit_multi_again_after_the_inputs_changed(
     inputs: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
+    """The second merge has the first's output for its base, the third (a stock one) for a model;
+    and all again after the inputs have changed."""
     base, models = inputs
     for number in range(2):
         inter = tmp_path / f"inter{number}"
-        documents = [{"name": "first"} | recipe("basis_ta", base, models, **PCA)]
-        documents.append(recipe("basis_ta", Path("first"), models, basis="none"))
+        first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)
+        second = {"name": "second"} | recipe("basis_ties", Path("first"), models, **PCA)
+        own = {0: {"weight": 1.0}}
+        third = recipe("task_arithmetic", base, ["second"], own, normalize=False, lambda_=0.5)
         words = ("-I", str(inter))
+        documents = [first, second, third]
         out = merge(documents, tmp_path / f"out{number}", *words, command="mergekit-multi")
-        one = Result(inter / "first")
+        one, two = Result(inter / "first"), Result(inter / "second")
         want = expect(dense_of(base, models), "basis_ta", PCA, one.basis, THREE)
         assert_close(one.tensors, want.tensors, load(base))
         dense = dense_of(one.folder, models)
-        want = expect(dense, "basis_ta", {"basis": "none"}, out.basis, THREE)
-        assert_close(out.tensors, want.tensors, dense.base)
+        want = expect(dense, "basis_ties", PCA, two.basis, THREE)
+        assert_close(two.tensors, want.tensors, dense.base, want.boundary)
+        dense = dense_of(base, [two.folder])
+        assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
         change_unsampled(base)
         change_unsampled(models[2])
 
 
 def test_mergekit_pytorch_twice_and_then_stock(tmp_path: Path) -> None:
-    states = {}
     generator = torch.Generator().manual_seed(0)
-    for name in ("base", "a", "b"):
-        states[name] = {"w": torch.randn(40, 50, generator=generator)}
-    paths = [tmp_path / f"{name}.safetensors" for name in states]
-    made = recipe("basis_ta", paths[0], paths[1:], basis="none")
+    names = ("base", "a", "b")
+    states = {name: {"w": torch.randn(40, 50, generator=generator)} for name in names}
+    paths = [tmp_path / f"{name}.safetensors" for name in names]
     own = {0: {"weight": 1.0}, 1: {"weight": 1.0}}
+    ours = recipe("basis_ta", paths[0], paths[1:], basis="none")
     stock = recipe("task_arithmetic", paths[0], paths[1:], own, normalize=False, lambda_=0.4)
-    for number in range(2):
+    for number, made in enumerate((ours, ours, stock)):
         for path, state in zip(paths, states.values(), strict=True):
             save_file(state, path)
         dense = Dense(states["base"], [states["a"], states["b"]], ["w"])
         want = dense.split(dense.theta + 0.4 * dense.tau.sum(axis=1))
-        ours = merge(made, tmp_path / f"ours{number}", command="mergekit-pytorch")
-        assert_close(ours.tensors, want, dense.base)
+        result = merge(made, tmp_path / f"out{number}", command="mergekit-pytorch")
+        assert_close(result.tensors, want, dense.base)
         states["a"]["w"] += 1
         states["base"]["w"] -= 1
-    for path, state in zip(paths, states.values(), strict=True):
-        save_file(state, path)
-    dense = Dense(states["base"], [states["a"], states["b"]], ["w"])
-    want = dense.split(dense.theta + 0.4 * dense.tau.sum(axis=1))
-    after = merge(stock, tmp_path / "stock", command="mergekit-pytorch")
-    assert_close(after.tensors, want, dense.base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -20,18 +19,22 @@ import torch
 from commands import recipe
 from modes import in_every_thread
 from numpy.typing import NDArray
-from reference import Dense, coefficients, flat, least_squares, random_projection
+from reference import Dense, coefficients, flat, random_projection
 from safetensors.torch import load_file, save_file
 from tiny import TASKS, as_bin, family, gpt2, llama, load
 from transformers import AutoConfig, AutoTokenizer
 
 import tvb_mergekit
-from tvb_mergekit import building, cache, engine, store, store_writing, stream, writing
-from tvb_mergekit.building import build_store
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.inputs import Inputs
-from tvb_mergekit.plugin.inputs import Options, from_mapping, read_inputs
-from tvb_mergekit.refusals import MergeRefused
+from tvb_mergekit.plugin.document import from_mapping
+from tvb_mergekit.plugin.inputs import Options, read_inputs
+from tvb_mergekit.store import build as building
+from tvb_mergekit.store import store
+from tvb_mergekit.store.build import build_store
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.tensors import passes as engine
+from tvb_mergekit.tensors import writing
+from tvb_mergekit.tensors.adapter import MARKER
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 Array = NDArray[np.float64]
@@ -80,12 +83,13 @@ def dense_of(base: Path, models: Sequence[Path], exclude: str = "-", **weights: 
     return Dense(states[0], states[1:], names, **weights)
 
 
-def stored(folder: Path, dense: Dense, count: int) -> Array:
+def stored(folder: Path, dense: Dense, count: int, dtype: torch.dtype) -> Array:
     """[d, M] as the files hold it."""
     found = [load(folder / f"basis-{m:03d}") for m in range(count)]
     for state in found:
-        assert set(state) == set(dense.names)
-        assert all(state[n].shape == dense.base[n].shape for n in dense.names)
+        assert {n: (t.shape, t.dtype) for n, t in state.items()} == {
+            n: (dense.base[n].shape, dtype) for n in dense.names
+        }
     return np.stack([flat(state, dense.names) for state in found], axis=1)
 
 
@@ -95,17 +99,14 @@ def close(found: Array, want: Array, tolerance: float = 1e-6) -> None:
 
 
 def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float32") -> None:
-    """Bases, mean and coefficients of a store against the dense float64 reference."""
+    """Bases, mean, coefficients and errors of a store against the dense float64 reference."""
     facts = json.loads((folder / "basis.json").read_text())
     held = load_file(folder / "basis.safetensors")
     assert all(tensor.dtype == torch.float64 for tensor in held.values())
     numbers = {name: tensor.numpy() for name, tensor in held.items()}
-    kind = str(keys.get("basis", "ae"))
-    count = facts["num_bases"]
-    gram = dense.gram
+    kind, count, gram = str(keys.get("basis", "ae")), facts["num_bases"], dense.gram
     close(numbers["gram"], gram)
     close(numbers["eigenvalues"], np.sort(np.linalg.eigvalsh(gram))[::-1])
-    offset = np.zeros((len(dense.theta), 1))
     if kind == "rand_proj":
         bases, inner = random_projection(dense, count, keys["seed"])
         assert "encoder" not in numbers
@@ -114,38 +115,29 @@ def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float3
         want = coefficients(dense, keys, numbers)
         close(numbers["encoder"], want.encoder, 2e-5)
         close(numbers["decoder"], want.decoder, 1e-4)
-        if kind not in ("ae", "none") or keys.get("solver") == "exact":
-            encoder = numbers["encoder"]
-            rule = encoder.T if kind == "pca" else least_squares(gram, encoder)
-            if kind != "pca":
-                close(numbers["decoder"], rule, 1e-5)
         bases = dense.tau @ numbers["encoder"]
     close(numbers["gram_bases"], bases.T @ bases, 2e-6)
-    found = stored(folder, dense, count)
+    found = stored(folder, dense, count, DTYPES[dtype])
     relative, least = ROUNDING[dtype]
     assert np.linalg.norm(found - bases) <= (relative + 1e-6) * np.linalg.norm(bases)
-    bound = (relative + 1e-6) * np.abs(bases) + least + 2e-6 * np.abs(bases).max() * 1e-1
+    bound = (relative + 1e-6) * np.abs(bases) + least + 2e-7 * np.abs(bases).max()
     assert (np.abs(found - bases) <= bound).all()
-    for m in range(count):
-        tensors = load(folder / f"basis-{m:03d}")
-        assert {t.dtype for t in tensors.values()} == {DTYPES[dtype]}
+    offset = np.zeros((len(dense.theta), 1))
+    assert (folder / "mean").exists() == (kind == "pca")
     if kind == "pca":
         mean = dense.tau.mean(axis=1, keepdims=True)
         offset = flat(load(folder / "mean"), dense.names)[:, None]
         assert np.linalg.norm(offset - mean) <= (relative + 1e-6) * np.linalg.norm(mean)
-    assert (folder / "mean").exists() == (kind == "pca")
-    rebuilt = found @ numbers["decoder"] + offset
     norms = np.linalg.norm(dense.tau, axis=0)
+    rebuilt = found @ numbers["decoder"] + offset
     true = np.linalg.norm(rebuilt - dense.tau, axis=0) / norms
     for task, error in zip(facts["tasks"], true, strict=True):
         low, high = facts["errors"][task]["at_least"], facts["errors"][task]["at_most"]
-        assert 0 <= low <= error <= high, (task, low, error, high)
-        if dtype == "float32":  # the square of an error near 0 is known to 1e-6
-            assert high - low < (2e-5 if error > 0.1 else 5e-3), (task, low, error, high)
-        else:
-            assert high - low < 0.05
-    loss = float((norms**2 * true**2).sum())
+        # The square of an error near 0 is known to 1e-6.
+        width = 0.05 if dtype != "float32" else 2e-5 if error > 0.1 else 5e-3
+        assert 0 <= low <= error <= high < low + width, (task, low, error, high)
     if dtype == "float32":
+        loss = float((norms**2 * true**2).sum())
         assert facts["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-9 * np.trace(gram))
 
 
@@ -155,8 +147,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return family(tmp_path_factory.mktemp("mixed"), dtypes=MIXED, max_shard_size="40KB")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("rand_proj", "float16"),
+     ("balanced", "float16"), ("ae", "bfloat16")],
+)  # fmt: skip
 def test_the_bases_are_those_of_the_dense_reference(
     kind: str, dtype: str, mixed: tuple[Path, list[Path]], tmp_path: Path
 ) -> None:
@@ -166,7 +161,7 @@ def test_the_bases_are_those_of_the_dense_reference(
     check(tmp_path / "store", dense_of(base, models), keys, dtype)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "pca", "rand_proj"])
+@pytest.mark.parametrize("kind", ["pca", "rand_proj"])
 def test_gpt2_and_pickled_models(kind: str, tmp_path: Path) -> None:
     """GPT-2 ties its embeddings, stores matrices transposed and names tensors in two ways."""
     base, models = family(tmp_path / "in", gpt2)
@@ -219,84 +214,60 @@ def test_tied_embeddings_are_stored_once(which: str, tmp_path: Path) -> None:
         assert found.stored_name("lm_head.weight") == "model.embed_tokens.weight"
 
 
-def test_a_base_that_ties_what_its_models_do_not_is_refused(tmp_path: Path) -> None:
-    """The base has one tensor where the models have two: B of both cannot have one name."""
-    base, models = family(tmp_path / "in", functools.partial(llama, tie_word_embeddings=True))
-    for path in models:
-        state = load(path)
-        state["lm_head.weight"] = state["model.embed_tokens.weight"] + 0.01
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises((UserError, MergeRefused), match=r"lm_head\.weight"):
-        read(base, models, **KINDS["balanced"])
-    inputs = read(base, models, exclude="lm_head|embed", **KINDS["balanced"])
-    build_store(inputs, tmp_path / "store")
-
-
 def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
     def plan(items: Any, _: int, ranks: int = 1) -> list[writing.Shard]:
         return writing.plan_shards(items, limit, ranks)
 
-    patch.setattr(store_writing, "plan_shards", plan)
+    patch.setattr(building, "plan_shards", plan)
 
 
 def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, models = family(tmp_path / "in", tokenizer=True)
-    place = tmp_path / "out"
+    folder, state = tmp_path / "out/store", load(base)
     in_shards(monkeypatch, 30000)
-    build_store(read(base, models, basis="pca", num_bases=2), place / "store")
-    assert {p.name for p in place.iterdir()} == {"store"}
-    folder = place / "store"
+    build_store(read(base, models, basis="pca", num_bases=2), folder)
+    assert {p.name for p in folder.parent.iterdir()} == {"store"}
+    names = ["basis-000", "basis-001", "mean"]
     assert {p.name for p in folder.iterdir()} == {
-        "basis.json", "basis.safetensors", "basis-000", "basis-001", "mean", "recipes",
+        "basis.json", "basis.safetensors", "recipes", *names,
     }  # fmt: skip
     facts = json.loads((folder / "basis.json").read_text())
-    assert facts["format_version"] == 1 and facts["store"]["folders"] == [
-        "basis-000", "basis-001", "mean",
-    ]  # fmt: skip
-    for key in (
-        "versions method parameters tasks models base_model num_bases num_parameters loss "
-        "spectral_bound balanced_bound relative_gap retained_energy left_out fingerprints seconds"
-    ).split():
-        assert key in facts, key
+    assert facts["store"]["folders"] == names
     assert set(facts["seconds"]) == {"gram", "encode", "write"}
-    state = load(base)
     assert facts["num_parameters"] == sum(t.numel() for t in state.values())
     assert facts["store"]["model_bytes"] == 5 * sum(t.nbytes for t in state.values())
-    for index, name in enumerate(facts["store"]["folders"]):
-        files = {p.name for p in (folder / name).iterdir()}
-        shards = sorted(n for n in files if n.endswith(".safetensors"))
-        assert len(shards) > 2
-        assert files == {
+    for index, name in enumerate(names):
+        place = folder / name
+        shards = sorted(p.name for p in place.glob("*.safetensors"))
+        where = json.loads((place / "model.safetensors.index.json").read_text())
+        assert {p.name for p in place.iterdir()} == {
             *shards, "model.safetensors.index.json", "config.json", "generation_config.json",
             "tokenizer.json", "tokenizer_config.json",
         }  # fmt: skip
-        where = json.loads((folder / name / "model.safetensors.index.json").read_text())
+        assert len(shards) > 2
         seen: dict[str, str] = {}
         for number, shard in enumerate(shards):
             assert shard == f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            assert (folder / name / shard).stat().st_size <= 30000 + 2000
-            with safetensors.safe_open(folder / name / shard, framework="pt") as file:
-                assert file.metadata() == {"format": "pt", store.MARKER: name}
+            assert (place / shard).stat().st_size <= 30000 + 2000
+            with safetensors.safe_open(place / shard, framework="pt") as file:
+                assert file.metadata() == {"format": "pt", MARKER: name}
                 seen |= dict.fromkeys(file.keys(), shard)
         assert where["weight_map"] == seen and set(seen) == set(state)
         assert where["metadata"]["total_size"] == 4 * facts["num_parameters"]
-        config = json.loads((folder / name / "config.json").read_text())
-        assert config.pop(store.MARKER) == {"folder": name, "index": index}
+        config = json.loads((place / "config.json").read_text())
+        assert config.pop(MARKER) == {"folder": name, "index": index}
         assert config == json.loads((base / "config.json").read_text())
-        assert AutoConfig.from_pretrained(folder / name).hidden_size == 32
-        assert AutoTokenizer.from_pretrained(folder / name)("t1 t5")["input_ids"] == [1, 5]
+        assert AutoConfig.from_pretrained(place).hidden_size == 32
+        assert AutoTokenizer.from_pretrained(place)("t1 t5")["input_ids"] == [1, 5]
         for file_name in (*shards, "model.safetensors.index.json"):
             record = facts["store"]["files"][f"{name}/{file_name}"]
-            assert record["bytes"] == (folder / name / file_name).stat().st_size
-            assert record == writing.file_record(folder / name / file_name)
-    check(folder, dense_of(base, models), {"basis": "pca", "num_bases": 2})
+            assert record == writing.file_record(place / file_name)
 
 
 def test_only_what_replaces_a_store_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A new one does not; of a grown one all files and folders, those of `undo` too."""
     base, models = raw_family(tmp_path / "in", SIZES)
     fsync, synced = os.fsync, set()
 
@@ -311,9 +282,8 @@ def test_only_what_replaces_a_store_waits_for_the_disk(
     tvb_mergekit.build(base, tasks, folder, basis="balanced", num_bases=2)
     assert not synced
     tvb_mergekit.add(folder, base, model, last)
-    files = [*folder.glob("basis*/*.safetensors"), folder / "basis.json"]
-    assert len(files) == 3
-    assert {path.stat().st_ino for path in [*files, folder / "basis.safetensors"]} <= synced
+    assert (folder / "undo").is_dir()
+    assert {p.stat().st_ino for p in folder.rglob("*")} <= synced
 
 
 def raw_family(
@@ -356,42 +326,26 @@ def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("balanced", "float32"), ("pca", "bfloat16"), ("rand_proj", "float32")]
+    ("kind", "dtype"), [("pca", "bfloat16"), ("rand_proj", "float32"), ("ae", "float32")]
 )
 def test_files_are_the_same_however_they_were_made(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """G is summed anew, in float64 over blocks that never change, or it comes from the cache."""
     base, models = raw_family(tmp_path / "in", BIG)
-    for number, (budget, cached) in enumerate(
-        [("256", False), ("256", True), ("1", True), ("3", True), ("8", True)]
-    ):
+    cache = str(tmp_path / "cache")
+    ways = [("256", "off"), ("1", "off"), ("20", "off"), ("256", cache), ("3", cache)]
+    for number, (budget, where) in enumerate(ways):
         monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", budget)
-        if not cached:
-            monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / f"cache-{number}"))
+        monkeypatch.setenv("TVB_MERGEKIT_CACHE", where)
         inputs = read(base, models, **KINDS[kind])
         build_store(inputs, tmp_path / f"store-{number}", dtype=DTYPES[dtype])
-        # What the cast lost is summed in another order.
-        same(tmp_path / "store-0", tmp_path / f"store-{number}", but=("errors",))
+        # ||theta_0|| is summed in another order.
+        same(tmp_path / "store-0", tmp_path / f"store-{number}", but=("norms",))
     check(tmp_path / "store-0", dense_of(base, models), KINDS[kind], dtype)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "rand_proj", "ae"])
-def test_another_block_size_reads_the_same_gram_matrix(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a cache G itself is summed anew, in float64 over blocks that never change."""
-    base, models = raw_family(tmp_path / "in", BIG)
-    for number, budget in enumerate(("256", "256", "1", "3", "20")):
-        monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", budget)
-        monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
-        build_store(read(base, models, **KINDS[kind]), tmp_path / f"store-{number}")
-        same(tmp_path / "store-0", tmp_path / f"store-{number}", but=("norms",))
-
-
 # Interruption
-
-
-RESUMED = (("pca", True, 10**9), ("rand_proj", False, 20000))
 
 
 class Stopped(Exception):
@@ -418,20 +372,18 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
 def count_grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls = [0]
 
+    sums = engine._sums
+
     def counted(*args: Any, **keys: Any) -> Any:
         calls[0] += 1
-        return stream.gram_of(*args, **keys)
+        return sums(*args, **keys)
 
-    monkeypatch.setattr(engine, "gram_of", counted)
+    monkeypatch.setattr(engine, "_sums", counted)
     return calls
 
 
 @pytest.mark.parametrize(
-    ("kind", "part", "shards"),
-    [
-        pytest.param(*each, marks=() if each in RESUMED else pytest.mark.slow)
-        for each in itertools.product(("pca", "rand_proj"), (False, True), (10**9, 20000))
-    ],
+    ("kind", "part", "shards"), [("pca", True, 10**9), ("rand_proj", False, 20000)]
 )
 def test_resuming_after_every_piece_gives_the_same_store(
     kind: str, part: bool, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -549,7 +501,8 @@ def test_bytes_that_were_lost_are_found_by_resume(
         file.write_bytes(text)
         with pytest.raises(UserError, match=message) as caught:
             build_store(read(base, models, **KINDS["pca"]), out, resume=True)
-        assert file.name in str(caught.value) and "\n" not in str(caught.value)
+        named = partial.name if file.name == building.STATE else file.name
+        assert named in str(caught.value) and "\n" not in str(caught.value)
         file.write_bytes(whole)
 
     for file in files:  # complete ones, the first too
@@ -560,7 +513,10 @@ def test_bytes_that_were_lost_are_found_by_resume(
     lines = journal.read_bytes().splitlines(keepends=True)
     for damaged in (lines[1:], [bytes(len(lines[0]) - 1) + b"\n", *lines[1:]]):
         refused(journal, b"".join(damaged), "cannot be read")
-    refused(partial / building.MATRIX, b"", "cannot be read")
+    state = json.loads((partial / building.STATE).read_text())
+    other = json.dumps(state | {"encoder": "0"}).encode()
+    refused(partial / building.STATE, other, "begun with another encoder")
+    refused(partial / building.STATE, b"{", "cannot be continued")
     build_store(read(base, models, **KINDS["pca"]), out, resume=True)
     check(out, dense_of(base, models), KINDS["pca"])
 
@@ -579,7 +535,7 @@ def test_a_failure_at_the_very_end_can_be_resumed(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-            patch.setattr(store_writing, name, fail)
+            patch.setattr(building, name, fail)
             build_store(read(base, models, **keys), out, resume=True)
         assert not out.exists()
     calls = count_grams(monkeypatch)
@@ -606,7 +562,7 @@ def test_writers_exclude_each_other_and_leave_no_lock(tmp_path: Path) -> None:
     """Each makes and deletes a file that no other may find, many times."""
     script = """if True:
         import os, sys
-        from tvb_mergekit import store
+        from tvb_mergekit.store import store
         while not os.path.exists(sys.argv[2]):
             pass
         for _ in range(400):
@@ -623,11 +579,6 @@ def test_writers_exclude_each_other_and_leave_no_lock(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["go"]
 
 
-def files_in(folder: Path) -> list[Path]:
-    found = sorted(folder.rglob("*"))
-    return [p for p in found if "cache" not in p.parts]
-
-
 def test_an_output_that_cannot_become_a_store_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,10 +587,10 @@ def test_an_output_that_cannot_become_a_store_is_refused_before_the_work(
     for out in (tmp_path / "in", base / "store", models[0], tmp_path / "full"):
         (tmp_path / "full").mkdir(exist_ok=True)
         (tmp_path / "full" / "notes.txt").write_text("mine")
-        before = files_in(tmp_path)
+        before = {p for p in tmp_path.rglob("*") if "cache" not in p.parts}
         with pytest.raises(UserError):
             build_store(read(base, models, **KINDS["balanced"]), out)
-        assert files_in(tmp_path) == before
+        assert {p for p in tmp_path.rglob("*") if "cache" not in p.parts} == before
     assert calls == [0]
     (tmp_path / "empty").mkdir()
     build_store(read(base, models, **KINDS["balanced"]), tmp_path / "empty")
@@ -681,42 +632,10 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
         store.load(built)
     file.write_bytes(whole)
     store.load(built)
-
-
-def test_what_was_verified_is_verified_again_after_a_boot(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut can take the end of a file, not synced, and leave its size and times."""
-    name = "basis-001/model.safetensors"
-    file = built / name
-    file.write_bytes(file.read_bytes()[:-64] + bytes(64))
-    record = json.loads((built / "basis.json").read_text())["store"]["files"][name]
-    cache.note_verified(file, record[writing.HASH])
-    store.load(built)
-    monkeypatch.setattr(cache, "_boot", lambda: "another")
-    with pytest.raises(UserError, match=f"{name}: its checksum"):
-        store.load(built)
-
-
-def test_swapped_bases_are_found(built: Path) -> None:
-    one, other = built / "basis-000", built / "basis-001"
-    one.rename(built / "aside")
-    other.rename(one)
-    (built / "aside").rename(other)
+    for name in ("basis-000", "aside"), ("basis-001", "basis-000"), ("aside", "basis-001"):
+        (built / name[0]).rename(built / name[1])
     with pytest.raises(UserError, match="checksum"):
         store.load(built)
-
-
-@pytest.mark.parametrize("damage", [{"format_version": 2}, {"format_version": "x"}, {"store": 3},
-                                    {"store": {}}])  # fmt: skip
-def test_facts_that_cannot_be_read_are_one_line(damage: dict[str, Any], built: Path) -> None:
-    file = built / "basis.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
-    with pytest.raises(UserError) as caught:
-        store.load(built)
-    assert "\n" not in str(caught.value)
-    if damage.get("format_version") == 2:
-        assert "upgrade" in str(caught.value)
 
 
 def test_no_store_is_one_line(tmp_path: Path, built: Path) -> None:

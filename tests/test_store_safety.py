@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tvb_mergekit
-from tvb_mergekit import facts, store
-from tvb_mergekit.cli import main
+from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import facts, store
 
 TASKS = ("a", "b", "c", "d", "e", "f", "g")
 State = dict[str, Tensor]
@@ -78,19 +78,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # Damage
 
 
-def test_a_weight_of_the_bases_that_was_changed_is_found(here: Path) -> None:
-    file = here / "grown/basis.json"
-    text = file.read_text()
-    weights = json.loads(text)["store"]["basis_weights"]
-    assert weights == [1.5, 1.5, 1.0]
-    file.write_text(text.replace("1.5", "5.5", 1))  # one bit
-    for words in (["merge", "grown/recipes/add.yml", "out"], ["check", "grown"]):
-        assert "basis.json was changed after it was written" in refused(*words)
-    said = merge(ready_of(text, here), here / "yaml", fails=True).output
-    assert "basis.json was changed" in said
-
-
-def ready_of(text: str, here: Path) -> dict[str, Any]:
+def over(here: Path) -> dict[str, Any]:
     bases = [here / f"grown/basis-00{number}" for number in range(3)]
     return recipe("basis_ta", here / "base", bases, lambda_=0.4)
 
@@ -101,6 +89,8 @@ HALF: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a task twice": (lambda f: f.update(tasks=["a", "b", "c", "c"]), "is wrong"),
     "no errors": (lambda f: f.pop("errors"), "`errors` does not name the tasks"),
     "a negative count": (lambda f: f.update(num_bases=-1), "`num_bases` is wrong"),
+    "no object": (lambda f: f.update(store=3), "`store` is wrong"),
+    "another version": (lambda f: f.update(format_version="x"), "`format_version` is wrong"),
     "another dtype": (lambda f: f["store"].update(dtype="float64"), "`store.dtype` is wrong"),
 }
 
@@ -115,8 +105,7 @@ def test_facts_that_are_half_valid_name_the_key(case: str, here: Path) -> None:
     (here / "grown/basis.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match=message):
         store.load(here / "grown")
-    for words in (["inspect", "grown"], ["export", "grown", "out", "--task", "a"]):
-        assert "basis.json is not whole" in refused(*words)
+    assert "basis.json is not whole" in refused("export", "grown", "out", "--task", "a")
 
 
 def test_damaged_and_missing_facts_are_told_apart(here: Path) -> None:
@@ -129,11 +118,12 @@ def test_damaged_and_missing_facts_are_told_apart(here: Path) -> None:
         (b"[]", "cannot be read: expected an object"),
         (text.replace(b": 0.", b': NaN, "x": 0.', 1), "cannot be read: it is no JSON"),
         (text.replace(b'"a"', b'"A"', 1), "was changed after it was written"),
+        (text.replace(b"1.5", b"5.5", 1), "was changed after it was written"),  # one bit
         (None, "is not a basis store"),
     ):
         file.write_bytes(damaged) if damaged is not None else file.unlink()
         assert message in refused("check", "grown"), damaged
-        said = merge(ready_of("", here), here / "out", fails=True).output
+        said = merge(over(here), here / "out", fails=True).output
         assert ("keep a store together" if damaged is None else message) in said, said
 
 
@@ -239,14 +229,13 @@ def without_names(text: str) -> Any:
 
 
 def test_a_flipped_bit_is_found_or_harmless(here: Path) -> None:
-    found = check_flips(here, 60, 0)
-    assert found["refused"] > 30 and sum(found.values()) == 60
+    found = check_flips(here, 24, 0)
+    assert found["refused"] > 12 and sum(found.values()) == 24
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_two_thousand_flipped_bits_are_found_or_harmless(part: int, here: Path) -> None:
-    check_flips(here, 250, 1 + part)
+def test_many_flipped_bits_are_found_or_harmless(here: Path) -> None:
+    check_flips(here, 500, 1)
 
 
 def test_edited_recipes_are_named_by_check(here: Path) -> None:
@@ -289,6 +278,8 @@ def test_a_foreign_model_is_not_added(here: Path) -> None:
         assert f"model {model}: its task vector's norm is" in said and message in said, said
         assert "--force adds it all the same" in said
     assert files_of(here / "grown") == before
+    with pytest.warns(UserWarning, match="the median of the other tasks'"):
+        tvb_mergekit.add("grown", "base", here / "long", "long")
     # norm layers of ones, which make most of the base's norm, do not hide it
     for name in ("base", "rolled"):
         state = tiny.load(here / name)
@@ -298,13 +289,6 @@ def test_a_foreign_model_is_not_added(here: Path) -> None:
     assert "the base's" in refused(*words, "--quiet")
     done = tvb(*words, "--quiet", "--force")
     assert "1 task in 1 of at most 3 bases" in done.stdout
-
-
-def test_the_library_warns_of_a_foreign_model(here: Path) -> None:
-    with pytest.warns(UserWarning, match="the median of the other tasks'"):
-        tvb_mergekit.add(
-            "grown", "base", enlarged(here / "e", here / "base", here / "long", 12), "long"
-        )
 
 
 def test_an_exact_sum_is_not_ended_in_silence(here: Path) -> None:
@@ -375,19 +359,6 @@ def test_a_damaged_addition_is_undone(here: Path) -> None:
     assert files_of(here / "grown") == before
 
 
-def test_an_addition_waits_for_the_disk(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files and folders of the new store, undo's too, before the old one is deleted."""
-    fsync, synced = os.fsync, set()
-
-    def noted(handle: int) -> None:
-        synced.add(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    tvb_mergekit.add("grown", "base", "e", "e")
-    assert {p.stat().st_ino for p in (here / "grown").rglob("*")} <= synced
-
-
 def test_below_the_budget_undo_takes_no_room(here: Path) -> None:
     built(here / "small", here, "ab", num_bases=2, basis="none")
     tvb("add", "small", "c", "--task", "c", "--budget", 5, "--quiet")
@@ -397,16 +368,16 @@ def test_below_the_budget_undo_takes_no_room(here: Path) -> None:
 
 KILLED = """
 import os, sys, threading, time
-from tvb_mergekit.cli import main
+from tvb_mergekit.cli.commands import main
 threading.Thread(target=lambda: (time.sleep(float(sys.argv[1])), os._exit(9)), daemon=True).start()
 main(sys.argv[2:])
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(2))
 def test_a_kill_of_add_or_undo_leaves_one_store_or_the_other(part: int, here: Path) -> None:
-    """100 kills of `add`: what is there is whole, and is the store of before or the one after."""
+    """40 kills of `add`: what is there is whole, and is the store of before or the one after."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TVB_MERGEKIT_CACHE": "off"}
 
     def killed(after: float, *words: str) -> None:
@@ -567,46 +538,3 @@ def test_a_store_is_merged_without_a_recipe(here: Path) -> None:
     shutil.rmtree(here / "grown/recipes")
     tvb("merge", "grown", "out", "--method", "forget-b", "--quiet")
     assert json.loads((here / "out/basis/basis.json").read_text())["parameters"]["forget"] == ["b"]
-
-
-# Stores of the first version, whose numbers lie in basis.json alone
-
-
-@pytest.fixture
-def first(tmp_path: Path) -> Path:
-    folder = tmp_path / "first"
-    shutil.copytree(Path(__file__).with_name("first_version"), folder)
-    return folder
-
-
-def test_stores_of_the_first_version_are_read(first: Path) -> None:
-    base = load_file(first / "base.safetensors")
-    tau = {task: flat(load_file(first / f"{task}.safetensors")) - flat(base) for task in "abcd"}
-    built_, grown = (store.load(first / name) for name in ("built", "grown"))
-    assert built_.weights.tolist() == [1.0, -0.5, 1.0]
-    assert built_.tensors["norms"].tolist() == list(built_.facts["norms"].values())[1:]
-    bases = torch.stack([flat(dict_of(v)) for v in built_.vectors], dim=1)
-    for task in "abc":
-        rebuilt = bases @ built_.decoder[:, built_.index(task)] / built_.weights[built_.index(task)]
-        again = tvb_mergekit.reconstruct(built_, first / "base.safetensors", task)
-        assert torch.allclose(flat(again) - flat(base), rebuilt, atol=1e-6)
-    assert grown.basis_weights is not None and grown.basis_weights.tolist() == [2.0, 1.0]
-    for count in (3, 4):
-        merged = tvb_mergekit.merge(
-            grown, first / "base.safetensors", lambda_=0.4, lambda_scale="tasks"
-        )
-        want = 0.4 * sum(tau[task] for task in "abcd"[:count])
-        assert torch.allclose(flat(merged) - flat(base), want, atol=1e-6)
-        if count == 3:
-            grown = tvb_mergekit.add(
-                first / "grown", first / "base.safetensors", first / "d.safetensors", "d"
-            )
-    held = load_file(first / "grown/basis.safetensors")
-    weight = load_file(first / "d.safetensors")["a.weight"] - base["a.weight"]
-    assert grown.facts["matrix_norms"]["d"] == pytest.approx(float(weight.norm()), rel=1e-6)
-    assert {"basis_weights", "weights", "norms", "errors"} <= set(held)
-    assert tvb_mergekit.undo(first / "grown").tasks == list("abc")
-
-
-def dict_of(vector: Any) -> State:
-    return {name: vector.tensor(name) for name in vector.tensors}

@@ -1,4 +1,4 @@
-"""Grids, golden section, the rule of negation, weights by Powell, means and early stopping."""
+"""Grids, golden section, the rule of negation, means and shares, and which items choose."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.scoring.results import Origin, Results, TaskResult
-from tvb_mergekit.tuning import search
-from tvb_mergekit.tuning.harness import Choice, Entry, Scored
-from tvb_mergekit.tuning.objective import Estimate, cannot_win, mean, objective
+from tvb_mergekit.score.results import Origin, Results, TaskResult
+from tvb_mergekit.tune import search
+from tvb_mergekit.tune.harness import Choice, Entry, Scored
+from tvb_mergekit.tune.objective import Estimate, objective
 
 GRID = search.grid_points("0:1:0.05")
 
@@ -36,7 +36,8 @@ def test_the_paper_s_grid() -> None:
         ("1:0:0.1", "holds no point"),
         ("0:1:0", "the step must be positive"),
         ("0:1:-1", "the step must be positive"),
-        ("0:inf:1", "the step must be positive"),
+        ("0:inf:1", "expected START:STOP:STEP"),
+        ("0:1:5e-324", "inf points"),
         ("0:1", "expected START:STOP:STEP"),
         ("a,b", "expected START:STOP:STEP"),
         ("0,nan", "expected START:STOP:STEP"),
@@ -122,25 +123,6 @@ def test_nothing_keeps_the_control() -> None:
         search.most_forgotten([0.5, 1.0], lambda x: 0.0, lambda x: float(x == 0), 0.95)
 
 
-def test_a_weight_for_each_basis() -> None:
-    """A bowl whose top is far from equal weights: found, within the bounds and the budget."""
-    asked: list[tuple[float, ...]] = []
-
-    def score(point: tuple[float, ...]) -> float:
-        asked.append(point)
-        return -((point[0] - 0.4) ** 2) - (point[1] - 1.7) ** 2 - (point[2] - 9) ** 2
-
-    found = search.coordinates(3, 2.0, 60, score)
-    assert asked[0] == (1.0, 1.0, 1.0)
-    assert len(asked) == len(set(asked)) <= 60
-    assert all(0 < x <= 2 for point in asked for x in point)
-    assert found == pytest.approx((0.4, 1.7, 2.0), abs=0.05)
-    assert score(found) == max(map(score, list(asked)))
-    asked.clear()
-    search.coordinates(3, 2.0, 5, score)
-    assert len(asked) == 5
-
-
 # ----------------------------------------------------------------------------------- objectives
 
 
@@ -148,8 +130,8 @@ def entry(name: str, *metrics: str, lower: bool = False) -> Entry:
     return Entry(name, metrics or ("acc,none",), lower, (), "", None)
 
 
-def scored(value: float, error: float | None = 0.1, metric: str = "acc,none") -> Scored:
-    return Scored({metric: value}, {} if error is None else {metric: error})
+def scored(value: float, error: float | None = 0.1) -> Scored:
+    return Scored({"acc,none": value}, {} if error is None else {"acc,none": error})
 
 
 def specialists(**values: float) -> Results:
@@ -159,23 +141,19 @@ def specialists(**values: float) -> Results:
     )
 
 
-def test_means_and_their_errors() -> None:
-    goal = objective([entry("a"), entry("b")], None, "")
+def test_means_and_shares_and_their_errors() -> None:
+    two = [entry("a"), entry("b")]
+    goal = objective(two)
     assert goal.mean({"a": scored(0.2, 0.3), "b": scored(0.6, 0.4)}) == Estimate(0.4, 0.25)
     assert goal.mean({"a": scored(0.2, None), "b": scored(0.6)}) == Estimate(0.4, None)
-    two = objective([entry("a", "x,none", "y,none")], None, "")
+    shares = objective(two, specialists(a=0.5, b=0.8), "r")
+    found = shares.mean({"a": scored(0.25, 0.1), "b": scored(0.8, 0.0)})
+    assert found.value == pytest.approx(0.75) and found.stderr == pytest.approx(0.1)
+    # metrics on the same items: their errors add
+    one = entry("a", "x,none", "y,none")
     both = Scored({"x,none": 0.2, "y,none": 0.4}, {"x,none": 0.1, "y,none": 0.3})
-    assert two.mean({"a": both}).value == pytest.approx(0.3)
-    assert two.mean({"a": both}).stderr == pytest.approx(0.2)
-    assert mean([Estimate(1.0, 0.5)]) == Estimate(1.0, 0.5)
-
-
-def test_shares_of_the_specialists() -> None:
-    goal = objective([entry("a"), entry("b")], specialists(a=0.5, b=0.8), "r")
-    found = goal.mean({"a": scored(0.25, 0.1), "b": scored(0.8, None)})
-    assert found.value == pytest.approx(0.75) and found.stderr is None
-    found = goal.mean({"a": scored(0.25, 0.1), "b": scored(0.8, 0.0)})
-    assert found.stderr == pytest.approx(0.1)
+    found = objective([one]).of(one, both)
+    assert found.value == pytest.approx(0.3) and found.stderr == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -191,17 +169,6 @@ def test_shares_of_the_specialists() -> None:
 def test_objectives_that_are_none(entries: list[Entry], reference: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         objective(entries, reference, "r")
-
-
-def test_a_point_is_given_up_when_it_cannot_win() -> None:
-    goal = objective([entry("a"), entry("b")], None, "")
-    leader, tops = Estimate(0.8, 0.05), {"a": 0.9, "b": 0.9}
-    assert cannot_win(goal, {"a": scored(0.1, 0.01)}, tops, leader)
-    assert not cannot_win(goal, {"a": scored(0.6, 0.01)}, tops, leader)  # 0.75 and 0.1 of error
-    assert not cannot_win(goal, {"a": scored(0.1, 0.5)}, tops, leader)
-    assert not cannot_win(goal, {"a": scored(0.1, None)}, tops, leader)
-    assert not cannot_win(goal, {"a": scored(0.1, 0.01)}, {"a": 0.9}, leader)
-    assert not cannot_win(goal, {"a": scored(0.1, 0.01)}, tops, Estimate(0.8, None))
 
 
 # ---------------------------------------------------------------------------------------- items

@@ -1,0 +1,298 @@
+"""Families of models in every form that a recipe may list them, with what the reference takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from commands import recipe, tvb, write
+from safetensors.torch import load_file, save_file
+from test_lora import train
+from tiny import DECODER, TASKS, as_bin, family, gpt2, llama, load, save_tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+THREE = TASKS[:3]
+CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+State = Mapping[str, Tensor]
+Make = Callable[[], nn.Module]
+
+
+@dataclass
+class Models:
+    """A base, its models as a recipe lists them, and their states as the reference takes them.
+
+    Attributes:
+        states: the base's and the models' tensors, under the names of the merged model.
+        copied: tensors that take no part.
+        same: tensors that are others: name -> the name that counts.
+        loader: the class of transformers that loads the merged model; empty: none does.
+        own: parameters of each model.
+        keys: of the recipe of which a store was built.
+        stored: what the store says of its bases.
+    """
+
+    base: Path
+    listed: Sequence[Path | str]
+    states: Sequence[State]
+    tasks: Sequence[str] = THREE
+    copied: frozenset[str] = frozenset()
+    same: Mapping[str, str] = field(default_factory=dict)
+    loader: str = ""
+    own: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    stored: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Models as `save_pretrained` writes them
+
+
+def hub(
+    make: Make,
+    folder: Path,
+    *,
+    loader: str = CAUSAL,
+    tasks: Sequence[str] = THREE,
+    **options: Any,
+) -> Models:
+    tokenizer = loader in (CAUSAL, CLASSIFIER)
+    base, models = family(folder, make, tasks, tokenizer=tokenizer, **options)
+    return Models(base, models, [load(path) for path in (base, *models)], tasks, loader=loader)
+
+
+def converted(make: Make, folder: Path) -> Models:
+    """Stored expert by expert, written as transformers holds them in memory."""
+    made = hub(make, folder)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    made.states = [
+        read(path, dtype=torch.float32).state_dict() for path in (made.base, *made.listed)
+    ]
+    return made
+
+
+def decoder(name: str, **changes: Any) -> Make:
+    config = getattr(transformers, f"{name}Config")
+    return lambda: getattr(transformers, f"{name}ForCausalLM")(config(**{**DECODER, **changes}))
+
+
+def encoder(name: str) -> Make:
+    sizes = {key: value for key, value in DECODER.items() if "key_value" not in key}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_labels=3)
+    return lambda: getattr(transformers, f"{name}ForSequenceClassification")(config)
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def clip() -> nn.Module:
+    config = transformers.CLIPVisionConfig(**VISION, projection_dim=24)
+    return transformers.CLIPVisionModelWithProjection(config)
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, num_labels=3))
+
+
+def llava() -> nn.Module:
+    vision = transformers.CLIPVisionConfig(**VISION)
+    text = transformers.LlamaConfig(**DECODER)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+# Other forms of Llama checkpoints
+
+
+def mixed_formats(folder: Path) -> Models:
+    """The base in PyTorch's format, its matrices column by column; a model in shards of it, the
+    others in shards of safetensors."""
+    made = hub(llama, folder, max_shard_size="30KB")
+    as_bin(made.base)
+    turned = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in made.states[0].items()}
+    torch.save(turned, made.base / "pytorch_model.bin")
+    as_bin(Path(made.listed[1]), 3)
+    return made
+
+
+def tied(folder: Path, stored: str = "once") -> Models:
+    """Tied embeddings, which checkpoints hold once or twice."""
+    made = hub(partial(llama, tie_word_embeddings=True), folder)
+    made.same = {HEAD: EMBEDDING}
+    for path, state in zip((made.base, *made.listed), made.states, strict=True):
+        embedding = state[EMBEDDING]
+        if stored == "aliased":
+            (Path(path) / "model.safetensors").unlink()
+            torch.save({**state, HEAD: embedding}, Path(path) / "pytorch_model.bin")
+        elif stored == "twice":
+            save(Path(path), {**state, HEAD: embedding.clone()})
+    return made
+
+
+def one_untied(folder: Path) -> Models:
+    """One task trained its output embedding apart, on a base that ties it."""
+    made = hub(partial(llama, tie_word_embeddings=True), folder)
+    states = [{**state, HEAD: state[EMBEDDING].clone()} for state in made.states]
+    states[1][HEAD] += 0.01 * torch.randn_like(states[1][HEAD])
+    model = Path(made.listed[0])
+    save(model, states[1])
+    configure(model, tie_word_embeddings=False)
+    made.states = states
+    return made
+
+
+def two_more_tokens(folder: Path) -> Models:
+    """The second model's vocabulary has two tokens that the base lacks."""
+    made = hub(llama, folder)
+    model, grown = Path(made.listed[1]), dict(made.states[2])
+    for name in (EMBEDDING, HEAD):
+        grown[name] = torch.cat([grown[name], torch.randn(2, 32)])
+    save(model, grown)
+    configure(model, vocab_size=98)
+    save_tokenizer(model, 96, ("<think>", "</think>"))
+    return made
+
+
+def other_order(folder: Path) -> Models:
+    """The second model's vocabulary is the base's in another order."""
+    made = hub(llama, folder)
+    model, state = Path(made.listed[1]), made.states[2]
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    inner = Tokenizer(WordLevel({f"t{int(t)}": i for i, t in enumerate(order)}, unk_token="t0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0").save_pretrained(model)
+    save(model, {n: t[order] if n in (EMBEDDING, HEAD) else t for n, t in state.items()})
+    return made
+
+
+def adapters(folder: Path) -> Models:
+    base, _ = family(folder, tasks=())
+    start, listed = load(base), []
+    states = [{name: tensor.double() for name, tensor in start.items()}]
+    for seed, task in enumerate(THREE):
+        change = train(base, folder / task, seed=seed)
+        listed.append(f"{base}+{folder / task}")
+        states.append({name: tensor + change[name] for name, tensor in states[0].items()})
+    return Models(base, listed, states, loader=CAUSAL)
+
+
+def a_store(basis: str, folder: Path) -> Models:
+    """The bases of a store stand for the models."""
+    made = hub(llama, folder)
+    made.keys = {"basis": basis, "num_bases": 2}
+    file = write(recipe("basis_negate", made.base, made.listed, forget="math", alpha=1,
+                        **made.keys), folder / "store")  # fmt: skip
+    tvb("build", file, folder / "store", "--quiet")
+    made.listed = sorted((folder / "store").glob("basis-0*"))
+    held = load_file(folder / "store" / "basis.safetensors")
+    made.stored = {name: tensor.numpy() for name, tensor in held.items()}
+    return made
+
+
+def save(model: Path, state: State) -> None:
+    save_file(dict(state), model / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# State dicts, one file each
+
+SIZES = {"embed": (50, 16), "layer": (16, 300), "bias": (7,), "empty": (0, 4), "kernel": (4, 3, 2)}
+MIXED = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def state_dicts(
+    folder: Path,
+    ending: str,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    twice: bool = False,
+) -> Models:
+    """Tensors of any shape, with integer buffers, as a training script writes them."""
+    generator = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+    states, paths = [], []
+    for number, task in enumerate(("base", *THREE)):
+        state = {
+            name: tensor + 0.1 * number * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in base.items()
+        }
+        state = {name: t.to(dtypes[number % len(dtypes)]) for name, t in state.items()}
+        state["ids"], state["steps"] = torch.arange(5)[None], torch.tensor(7)
+        if twice:
+            state["head"] = state["embed"]
+        states.append(state)
+        paths.append(folder / f"{task}.{ending}")
+        folder.mkdir(parents=True, exist_ok=True)
+        if ending == "safetensors":
+            save_file(state, paths[-1])
+        else:
+            torch.save({"state_dict": state} if ending == "ckpt" else state, paths[-1])
+    return Models(
+        paths[0],
+        paths[1:],
+        states,
+        copied=frozenset({"ids", "steps"}),
+        same={"head": "embed"} if twice else {},
+        own={number: {"task": task} for number, task in enumerate(THREE)},
+    )
+
+
+ARCHITECTURES: dict[str, Callable[[Path], Models]] = {
+    "mistral": partial(hub, decoder("Mistral")),
+    "qwen2": partial(hub, decoder("Qwen2")),
+    "qwen2 tied": partial(hub, decoder("Qwen2", tie_word_embeddings=True)),
+    "qwen3": partial(hub, decoder("Qwen3", head_dim=8)),
+    "gemma": partial(hub, decoder("Gemma", tie_word_embeddings=True, head_dim=8)),
+    "bert": partial(hub, encoder("Bert"), loader=CLASSIFIER),
+    "roberta": partial(hub, encoder("Roberta"), loader=CLASSIFIER),
+    "clip": partial(hub, clip, loader="CLIPVisionModelWithProjection"),
+    "mixtral": partial(converted, decoder("Mixtral", num_local_experts=4)),
+    "qwen3 moe": partial(
+        converted,
+        decoder(
+            "Qwen3Moe", num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, head_dim=8
+        ),
+    ),
+}
+FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
+    "llama": partial(hub, llama, tasks=TASKS),
+    "gpt2": partial(hub, gpt2, tasks=TASKS),
+    "mixed dtypes": partial(
+        hub, llama, tasks=TASKS, dtypes=MIXED, scale=0.002, max_shard_size="40KB"
+    ),
+    "one model": partial(hub, llama, tasks=THREE[:1]),
+    "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
+    "mixed formats": mixed_formats,
+    "tied": tied,
+    "tied, aliased": partial(tied, stored="aliased"),
+    "tied, twice": partial(tied, stored="twice"),
+    "one untied": one_untied,
+    "two more tokens": two_more_tokens,
+    "other order": other_order,
+    "adapters": adapters,
+    "store of pca": partial(a_store, "pca"),
+    "store of balanced": partial(a_store, "balanced"),
+    "store of rand_proj": partial(a_store, "rand_proj"),
+    "pt": partial(state_dicts, ending="pt", dtypes=MIXED),
+    "ckpt": partial(state_dicts, ending="ckpt"),
+    "safetensors": partial(state_dicts, ending="safetensors"),
+    "twice": partial(state_dicts, ending="bin", twice=True),
+}

@@ -1,0 +1,160 @@
+"""Which mutations of formulas the tests notice: `python tests/mutate.py [WORD ...]`.
+
+Each mutation is one line, made in a copy of the package; its tests run against that copy. With
+words only the mutations whose file or text holds one of them. Fails where one is not noticed, or
+where the old text is not in its file exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Hypothesis need not shrink what fails.
+RUN = """
+import sys, pytest
+from hypothesis import Phase, settings
+settings.register_profile("mutated", phases=[Phase.explicit, Phase.generate])
+settings.load_profile("mutated")
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+ENCODERS = "test_encoders.py"
+MERGING = "test_core_properties.py"
+SUMS = f"{MERGING} -k sums_equal"
+# (file, old text, new text), by the tests that are to notice them
+MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
+    SUMS: [
+        ("core/gram.py", "if len(shape) > 1:", "if len(shape) > 2:"),
+        ("core/gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
+        ("core/gram.py", "else tasks * w,", "else tasks,"),
+        ("core/gram.py", "self.base_norm_squared += norm", "self.base_norm_squared = norm"),
+    ],
+    f"{MERGING} -k products": [
+        ("core/gram.py", "left[:, whole:] @ right[:, whole:].T", "left[:, :0] @ right[:, :0].T"),
+    ],
+    f"{MERGING} -k gram_matrix_says": [
+        ("core/basis.py", "norm > ratio * base_norm", "norm > base_norm"),
+        ("core/basis.py", "> (1 - 1e-6) * norms[i] * norms[j]", "> 1 - 1e-6"),
+    ],
+    f"{MERGING} -k merging_equals": [
+        ("core/basis.py", "len(self.tasks) / self.num_bases", "self.num_bases / len(self.tasks)"),
+        ("core/basis.py", "steps.append((-alpha,", "steps.append((alpha,"),
+        ("core/basis.py", "[:, None] * rows", "[None, :1] * rows"),
+        ("tensors/passes.py", "tunables.lambda_ * basis.scale", "tunables.lambda_"),
+        ("core/basis.py", "self.encoding.mixing @ self.encoding.decoder", "self.encoding.decoder"),
+    ],
+    f"{MERGING} -k entry_by_entry": [
+        ("core/merge.py", "np.float32(-1)", "np.float32(99)"),
+        ("core/merge.py", "trimmed.sum(0).sign_()", "trimmed[0].sign()"),
+        ("core/merge.py", "trimmed.mul_(sign).clamp_(min=0)", "trimmed.abs_()"),
+        ("core/merge.py", "agreeing.amax(0)", "agreeing.sum(0)"),
+        ("core/merge.py", ".sum(0).clamp_(min=1)", ".sum(0).clamp_(min=2)"),
+    ],
+    f"{MERGING} -k asked_share": [
+        ("core/trim.py", "kept - density * kept[:1]", "kept - density * kept[:1] + 99"),
+    ],
+    f"{MERGING} -k topk": [
+        ("core/trim.py", "(coarse, max(1, int(", "(coarse, max(2, 1 + int("),
+        ("core/trim.py", "self._above - self.counts.sum(1)", "self._above"),
+    ],
+    f"{ENCODERS} -k closed_form": [
+        ("core/encoders/linear.py", "self.values[num_bases:].sum()", "self.values[1:].sum()"),
+        ("core/encoders/linear.py", "1.0 - self.loss / total", "self.loss / total"),
+        ("core/encoders/linear.py", "scales > NULL *", "scales > 1e-30 *"),
+    ],
+    f"{ENCODERS} -k pca": [
+        ("core/encoders/pca.py", "vectors.T + 1.0 / size", "vectors.T"),
+        ("core/encoders/pca.py", "sizes >= (1 - 1e-9) *", "sizes >= 0 *"),
+    ],
+    f"{ENCODERS} -k balanced": [
+        ("core/encoders/balanced.py", "scales[num_bases - 1 :]", "scales[num_bases:]"),
+        ("core/encoders/balanced.py", "unit @ root)", "unit @ root / 2)"),
+        ("core/encoders/spread.py", "best_step * best, 0.0", "best_step * best / 2, 0.0"),
+        ("core/encoders/spread.py", "range(REFINEMENTS)", "range(1)"),
+    ],
+    f"{ENCODERS} -k authors": [
+        ("core/encoders/autoencoder.py", "/ size**2", "/ size"),
+        ("core/encoders/autoencoder.py", "max(COLDEST,", "min(COLDEST,"),
+        ("core/encoders/autoencoder.py", "beta2=0.999", "beta2=0.99"),
+    ],
+    f"{ENCODERS} -k 'exact or finds_less or uniform'": [
+        ("core/encoders/exact.py", "-2.0 * (root.T @ left)", "2.0 * (root.T @ left)"),
+        ("core/encoders/exact.py", "np.r_[np.zeros(count), -1.0]", "np.r_[np.zeros(count), 1.0]"),
+        ("core/encoders/exact.py", "- np.outer(unit, pulled)", "- 0 * np.outer(unit, pulled)"),
+    ],
+    f"{ENCODERS} -k 'projection or random_selection or number'": [
+        ("core/encoders/random.py", "np.eye(count), lower=True).T", "np.eye(count), lower=True)"),
+        ("core/encoders/__init__.py", "(1 - 1e-12)", "(1 + 1e-12)"),
+    ],
+    "test_recipe.py": [
+        ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
+        ("settings.py", "if self.above else self.low <= number", "if self.above else True"),
+    ],
+}
+
+
+def main(words: list[str]) -> int:
+    chosen = [
+        (tests, *mutation)
+        for tests, mutations in MUTATIONS.items()
+        for mutation in mutations
+        if not words or any(word in " ".join(mutation) for word in words)
+    ]
+    for _tests, file, old, _new in chosen:
+        found = (ROOT / "tvb_mergekit" / file).read_text().count(old)
+        if found != 1:
+            sys.exit(f"{file} holds {old!r} {found} times: expected once; mend tests/mutate.py")
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "tvb_mergekit", copy / "tvb_mergekit")
+        shutil.copy2(ROOT / "tvb_mergekit_hook.py", copy)
+        for tests, file, old, new in chosen:
+            noticed = fails(copy, tests, copy / "tvb_mergekit" / file, old, new)
+            missed += not noticed
+            print(
+                f"{'caught' if noticed else 'NOT CAUGHT':<12}{file:<32}{old} -> {new}", flush=True
+            )
+    print(f"{len(chosen) - missed} of {len(chosen)} caught")
+    return 1 if missed else 0
+
+
+def fails(copy: Path, tests: str, path: Path, old: str, new: str) -> bool:
+    """Whether the tests fail with this mutation; the file is as before afterwards."""
+    text, stamp = path.read_text(), path.stat()
+    names = [str(ROOT / "tests" / w) if w.endswith(".py") else w for w in shlex.split(tests)]
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={ROOT}",
+        f"-c{ROOT}/pyproject.toml",
+    ]
+    env = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    path.write_text(text.replace(old, new))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *options, *names],
+            cwd=copy,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(text)
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    if done.returncode > 1:
+        sys.exit(f"{path.name}: the tests do not run: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return done.returncode == 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

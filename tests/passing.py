@@ -1,0 +1,78 @@
+"""The passes of `tvb_mergekit.tensors.passes` on a few items, as tests ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Combination, Tunables
+from tvb_mergekit.core.gram import GramSums, block_budget
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.progress import Update
+from tvb_mergekit.tensors.passes import Job, combine_pass, gram_pass, merge_items
+from tvb_mergekit.tensors.stream import Item, Sink, held_item
+from tvb_mergekit.tensors.writing import MemorySink
+
+
+def as_deltas(items: Sequence[Item], count: int) -> list[Item]:
+    """The items, of which the first inputs hold differences from the base."""
+    return [
+        replace(
+            item,
+            inputs=tuple(
+                replace(part, holds="delta" if number < count else "weight")
+                for number, part in enumerate(item.inputs)
+            ),
+        )
+        for item in items
+    ]
+
+
+def gram_of(
+    items: Sequence[Item],
+    tasks: Sequence[str],
+    *,
+    deltas: int = 0,
+    progress: Update = lambda nbytes: None,
+    **how: Any,
+) -> GramSums:
+    """The sums of a Gram pass."""
+    given = as_deltas(items, deltas) if deltas else items
+    return gram_pass(lambda: given, tasks, progress=lambda title, total: progress, **how)[0]
+
+
+def combine(
+    items: Sequence[Item],
+    matrix: Tensor,
+    sink: Sink,
+    *,
+    add_base: bool = False,
+    deltas: int = 0,
+    **how: Any,
+) -> None:
+    """Give `sink` the columns of task vectors @ matrix; items without inputs stay the base's."""
+    given = as_deltas(items, deltas) if deltas else items
+    drawn = how.get("sketch") is not None
+    names = [item.name for item in given if item.inputs or drawn]
+    combine_pass(given, dict.fromkeys(names, Linear.of(matrix, add_base)), sink, **how)
+
+
+def merge_tensor(
+    basis: Combination,
+    name: str,
+    base: Tensor,
+    models: Sequence[Tensor],
+    tunables: Tunables,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """One merged tensor in `dtype`, on the base's device."""
+    sink = MemorySink(1)
+    item = held_item(name, base, models, dtype)
+    how: dict[str, Any] = {"devices": [device], "budget": block_budget()}
+    merge_items(basis, [item], {name: Job(name, tunables)}, sink, **how)
+    return sink.states[0][name].to(base.device)

@@ -1,0 +1,82 @@
+"""The manual: its links lead somewhere, its commands exist, and it names every key of a recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from tvb_mergekit.cli.commands import main
+from tvb_mergekit.settings import ALL_KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+MANUAL = {path: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = MANUAL | {
+    path: path.read_text()
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")),
+        *sorted((ROOT / "evals").rglob("*.md")),
+    )
+}
+CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]+`", re.M | re.S)
+
+
+def commands(group: click.Group, before: str = "") -> dict[str, click.Command]:
+    found: dict[str, click.Command] = {}
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found |= commands(command, f"{before}{name} ")
+        else:
+            found[before + name] = command
+    return found
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page, text in PAGES.items():
+        for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", CODE.sub("", text)):
+            if link.startswith(("http://", "https://")):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_modules_named_in_the_manual_exist() -> None:
+    named = re.findall(
+        r"`((?:core|tensors|store|plugin|score|tune|cli)/[a-z_/]+\.py)`", "".join(PAGES.values())
+    )
+    assert [name for name in named if not (ROOT / "tvb_mergekit" / name).is_file()] == []
+
+
+def test_the_manual_names_every_command_and_key() -> None:
+    text = "".join(MANUAL.values())
+    assert [name for name in commands(main) if f"tvb {name}" not in text] == []
+    assert [key for key in ALL_KEYS if f"`{key}`" not in text] == []
+    assert len(PAGES[ROOT / "README.md"].splitlines()) <= 200
+
+
+def test_commands_in_the_manual_exist_with_their_options() -> None:
+    known = commands(main)
+    wrong = []
+    for page, text in PAGES.items():
+        for line in re.findall(r"\btvb ([a-z][^`\n#;&|]*)", text.replace("\\\n", " ")):
+            name = next((n for n in known if line == n or line.startswith(f"{n} ")), None)
+            options = re.findall(r"(?<!\S)--?[a-z][\w-]*", line)
+            mine = (
+                {o for p in known[name].params for o in (*p.opts, *p.secondary_opts)}
+                if name
+                else {}
+            )
+            if (name is None and options) or set(options) - {*mine, "--help"}:
+                wrong.append(f"{page.relative_to(ROOT)}: tvb {line}")
+    assert wrong == []

@@ -1,0 +1,161 @@
+"""`basis.json`: its schema against docs/files.md, its checksum, and stores of earlier versions."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tvb_mergekit
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import facts, store
+
+HERE = Path(__file__).parent
+MODELS = (facts.Facts, facts.StoreRecord, facts.Bounds, facts.FileRecord)
+
+
+def words(kind: Any) -> str:
+    """An annotation as docs/files.md writes it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return words(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        first, rest = words(arguments[0]), words(arguments[1])
+        return f"{first}{',' if ' of ' in first else ''} or {rest}"
+    if origin is typing.Literal:
+        return " or ".join(f'"{each}"' for each in arguments)
+    if origin in (list, dict):
+        inner = words(arguments[-1])
+        name = "list" if origin is list else "object"
+        return name if inner == "Any" else f"{name} of {f'({inner})' if ' ' in inner else inner}"
+    return "null" if kind is type(None) else str(kind.__name__)
+
+
+def documented(title: str) -> dict[str, str]:
+    """Key -> type of the table under a heading of docs/files.md."""
+    text = (HERE.parent / "docs/files.md").read_text()
+    section = re.split(rf"^#+ {title}$", text, flags=re.M)[1]
+    section = re.split(r"^#", section, maxsplit=1, flags=re.M)[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", section, flags=re.M)
+    assert all(meaning.strip() for _, _, meaning in rows)
+    return {key: kind for key, kind, _ in rows}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_schema_is_the_documented_one(model: type[pydantic.BaseModel]) -> None:
+    hints = typing.get_type_hints(model, include_extras=True)
+    wanted = {
+        key: words(hints[key]) + ("" if field.is_required() else "; optional")
+        for key, field in model.model_fields.items()
+    }
+    assert documented("basis.json" if model is facts.Facts else model.__name__) == wanted
+    assert set(facts.StoreFacts.model_fields) == set(facts.Facts.model_fields)
+
+
+def test_facts_are_a_mapping_of_the_keys_in_the_file() -> None:
+    file = HERE / "present_version/grown/basis.json"
+    found, plain = facts.read_facts(file), json.loads(file.read_text())
+    assert list(found) == list(plain) and len(found) == len(plain)
+    assert found["loss"] is found.loss and found["store"]["dtype"] == "float32"
+    assert "from_store" not in found and found.get("from_store") is None
+    with pytest.raises(KeyError):
+        found["nothing"]
+    with pytest.raises(pydantic.ValidationError):
+        found.but(num_bases=0)
+
+
+def test_facts_are_written_as_they_were_read(tmp_path: Path) -> None:
+    """Keys of a later version too."""
+    file = HERE / "present_version/grown/basis.json"
+    plain = json.loads(file.read_text())
+    del plain["checksum"]
+    plain["later"] = {"x": 1}
+    plain["store"]["later"] = [1.5]
+    (tmp_path / "basis.json").write_text(json.dumps(plain))
+    facts.write_facts(tmp_path, facts.read_facts(tmp_path / "basis.json"))
+    written = json.loads((tmp_path / "basis.json").read_text())
+    assert written.pop("checksum") and written == plain
+    for key, same in (("seconds", True), ("loss", False), ("later", False)):
+        (tmp_path / "basis.json").write_text(
+            json.dumps({**json.loads(file.read_text()), key: {} if same else 3.5})
+        )
+        if same:
+            facts.read_facts(tmp_path / "basis.json")
+            continue
+        with pytest.raises(UserError, match="changed after it was written"):
+            facts.read_facts(tmp_path / "basis.json")
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "basis.json").write_text('{"format_version": 2}')
+    with pytest.raises(UserError, match="reads up to 1; upgrade"):
+        facts.read_facts(tmp_path / "basis.json")
+
+
+def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+
+
+@pytest.mark.parametrize("version", ["first", "present"])
+def test_stores_of_earlier_versions_are_read_grown_and_undone(version: str, tmp_path: Path) -> None:
+    """In the first version all numbers were in basis.json alone. `present` has `undo`."""
+    for name in ("first_version", "present_version"):
+        shutil.copytree(HERE / name, tmp_path / name)
+    models, folder = tmp_path / "first_version", tmp_path / f"{version}_version/grown"
+    base = load_file(models / "base.safetensors")
+    scales = {"b": -0.5} if version == "present" else {}
+    tau = {
+        task: scales.get(task, 1.0) * (flat(load_file(models / f"{task}.safetensors")) - flat(base))
+        for task in "abcd"
+    }
+    grown = store.load(folder)
+    assert grown.weights.tolist() == [scales.get(task, 1.0) for task in "abc"]
+    torch.testing.assert_close(
+        grown.tensors["norms"], torch.stack([tau[t].norm() for t in "abc"]), rtol=1e-5, atol=0
+    )
+    assert grown.basis_weights is not None and grown.basis_weights.tolist() == [2.0, 1.0]
+    for tasks in ("abc", "abcd"):
+        if tasks == "abcd":
+            grown = tvb_mergekit.add(
+                folder, models / "base.safetensors", models / "d.safetensors", "d"
+            )
+        merged = tvb_mergekit.merge(
+            grown, models / "base.safetensors", lambda_=0.4, lambda_scale="tasks"
+        )
+        want = 0.4 * sum(tau[task] for task in tasks)
+        assert torch.allclose(flat(merged) - flat(base), want, atol=1e-6)
+    held = load_file(folder / "basis.safetensors")
+    weight = load_file(models / "d.safetensors")["a.weight"] - base["a.weight"]
+    assert grown.facts.matrix_norms["d"] == pytest.approx(float(weight.norm()), rel=1e-6)
+    assert {"basis_weights", "weights", "norms", "errors"} <= set(held)
+    assert tvb_mergekit.undo(folder).tasks == list("abc")
+    with pytest.raises(UserError, match="nothing to undo"):
+        tvb_mergekit.undo(folder)
+
+
+def test_an_addition_by_the_present_version_is_undone(tmp_path: Path) -> None:
+    shutil.copytree(HERE / "present_version", tmp_path / "present_version")
+    assert tvb_mergekit.undo(tmp_path / "present_version/grown").tasks == list("ab")
+
+
+def test_a_store_that_the_first_version_built_is_read(tmp_path: Path) -> None:
+    models = HERE / "first_version"
+    base = load_file(models / "base.safetensors")
+    built = store.load(models / "built")
+    assert built.weights.tolist() == [1.0, -0.5, 1.0]
+    bases = torch.stack(
+        [flat({name: v.tensor(name) for name in v.tensors}) for v in built.vectors], dim=1
+    )
+    for index, task in enumerate("abc"):
+        rebuilt = bases @ built.decoder[:, index] / built.weights[index]
+        again = tvb_mergekit.reconstruct(built, models / "base.safetensors", task)
+        assert torch.allclose(flat(again) - flat(base), rebuilt, atol=1e-6)

@@ -1,0 +1,126 @@
+"""Merging commands as users type them: what they print, refuse and leave behind."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from commands import MODULES, Result, assert_same, merge, recipe, refused, run, write
+from families import FAMILIES, THREE
+from safetensors.torch import save_file
+from tiny import family, load
+
+Folders = tuple[Path, list[Path]]
+BALANCED = {"basis": "balanced", "num_bases": 2}
+# Options of mergekit's for its own task graph.
+WITHOUT_EFFECT = (
+    "--async-write",
+    "--clone-tensors",
+    "--lazy-unpickle",
+    "--low-cpu-memory",
+    "--read-to-gpu",
+    "--write-threads",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return family(tmp_path_factory.mktemp("models"), tasks=THREE)
+
+
+# Whole commands (`mergekit-yaml` runs recipes in test_recipes.py)
+
+
+@pytest.mark.parametrize("command", ["tvb merge", "mergekit-multi"])
+def test_commands(command: str, models: Folders, tmp_path: Path) -> None:
+    out, document = tmp_path / "out", recipe("basis_ta", *models, **BALANCED)
+    words = [*command.split(), str(write(document, out)), str(out)]
+    if command == "mergekit-multi":
+        words[-1:] = ["-I", str(tmp_path), "--out-path", str(out)]
+    done = run(words, out, cache="off")
+    assert done.returncode == 0, done.stderr
+    for text in ("Cosines", "Encoder weights", "Retained energy", "Written to", *THREE):
+        assert text in done.stdout
+    assert "\r" not in done.stderr and "Gram matrix: 100%" in done.stderr  # no terminal
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.yml"}
+    assert_same(Result(out), merge(document, tmp_path / "same"))
+
+
+def test_mergekit_pytorch_in_two_processes(tmp_path: Path) -> None:
+    """mergekit collects the tensor names in a set, whose order differs between processes."""
+    made = FAMILIES["pt"](tmp_path / "models")
+    keys = {"basis": "rand_proj", "num_bases": 2, "forget": "code.pt", "alpha": 1}
+    document = recipe("basis_negate", made.base, made.listed, **keys)
+    results = []
+    for seed in ("1", "2"):
+        out = tmp_path / seed
+        words = ["mergekit-pytorch", str(write(document, out)), str(out), "--quiet"]
+        done = run(words, out, tmp_path / "cache", {"PYTHONHASHSEED": seed})
+        assert done.returncode == 0, done.stderr
+        results.append(Result(out))
+    assert [result.facts["gram_cached"] for result in results] == [False, True]
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("command", ["mergekit-yaml", "mergekit-pytorch"])
+def test_every_option_without_effect_is_named(
+    command: str, models: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    main = importlib.import_module(MODULES[command]).main
+    base, (*listed,) = models
+    if command == "mergekit-pytorch":
+        base, *listed = [path / "model.safetensors" for path in (base, listed[0])]
+    file = write(recipe("basis_ta", base, listed, basis="none"), tmp_path / "out")
+    done = CliRunner().invoke(main, [str(file), str(tmp_path / "out"), *WITHOUT_EFFECT, "3"])
+    assert done.exit_code == 0, done.output
+    (told,) = [text for text in caplog.messages if "without effect" in text]
+    named = ", ".join(WITHOUT_EFFECT)
+    assert told == f"{named}: without effect on basis_ta, which streams its tensors"
+
+
+# Refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "method": ({"method": "linear"}, (), "expected one of basis_ta"),
+    "key": ({"num_base": 2}, (), "`num_base`"),
+    "no memory": ({}, ("--memory", "many"), "500MB or 2GB"),
+    "no size": ({}, ("--out-shard-size", "5 apples"), "500M or 5B"),
+    "little memory": ({}, ("--memory", "20KB"), "too little for 3 models at a time"),
+    "little for Trim": ({"method": "basis_ties"}, ("--memory", "60MB"), "a histogram of 2 bases"),
+    "overflow": ({"lambda": 1e9, "dtype": "float16"}, (), "overflow float16"),
+    "a file": ({"base": "raw.safetensors"}, (), "mergekit-pytorch"),
+    "accelerators": ({}, ("--multi-gpu",), "--multi-gpu: PyTorch sees no accelerator"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_leaves_nothing(name: str, models: Folders, tmp_path: Path) -> None:
+    given, options, message = REFUSED[name]
+    if name == "accelerators" and torch.accelerator.is_available():
+        pytest.skip("there are some")
+    (base, listed), out = models, tmp_path / "out"
+    keys = {**BALANCED, **given}
+    method = keys.pop("method", "basis_ta")
+    if "base" in keys:
+        base = tmp_path / str(keys.pop("base"))
+        save_file(load(models[0]), base)
+    file = write(recipe(method, base, listed, **keys), out)
+    before = set(tmp_path.iterdir())
+    assert message in refused("merge", file, out, "--quiet", *options)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_new_tokens_of_a_union(tmp_path: Path) -> None:
+    """The base has no weights for them."""
+    made = FAMILIES["two more tokens"](tmp_path / "models")
+    document = recipe(
+        "basis_ta", made.base, made.listed, extra={"tokenizer_source": "union"}, basis="none"
+    )
+    told = merge(document, tmp_path / "out", fails=True).output
+    assert told.count("Error: ") == 1 and "2 tokens that the base lacks" in told
+    document["parameters"]["exclude"] = "embed_tokens|lm_head"
+    assert merge(document, tmp_path / "left").tensors["lm_head.weight"].shape == (98, 32)
