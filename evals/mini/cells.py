@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 import tvb_mergekit
-from tvb_mergekit.tuning import search
-from tvb_mergekit.tuning.search import DIGITS
+from tvb_mergekit.tune import search
+from tvb_mergekit.tune.search import DIGITS
 
 TASKS = tuple(data.TASKS)
 PAPERS_LAMBDA = 0.3  # online, where the paper does not search

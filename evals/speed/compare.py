@@ -26,7 +26,7 @@ PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors", 
 
 
 # `tvb --help` imports nothing that takes time.
-TVB_IMPORTS = [sys.executable, "-c", "import tvb_mergekit.__main__, tvb_mergekit.plugin.streaming"]
+TVB_IMPORTS = [sys.executable, "-c", "import tvb_mergekit.__main__, tvb_mergekit.plugin.run"]
 
 
 @dataclass(frozen=True)

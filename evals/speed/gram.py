@@ -17,9 +17,10 @@ import torch
 from compare import prepared, shared, tell
 from tables import between, spread, table
 
-from tvb_mergekit.checkpoints import Checkpoint
-from tvb_mergekit.layout import parse_memory
-from tvb_mergekit.stream import Item, Part, gram_of
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.layout import parse_memory
+from tvb_mergekit.tensors.passes import gram_pass
+from tvb_mergekit.tensors.stream import Item, Part
 
 HEAD = ("read, GB/s", "Gram, GB/s", "read again, GB/s", "ratio")
 
@@ -65,7 +66,7 @@ def main(
     def ours() -> float:
         torch.set_num_threads(working)
         started = time.perf_counter()
-        gram_of(items, names, budget=parse_memory(memory))
+        gram_pass(lambda: items, names, budget=parse_memory(memory))
         return total / (time.perf_counter() - started)
 
     columns: dict[str, list[float]] = {key: [] for key in HEAD}

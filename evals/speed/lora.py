@@ -17,12 +17,13 @@ from collections.abc import Callable
 
 import torch
 
-from tvb_mergekit.gram import GramSums
-from tvb_mergekit.lora import Adapter, Factors, factor_gram
-from tvb_mergekit.stream import gram_of, held_item
+from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.lora import Factors, factor_gram
+from tvb_mergekit.tensors.passes import gram_pass
+from tvb_mergekit.tensors.stream import held_item
 
 
-def make(tasks: int, rank: int, hidden: int, layers: int) -> list[Adapter]:
+def make(tasks: int, rank: int, hidden: int, layers: int) -> list[dict[str, Factors]]:
     """Adapters of seeded noise; two of them have a cosine of about a half."""
     generator = torch.Generator().manual_seed(0)
 
@@ -31,29 +32,28 @@ def make(tasks: int, rank: int, hidden: int, layers: int) -> list[Adapter]:
 
     common = [(noise(hidden, rank), noise(rank, hidden)) for _ in range(layers)]
     return [
-        Adapter(
-            {
-                f"layers.{i}.weight": Factors(left + 0.6 * noise(hidden, rank), right)
-                for i, (left, right) in enumerate(common)
-            }
-        )
+        {
+            f"layers.{i}.weight": Factors(left + 0.6 * noise(hidden, rank), right)
+            for i, (left, right) in enumerate(common)
+        }
         for _ in range(tasks)
     ]
 
 
-def dense_gram(adapters: list[Adapter]) -> GramSums:
+def dense_gram(adapters: list[dict[str, Factors]]) -> GramSums:
     """The same matrix from whole updates; one tensor of all tasks is held at a time."""
     tasks = [f"task {number}" for number in range(len(adapters))]
     total = GramSums.zero(len(tasks))
-    for name, factors in adapters[0].factors.items():
-        updates = [a.factors[name].left @ a.factors[name].right for a in adapters]
+    for name, factors in adapters[0].items():
+        updates = [a[name].left @ a[name].right for a in adapters]
         item = held_item(name, torch.zeros(factors.shape), updates)
-        total = gram_of([item], tasks, sums=total)
+        sums, _ = gram_pass(lambda: [item], tasks)  # noqa: B023
+        total = total.plus(sums)
     return total
 
 
 def timed(
-    work: Callable[[list[Adapter]], GramSums], adapters: list[Adapter]
+    work: Callable[[list[dict[str, Factors]]], GramSums], adapters: list[dict[str, Factors]]
 ) -> tuple[float, GramSums]:
     started = time.perf_counter()
     sums = work(adapters)

@@ -19,7 +19,7 @@ import click
 import numpy as np
 from tables import Row, table
 
-from tvb_mergekit.layout import MOST_WORKERS
+from tvb_mergekit.tensors.layout import MOST_WORKERS
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def encoders(tasks: int, bases: int) -> None:
     """Print the seconds of each encoder; random task vectors with a direction in common."""
     import torch
 
-    from tvb_mergekit.encoders import encode
-    from tvb_mergekit.recipe import resolve_settings
+    from tvb_mergekit.core.encoders import encode
+    from tvb_mergekit.settings import resolve_settings
 
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(tasks, 4 * tasks, generator=random, dtype=torch.float64)

@@ -86,7 +86,7 @@ def main(run: Path, grid: str, limit: int | None, bases: int, device: str) -> No
         cache = str(work / "cache")
         env = os.environ | {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": cache}
         (work / "recipe.yml").write_text(recipe(run, bases, 0.4))
-        tvb = [sys.executable, "-c", "from tvb_mergekit.cli import main; main()"]
+        tvb = [sys.executable, "-c", "from tvb_mergekit.cli.commands import main; main()"]
         limited = ["--limit", limit] if limit else []
         ours = timed(
             env, *tvb, "tune", work / "recipe.yml", "--tasks", "mini", "--include-path", TASKS,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import tvb_mergekit as tvb
-from tvb_mergekit.plugin.inputs import Options, read_document, read_inputs
+from tvb_mergekit.plugin.document import read_document
+from tvb_mergekit.plugin.inputs import Options, read_inputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

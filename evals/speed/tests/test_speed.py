@@ -1,0 +1,274 @@
+"""The benchmarks of evals/speed run on tiny models and write what they promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
+SPEED = Path(__file__).resolve().parent.parent
+
+
+def run(script: str, *words: str | Path | float) -> str:
+    """What a script prints."""
+    command = [sys.executable, str(SPEED / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900,
+                          stdin=subprocess.DEVNULL)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def module(name: str) -> ModuleType:
+    """A script imported afresh, under a name that no other package has."""
+    spec = importlib.util.spec_from_file_location(f"speed_{name}", SPEED / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+# -------------------------------------------------------------------------------------- the models
+
+
+def test_models_come_from_the_seed_and_are_written_once(tmp_path: Path) -> None:
+    models = module("models")
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        models.generate(tmp_path / folder, 2, 2, seed)
+    file = tmp_path / "a" / "task-1" / "model.safetensors"
+    written = file.read_bytes()
+    assert written == (tmp_path / "b" / "task-1" / "model.safetensors").read_bytes()
+    for other in ("c/task-1", "a/task-0"):
+        assert written != (tmp_path / other / "model.safetensors").read_bytes()
+    assert 1.8e6 < len(written) < 2.2e6
+    assert not list(tmp_path.glob("*.part"))
+    assert models.whole(tmp_path / "a")
+    file.write_bytes(written[:-1])
+    assert not models.whole(tmp_path / "a") and not models.whole(tmp_path / "none")
+    for megabytes in (2, 10, 100, 500, 8000):
+        shapes = dict(models.shapes(*models.architecture(megabytes)))
+        size = sum(2 * math.prod(shape) for shape in shapes.values()) / 1e6
+        assert size == pytest.approx(megabytes, rel=0.05)
+
+
+def test_models_from_few_versions_of_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    models = module("models")
+    models.generate(tmp_path / "a", 9, 1, 0, "float32", versions=2)
+    assert models.whole(tmp_path / "a")
+    made = set()
+    for task in range(9):
+        files = sorted((tmp_path / "a" / f"task-{task}").glob("*.safetensors"))
+        assert len(files) == 4  # three layers, and the rest
+        made.add(tuple(file.stat().st_ino for file in files))
+    assert len(made) == 9  # no two alike
+    assert len({inode for inodes in made for inode in inodes}) <= 2 * len(files)
+    models.generate(tmp_path / "b", 1, 1, 0, shape=(64, 500, 1))
+    config = json.loads((tmp_path / "b" / "task-0" / "config.json").read_text())
+    shape = (config["hidden_size"], config["vocab_size"], config["num_hidden_layers"])
+    assert shape == (64, 500, 1) and config["tie_word_embeddings"]
+    with pytest.raises(SystemExit, match="1"):  # in a process of its own
+        models.ensure(tmp_path, 9, 1, versions=1)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "make 1 different models, not 9" in said
+
+
+# -------------------------------------------------------------------------------- what is measured
+
+
+def test_what_a_child_costs(tmp_path: Path) -> None:
+    measure = module("measure")
+    size = 40 * 10**6
+    work = f"import time; a = b'1' * {size}; time.sleep(0.2); print(sum(range(10**6)))"
+    usage = measure.run([sys.executable, "-c", work], {}, tmp_path / "log")
+    assert 0.2 < usage.wall_s < 60 and usage.cpu_s > 0
+    assert size / 1e6 < usage.peak_rss_anon_mb <= usage.peak_rss_mb + 1
+    assert (tmp_path / "log").read_text() == "499999500000\n"
+    command = [sys.executable, "-c", "print('sorry'); raise SystemExit(3)"]
+    with pytest.raises(measure.CommandFailed, match=r"exited with 3\nsorry$"):
+        measure.run(command, {}, tmp_path / "log")
+
+
+def test_files_leave_and_enter_the_page_cache(tmp_path: Path) -> None:
+    measure = module("measure")
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(10**6))
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+    assert measure.resident([file]) == 1
+    measure.evict([file])
+    if measure.resident([file]) > 0:
+        pytest.skip("this file system keeps its pages, as tmpfs does")
+    usage = measure.run(["cat", str(file)], {"PATH": os.environ["PATH"]}, tmp_path / "log")
+    assert usage.read_mb >= 1
+    measure.evict([file])
+    measure.warm([file])
+    assert measure.resident([file]) == 1
+
+
+def test_the_procedure_and_build_give_one_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    procedure = module("authors_procedure")
+    monkeypatch.setattr(procedure, "STEPS", 300)
+    monkeypatch.setattr(procedure, "ROWS", 1000)  # several chunks
+    module("models").generate(tmp_path / "in", 4, 1, 0, "float32")
+    base, *models = [tmp_path / "in" / name for name in ("base", *(f"task-{i}" for i in range(4)))]
+    recipe = {
+        "merge_method": "basis_ta",
+        "base_model": str(base),
+        "models": [{"model": str(model)} for model in models],
+        "parameters": {"num_bases": 2, "steps": 300},
+        "dtype": "float32",
+    }
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    tvb = [sys.executable, "-m", "tvb_mergekit", "build", "recipe.yml", "store", "--quiet"]
+    subprocess.run(tvb, cwd=tmp_path, check=True)
+    distance = module("same").distance
+    for form in ("dicts", "matrix"):
+        procedure.main(form, 2, tmp_path / form, base, models)
+        told = json.loads(capsys.readouterr().out)
+        assert list(told) == ["load", "gram", "encode", "combine", "save"]
+        plain = [tmp_path / form / f"basis-{index}.safetensors" for index in range(2)]
+        for index in range(2):
+            assert distance(tmp_path / "store" / f"basis-{index:03d}", plain[index]) < 1e-4
+        assert distance(tmp_path / "store" / "basis-000", plain[1]) > 1e-2
+
+
+def test_hours_follow_from_the_rates(tmp_path: Path) -> None:
+    d, cores, touch, multiply, combine = 10**8, 2, 1e-9, 2e-11, 3e-9
+    rows = []
+    for tasks in (8, 16, 72):
+        gram = d / cores * (touch * (tasks + 1) + multiply * tasks**2)
+        phases = {"gram": gram, "write": d / cores * combine * (tasks + 1)}
+        row: dict[str, Any] = {"models": "m", "memory": "1GB", "tasks": tasks, "phases": phases}
+        rows.append(row | {"num_parameters": d, "cores": cores})
+    file = tmp_path / "memory.json"
+    file.write_text(json.dumps({"runs": rows}))
+    told = run("scaling.py", file)
+    assert "1.000 ns to touch" in told and "20.00 ps a product (100 Gflop/s)" in told
+    assert "3.000 ns in the second pass" in told and "From T = 50 on" in told
+    (line,) = [x for x in told.splitlines() if x.startswith("| 72 x 8B, M = 4 | cloud, 1 H100")]
+    nbytes = 2 * 8e9 * 73
+    assert f"| {nbytes / 1e12:.2f} | {nbytes / 5e9 / 3600:.2f} (disk) |" in line
+
+
+def test_the_gram_pass_beside_a_read(tmp_path: Path) -> None:
+    said = run("gram.py", "--tasks", 2, "--megabytes", 1, "--rounds", 2, "--work", tmp_path)
+    *_, head, _line, row = said.strip().splitlines()
+    assert head == "| read, GB/s | Gram, GB/s | read again, GB/s | ratio |"
+    read, speed, _again, ratio = (float(cell.split()[0]) for cell in row.strip("| ").split(" | "))
+    assert read > 0 and speed > 0 and ratio > 0
+    assert not list(tmp_path.glob("models-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["compare.py", "authors.py", "memory.py", "scaling.py"])
+def test_help_has_an_example(script: str) -> None:
+    assert f"Example: python evals/speed/{script}" in run(script, "--help")
+
+
+# ------------------------------------------------------------------------------- whole comparisons
+
+
+@pytest.mark.slow
+def test_a_whole_comparison(tmp_path: Path) -> None:
+    options = "--tasks 2 --megabytes 2 --rounds 1 --warm-up 0 --threads 1 --only addition --keep"
+    shown = run("compare.py", *options.split(), "--work", tmp_path)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["format_version"] == 1 and result["settings"]["tasks"] == 2
+    size = result["settings"]["input_bytes"]
+    assert 5e6 < size < 7e6
+    machine = result["machine"]
+    assert machine["cores"] >= 1 and machine["ram_gb"] > 0
+    assert {"mergekit", "torch", "tvb-mergekit"} <= machine["packages"].keys()
+    assert {"cpu", "kernel", "python", "date"} <= machine.keys()
+
+    states = ["warm", "cold"]
+    kinds = [(child["what"], child["cache"], child.get("method")) for child in result["runs"]]
+    expected = [("start-up", None, None)] * 2
+    for state in states:
+        expected.append(("read", state, None))
+        expected += [("merge", state, method) for method in ("basis_ta", "task_arithmetic")]
+    assert kinds == expected
+    for child in result["runs"]:
+        assert child["counted"] and child["wall_s"] > 0 and child["cpu_s"] > 0
+        assert child["peak_rss_mb"] > 10 and child["peak_rss_anon_mb"] > 5
+        assert child["cache"] != "warm" or child["resident_before"] == 1
+        if child["cache"] == "cold" and child["resident_before"] == 0:
+            assert child["read_mb"] > 0.9 * size / 1e6
+        if child.get("method") == "basis_ta":
+            assert {"gram", "encode", "merge"} <= child["phases"].keys()
+            assert child["gram_cached"] is False
+
+    assert [(row["pair"], row["cache"]) for row in result["ratios"]] == [
+        ("addition", state) for state in states
+    ]
+    for row in result["ratios"]:
+        assert row["rounds"] == 1
+        for key in ("wall_s", "cpu_s", "peak_rss_mb", "peak_rss_anon_mb"):
+            assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
+        # Of such small models the start-up's noise can leave no net time.
+        assert row["net_s"] is None or row["net_s"]["median"] > 0
+    assert [row["cache"] for row in result["gram"]] == states
+    assert all(row["ratio"]["median"] > 0 for row in result["gram"])
+    assert len(result["medians"]) == 4
+    assert (tmp_path / "results.md").read_text().strip() == shown.strip()
+    assert "| addition | cold | `basis_ta` |" in shown
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".gitignore", "models-2x2MB-seed0-v1", "results.json", "results.md"}
+
+
+@pytest.mark.slow
+def test_a_small_comparison_with_the_procedure(tmp_path: Path) -> None:
+    words = "--tasks 3 --bases 2 --megabytes 2 --rounds 1 --warm-up 0 --memory 250MB --only ae"
+    more = ["--only", "library, ae", "--threads", 1, "--work", tmp_path]
+    shown = run("authors.py", *words.split(), *more)
+    result = json.loads((tmp_path / "authors.json").read_text())
+    merges = [run for run in result["runs"] if run["what"] == "merge"]
+    for ours, theirs in (merges[:2], merges[2:]):
+        assert ours["distance"] < 1e-3 and ours["output_mb"] == pytest.approx(4, rel=0.1)
+        assert theirs["output_mb"] == pytest.approx(ours["output_mb"], rel=0.01)
+        assert {"gram", "encode", "write"} <= ours["phases"].keys()
+        assert ours["net_s"] < ours["wall_s"]
+    assert {"ours", "library", "mergekit"} == result["start_up_s"].keys()
+    assert "| ae, 250MB | warm | `procedure, dicts` |" in shown
+    assert "| library, ae | warm | `tvb_mergekit.build` |" in shown
+    assert shown.strip() == (tmp_path / "authors.md").read_text().strip()
+    assert not list(tmp_path.glob("models-*")) and not list(tmp_path.glob("run-*"))
+
+
+@pytest.mark.slow
+def test_a_small_measurement_of_memory(tmp_path: Path) -> None:
+    words = ["--tasks", 3, "--tasks", 4, "--bases", 2, "--memory", "100MB", "--shape", 64, 500, 2]
+    shown = run("memory.py", *words, "--threads", 1, "--work", tmp_path, "--keep")
+    rows = json.loads((tmp_path / "memory.json").read_text())["runs"]
+    assert [row["tasks"] for row in rows] == [3, 4]
+    assert all(row["peak_rss_mb"] > row["peak_rss_anon_mb"] > 100 for row in rows)
+    assert "| 64x500x2 bfloat16, warm | 100MB | 4 | 2 |" in shown
+    assert "MB T | " in shown and "s (T + 1)" in shown
+    again = run("memory.py", *words, "--threads", 1, "--work", tmp_path)
+    assert json.loads((tmp_path / "memory.json").read_text())["runs"] == rows
+    assert again == shown
+
+
+@pytest.mark.slow
+def test_tuning_beside_lm_eval_alone(tmp_path: Path) -> None:
+    """It compares the scores of both ways itself."""
+    train = SPEED.parent / "mini" / "train.py"
+    options = ["--preset", "micro", "--device", "cpu", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, str(train), *options], check=True)
+    (folder,) = tmp_path.glob("micro-*")
+    said = run("tune.py", folder, "--grid", "0.4", "--limit", "5")
+    assert "tvb tune: 1 points in" in said and "with the same scores" in said
