@@ -226,9 +226,10 @@ def _square(x: Any) -> Any:
 
 @_sums
 def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
-    """sums [2, 4] += x y^T of 2 rows from i and 4 from j on: as many as registers hold."""
+    """sums [4, 4] += x y^T of 4 rows from i and 4 from j on: as many as registers hold."""
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-    x0, x1 = rows[i], rows[i + 1]
+    c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = np.float32(0)
+    x0, x1, x2, x3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
     y0, y1, y2, y3 = rows[j], rows[j + 1], rows[j + 2], rows[j + 3]
     for k in range(count):
         a0 += x0[k] * y0[k]
@@ -239,10 +240,18 @@ def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
         b1 += x1[k] * y1[k]
         b2 += x1[k] * y2[k]
         b3 += x1[k] * y3[k]
-    for q, total in enumerate((a0, a1, a2, a3)):
-        sums[0, q] += total
-    for q, total in enumerate((b0, b1, b2, b3)):
-        sums[1, q] += total
+        c0 += x2[k] * y0[k]
+        c1 += x2[k] * y1[k]
+        c2 += x2[k] * y2[k]
+        c3 += x2[k] * y3[k]
+        d0 += x3[k] * y0[k]
+        d1 += x3[k] * y1[k]
+        d2 += x3[k] * y2[k]
+        d3 += x3[k] * y3[k]
+    made = (a0, a1, a2, a3), (b0, b1, b2, b3), (c0, c1, c2, c3), (d0, d1, d2, d3)
+    for p in range(TILE):
+        for q in range(TILE):
+            sums[p, q] += made[p][q]
 
 
 @_entry
@@ -258,9 +267,9 @@ def _gram(
             count = min(COLUMNS, stop - at)
             _task_vectors(stored, deltas, at, count, rows)
             norms[number] += _square(rows[0][:count])
-            for i in range(0, tasks, 2):
-                for j in range(i // TILE * TILE, tasks, TILE):
-                    tile = sums[number, i : i + 2, j : j + TILE]
+            for i in range(0, tasks, TILE):
+                for j in range(i, tasks, TILE):
+                    tile = sums[number, i : i + TILE, j : j + TILE]
                     _add_tile(rows[1:], i, j, count, tile)
 
 
