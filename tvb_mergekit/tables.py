@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,20 @@ def print_sheet(sheet: Sheet, console: Console) -> None:
         for place, row in enumerate(block.rows):
             table.add_row(*map(Text, row), style="bold" if place in sheet.bold else "")
         console.print(table, soft_wrap=False)
+
+
+def markdown_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lines of cells as a Markdown table, the first of them its head, `left` columns of text."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * w if place < left else f"{'-' * (w - 1)}:" for place, w in enumerate(widths)]
+    aligned = [f"<{w}" if place < left else f">{w}" for place, w in enumerate(widths)]
+    rows = [f"| {' | '.join(map(format, line, aligned))} |" for line in lines]
+    return "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
+
+
+def escaped(text: str) -> str:
+    """`text` as Markdown that shows it as it is."""
+    return re.sub(r"([\\`*_<|\[])", r"\\\1", printable(text))
 
 
 def say(line: str, console: Console, style: str = "") -> None:

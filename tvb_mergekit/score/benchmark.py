@@ -23,7 +23,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 import yaml
@@ -33,7 +33,6 @@ from tvb_mergekit.settings import nearest
 
 HERE = Path(__file__).parent
 SHIPPED = ("mergebench", "mergebench_keyword", "mini")
-KEYWORD = "keyword"  # the filter of evals/mergebench that looks for phrases of refusal
 FORMAT_VERSION = 1  # of benchmarks, references and scores.json
 Described = TypeVar("Described")
 
@@ -53,7 +52,7 @@ class Category:
 
     name: str
     label: str
-    tasks: tuple[Task, ...]
+    tasks: Annotated[tuple[Task, ...], pydantic.Field(min_length=1)]
     group: str | None = None
     options: str | None = None
 
@@ -63,10 +62,10 @@ class Benchmark:
     """Categories in the order of the table."""
 
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = pydantic.ConfigDict(extra="forbid")
-    format_version: int
+    format_version: Literal[1]
     name: str
     title: str
-    categories: tuple[Category, ...]
+    categories: Annotated[tuple[Category, ...], pydantic.Field(min_length=1)]
     include_path: str | None = None
 
     @property
@@ -116,11 +115,9 @@ def read_benchmark(name: str) -> Benchmark:
             f"benchmark {name}: expected {', '.join(SHIPPED)}, or a YAML file that describes one"
         )
     found = read_described(path, Benchmark, "a benchmark")
-    if not found.categories or not all(category.tasks for category in found.categories):
-        raise UserError(f"{path} is not a benchmark: each category needs a task")
-    for parts, what in ((found.categories, "category"), (found.tasks, "task")):
+    for parts in (found.categories, found.tasks):
         if twice := repeated([part.name for part in parts]):
-            raise UserError(f"{path} is not a benchmark: the {what} {twice} is in it twice")
+            raise UserError(f"{path} is not a benchmark: {twice} is in it twice")
     return found
 
 
@@ -136,8 +133,8 @@ def find_benchmark(names: Iterable[str]) -> Benchmark:
         for benchmark in map(read_benchmark, SHIPPED)
         if any(task.name in present for task in benchmark.tasks)
     }
-    for name in list(found):
-        found.pop(f"{name}_{KEYWORD}", None)
+    if "mergebench" in found:
+        found.pop("mergebench_keyword", None)
     if len(found) == 1:
         return next(iter(found.values()))
     what = "more than one benchmark" if found else "no known benchmark"
@@ -161,7 +158,7 @@ def repeated(names: Sequence[str]) -> str | None:
 
 
 def read_described(path: Path, kind: type[Described], what: str) -> Described:
-    """The content of a file (JSON by its suffix, else YAML) as a `kind`, a dataclass.
+    """The content of a file (JSON by its suffix, else YAML) as a `kind`.
 
     Raises:
         UserError: it cannot be read, or does not hold what `kind` describes.
@@ -169,23 +166,15 @@ def read_described(path: Path, kind: type[Described], what: str) -> Described:
     try:
         text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return pydantic.TypeAdapter(kind).validate_python(found)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected {what}") from error
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = f"`{'.'.join(map(str, first['loc']))}`: " if first["loc"] else ""
+        raise UserError(
+            f"{path} is not {what}: {place}{first['msg']} (found {first['input']!r:.60})"
+        ) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be read as {what}: {reason}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not {what}: expected a mapping with `format_version`")
-    if found.get("format_version") != FORMAT_VERSION:
-        raise UserError(
-            f"{path} is not {what}: `format_version` is {found.get('format_version')!r:.40}, "
-            f"expected {FORMAT_VERSION}"
-        )
-    try:
-        return pydantic.TypeAdapter(kind).validate_python(found)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path} is not {what}: `{place}`: {first['msg']} (found {first['input']!r:.60})"
-        ) from error

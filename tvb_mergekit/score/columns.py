@@ -10,23 +10,10 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.score.benchmark import (
-    HERE,
-    KEYWORD,
-    SHIPPED,
-    Benchmark,
-    Task,
-    check_known,
-    read_described,
-)
+from tvb_mergekit.score.benchmark import HERE, Benchmark, Task, check_known, read_described
 from tvb_mergekit.score.results import Origin, Results, TaskResult
 
 Kind = Literal["base", "specialists", "model", "reference"]
-ONE_MODEL = {  # what to type where different models have run a task
-    "base": "name one, --base PATH",
-    "specialists": "name each category's own, such as --specialist {category}=PATH",
-    "model": "name each by itself, LABEL=PATH",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class Column:
 class Reference:
     """A file of columns; `name` goes behind their labels, `note` says what to know about them."""
 
-    format_version: int
+    format_version: Literal[1]
     benchmark: str
     columns: tuple[Column, ...] = field(repr=False)
     name: str = ""
@@ -85,12 +72,12 @@ def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
     path = HERE / "paper.yaml" if name == "paper" else Path(name)
     what = "a reference (`paper`, or a scores.json of `tvb score`)"
     found = read_described(path, Reference, what)
-    if benchmark is not None and found.benchmark != benchmark.name:
-        raise UserError(
-            f"the reference {name} is of {found.benchmark}, and the table of {benchmark.name} "
-            f"({benchmark.title}): leave --reference out, or name another"
-        )
     if benchmark is not None:
+        if found.benchmark != benchmark.name:
+            raise UserError(
+                f"the reference {name} is of {found.benchmark}, and the table of {benchmark.name} "
+                f"({benchmark.title}): leave --reference out, or name another"
+            )
         known = [task.name for task in benchmark.tasks]
         for task in (task for column in found.columns for task in column.tasks):
             check_known(task, known, f"{path}: no task {task} in {benchmark.name}")
@@ -106,20 +93,24 @@ def measured(
         UserError: a task's metric is missing or no share, it is there of different models, or
             there is no task at all.
     """
-    _check_any(label, benchmark, sources)
     cells = {}
     for category in benchmark.categories:
         results = sources.get(category.name, Results({}))
-        for task in category.tasks:
-            if task.name not in results.tasks:
-                continue
-            if task.name in results.rivals:
-                rivals = [f"{model} ({file})" for model, file in results.rivals[task.name].items()]
+        for task in (task for task in category.tasks if task.name in results.tasks):
+            if rivals := results.rivals.get(task.name):
+                models = [f"{model} ({file})" for model, file in rivals.items()]
                 raise UserError(
-                    f"{label}: {task.name} is there of different models, {listed(rivals)}: "
-                    f"{ONE_MODEL[kind].format(category=category.name)}"
+                    f"{label}: {task.name} is there of different models, {listed(models)}: give "
+                    "each model a PATH of its own, and each specialist a CATEGORY=PATH"
                 )
             cells[task.name] = _cell(task, results.tasks[task.name])
+    if not cells:
+        every = {n: r for results in sources.values() for n, r in results.tasks.items()}
+        files = sorted({result.origin.file for result in every.values()})
+        raise UserError(
+            f"{label}: expected {listed([task.name for task in benchmark.tasks])} in "
+            f"{listed(files) or 'its files'}, found {listed(list(every)) or 'no scores'}"
+        )
     return Column(label, kind, cells)
 
 
@@ -137,27 +128,3 @@ def _cell(task: Task, result: TaskResult) -> Cell:
         raise UserError(f"{where} `{task.metric}`, of which less is better: choose another {how}")
     stderr = result.stderrs.get(task.metric)
     return Cell(100 * value, None if stderr is None else 100 * stderr, task.metric, result.origin)
-
-
-def _check_any(label: str, benchmark: Benchmark, sources: Mapping[str, Results]) -> None:
-    """Results without a single one of the tasks that they are given for are a mistake."""
-    for results in {id(found): found for found in sources.values()}.values():
-        wanted = [
-            task.name
-            for category in benchmark.categories
-            if sources.get(category.name) is results
-            for task in category.tasks
-        ]
-        if any(name in results.tasks for name in wanted):
-            continue
-        files = sorted({found.origin.file for found in results.tasks.values()})
-        own, hint = f"{benchmark.name}_{KEYWORD}", ""
-        if own in SHIPPED and any(f"{name}_{KEYWORD}" in results.tasks for name in wanted):
-            hint = (
-                f", judged by keywords, not {benchmark.title}'s scores: table them with "
-                f"--benchmark {own}"
-            )
-        raise UserError(
-            f"{label}: expected {listed(wanted)} in {listed(files) or 'its files'}, "
-            f"found {listed(list(results.tasks)) or 'no scores'}{hint}"
-        )

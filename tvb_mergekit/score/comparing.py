@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tvb_mergekit.errors import listed
-from tvb_mergekit.score.benchmark import KEYWORD, Benchmark, Task
+from tvb_mergekit.score.benchmark import Benchmark, Task
 from tvb_mergekit.score.columns import Column
-from tvb_mergekit.score.results import Results
 
 
 def in_part(columns: Sequence[Column]) -> list[str]:
@@ -49,25 +48,3 @@ def _settings(column: Column, task: Task) -> tuple[str, dict[str, str]]:
     if cell.origin is None:
         return column.label, metric
     return cell.origin.file, metric | dict(cell.origin.settings)
-
-
-def by_keywords(benchmark: Benchmark, named: Iterable[tuple[str, Results]]) -> list[str]:
-    """Answers that were judged by phrases where the benchmark has a judge, and mixtures of both."""
-    lines = []
-    for category in benchmark.categories:
-        filters = {task.metric.partition(",")[2]: task.name for task in category.tasks}
-        if KEYWORD in filters and len(filters) > 1:
-            other = next(name for name in filters if name != KEYWORD)
-            lines.append(
-                f"{category.label} mixes scores by keyword ({filters[KEYWORD]}) with others "
-                f"({filters[other]}): its mean is of neither kind"
-            )
-    for label, results in named:
-        for name in (task.name for task in benchmark.tasks):
-            by_phrase = results.tasks.get(f"{name}_{KEYWORD}")
-            if by_phrase is not None and name not in results.tasks:
-                lines.append(
-                    f"{label}: {by_phrase.origin.file} holds {name}_{KEYWORD}, judged by "
-                    f"keywords: not the score of {name}, and left out"
-                )
-    return lines

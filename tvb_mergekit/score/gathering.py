@@ -11,10 +11,10 @@ from pathlib import Path
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import can_draw
-from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark
+from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeated
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.results import read_results
-from tvb_mergekit.score.table import BASE, SPECIALISTS, Table, table
+from tvb_mergekit.score.table import Table, table
 
 DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which lm-eval adds to a name
 
@@ -40,16 +40,22 @@ def gather(
     Raises:
         UserError: a name or a file is not what it should be.
     """
-    if "" in (*paths, *specialists, base):
-        raise UserError("an empty PATH: name a result file of lm_eval, or a folder of them")
     own_results = bool(paths or base or specialists)
-    if not own_results and not (reference and show_reference):
-        raise UserError("nothing to score: name result files of lm_eval, or folders of them")
     if show_reference and reference is None:
         raise UserError("--show-reference needs --reference paper, or a file")
-    models = {label: read_results(place) for label, place in _by_label(paths).items()}
+    if not own_results and not show_reference:
+        raise UserError("nothing to score: name result files of lm_eval, or folders of them")
+    named = [(label or _label(place), place) for label, place in map(_named, paths)]
+    by_category = [_named(text) for text in specialists]  # "" for all without one of their own
+    for pairs, told in (
+        (named, "two columns are called {}: give one another label, LABEL=PATH"),
+        (by_category, "--specialist names {} twice: give each category one, CATEGORY=PATH"),
+    ):
+        if (twice := repeated([name for name, _ in pairs])) is not None:
+            raise UserError(told.format(twice or "all categories"))
+    models = {label: read_results(place) for label, place in named}
+    own = {category: read_results(place) for category, place in by_category}
     base_results = None if base is None else read_results(base)
-    own = {category: read_results(place) for category, place in _by_category(specialists).items()}
     if benchmark is None and reference is not None and not own_results:
         benchmark = read_reference(reference).benchmark
     if benchmark is None:
@@ -71,40 +77,13 @@ def gather(
     )
 
 
-def _by_label(paths: Sequence[str]) -> dict[str, Path]:
-    places: dict[str, Path] = {}
-    for text in paths:
-        label, place = _named(text)
-        label = label or _label(place)
-        if label in (*places, BASE, SPECIALISTS):
-            raise UserError(
-                f"two columns are called {label}: give {place} another label, LABEL={place}"
-            )
-        places[label] = place
-    return places
-
-
-def _by_category(specialists: Sequence[str]) -> dict[str, Path]:
-    """ "" for what is without a category."""
-    own: dict[str, Path] = {}
-    for text in specialists:
-        category, place = _named(text)
-        if category in own:
-            raise UserError(
-                f"--specialist {text}: {category or 'all categories have'} already "
-                f"{own[category]}; give each category one, CATEGORY=PATH"
-            )
-        own[category] = place
-    return own
-
-
 def _named(text: str) -> tuple[str, Path]:
     """A name, or "", and a path; a path that is there may hold `=`."""
-    name, equals, place = text.partition("=")
-    if not equals or os.path.exists(text):
+    if text and ("=" not in text or os.path.exists(text)):
         return "", Path(text)
+    name, _, place = text.partition("=")
     if not name or not place:
-        raise UserError(f"{text}: expected NAME=PATH, or a path")
+        raise UserError(f"`{text}`: expected NAME=PATH, or a path")
     return name, Path(place)
 
 
@@ -131,10 +110,8 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
     """Refuse what can be known before anything is read.
 
     Raises:
-        UserError: `out` is empty or a file, or there is no matplotlib to draw with.
+        UserError: `out` is a file, or there is no matplotlib to draw with.
     """
-    if not os.fspath(out):
-        raise UserError("--out is empty: name a folder")
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
     if drawing and not can_draw():

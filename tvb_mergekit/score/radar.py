@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 By = Literal["tasks", "categories"]
-CIRCLE = 6.2  # inches across
-LETTER = 0.08  # inches, about, of a label's letter
 MOST = 200.0  # percent; what is beyond is drawn there
 # Okabe and Ito's colours, told apart by markers and dashes too
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -47,63 +45,48 @@ def _figure(table: Table, by: By) -> Figure:
         return shortened(printable(text), LABEL)
 
     columns = [column for column in table.columns if column.kind != "specialists"]
-    categories = table.compared
-    parts: list[Task | Category] = [*categories]
+    parts: list[Task | Category] = [*table.compared]
     if by == "tasks":
-        parts = [task for category in categories for task in category.tasks]
-    names = [short(part.label) for part in parts]
+        parts = [task for category in table.compared for task in category.tasks]
     values = np.array(  # [columns, spokes], None is NaN
         [[table.relative(column, part) for part in parts] for column in columns], dtype=float
     ).reshape(len(columns), len(parts))
-    beyond = bool((values > MOST).any())
+    title = f"{table.benchmark.title}: percent of the specialists' scores"
+    title += table.title.removeprefix(table.benchmark.title)
+    if (values > MOST).any():
+        title += f"; what is above {MOST:.0f} is drawn at {MOST:.0f}"
     values = np.minimum(values, MOST)
     highest = float(np.max(values, initial=100.0, where=np.isfinite(values)))
     top = 20 * math.ceil((highest + 5) / 20)
-    step = 2 * math.pi / len(names)
-    angles = step * np.arange(len(names))
+    step = 2 * math.pi / len(parts)
+    angles = step * np.arange(len(parts))
 
-    lines = []
-    for column in columns:
-        total = table.normalized(column)
-        lines.append(short(column.head) + ("" if total is None else f": {total.value:.2f}"))
-    legends = [*lines, "normalized accuracy", *(category.label for category in categories)]
-    # In inches, since constrained layout does not see what stands around a circle.
-    beside = 0.3 + LETTER * max(map(len, names))
-    width = CIRCLE + 2 * beside + 0.7 + LETTER * max(map(len, legends))
-    height = CIRCLE + 1.4
-    figure = Figure(figsize=(width, height))
-    place = (beside / width, 0.4 / height, CIRCLE / width, CIRCLE / height)
-    axes = figure.add_axes(place, projection="polar")
-    axes.set_theta_zero_location("N")  # type: ignore[attr-defined]
-    axes.set_theta_direction(-1)  # type: ignore[attr-defined]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure.suptitle(textwrap.fill(printable(title), 110), x=0.01, ha="left", weight="bold")
+    axes: Any = figure.add_subplot(projection="polar")
+    axes.set_theta_zero_location("N")
+    axes.set_theta_direction(-1)
     axes.set_ylim(0, top)
-    ticks = 20 if top <= 120 else 40
-    axes.set_yticks(range(ticks, top + 1, ticks))
+    axes.set_yticks(range(40, top + 1, 40))
     axes.tick_params(axis="y", labelsize=8, labelcolor="#555555")
-    axes.set_rlabel_position(math.degrees(step / 2))  # type: ignore[attr-defined]
+    axes.tick_params(axis="x", pad=6)
+    axes.set_rlabel_position(math.degrees(step / 2))
     axes.grid(color="white", linewidth=0.9)
     axes.spines["polar"].set_visible(False)
-    axes.set_xticks(angles, [])
-    for name, angle in zip(names, angles, strict=True):  # tick labels are not laid out when turned
-        across, up = math.sin(angle), math.cos(angle)
-        axes.text(
-            *(angle, 1.04 * top, name),
-            ha="center" if abs(across) < 0.1 else "left" if across > 0 else "right",
-            va="center" if abs(up) < 0.9 else "bottom" if up > 0 else "top",
-        )
-    wedges = []
-    start = -step / 2
-    for index, category in enumerate(categories):
+    axes.set_xticks(angles, [short(part.label) for part in parts])
+    for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
+        label.set_ha("center" if abs(across) < 0.2 else "left" if across > 0 else "right")
+    wedges, start = [], -step / 2
+    for index, category in enumerate(table.compared):
         colour = WEDGES[index % len(WEDGES)]
         size = step * (len(category.tasks) if by == "tasks" else 1)
         axes.bar(start, top, size, align="edge", color=colour, zorder=0)
         wedges.append(Patch(color=colour, label=short(category.label)))
         start += size
-    around = np.linspace(0, 2 * math.pi, 361)
-    hundred = np.full(361, 100.0)
-    dashed = (0, (4, 2))
-    axes.plot(around, hundred, color=DARK, lw=1.2, linestyle=dashed, label="specialists: 100")
-    for index, (column, line, row) in enumerate(zip(columns, lines, values, strict=True)):
+    circle = np.linspace(0, 2 * math.pi, 361), np.full(361, 100.0)
+    axes.plot(*circle, color=DARK, lw=1.2, linestyle=(0, (4, 2)), label="specialists: 100")
+    for index, (column, row) in enumerate(zip(columns, values, strict=True)):
+        total = table.normalized(column)
         axes.plot(
             np.append(angles, angles[:1]),
             np.append(row, row[:1]),
@@ -112,19 +95,10 @@ def _figure(table: Table, by: By) -> Figure:
             marker=MARKERS[index % len(MARKERS)],
             markersize=5,
             linewidth=1.8,
-            label=line,
+            label=short(column.head) + ("" if total is None else f": {total.value:.2f}"),
             clip_on=False,
         )
-    title = printable(
-        f"{table.benchmark.title}: percent of the specialists' scores"
-        f"{table.title.removeprefix(table.benchmark.title)}"
-    )
-    title = textwrap.fill(title, int(10 * width), max_lines=2)
-    if beyond:
-        title += f"; what is above {MOST:.0f} is drawn at {MOST:.0f}"
-    figure.text(0.01, 1 - 0.1 / height, title, ha="left", va="top", weight="bold")
-    below, corner = (1.0, 1 - 0.5 / height), (1.0, 0.0)
-    title = "normalized accuracy"
-    figure.legend(title=title, loc="upper right", bbox_to_anchor=below, alignment="left")
-    figure.legend(handles=wedges, loc="lower right", bbox_to_anchor=corner, alignment="left")
+    lines, _ = axes.get_legend_handles_labels()
+    figure.legend(handles=lines, title="normalized accuracy", loc="outside right upper")
+    figure.legend(handles=wedges, loc="outside right lower")
     return figure

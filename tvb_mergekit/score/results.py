@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tvb_mergekit.errors import UserError, listed
+import pydantic
 
-# What `--output_path FOLDER` and `--output_path NAME.json` lead to, and a user's own name.
-PATTERNS = ("results*.json", "*_????-??-??T??-??-??*.json")
+from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.score.benchmark import read_described
+
+# What `--output_path FOLDER` and `--output_path NAME.json` lead to.
+PATTERNS = ("results_*.json", "*_????-??-??T??-??-??*.json")
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,7 @@ class Results:
     """All tasks of one model; `notes` say what was chosen where files overlap.
 
     Attributes:
-        rivals: task that different models have run -> model -> its file. Which of them is meant
-            is not known.
+        rivals: task that different models have run -> model -> its file.
     """
 
     tasks: Mapping[str, TaskResult]
@@ -65,104 +67,67 @@ class Results:
     rivals: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-class _OtherFile(UserError):
-    """Not of lm-eval, whatever its name."""
+class _File(pydantic.BaseModel):
+    """What is read of a result file."""
 
+    results: dict[str, dict[str, Any]]
+    date: pydantic.FiniteFloat = 0.0
+    model_name: str | None = None
+    config: dict[str, Any] = {}
+    configs: dict[str, dict[str, Any]] = {}
+    versions: dict[str, Any] = {}
+    shots: dict[str, Any] = pydantic.Field({}, alias="n-shot")
+    counts: dict[str, dict[str, int]] = pydantic.Field({}, alias="n-samples")
+    higher_is_better: dict[str, dict[str, Any]] = {}
+    chat_template_sha: str | None = None
 
-@dataclass(frozen=True)
-class _ResultFile:
-    path: str
-    date: float
-    model: str | None
-    tasks: Mapping[str, TaskResult]
+    @property
+    def model(self) -> str | None:
+        """The model's path or name; None where lm-eval drew a random one."""
+        if not self.model_name or self.model_name not in str(self.config.get("model_args")):
+            return None
+        return os.path.normpath(self.model_name)  # ./math and math/ are one
 
 
 def read_results(path: str | os.PathLike[str]) -> Results:
     """The results in a file, or in all files of a folder.
 
-    Of two files that share a task the newer one counts, by lm-eval's own date. What in a folder
-    only looks like a result file by its name is noted.
+    Of two files that share a task the newer one counts, by lm-eval's own date.
 
     Raises:
         UserError: there is no result file there, or one that cannot be read.
     """
-    place = Path(path)
-    files, notes = _read_folder(place) if place.is_dir() else ([_read_file(place)], [])
-    files.sort(key=lambda file: (file.date, file.path))
-    tasks: dict[str, TaskResult] = {}
-    models_of: dict[str, dict[str, str]] = {}
-    replaced: dict[tuple[str, str], list[str]] = {}
-    for file in files:
-        for name, result in file.tasks.items():
-            if name in tasks:
-                replaced.setdefault((tasks[name].origin.file, file.path), []).append(name)
-            tasks[name] = result
-            if file.model:
-                models_of.setdefault(name, {})[file.model] = file.path
-    for (old, new), names in replaced.items():
-        notes.append(f"{old} and {new} both hold {listed(names)}: the newer, {new}, counts")
-    used = {result.origin.file for result in tasks.values()}
-    models = {file.model: file.path for file in files if file.model and file.path in used}
-    if len(models) > 1:
-        named = [f"{model} ({file})" for model, file in models.items()]
-        notes.append(f"{place} joins the results of different models: {listed(named)}")
-    rivals = {name: models for name, models in models_of.items() if len(models) > 1}
-    return Results(tasks, tuple(notes), rivals)
-
-
-def _read_folder(place: Path) -> tuple[list[_ResultFile], list[str]]:
-    """The files, and a line for each path that is none; one that was cut off is a mistake."""
-    files, skipped = [], {}
-    for path in sorted({found for pattern in PATTERNS for found in place.rglob(pattern)}):
-        if not path.is_file():
-            skipped[str(path)] = f"{path} is not a file; skipped"
-            continue
-        try:
-            files.append(_read_file(path))
-        except _OtherFile:
-            skipped[str(path)] = f"{path} is not a result file of lm_eval; skipped"
-    if not files:
-        none = f"; {listed(list(skipped))} are none" if skipped else ""
+    place, paths = Path(path), [Path(path)]
+    if place.is_dir():
+        every = {found for pattern in PATTERNS for found in place.rglob(pattern)}
+        paths = sorted(found for found in every if found.is_file())
+    if not paths:
         raise UserError(
             f"{place}: no results of lm_eval in this folder: expected results_*.json, as "
-            f"`lm_eval --output_path` writes them{none}"
+            "`lm_eval --output_path` writes them"
         )
-    return files, list(skipped.values())
+    files = [(found, read_described(found, _File, "a result file of lm_eval")) for found in paths]
+    tasks: dict[str, TaskResult] = {}
+    models: dict[str, dict[str, str]] = {}
+    replaced: dict[tuple[str, str], list[str]] = {}
+    for where, file in sorted(files, key=lambda item: (item[1].date, item[0])):
+        for name, values in file.results.items():
+            result = _task(file, name, values, str(where))
+            if not result.metrics:
+                continue
+            if name in tasks:
+                replaced.setdefault((tasks[name].origin.file, str(where)), []).append(name)
+            if file.model:
+                models.setdefault(name, {})[file.model] = str(where)
+            tasks[name] = result
+    notes = [
+        f"{old} and {new} both hold {listed(names)}: the newer, {new}, counts"
+        for (old, new), names in replaced.items()
+    ]
+    return Results(tasks, tuple(notes), {n: found for n, found in models.items() if len(found) > 1})
 
 
-def _read_file(path: Path) -> _ResultFile:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; expected a result file of lm_eval") from error
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(
-            f"{path} is not a whole JSON file ({reason}): expected a result file of lm_eval; if it "
-            "was cut off, run lm_eval again"
-        ) from error
-    results = found.get("results") if isinstance(found, dict) else None
-    if not isinstance(results, dict) or not all(isinstance(v, dict) for v in results.values()):
-        raise _OtherFile(
-            f"{path} is not a result file of lm_eval: it has no `results`; expected what "
-            "`lm_eval --output_path` writes"
-        )
-    date = found.get("date", 0.0)
-    if not isinstance(date, (int, float)) or not math.isfinite(date):
-        raise UserError(f"{path}: `date` is {date!r:.40}: expected seconds")
-    tasks = {name: _task(found, name, values, path) for name, values in results.items()}
-    name = found.get("model_name")
-    arguments = str(_part(found, "config").get("model_args"))
-    named = isinstance(name, str) and name and name in arguments  # else lm-eval drew a random one
-    return _ResultFile(
-        str(path),
-        date,
-        model=os.path.normpath(name) if named else None,  # ./math and math/ are one
-        tasks={name: task for name, task in tasks.items() if task.metrics},
-    )
-
-
-def _task(found: Mapping[str, Any], name: str, values: Mapping[str, Any], path: Path) -> TaskResult:
+def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskResult:
     metrics, stderrs = {}, {}
     for key, value in values.items():
         metric, comma, rest = key.partition(",")
@@ -172,36 +137,24 @@ def _task(found: Mapping[str, Any], name: str, values: Mapping[str, Any], path: 
             metrics[key] = float(value)
         elif math.isfinite(value):
             stderrs[f"{metric.removesuffix('_stderr')},{rest}"] = float(value)
-    config = _part(found, "config")
-    counts = _part(found, "n-samples", name)
+    counts, limit = file.counts.get(name, {}), file.config.get("limit")
     scored, every = counts.get("effective"), counts.get("original")
+    generation = file.config.get("gen_kwargs") or {}
     settings = {
-        "n-shot": _part(found, "n-shot").get(name),
-        "the task's version": _part(found, "versions").get(name),
+        "n-shot": file.shots.get(name),
+        "the task's version": file.versions.get(name),
         "the number of items": scored,
-        "the use of a chat template": "yes" if found.get("chat_template_sha") else "no",
-        "--gen_kwargs": json.dumps(config.get("gen_kwargs") or {}, sort_keys=True, default=str),
+        "the use of a chat template": "yes" if file.chat_template_sha else "no",
+        "--gen_kwargs": json.dumps(generation, sort_keys=True, default=str),
     }
-    recorded = _part(found, "configs", name, "metadata")
+    recorded = file.configs.get(name, {}).get("metadata") or {}
     settings |= {key: value for key, value in recorded.items() if key.startswith("MERGEBENCH_")}
-    limited, limit = None, config.get("limit")
-    if isinstance(scored, int) and isinstance(every, int) and scored < every:
+    limited = None
+    if scored is not None and every is not None and scored < every:
         limited = f"{scored} of {every} items"
     elif limit is not None and not counts:  # a group, whose items are not counted
-        limited = f"--limit {f'{limit:g}' if isinstance(limit, (int, float)) else limit}"
+        limited = f"--limit {limit}"
     known = {key: str(value) for key, value in settings.items() if value is not None}
-    directions = _part(found, "higher_is_better", name)
+    directions = file.higher_is_better.get(name, {})
     lower = frozenset(metric for metric, higher in directions.items() if higher is False)
-    return TaskResult(metrics, stderrs, lower, Origin(str(path), known, limited))
-
-
-def _part(found: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    for key in keys:
-        inner = found.get(key)
-        found = inner if isinstance(inner, dict) else {}
-    return found
-
-
-def _integer(digits: str) -> int | float:
-    """One that no float can hold as infinity: JSON's integers have no end."""
-    return int(digits) if len(digits) < 300 else float(digits)
+    return TaskResult(metrics, stderrs, lower, Origin(path, known, limited))

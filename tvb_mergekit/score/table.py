@@ -30,7 +30,7 @@ from tvb_mergekit.score.benchmark import (
     repeated,
 )
 from tvb_mergekit.score.columns import Cell, Column, Reference, measured
-from tvb_mergekit.score.comparing import by_keywords, differences, in_part
+from tvb_mergekit.score.comparing import differences, in_part
 from tvb_mergekit.score.results import Results
 
 BASE, SPECIALISTS = "base", "specialists"  # labels of their columns
@@ -136,17 +136,15 @@ class Table:
             if missing:
                 lost = [c.label for c in categories if self.score(column, c) is None]
                 lines.append(
-                    f"{column.label}: {len(missing)} of {len(every)} tasks are missing, so "
-                    f"{', '.join(lost)} {'has' if len(lost) == 1 else 'have'} no mean: "
-                    f"{', '.join(missing)}; to run them: {self.benchmark.command(missing)}"
+                    f"{column.label}: {len(missing)} of {len(every)} tasks are missing, so no mean "
+                    f"of {', '.join(lost)}: {', '.join(missing)}; to run them: "
+                    f"{self.benchmark.command(missing)}"
                 )
         if self.specialists is None:
             lines.append(
                 "No specialists, so no normalized accuracy: name them with --specialist, or "
                 "--reference paper"
             )
-        elif not lines and self.normalized(self.specialists) is None:
-            lines.append("The specialists' scores are all 0, so there is no normalized accuracy")
         return lines
 
     def markdown(self) -> str:
@@ -161,9 +159,6 @@ class Table:
         def mean(cell: Cell | None) -> dict[str, Any] | None:
             return None if cell is None else {"value": cell.value, "stderr": cell.stderr}
 
-        def score(cell: Cell | None) -> dict[str, Any] | None:
-            return None if cell is None else asdict(cell)
-
         benchmark = self.benchmark
         columns = [
             {
@@ -171,7 +166,10 @@ class Table:
                 "kind": column.kind,
                 "normalized": mean(self.normalized(column)),
                 "categories": {c.name: mean(self.score(column, c)) for c in benchmark.categories},
-                "tasks": {t.name: score(column.tasks.get(t.name)) for t in benchmark.tasks},
+                "tasks": {
+                    task.name: (cell := column.tasks.get(task.name)) and asdict(cell)
+                    for task in benchmark.tasks
+                },
             }
             for column in self.columns
         ]
@@ -237,11 +235,10 @@ def table(
     columns += rest if show_reference else []
     if twice := repeated([column.label for column in columns]):
         raise UserError(f"two columns are called {twice}: give one another label, LABEL=PATH")
-    every = [*models.items(), *([(BASE, base)] if base else []), *specialists.items()]
+    every = [*models.values(), *([base] if base else []), *specialists.values()]
     warnings = [
-        *(note for _, results in every for note in results.notes),
+        *(note for results in every for note in results.notes),
         *([f"{reference.name}: {reference.note}"] if reference and reference.note else []),
-        *by_keywords(benchmark, every),
         *in_part(columns),
         *differences(usual, columns),
     ]

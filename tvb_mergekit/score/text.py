@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from rich.console import Console
 from rich.text import Text
 
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.table import Row, Table
-from tvb_mergekit.tables import Sheet, print_sheet, printable, shortened
+from tvb_mergekit.tables import Sheet, escaped, markdown_table, print_sheet, printable, shortened
 
 LABEL = 24  # characters of a column's label on the terminal
 HOW = (
@@ -22,7 +20,7 @@ HOW = (
 
 def markdown(table: Table) -> str:
     """The text of `scores.md`."""
-    lines = [["Category", "Task", *(_escaped(column.head) for column in table.columns)]]
+    lines = [["Category", "Task", *(escaped(column.head) for column in table.columns)]]
     for row in table.rows():
         texts = [cell_text(cell) for cell in row.cells]
         for place in best(table, row):
@@ -34,14 +32,9 @@ def markdown(table: Table) -> str:
         else:
             names = [row.category.label, row.task.label]
         lines.append([*names, *texts])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = ["-" * width for width in widths[:2]] + ["-" * (width - 1) + ":" for width in widths[2:]]
-    aligned = [f"<{width}" for width in widths[:2]] + [f">{width}" for width in widths[2:]]
-    rows = [f"| {' | '.join(map(format, line, aligned))} |" for line in lines]
-    rows.insert(1, f"| {' | '.join(rule)} |")
     several = sum(column.kind == "model" for column in table.columns) > 1
     how = HOW + (" The best of the models is bold." if several else "")
-    parts = [f"# {table.title}", "\n".join(rows), how]
+    parts = [f"# {table.title}", markdown_table(lines, left=2), how]
     for title, found in (("Missing", table.gaps()), ("Warnings", table.warnings)):
         if found:
             plain = (printable(line).replace("<", "\\<") for line in found)
@@ -55,12 +48,11 @@ def print_table(table: Table, console: Console) -> None:
     heads = [shortened(printable(c.head, ascii_only), LABEL, ascii_only) for c in table.columns]
     order = [*table.benchmark.categories, None]
     rows = sorted(table.rows(), key=lambda row: (order.index(row.category), row.task is not None))
-    names = [
-        f"  {row.task.label}" if row.task else row.category.label if row.category else _last(table)
-        for row in rows
-    ]
-    cells = [tuple(cell_text(cell, ascii_only) for cell in row.cells) for row in rows]
-    named = [(name, *texts) for name, texts in zip(names, cells, strict=True)]
+    named = []
+    for row in rows:
+        label = row.category.label if row.category else _last(table)
+        cells = (cell_text(cell, ascii_only) for cell in row.cells)
+        named.append((f"  {row.task.label}" if row.task else label, *cells))
     bold = frozenset(place for place, row in enumerate(rows) if not row.task)
     print_sheet(Sheet(table.title, ("", *heads), named, bold=bold), console)
     console.print()
@@ -89,7 +81,3 @@ def best(table: Table, row: Row) -> list[int]:
 
 def _last(table: Table) -> str:
     return f"Average normalized accuracy{' (partial)' if table.is_partial else ''}"
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_<|\[])", r"\\\1", printable(text))
