@@ -506,7 +506,7 @@ def test_a_store_is_as_wide_as_the_models(
     files = store.load("store").facts["store"]["files"].items()
     more = sum(f["bytes"] for name, f in files if name.endswith(".safetensors")) - models
     kind = "more" if more > 0 else "less"
-    assert f", {megabytes(abs(more))} {kind} than the models;" in said
+    assert f", {megabytes(abs(more))} {kind} than the models'" in said
     warned = f"the store will take {megabytes(bases - models)} more than the models"
     assert (warned in caplog.text) == (bases > models), caplog.text
 

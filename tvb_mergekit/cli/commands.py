@@ -30,7 +30,7 @@ from tvb_mergekit.cli.options import (
     import_mergekit,
     model_options,
 )
-from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.errors import UserError, counted, listed
 from tvb_mergekit.progress import bars, phase
 
 if TYPE_CHECKING:
@@ -138,20 +138,11 @@ def build(
 
 
 def _say_built(bases: Bases) -> None:
-    from tvb_mergekit.cli.inspect import Inspection
+    from tvb_mergekit.cli.inspect import Inspection, size_line
 
-    sizes, energy = Inspection(bases.facts, bases.tensors).sizes, bases.facts.retained_energy
-    assert sizes is not None
-    line = (
-        f"{bases.path}: {counted(bases.num_bases, 'basis')} of {counted(len(bases.tasks), 'task')}"
-        f", {megabytes(sizes.store)}"
-    )
-    if sizes.saved:
-        kind = "less" if sizes.saved > 0 else "more"
-        line += f", {megabytes(abs(sizes.saved))} {kind} than the models"
-    if energy is not None:
-        line += f"; retained energy {100 * energy:.2f} %"
-    click.echo(line)
+    energy = bases.facts.retained_energy
+    kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
+    click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")
 
 
