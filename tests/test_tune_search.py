@@ -20,11 +20,10 @@ from tvb_mergekit.tune.objective import Estimate, objective
 GRID = search.grid_points("0:1:0.05")
 
 
-def test_the_paper_s_grid() -> None:
+def test_grids() -> None:
     assert GRID == tuple(i / 20 for i in range(21))
     assert search.grid_points("0.5, 0,0.5") == (0.0, 0.5)
     assert search.grid_points("-0.2:0.2:0.1") == (-0.2, -0.1, 0.0, 0.1, 0.2)
-    assert search.grid_points("0:1e-13:1e-13") == (0.0,)
     assert search.grid_points("0:1:0.3") == (0.0, 0.3, 0.6, 0.9)
 
 
@@ -32,12 +31,9 @@ def test_the_paper_s_grid() -> None:
     ("text", "said"),
     [
         ("", "holds no point"),
-        (",", "holds no point"),
         ("1:0:0.1", "holds no point"),
         ("0:1:0", "the step must be positive"),
-        ("0:1:-1", "the step must be positive"),
         ("0:inf:1", "expected START:STOP:STEP"),
-        ("0:1:5e-324", "inf points"),
         ("0:1", "expected START:STOP:STEP"),
         ("a,b", "expected START:STOP:STEP"),
         ("0,nan", "expected START:STOP:STEP"),
@@ -79,24 +75,6 @@ def test_golden_section_within_a_step_of_the_grid_in_nine(curve: Callable[[float
     assert curve(found) == max(map(curve, asked))
 
 
-@pytest.mark.parametrize("low", [0.0, 1.0, -3e15, 1e-300])
-@pytest.mark.parametrize("length", [1.0, 3e-9, 1e6])
-def test_golden_section_ends_where_numbers_do(low: float, length: float) -> None:
-    """Whatever the tolerance: at a ten-thousandth of the interval, or at neighbouring floats."""
-    asked = []
-
-    def score(x: float) -> float:
-        asked.append(x)
-        assert len(asked) <= 24
-        return -abs(x - top) / (high - low)
-
-    high = max(low + length, math.nextafter(low, math.inf))
-    top = low + 0.3 * (high - low)
-    found = search.golden(low, high, 5e-324, score)
-    assert low <= found <= high
-    assert abs(found - top) <= 1e-4 * (high - low) + 2 * math.ulp(low)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=21, max_size=21),
     st.sampled_from([0.5, 0.95, 1.0]),
@@ -114,13 +92,10 @@ def test_the_rule_of_negation(counts: list[tuple[int, int]], keep: float) -> Non
         return control[x]
 
     assert search.most_forgotten(GRID, target.__getitem__, kept, keep) == want
-    better = [x for x in GRID if (target[x], x) < (target[want], want)]
-    assert len(asked) == 1 + len(better) + 1
-
-
-def test_nothing_keeps_the_control() -> None:
     with pytest.raises(UserError, match="at no point the control score stays at"):
         search.most_forgotten([0.5, 1.0], lambda x: 0.0, lambda x: float(x == 0), 0.95)
+    better = [x for x in GRID if (target[x], x) < (target[want], want)]
+    assert len(asked) == 1 + len(better) + 1
 
 
 # ----------------------------------------------------------------------------------- objectives
@@ -159,11 +134,15 @@ def test_means_and_shares_and_their_errors() -> None:
 @pytest.mark.parametrize(
     ("entries", "reference", "said"),
     [
-        ([entry("a")], specialists(b=0.5), r"--reference r: no acc,none of a in it \(it has b\)"),
-        ([entry("a")], specialists(a=0.0), "a share of it says nothing"),
-        ([entry("a", "f1,none")], specialists(a=0.4), r"no f1,none of a in it \(it has acc,none\)"),
+        ([entry("a")], specialists(b=0.5), r"no acc,none of a above 0 in it \(it has b\)"),
+        ([entry("a")], specialists(a=0.0), "no acc,none of a above 0"),
+        (
+            [entry("a", "f1,none")],
+            specialists(a=0.4),
+            "no f1,none of a above 0",
+        ),
         ([entry("a"), entry("b", "ppl,none", lower=True)], None, "ppl,none of b is better when"),
-        ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "has no share"),
+        ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "needs scores that rise"),
     ],
 )
 def test_objectives_that_are_none(entries: list[Entry], reference: Any, said: str) -> None:

@@ -618,7 +618,7 @@ def score(
 )
 @click.option(
     "--keep",
-    type=float,
+    type=click.FloatRange(0, 1, min_open=True),
     default=0.95,
     help="basis_negate: the least share of the control score that alpha 0 has.",
 )
@@ -628,7 +628,7 @@ def score(
 )
 @click.option(
     "--test-share",
-    type=float,
+    type=click.FloatRange(0, 1, min_open=True),
     default=0.2,
     help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
 )
@@ -688,7 +688,8 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
         click.echo(line, err=True)
     click.echo(f"Written to {out}")
     if request.write is not None:
-        click.echo(running.merge(found))
+        found.recipe.write(found.best.point, request.write, request.quiet)
+        click.echo(f"Merged into {request.write}")
 
 
 def _json(text: str | None) -> dict[str, Any]:

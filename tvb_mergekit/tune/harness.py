@@ -25,12 +25,11 @@ from typing import Any
 import tqdm
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.score.benchmark import SHIPPED, read_benchmark
 from tvb_mergekit.settings import nearest
 
 SEEDS = (0, 1234, 1234, 1234)  # lm-eval's: random, numpy, torch, few-shot
 BOOTSTRAP = 1000  # for metrics whose standard error has no formula
-DOCS = ("has_test_docs", "test_docs", "has_validation_docs", "validation_docs")
+USUAL = ("score,none", "score,keyword")  # metrics of tasks that have others too
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -172,7 +171,7 @@ def load_entries(
         UserError: an unknown name or metric, data that cannot be loaded.
     """
     entries: dict[str, Entry] = {}
-    for name in _known(names, manager):
+    for name in (match for asked in names for match in _matches(asked, manager)):
         try:
             with _without_bars():
                 found = manager.load([name])
@@ -194,22 +193,15 @@ def load_entries(
     return list(entries.values())
 
 
-def _known(names: Sequence[str], manager: Any) -> list[str]:
-    found: list[str] = []
-    for name in names:
-        if any(sign in name for sign in "*?["):
-            matches = manager.match_tasks([name])
-            if not matches:
-                raise UserError(f"--tasks {name}: lm-eval knows no task like it")
-            found += matches
-        elif name in manager.all_tasks:
-            found.append(name)
-        else:
-            raise UserError(
-                f"lm-eval knows no task {name}{_near(name, manager.all_tasks)} Your own are found "
-                "with --include-path"
-            )
-    return list(dict.fromkeys(found))
+def _matches(name: str, manager: Any) -> list[str]:
+    """The tasks and groups that a name or a pattern stands for."""
+    matches: list[str] = manager.match_tasks([name])
+    if not matches:
+        raise UserError(
+            f"lm-eval knows no task {name}{_near(name, manager.all_tasks)} Your own are found with "
+            "--include-path"
+        )
+    return matches
 
 
 def _near(name: str, known: Collection[str]) -> str:
@@ -249,6 +241,7 @@ def _prepare(tasks: Mapping[str, Any], options: LmEval) -> None:
 def _entry(name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice) -> Entry:
     parts = []
     digest = hashlib.sha256(name.encode())
+    better: dict[str, bool | None] = {}
     for leaf, task in loaded["tasks"].items():
         split, validation = _to_validation(task)
         docs = task.eval_docs
@@ -261,43 +254,32 @@ def _entry(name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice) 
         facts = [task.dump_config(), [docs[i] for i in chosen]]
         text = json.dumps(facts, sort_keys=True, default=str)
         digest.update(ADDRESS.sub("", text).encode())
-    metrics = _pick(name, asked, _emitted(loaded))
-    better: dict[str, bool | None] = {}
-    for task in loaded["tasks"].values():
         better |= task.higher_is_better() or {}
-    directions = {better.get(metric.partition(",")[0]) is False for metric in metrics}
-    if len(directions) > 1:
+    metrics = _pick(name, asked, _emitted(loaded))
+    lower = {better.get(metric.partition(",")[0]) is False for metric in metrics}
+    if len(lower) > 1:
         raise UserError(
             f"task {name}: of {' and '.join(metrics)} one is better when it is lower: they have no "
             "mean"
         )
-    return Entry(name, metrics, directions.pop(), parts, digest.hexdigest(), loaded)
+    return Entry(name, metrics, lower.pop(), parts, digest.hexdigest(), loaded)
 
 
 def _to_validation(task: Any) -> tuple[str, bool]:
     """The split that lm-eval will score, and whether it is the validation split beside a test
     split, which it is made to score here."""
-    from lm_eval.api.task import ConfigurableTask
-
     if not (task.has_test_docs() and task.has_validation_docs()):
         return ("test" if task.has_test_docs() else "validation"), False
-    config_decides = isinstance(task, ConfigurableTask) and all(
-        getattr(type(task), name) is getattr(ConfigurableTask, name) for name in DOCS
-    )
-    if not config_decides:  # a class of its own finds them
-        task.has_test_docs = lambda: False
-        if isinstance(task, ConfigurableTask) and not task.has_training_docs():
-            task.config.test_split = task.fewshot_cfg.split  # as below
-        return "validation", True
-    config = task.config
-    split = str(config.validation_split)
-    if split == config.test_split:
-        return split, False
-    config.test_split = split
-    # lm-eval takes examples from here unless told otherwise: then an item must not be its own
-    if task.fewshot_cfg.split is None and not task.has_training_docs():
-        task.fewshot_cfg.split = split
-    return split, True
+    config, examples = task.config, task.fewshot_cfg.split
+    split = config.validation_split  # None where a class of the task's own finds it
+    if split is not None and split == config.test_split:
+        return str(split), False
+    task.has_test_docs = lambda: False
+    # lm-eval leaves an item out of its own examples where both are of `test_split`; without a
+    # training split and a word on it, examples are of the validation split
+    own = examples is None and not task.has_training_docs()
+    config.test_split = examples if own else split
+    return str(split or "validation"), True
 
 
 def _emitted(loaded: Any) -> list[str]:
@@ -322,13 +304,9 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
             )
     if asked:
         return list(dict.fromkeys(asked))
-    shipped = (task for benchmark in map(read_benchmark, SHIPPED) for task in benchmark.tasks)
-    usual = [task.metric for task in shipped if task.name == name]
-    for metric in (*usual[-1:], "score,none"):
-        if metric in emitted:
-            return [metric]
-    if len(emitted) == 1:
-        return emitted
+    usual = [metric for metric in USUAL if metric in emitted][:1]
+    if usual or len(emitted) == 1:
+        return usual or emitted
     raise UserError(
         f"task {name} has several metrics: say which with --metric {name}:METRIC, one of "
         f"{', '.join(emitted)}"
@@ -408,15 +386,14 @@ def score(lm: Any, entry: Entry, chat_template: bool) -> Scored:
 
 def without_split(entries: Sequence[Entry]) -> list[str]:
     """A line about tasks that have no validation split."""
-    parts = [(p, p.left_to_test) for e in entries for p in e.parts if p.left_to_test is not None]
+    parts = [(p, p.left_to_test) for e in entries for p in e.parts if p.left_to_test]
     if not parts:
         return []
     pools = [f"{p.task} ({p.items - len(rest)} of {p.items})" for p, rest in parts]
-    how, more = "all of what is scored chooses", ""
-    if any(rest for _, rest in parts):
-        how = "a seeded part of what is scored chooses"
-        more = "; test_samples.json has the rest, for `lm_eval --samples`"
-    return [f"no validation split in {listed(pools)}: {how}{more}"]
+    return [
+        f"no validation split in {listed(pools)}: a seeded part of what is scored chooses; "
+        "test_samples.json has the rest, for `lm_eval --samples`"
+    ]
 
 
 @contextmanager

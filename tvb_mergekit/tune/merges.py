@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -247,15 +248,11 @@ class TunedRecipe:
     def tuned(self, point: float) -> str:
         """The recipe of a point as text: the user's own with the number changed, if that is all."""
         wanted = self.at(point)
-        lines = self.text.splitlines(keepends=True)
-        for place, line in enumerate(lines):
-            head, colon, _ = line.partition(":")
-            if colon and head.strip() == self.key:
-                changed = f"{head}: {point!r}  # found by tvb tune\n"
-                text = "".join([*lines[:place], changed, *lines[place + 1 :]])
-                with suppress(yaml.YAMLError):  # it was more than one line
-                    if yaml.safe_load(text) == wanted:
-                        return text
+        line = re.compile(rf"^(\s*{self.key}\s*:).*", re.MULTILINE)
+        text, found = line.subn(rf"\1 {point!r}  # found by tvb tune", self.text)
+        with suppress(yaml.YAMLError):  # it was more than one line
+            if found == 1 and yaml.safe_load(text) == wanted:
+                return text
         return str(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
 
 

@@ -67,12 +67,11 @@ class Line:
                 yield name, place, value
 
 
-def live_tensors(model: torch.nn.Module, folder: Path) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """The tensors of a loaded model, flattened, under the names and with the dtypes of its files.
-
-    Raises:
-        UserError: a parameter has another name in memory than in the files.
-    """
+def live_tensors(
+    model: torch.nn.Module, folder: Path
+) -> tuple[dict[str, tuple[Tensor, torch.dtype]], list[str]]:
+    """The tensors of a loaded model, flattened, under the names and with the dtypes of its files,
+    and the parameters that have no such name."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if t.is_contiguous()}
     live = {
         name: (state[name].detach().view(-1), info.dtype)
@@ -80,10 +79,7 @@ def live_tensors(model: torch.nn.Module, folder: Path) -> dict[str, tuple[Tensor
         if name in state and tuple(state[name].shape) == info.shape
     }
     reached = {tensor.data_ptr() for tensor, _ in live.values()}
-    lost = [name for name, p in model.named_parameters() if p.data_ptr() not in reached]
-    if lost:
-        raise UserError(f"in memory the model names {listed(lost)} otherwise than its files")
-    return live
+    return live, [n for n, p in model.named_parameters() if p.data_ptr() not in reached]
 
 
 class Model:
@@ -97,18 +93,13 @@ class Model:
     Args:
         work: a folder for the merged model and the line; emptied here.
         load: a folder -> the lm-eval model in it, whose `model` is the module.
-        begin: a coefficient to merge first in the place of 0, through which every line leads, and
-            where what the models say differently is the same.
+        begin: the coefficient to merge first; not 0, through which every line leads.
     """
 
     def __init__(
-        self,
-        recipe: TunedRecipe,
-        work: Path,
-        load: Callable[[Path], Any],
-        quiet: bool,
-        begin: float = 1.0,
-    ) -> None:
+        self, recipe: TunedRecipe, work: Path, load: Callable[[Path], Any], quiet: bool,
+        begin: float,
+    ) -> None:  # fmt: skip
         self.recipe, self.work, self.load, self.quiet = recipe, work, load, quiet
         self.begin = begin
         self.line: Line | None = None
@@ -122,42 +113,32 @@ class Model:
             UserError, MergeRefused: what stops a merge; an overflow of the output dtype.
         """
         if self._lm is None:
-            self._begin(point)
+            shutil.rmtree(self.work, ignore_errors=True)
+            if why := self._not_a_line():
+                LOG.warning("%s; each point is merged to disk and loaded", why)
         if self.line is not None:
             self.line.move(self.recipe.coefficients(point, list(self.line.live)))
         elif point != self._merged:
             self._reload(point)
         return self._lm
 
-    def _begin(self, point: float) -> None:
-        shutil.rmtree(self.work, ignore_errors=True)
-        recipe, anew = self.recipe, "each point is merged to disk and loaded"
+    def _not_a_line(self) -> str | None:
+        """Why there is no line; None if there is one now."""
+        recipe = self.recipe
         if not recipe.linear:
-            LOG.warning(
-                "%s draws at random and is not linear in %s: %s, with mergekit's seed %d",
-                recipe.method,
-                recipe.key,
-                anew,
-                recipe.seed,
-            )
-            return
-        first = point or self.begin
-        self._reload(first)
-        try:
-            live = live_tensors(self._lm.model, self.work / "model")
-        except UserError as error:
-            LOG.warning("%s: %s", error, anew)
-            return
+            return f"{recipe.method} draws at random and is not linear in {recipe.key}"
+        self._reload(self.begin)
+        live, lost = live_tensors(self._lm.model, self.work / "model")
+        if lost:
+            return f"in memory the model names {listed(lost)} otherwise than its files"
         start, direction = self.work / "start", self.work / "direction"
         unit = recipe.draw(start, direction, bars(self.quiet))
         line = Line(start, direction, unit, live)
-        differing = line.differing(recipe.coefficients(first, list(line.live)))
+        differing = line.differing(recipe.coefficients(self.begin, list(line.live)))
         if differing:
-            LOG.warning(
-                "%s: not linear in %s to the last bit; %s", listed(differing), recipe.key, anew
-            )
-            return
+            return f"{listed(differing)}: not linear in {recipe.key} to the last bit"
         self.line = line
+        return None
 
     def _reload(self, point: float) -> None:
         folder = self.work / "model"

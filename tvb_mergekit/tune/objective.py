@@ -55,43 +55,35 @@ class Objective:
 
 
 def objective(
-    entries: Sequence[Entry], reference: Results | None = None, what: str = ""
+    entries: Sequence[Entry], reference: Results | None = None, what: str = "", rising: str = ""
 ) -> Objective:
     """The objective over entries, as shares of the reference's scores if there is one.
 
     Args:
         what: where the reference is, for messages.
+        rising: what needs scores of which more is better, if something does; for messages.
 
     Raises:
         UserError: directions that differ; a reference that lacks a score, or whose score is 0.
     """
     low = next((entry for entry in entries if entry.lower), None)
-    if low is not None and not all(entry.lower for entry in entries):
+    rising = rising or ("" if reference is None else "--reference")
+    if low is not None and (rising or not all(entry.lower for entry in entries)):
         raise UserError(
-            f"{low.metrics[0]} of {low.name} is better when it is lower, other metrics are not: "
-            "they have no mean; tune by one kind"
-        )
-    if reference is None:
-        return Objective(tuple(entries), {})
-    if low is not None:
-        raise UserError(
-            f"--reference: {low.metrics[0]} of {low.name} is better when it is lower, and has no "
-            "share of a specialist's"
+            f"{low.metrics[0]} of {low.name} is better when it is lower: "
+            f"{rising or 'a mean with other metrics'} needs scores that rise"
         )
     shares: dict[tuple[str, str], float] = {}
+    if reference is None:
+        return Objective(tuple(entries), shares)
     for entry in entries:
         known = reference.tasks.get(entry.name)
         for metric in entry.metrics:
             value = None if known is None else known.metrics.get(metric)
-            if value is None:
+            if value is None or value <= 0:
                 has = ", ".join(known.metrics if known else reference.tasks)
                 raise UserError(
-                    f"--reference {what}: no {metric} of {entry.name} in it (it has {has})"
-                )
-            if value <= 0:
-                raise UserError(
-                    f"--reference {what}: {metric} of {entry.name} is {value:g}: a share of it "
-                    "says nothing; leave the task out"
+                    f"--reference {what}: no {metric} of {entry.name} above 0 in it (it has {has})"
                 )
             shares[entry.name, metric] = value
     return Objective(tuple(entries), shares)

@@ -15,7 +15,15 @@ from rich.console import Console
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import listed
 from tvb_mergekit.figures import BLUE, DARK, ORANGE, PALE, can_draw, rendered
-from tvb_mergekit.tables import Sheet, print_sheet, printable, say, shortened
+from tvb_mergekit.tables import (
+    Sheet,
+    escaped,
+    markdown_table,
+    print_sheet,
+    printable,
+    say,
+    shortened,
+)
 from tvb_mergekit.tune.harness import Entry
 from tvb_mergekit.tune.objective import Estimate, Objective
 from tvb_mergekit.tune.running import Row, Tuned
@@ -73,7 +81,7 @@ def summary(tuned: Tuned) -> dict[str, Any]:
                 "metrics": list(entry.metrics),
                 "role": role,
                 "reference": {
-                    m: v for (name, m), v in goal.reference.items() if name == entry.name
+                    m: goal.reference[entry.name, m] for m in entry.metrics if goal.reference
                 },
                 "parts": [asdict(part) for part in entry.parts],
             }
@@ -137,13 +145,9 @@ def print_table(tuned: Tuned, console: Console) -> None:
 def markdown(tuned: Tuned) -> str:
     """`tune.md`."""
     table = sheet(tuned)
-    lines = [table.head, ("---",) * len(table.head), *table.rows]
-    rows = "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
-    return f"# {table.title}\n\n{rows}\n\n" + "\n".join(f"* {line}" for line in how(tuned)) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return printable(text).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
+    lines = [tuple(map(escaped, line)) for line in (table.head, *table.rows)]
+    notes = "\n".join(f"* {line}" for line in how(tuned))
+    return f"# {table.title}\n\n{markdown_table(lines)}\n\n{notes}\n"
 
 
 def how(tuned: Tuned) -> list[str]:
