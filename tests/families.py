@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +44,7 @@ class Models:
 
     base: Path
     listed: Sequence[Path | str]
-    states: Sequence[State]
+    states: list[State]
     tasks: Sequence[str] = THREE
     copied: frozenset[str] = frozenset()
     same: Mapping[str, str] = field(default_factory=dict)
@@ -127,6 +128,15 @@ def mixed_formats(folder: Path) -> Models:
     turned = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in made.states[0].items()}
     torch.save(turned, made.base / "pytorch_model.bin")
     as_bin(Path(made.listed[1]), 3)
+    return made
+
+
+def twins(folder: Path) -> Models:
+    """Two models are the same: the Gram matrix has a deficient rank."""
+    made = hub(llama, folder)
+    for file in Path(made.listed[0]).glob("model*"):
+        shutil.copy(file, made.listed[1])
+    made.states[2] = made.states[1]
     return made
 
 
@@ -278,6 +288,8 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "mixed dtypes": partial(
         hub, llama, tasks=TASKS, dtypes=MIXED, scale=0.002, max_shard_size="40KB"
     ),
+    "three layers": partial(hub, partial(llama, num_hidden_layers=3), tasks=TASKS),
+    "twins": twins,
     "one model": partial(hub, llama, tasks=THREE[:1]),
     "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
     "mixed formats": mixed_formats,

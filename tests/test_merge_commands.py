@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from commands import MODULES, Result, assert_same, merge, recipe, refused, run, write
+from commands import Result, assert_same, merge, recipe, refused, run, write
 from families import FAMILIES, THREE
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import family, load
 
 Folders = tuple[Path, list[Path]]
 BALANCED = {"basis": "balanced", "num_bases": 2}
-# Options of mergekit's for its own task graph.
-WITHOUT_EFFECT = (
-    "--async-write",
-    "--clone-tensors",
-    "--lazy-unpickle",
-    "--low-cpu-memory",
-    "--read-to-gpu",
-    "--write-threads",
-)
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +55,49 @@ def test_mergekit_pytorch_in_two_processes(tmp_path: Path) -> None:
     assert_same(*results)
 
 
-@pytest.mark.parametrize("command", ["mergekit-yaml", "mergekit-pytorch"])
-def test_every_option_without_effect_is_named(
-    command: str, models: Folders, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    main = importlib.import_module(MODULES[command]).main
-    base, (*listed,) = models
-    if command == "mergekit-pytorch":
-        base, *listed = [path / "model.safetensors" for path in (base, listed[0])]
-    file = write(recipe("basis_ta", base, listed, basis="none"), tmp_path / "out")
-    done = CliRunner().invoke(main, [str(file), str(tmp_path / "out"), *WITHOUT_EFFECT, "3"])
-    assert done.exit_code == 0, done.output
-    (told,) = [text for text in caplog.messages if "without effect" in text]
-    named = ", ".join(WITHOUT_EFFECT)
-    assert told == f"{named}: without effect on basis_ta, which streams its tensors"
+def test_tensors_that_not_all_files_have(tmp_path: Path) -> None:
+    """An intersection lacks them, a union keeps the base's, and needs the base to have them."""
+    base = {"w": torch.randn(40, 8), "b": torch.ones(3), "steps": torch.tensor([5])}
+    paths = [tmp_path / f"{name}.safetensors" for name in ("base", "math", "code")]
+    for number, path in enumerate(paths):
+        state = {"w": base["w"] + number, "steps": base["steps"]}
+        save_file(base if not number else state, path)
+    document = recipe("basis_ta", paths[0], paths[1:], dtype="bfloat16", basis="none")
+
+    def merged(*options: str, **keys: Any) -> Result:
+        out = tmp_path / "out" / str(len(options))
+        return merge(document, out, *options, command="mergekit-pytorch", **keys)
+
+    assert "tensor `b` is not in" in merged(fails=True).output
+    assert set(merged("--tensor-intersection").tensors) == {"w", "steps"}
+    union = Result(tmp_path / "union")
+    merge(document, union.folder, "--tensor-union", command="mergekit-pytorch")
+    assert torch.equal(union.tensors["w"], (base["w"] + 0.4 * 3).bfloat16())
+    assert torch.equal(union.tensors["b"], base["b"].bfloat16())
+    assert torch.equal(union.tensors["steps"], base["steps"])
+    assert union.facts["left_out"]["b"].startswith("missing in")
+    save_file({**load_file(paths[1]), "z": torch.ones(3)}, paths[1])
+    told = merge(
+        document, tmp_path / "no", "--tensor-union", command="mergekit-pytorch", fails=True
+    )
+    assert "Error: tensor `z` is not in the base" in told.output
+
+
+def test_buffers_that_are_no_floats(tmp_path: Path) -> None:
+    """Complex and unsigned ones go into safetensors; what safetensors lack is said before."""
+    made = FAMILIES["pt"](tmp_path)
+    others = {"c": torch.randn(3, dtype=torch.complex64), "u": torch.arange(4).to(torch.uint16)}
+    wide = {"wide": torch.randn(3, dtype=torch.complex128)}
+    document = recipe("basis_ta", made.base, made.listed, made.own, **BALANCED)
+    for more in (others, others | wide):
+        for path, state in zip((made.base, *made.listed), made.states, strict=True):
+            torch.save({**state, **more}, path)
+        if more is others:
+            found = merge(document, tmp_path / "out", command="mergekit-pytorch").tensors
+            assert all(torch.equal(found[name], tensor) for name, tensor in others.items())
+    told = merge(document, tmp_path / "no", command="mergekit-pytorch", fails=True).output
+    assert "tensor `wide`: safetensors hold no torch.complex128" in told
+    merge(document, tmp_path / "bin", "--no-safe-serialization", command="mergekit-pytorch")
 
 
 # Refusals
@@ -122,5 +140,8 @@ def test_new_tokens_of_a_union(tmp_path: Path) -> None:
     )
     told = merge(document, tmp_path / "out", fails=True).output
     assert told.count("Error: ") == 1 and "2 tokens that the base lacks" in told
+    tokens = {"source": "base", "tokens": {"new": {"source": {"kind": "zero"}}}}
+    added = recipe("basis_ta", made.base, made.listed, extra={"tokenizer": tokens}, basis="none")
+    assert "lacks (such as 'new')" in merge(added, tmp_path / "out", fails=True).output
     document["parameters"]["exclude"] = "embed_tokens|lm_head"
     assert merge(document, tmp_path / "left").tensors["lm_head.weight"].shape == (98, 32)

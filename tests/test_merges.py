@@ -37,7 +37,8 @@ ONCE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A merge of one of FAMILIES; `own`: parameters of its models, `extra`: keys at the top."""
+    """A merge of one of FAMILIES; `own`: parameters of its models, `extra`: keys at the top.
+    `varying` is a key with a value for each tensor, as the recipe says it and as it comes out."""
 
     models: str
     method: str
@@ -47,14 +48,17 @@ class Case:
     extra: Mapping[str, Any] = field(default_factory=dict)
     form: str = "models"  # or slices, modules
     args: tuple[str, ...] = ()
+    varying: tuple[str, list[Any], Callable[[str], float]] | None = None
 
     def document(self, models: Models) -> dict[str, Any]:
         own = {n: {**models.own.get(n, {}), **self.own.get(n, {})}
                for n in {*models.own, *self.own}}  # fmt: skip
-        made = recipe(self.method, models.base, models.listed, own, extra=self.extra, **self.keys)
+        keys = dict(self.keys)
+        if self.varying is not None:
+            keys[self.varying[0]] = self.varying[1]
+        made = recipe(self.method, models.base, models.listed, own, extra=self.extra, **keys)
         if self.form == "modules":
-            inner = {"models": made.pop("models"), "parameters": made.pop("parameters")}
-            made["modules"] = {"default": inner}
+            made["modules"] = {"default": {"models": made.pop("models")}}
         elif self.form == "slices":
             made |= slices(models.base, models.listed, [(0, 1), (1, 2)], own)
             del made["models"]
@@ -62,6 +66,29 @@ class Case:
 
 
 WEIGHTS = {0: {"weight": -1.5, "task": "sums"}, 2: {"weight": 0.5}}
+FILTERS = [
+    {"filter": "self_attn", "value": 0.1},
+    {"filter": "mlp", "value": 0.9},
+    {"value": 0.5},
+]
+GRADIENT = [0.1, 0.3, 0.8]
+
+
+def by_filter(name: str) -> float:
+    return 0.1 if "self_attn" in name else 0.9 if "mlp" in name else 0.5
+
+
+def by_layer(name: str) -> float:
+    """mergekit puts layer i of n at i / (n - 1) along the list, and all other tensors at 0."""
+    found = re.search(r"layers\.(\d)\.", name)
+    return GRADIENT[int(found[1])] if found else GRADIENT[0]
+
+
+def varied(method: str, keys: Mapping[str, Any], key: str, filters: bool) -> Case:
+    said = (key, FILTERS, by_filter) if filters else (key, GRADIENT, by_layer)
+    return Case("three layers", method, keys, varying=said)
+
+
 TOKENIZER = {"tokenizer": {"source": "base"}}
 TOKENIZER_SOURCE = {"tokenizer_source": "base"}
 CASES = {
@@ -97,6 +124,28 @@ CASES = {
     "many models": Case(
         "many models", "basis_ta", {**BALANCED, "lambda_scale": "tasks", "lambda": 0.1}
     ),
+    "same models, balanced": Case("twins", "basis_ta", {**BALANCED, "lambda_scale": "tasks"}),
+    "same models, exact": Case("twins", "basis_ta", {"solver": "exact", "num_bases": 2}),
+    "same models, pca": Case("twins", "basis_negate", {**PCA, **FORGET}),
+    # keys
+    "energy": Case("llama", "basis_ta", {"basis": "rand_select", "energy": 0.8}),
+    "as many bases": Case(
+        "llama", "basis_negate", {"basis": "pca", "num_bases": 5, "forget": "code", "alpha": 0}
+    ),
+    "lambda by tasks": Case("llama", "basis_ta", {**PCA, "lambda": -0.7, "lambda_scale": "tasks"}),
+    "lambda by tasks, ties": Case(
+        "llama", "basis_ties", {**PCA, "lambda": 1.1, "lambda_scale": "tasks"}
+    ),
+    "lambda by tasks, negate": Case(
+        "llama", "basis_negate", {**PCA, **FORGET, "lambda": 0.6, "lambda_scale": "tasks"}
+    ),
+    "lambda by filter": varied("basis_ta", PCA, "lambda", True),
+    "lambda by filter, negate": varied("basis_negate", {**PCA, **FORGET}, "lambda", True),
+    "lambda by layer, ties": varied("basis_ties", {**PCA, "merge_func": "mean"}, "lambda", False),
+    "density by filter, model": varied("basis_ties", PCA, "density", True),
+    "density by layer, tensor": varied("basis_ties", {**PCA, "trim": "tensor"}, "density", False),
+    "alpha by filter": varied("basis_negate", RAND_PROJ, "alpha", True),
+    "alpha by layer": varied("basis_negate", {**PCA, **FORGET}, "alpha", False),
     # how checkpoints are stored
     "mixed formats": Case("mixed formats", "basis_ties", PCA),
     "tied": Case("tied", "basis_ta", PCA),
@@ -233,7 +282,9 @@ def test_equals_the_dense_reference(
     tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
     tensors, stored, result = DRIVERS[case.driver](case, models, tmp_path / "out")
     dense = dense_of(case, models)
-    want = expect(dense, case.method, {**models.keys, **case.keys}, stored, tasks)
+    key, _, of_tensor = case.varying or ("", [], float)
+    keys = {**models.keys, **case.keys}
+    want = expect(dense, case.method, keys, stored, tasks, {key: of_tensor} if key else None)
     if want.boundary is not None:
         share = sum(int(b.sum()) for b in want.boundary.values()) / len(dense.theta)
         # task vectors between bfloat16 checkpoints have many equal magnitudes
@@ -245,6 +296,7 @@ def test_equals_the_dense_reference(
         assert facts["num_parameters"] == len(dense.theta) and facts["tasks"] == tasks
         assert left == set(facts["left_out"]) - set(models.same)
         assert all(tensor.dtype == torch.float32 for n, tensor in tensors.items() if n not in left)
+        assert not key or facts["parameters"][key] == sorted({of_tensor(n) for n in dense.names})
         if models.loader:
             tensors = loaded(models.loader, result)
     assert_close(tensors, want.tensors, dense.base, want.boundary)
@@ -265,6 +317,22 @@ def loaded(loader: str, result: Result) -> Tensors:
     if {HEAD, EMBEDDING} <= set(state) and not torch.equal(state[HEAD], state[EMBEDDING]):
         assert not model.config.tie_word_embeddings  # other loaders go by the configuration
     return state
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, None])
+def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(
+    count: int | None, made: Callable[[str], Models], tmp_path: Path
+) -> None:
+    """And so is addition without compression."""
+    models = made("llama")
+    weights = {index: {"weight": 1.0} for index in range(5)}
+    keys = {"normalize": False, "lambda": 0.3}
+    document = recipe("task_arithmetic", models.base, models.listed, weights, **keys)
+    stock = merge(document, tmp_path / "stock").tensors
+    keys = {"basis": "balanced", "num_bases": count} if count else {"basis": "none"}
+    keys |= {"lambda_scale": "tasks", "lambda": 0.3}
+    ours = merge(recipe("basis_ta", models.base, models.listed, **keys), tmp_path / "out").tensors
+    assert_close(ours, {n: t.double() for n, t in stock.items()}, models.states[0])
 
 
 @pytest.mark.parametrize(
@@ -445,6 +513,9 @@ WAYS = {
     "no card": Way(
         ("--no-write-model-card", "--random-seed", "5"),
         gone=frozenset({"README.md", "mergekit_config.yml"}),
+    ),
+    "mergekit's own options": Way(
+        ("--lazy-unpickle", "--clone-tensors", "--async-write", "--read-to-gpu", "--low-cpu-memory")
     ),
     "no tokenizer": Way(
         ("--no-copy-tokenizer", "-v"),
