@@ -36,7 +36,7 @@ CASES: dict[str, Case] = {
     **{name: test_faults_output.CASES[name] for name in OF_THE_RECIPE},
 }
 ONE = "recipe.yml: expected one recipe"
-OTHER_WORDS = {f"recipe: {name}": ONE for name in ("text", "empty", "not a dictionary")}
+OTHER_WORDS = {f"recipe: {name}": ONE for name in ("text", "empty", "list")}
 OTHER_WORDS["recipe: near method"] = "expected one of basis_ta"
 
 

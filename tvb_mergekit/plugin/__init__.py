@@ -27,7 +27,7 @@ def on_import(module: ModuleType) -> None:
     elif name in ("mergekit.scripts.run_yaml", "mergekit.scripts.multimerge"):
         from tvb_mergekit.plugin.run import wrap_command
 
-        wrap_command(module.main, multiple=name.endswith("multimerge"))
+        wrap_command(module.main)
 
 
 # Before any part of this package that imports mergekit: it would start the import of mergekit's

@@ -127,7 +127,11 @@ def uses_our_methods(path: str) -> bool:
     Raises:
         UserError: the text is no YAML, or asks for a method that mergekit does not know either.
     """
-    methods = [_method(document) for document in load_documents(path, strict=False)]
+    methods = [
+        document.get("merge_method")
+        for document in load_documents(path, strict=False)
+        if isinstance(document, dict)
+    ]
     for method in methods:
         if isinstance(method, str) and method not in registered():
             raise unknown_method(path, method, registered())
@@ -147,13 +151,6 @@ def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError
     return UserError(f"{path}: `merge_method` is {method!r:.80}: expected one of {listed}{hint}")
 
 
-def _method(document: Any) -> object:
-    """What a document says under `merge_method`, also in a list by mistake."""
-    if isinstance(document, list) and document:
-        document = document[0]
-    return document.get("merge_method") if isinstance(document, dict) else None
-
-
 def load_documents(path: str, *, strict: bool = True) -> list[Any]:
     """The YAML documents of a recipe.
 
@@ -168,14 +165,11 @@ def load_documents(path: str, *, strict: bool = True) -> list[Any]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {line}: no UTF-8 text ({error.reason})") from error
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        found = f"{error.reason} ({error.character:#06x})"
-        raise UserError(f"{path}, line {line}: no YAML, {found}") from error
-    except yaml.MarkedYAMLError as error:
-        place = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        tab = "; YAML is indented by spaces, not tabs" if "\\t" in str(error.problem) else ""
-        raise UserError(f"{path}{place}: {error.problem}{tab}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise UserError(f"{path}{place}: no YAML recipe: {reason}") from error
     return [located(document, path) for document in documents] if strict else documents
 
 

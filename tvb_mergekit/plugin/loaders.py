@@ -19,7 +19,6 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex,
 from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
-from tvb_mergekit.plugin.preflight import mark_fused
 from tvb_mergekit.store.facts import FACTS, read_facts
 from tvb_mergekit.store.store import is_store, open_vector
 from tvb_mergekit.tensors.adapter import CONFIG
@@ -77,8 +76,6 @@ def install_loader(model: ModelReference) -> MappedLoader:
         lora_merge_dtype=stock.lora_merge_dtype,
     )
     path = merged.local_path(cache_dir=stock.hf_cache_dir)
-    if model.lora is not None:
-        mark_fused(path, model)
     loader = MappedLoader(_open(path))
     LoaderCache.loaders[model] = loader
     return loader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -19,6 +17,15 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.tensors.checkpoint import Checkpoint, check_weight_file, weight_files
 from tvb_mergekit.tensors.output import check_disk
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tokenizer_config.json",
+)
 
 
 def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
@@ -42,54 +49,36 @@ def check_model(
     path = model.model.path
     if model.lora is not None:
         _check_adapter(model, options.lora_merge_cache)
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            found = ", ".join(weight_files(path)) or "no weight file"
-            adapter = os.path.isfile(os.path.join(path, "adapter_config.json"))
-            hint = "; an adapter is listed as BASE+ADAPTER" if adapter else ""
-            raise UserError(
-                f"model {path}: no config.json in this folder (found {found}); expected a "
-                f"Hugging Face model folder{hint}"
-            )
-        if not options.allow_crimes:
-            _check_architecture(path, base.model.path)
-        if scheme := _config(path).get("quantization_config"):
-            kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-            raise UserError(
-                f"model {path} is stored quantized ({kind}): its tensors are codes, not "
-                "weights; take an unquantized checkpoint (an adapter goes as BASE+ADAPTER)"
-            )
-        try:
-            model.config(trust_remote_code=options.trust_remote_code)
-        except (ValueError, KeyError, OSError) as error:
-            reason = str(error).split(". ")[0].splitlines()[0]
-            raise UserError(
-                f"model {path}: transformers cannot read its config.json: {reason}"
-            ) from error
-        if weights:
-            Checkpoint.open(path)
-    elif os.path.isfile(path):
+    if os.path.isfile(path):
         raise UserError(
             f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
         )
+    if os.path.isdir(path):
+        _check_config(path, base.model.path, options.allow_crimes)
     elif not may_be_on_the_hub(path):
-        hint = "; `~` and `$` are not expanded in recipes" if path[0] in "~$" else ""
-        if path.startswith("../"):
-            hint = "; the recipes of a store are run where they lie, as STORE/recipes/NAME.yml"
-        raise UserError(f"model {path}: no such folder (from {os.getcwd()}){hint}")
-    elif _offline():
-        _check_hub_cache(path)
-    else:
-        _check_hub(model, options.trust_remote_code)
+        raise UserError(
+            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor "
+            "`$`, and those of a store are run where they lie, as STORE/recipes/NAME.yml"
+        )
+    try:
+        model.config(trust_remote_code=options.trust_remote_code)  # which planning needs anyway
+    except (ValueError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+        if os.path.isdir(path):
+            problem = "transformers cannot read its config.json"
+        else:
+            problem = (
+                f"no such folder (from {os.getcwd()}), nor to be had from the Hugging Face Hub"
+            )
+            if os.environ.get("HF_HUB_OFFLINE"):
+                problem += " (HF_HUB_OFFLINE is set)"
+        raise UserError(f"model {path}: {problem}: {reason}") from error
+    if weights and os.path.isdir(path):
+        Checkpoint.open(path)
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:
-    """A tokenizer may come from a model that is not merged: its folder must exist.
-
-    Raises:
-        UserError: it does not, or a folder that should give a tokenizer has none.
-    """
-    key = "tokenizer.source" if config.tokenizer else "tokenizer_source"
+    """Raise UserError where a model that is to give its tokenizer is missing or has none."""
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source is None:
         return
@@ -97,20 +86,18 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
         models = config.referenced_models()
     else:
         models = [config.base_model if source == "base" else source]
-    for model in models:
-        path = model.model.path
-        if not os.path.isdir(path) and not may_be_on_the_hub(path):
-            raise UserError(f"`{key}` is {source}: no such folder {path} (from {os.getcwd()})")
-        if os.path.isdir(path) and not _tokenizer_files(path):
+    for path in [model.model.path for model in models]:
+        if os.path.isdir(path):
+            if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
+                raise UserError(
+                    f"`tokenizer_source` is {source}: model {path} has no tokenizer files "
+                    "(tokenizer.json, tokenizer.model or vocab.json); copy them there, or leave "
+                    "the key out"
+                )
+        elif not may_be_on_the_hub(path):
             raise UserError(
-                f"`{key}` is {source}: model {path} has no tokenizer files (tokenizer.json, "
-                "tokenizer.model or vocab.json); copy them there, or leave the key out"
+                f"`tokenizer_source` is {source}: no such folder {path} (from {os.getcwd()})"
             )
-
-
-def _tokenizer_files(path: str) -> list[str]:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    return [name for name in (*names, "tokenizer_config.json") if os.path.isfile(f"{path}/{name}")]
 
 
 def may_be_on_the_hub(path: str) -> bool:
@@ -118,42 +105,31 @@ def may_be_on_the_hub(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 
-def _check_hub_cache(path: str) -> None:
-    """Offline, a name that is no folder must be in the Hub's cache on this disk."""
-    if huggingface_hub.try_to_load_from_cache(path, "config.json") is None:
+def _check_config(path: str, base: str, any_architecture: bool) -> None:
+    """Raise UserError where a folder is no unquantized model of the base's architecture."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        found = ", ".join(weight_files(path)) or "no weight file"
         raise UserError(
-            f"model {path}: no such folder (from {os.getcwd()}), and not in this machine's "
-            "Hugging Face cache (HF_HUB_OFFLINE is set)"
+            f"model {path}: no config.json in this folder (found {found}); expected a Hugging Face "
+            "model folder; an adapter is listed as BASE+ADAPTER"
+        )
+    config = _read_config(path)
+    architectures, expected = (c.get("architectures") for c in (config, _read_config(base)))
+    if architectures and expected and architectures != expected and not any_architecture:
+        raise UserError(
+            f"model {path} is a {', '.join(architectures)}, the base {base} a "
+            f"{', '.join(expected)}: a task vector needs one architecture "
+            "(--allow-crimes tries all the same)"
+        )
+    if scheme := config.get("quantization_config"):
+        kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+        raise UserError(
+            f"model {path} is stored quantized ({kind}): its tensors are codes, not weights; take "
+            "an unquantized checkpoint (an adapter goes as BASE+ADAPTER)"
         )
 
 
-def _check_hub(model: ModelReference, trust_remote_code: bool) -> None:
-    """A name must be on the Hub: its configuration is fetched, which planning needs anyway."""
-    try:
-        model.config(trust_remote_code=trust_remote_code)
-    except OSError as error:
-        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
-        raise UserError(
-            f"model {model.model}: no such folder (from {os.getcwd()}), and not to be had from the "
-            f"Hugging Face Hub: {reason}"
-        ) from error
-
-
-def _check_architecture(path: str, base: str) -> None:
-    """The model's class must be the base's; mergekit's own complaint names neither."""
-    found, expected = _architectures(path), _architectures(base)
-    if found and expected and found != expected:
-        raise UserError(
-            f"model {path} is a {', '.join(found)}, the base {base} a {', '.join(expected)}: a "
-            "task vector needs one architecture (--allow-crimes tries all the same)"
-        )
-
-
-def _architectures(path: str) -> list[str]:
-    return [str(name) for name in _config(path).get("architectures") or []]
-
-
-def _config(path: str) -> dict[str, Any]:
+def _read_config(path: str) -> dict[str, Any]:
     file = os.path.join(path, "config.json")
     if not os.path.isfile(file):
         return {}
@@ -177,88 +153,46 @@ def check_adapter_place(path: str) -> None:
             f"adapter {path}: no such folder (from {os.getcwd()}); mergekit reads `+` in a model "
             "as MODEL+ADAPTER"
         )
-    elif _offline() and huggingface_hub.try_to_load_from_cache(path, "adapter_config.json") is None:
-        raise UserError(
-            f"adapter {path}: no such folder (from {os.getcwd()}), and not in this machine's "
-            "Hugging Face cache (HF_HUB_OFFLINE is set)"
-        )
 
 
-def _offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
-
-
-def _check_adapter(model: ModelReference, lora_cache: str | None) -> None:
+def _check_adapter(model: ModelReference, cache: str | None) -> None:
+    """Check an adapter, and the copy of the base into which mergekit has fused it: mergekit takes
+    a copy that was cut, or that the adapter has changed since, for whole."""
     assert model.lora is not None
-    if not lora_cache:
+    if not cache:
         raise UserError(
             f"model {model} has an adapter: say where its fused copy may be kept, "
             "--lora-merge-cache DIR (it takes a base model's size per adapter)"
         )
-    path = model.lora.path
-    check_adapter_place(path)
-    for name in ("adapter_model.safetensors", "adapter_model.bin"):
-        if os.path.isfile(os.path.join(path, name)):
+    check_adapter_place(model.lora.path)
+    files = [
+        os.path.join(part.path, name)
+        for part in (model.model, model.lora)
+        for name in weight_files(part.path)
+    ]
+    for file in files:
+        if os.path.basename(file).startswith("adapter_model."):
             try:
-                check_weight_file(os.path.join(path, name))
+                check_weight_file(file)
             except UserError as error:
                 raise UserError(f"model {model}: {error}") from error
-    fused = Path(lora_cache) / f"{model.model._unique_id()}_{model.lora._unique_id()}"
+    fused = Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
     if not fused.exists():
-        try:
-            importlib.import_module("peft")  # before mergekit makes the folder that it fuses into
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"model {model}: peft, which would fuse its adapter, cannot be imported: {reason}"
-            ) from error
         if os.path.isdir(model.model.path):
-            check_disk(lora_cache, Checkpoint.open(model.model.path).nbytes)
+            check_disk(cache, Checkpoint.open(model.model.path).nbytes)
         return
     try:
-        Checkpoint.open(fused)
+        written = min(Path(fused, shard).stat().st_mtime for shard in Checkpoint.open(fused).shards)
     except UserError as error:
-        # mergekit makes the folder first and would take a half-written one for whole.
         raise UserError(
             f"model {model}: its fused copy in {fused} was cut while it was written; "
             f"delete that folder ({error})"
         ) from error
-    mark = fused / FUSED_MARK
-    now = _origin(model)
-    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) != now:
-        raise UserError(
-            f"model {model}: its fused copy in {fused} was made from other files than are there "
-            "now (trained again, or another folder of that name); delete that folder"
-        )
-    newest = max((stamp[2] for stamps in now.values() for stamp in stamps), default=0)
-    if not mark.exists() and newest > max(f.stat().st_mtime_ns for f in fused.iterdir()):
+    if any(os.path.getmtime(file) > written for file in files):
         raise UserError(
             f"model {model}: its fused copy in {fused} is older than the adapter or the base; "
             "delete that folder"
         )
-
-
-FUSED_MARK = "tvb_fused_from.json"
-
-
-def mark_fused(folder: str, model: ModelReference) -> None:
-    """Note beside a copy that mergekit has fused what it was made from: mergekit itself never
-    looks whether the adapter has changed since."""
-    mark = Path(folder) / FUSED_MARK
-    if not mark.exists():
-        mark.write_text(json.dumps(_origin(model)), encoding="utf-8")
-
-
-def _origin(model: ModelReference) -> dict[str, list[list[Any]]]:
-    """Folder -> [weight file, size, mtime] of the base and the adapter, where they are local."""
-    found = {}
-    for part in (model.model, model.lora):
-        if part is not None and os.path.isdir(part.path):
-            files = [Path(part.path) / name for name in weight_files(part.path)]
-            found[os.path.realpath(part.path)] = [
-                [f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files
-            ]
-    return found
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:

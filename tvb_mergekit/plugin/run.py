@@ -32,7 +32,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.graph import Task
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError, check_names
@@ -70,25 +70,10 @@ from tvb_mergekit.tensors.writing import (
 )
 
 LOG = logging.getLogger(__name__)
-# Options of mergekit's for its own task graph, which none of our methods runs.
-WITHOUT_EFFECT = (
-    "async_write",
-    "clone_tensors",
-    "lazy_unpickle",
-    "low_cpu_memory",
-    "read_to_gpu",
-    "write_threads",
-)
 
 
 def merge_recipe(
-    document: Document,
-    text: str,
-    out: str,
-    memory: int,
-    *,
-    out_shard_size: str,
-    **options: Any,
+    document: Document, text: str, out: str, memory: int, *, out_shard_size: str, **options: Any
 ) -> None:
     """Merge into the folder `out`, as `mergekit-yaml` does.
 
@@ -100,29 +85,22 @@ def merge_recipe(
         options: others of mergekit's `MergeOptions`.
 
     Raises:
-        UserError, MergeRefused: another method than ours, or what refuses the merge.
+        UserError, MergeRefused: what refuses the merge.
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
-    settings = MergeOptions(out_shard_size=shard_size(out_shard_size), **options)
     if document.raw:
         raise UserError(
             "the recipe's models are weight files: merge them with mergekit-pytorch, or list "
             "folders as Hugging Face writes them"
         )
-    merge(document.recipe, document.config, out, settings, text, memory)
-
-
-def shard_size(text: str) -> int:
-    """mergekit's sizes: `500M`, `5B`.
-
-    Raises:
-        UserError: it is none.
-    """
     try:
-        size: int = parse_kmb(text)
+        shard = parse_kmb(out_shard_size)
     except (ValueError, IndexError) as error:
-        raise UserError(f"--out-shard-size {text}: expected a size such as 500M or 5B") from error
-    return size
+        raise UserError(
+            f"--out-shard-size {out_shard_size}: expected a size such as 500M or 5B"
+        ) from error
+    settings = MergeOptions(out_shard_size=shard, **options)
+    merge(document.recipe, document.config, out, settings, text, memory)
 
 
 def merge(
@@ -145,7 +123,6 @@ def merge(
     """
     started = time.perf_counter()
     world = ranks.world()
-    _note_options(recipe, options)
     if options.random_seed is not None:
         transformers.trainer_utils.set_seed(options.random_seed)
     with logging_above_bars(), unwinding(), refusing(out=out):
@@ -164,16 +141,6 @@ def merge(
             write_tensors(plan, stage.path)
             _write_companions(plan, config, stage.path, source)
             finish(stage, plan, started, card=options.write_model_card)
-
-
-def _note_options(recipe: Recipe, options: MergeOptions) -> None:
-    fields = MergeOptions.model_fields
-    given = [n for n in WITHOUT_EFFECT if getattr(options, n) != fields[n].default]
-    if given and not options.gpu_rich and not options.quiet:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        LOG.warning(
-            "%s: without effect on %s, which streams its tensors", named, recipe.settings.method
-        )
 
 
 @contextmanager
@@ -330,8 +297,6 @@ def wrap_run_merge(module: ModuleType) -> None:
 class RunMerge(Task[None]):
     """The one task of our merges in mergekit's task graph."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
     run: Callable[[], None]
 
     def arguments(self) -> dict[str, Task]:
@@ -342,12 +307,6 @@ class RunMerge(Task[None]):
 
     def main_thread_only(self) -> bool:
         return True
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def wrap_raw_pytorch(module: ModuleType) -> None:
@@ -376,7 +335,6 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
         with refusing(planning=True):
             recipe = read_recipe(config)
             check_output_folder(out_path, input_folders(recipe))
-            _note_options(recipe, options)
             plan = _plan_files(recipe, config, options, module, tensor_union, tensor_intersection)
             check_disk(out_path, plan.output_bytes)
             _warn_of_stale_parts(out_path)
@@ -450,15 +408,12 @@ def _check_same_tensors(files: dict[ModelReference, Checkpoint]) -> None:
             )
 
 
-def wrap_command(
-    command: click.Command, *, schema: type[BaseModel] = MergeConfiguration, multiple: bool = False
-) -> None:
+def wrap_command(command: click.Command, schema: type[BaseModel] = MergeConfiguration) -> None:
     """Check a recipe's text before a command hands it to mergekit, which drops unknown keys.
 
     Args:
         command: `mergekit-yaml`, `mergekit-multi` or `mergekit-pytorch`.
         schema: what the command reads a document into.
-        multiple: several documents in one file, each of which may have a `name`.
     """
     original = command.callback
     assert original is not None
@@ -476,7 +431,12 @@ def wrap_command(
             if ours:
                 check_names(path, kwargs.get("out_path") or path)
                 ranks.one_only(str(command.name))
-                _check_documents(path, schema, multiple)
+                for document in load_documents(path):  # all, before mergekit works on the first
+                    if isinstance(document, dict) and document.get("merge_method") in METHODS:
+                        if "intermediate_dir" in kwargs:  # mergekit-multi names its documents
+                            document.pop("name", None)
+                        check_unknown_keys(document, schema)
+                        read_recipe(schema.model_validate(document))
         if not ours:
             return original(*args, **kwargs)
         with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(path) as placed:
@@ -484,28 +444,6 @@ def wrap_command(
 
     callback.tvb_mergekit = True  # type: ignore[attr-defined]
     command.callback = callback
-
-
-def _check_documents(path: str, schema: type[BaseModel], multiple: bool) -> None:
-    """Check each document of ours, before mergekit works on the first.
-
-    Raises:
-        UserError: no YAML, a key twice, an unknown key; where there may be several documents, what
-            `read_recipe` refuses in one of them.
-        pydantic.ValidationError, RuntimeError: mergekit's own complaint.
-    """
-    for document in load_documents(path):
-        if not isinstance(document, dict):
-            raise UserError(
-                f"{path}: a {type(document).__name__}, expected a mapping with `merge_method`"
-            )
-        if document.get("merge_method") not in METHODS:
-            continue
-        document = {k: v for k, v in document.items() if not (multiple and k == "name")}
-        check_unknown_keys(document, schema)
-        config = schema.model_validate(document)
-        if multiple:
-            read_recipe(config)
 
 
 @contextmanager
