@@ -219,7 +219,7 @@ def test_choices_against_dense_spans(tasks: int) -> None:
 
 
 def test_sizes_and_norms() -> None:
-    line = "4 bases for 8 tasks: 8.4 GB in bfloat16, 25.2 GB less than the models' 33.6 GB"
+    line = "4 bases of 8 tasks: 8.4 GB in bfloat16, 25.2 GB less than the models' 33.6 GB"
     assert line in printed(inspected(8, kind="store"), 100)
     empty = inspected(8, kind="store", record={"model_bytes": 0})
     assert empty.sizes is not None and empty.sizes.saved_percent is None

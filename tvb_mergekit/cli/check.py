@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,12 +14,7 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.inputs import (
-    Options,
-    by_factors,
-    plan_only,
-    read_inputs,
-)
+from tvb_mergekit.plugin.inputs import Options, by_factors, plan_only, read_inputs
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.preflight import input_folders
 from tvb_mergekit.plugin.sources import Changed
@@ -34,9 +28,7 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
 from tvb_mergekit.tensors.passes import most_bases, sketch_of
-from tvb_mergekit.tensors.stream import Item
 
-SAMPLE = 256 * 2**20  # bytes read to learn the speed of reading
 PROCESS = 400_000_000  # bytes of a process that has imported torch, transformers and mergekit
 
 
@@ -100,27 +92,17 @@ def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
     yield from _left_out(inputs.left_out)
     bases = most_bases(settings, len(inputs.tasks))
     vectors = bases + (settings.basis == "pca")  # and the mean
-    stored = dtype.itemsize * vectors * numel
+    at_most = "up to " if settings.energy is not None else ""
     yield _disk(
         _merged_bytes(inputs),
         out,
-        f", a store of {'up to ' if settings.energy is not None else ''}{counted(bases, 'basis')} "
-        f"{megabytes(stored)} in {dtype_name(dtype)}"
-        + ", half of it in 16 bits"
-        * (dtype == torch.float32),
+        f", a store of {at_most}{counted(bases, 'basis')} "
+        f"{megabytes(dtype.itemsize * vectors * numel)} in {dtype_name(dtype)}",
     )
     memory = megabytes(PROCESS + MEMORY)
     yield f"Memory: at most {memory} for a build, whatever the number of models, or see --memory"
-    speed = _speed(inputs.items)
-    if speed is None:
-        yield "Time: adapters are read at once; the bases are limited by writing them"
-    else:
-        passes = 1 if sketch_of(settings, len(inputs.tasks)) is not None else _passes(settings)
-        seconds = passes * inputs.nbytes / speed
-        yield (
-            f"Time: {passes} x {megabytes(inputs.nbytes)} to read, at {megabytes(int(speed))}/s as "
-            f"measured now on a sample: about {_duration(seconds)}, and the time to write"
-        )
+    passes = 1 if sketch_of(settings, len(inputs.tasks)) is not None else _passes(settings)
+    yield f"Time: that of reading {passes} x {megabytes(inputs.nbytes)}, and of writing"
     every = [inputs.base, *inputs.sources]
     names = {name for weights in every for name in weights.tensors}
     some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
@@ -145,7 +127,7 @@ def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
     yield from _left_out(plan.left_out)
     yield _disk(plan.output_bytes, out)
     nbytes, passes = sum(planned.nbytes for planned in taking), _passes(plan.recipe.settings)
-    yield f"A merge reads {passes} x {megabytes(nbytes)}"
+    yield f"Time: that of reading {passes} x {megabytes(nbytes)}, and of writing"
     if deep:
         basis = plan.build()
         assert isinstance(basis, Basis)
@@ -216,23 +198,3 @@ def _disk(merged: int, out: str | None, store: str = "") -> str:
 
 def _passes(settings: Settings) -> int:
     return 3 if settings.method == "basis_ties" and settings.trim == "model" else 2
-
-
-def _speed(items: Sequence[Item]) -> float | None:
-    """Bytes per second of reading a sample of the models in their order, or None without files."""
-    whole = [item for item in items if item.base is not None]
-    read, started = 0, time.perf_counter()
-    for item in whole:
-        for part in item.parts:
-            count = min(item.numel, 2**22)
-            part.read(0, count, torch.empty(count, dtype=part.dtype))
-            read += count * part.dtype.itemsize
-        if read >= SAMPLE:
-            break
-    return read / max(time.perf_counter() - started, 1e-9) if read else None
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,10 +38,15 @@ if TYPE_CHECKING:
     from tvb_mergekit.cli.inspect import Inspection
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.store.facts import DtypeName
+    from tvb_mergekit.store.inputs import Inputs
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
+flag = partial(click.option, is_flag=True)
+repeatable = partial(click.option, multiple=True)
+ARGUMENT, RECIPE = click.Path(), click.Path(exists=True, dir_okay=False)
+POSITIVE, SEED = click.FloatRange(0, min_open=True), click.IntRange(0, 2**32 - 1)
 
 
 @click.group(context_settings={"show_default": True})
@@ -72,17 +78,16 @@ def main() -> None:
 
 
 @command(main, "device", "multi_gpu", "memory", *MODELS, "quiet", writes="store", several=True)
-@click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
-@click.argument("store", type=click.Path())
+@click.argument("recipe", type=RECIPE)
+@click.argument("store", type=ARGUMENT)
 @click.option("--dtype", type=DTYPES, help=f"Of the bases; {OWN}.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted build.")
-@click.option("--adapters", is_flag=True, help="Store the bases of LoRA adapters as adapters.")
+@flag("--resume", help="Go on with an interrupted build.")
+@flag("--adapters", help="Store the bases of LoRA adapters as adapters.")
 @click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
 def build(
     recipe: str,
     store: str,
     dtype: DtypeName | None,
-    resume: bool,
     adapters: bool,
     rank: int | None,
     **values: Any,
@@ -101,27 +106,22 @@ def build(
 
     if rank and not adapters:
         raise UserError("--rank belongs to --adapters")
-    if adapters and (resume or values["fuse"]):
+    if adapters and (values["resume"] or values["fuse"]):
         raise UserError("--adapters goes with neither --resume nor --fuse")
     if adapters:
         ranks.one_only("tvb build --adapters")
     devices, world = devices_of(values), ranks.world()
     document = _read(recipe)
 
-    from tvb_mergekit.plugin.inputs import read_inputs
+    from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.plugin.preflight import input_folders
-    from tvb_mergekit.store import store as stores
-    from tvb_mergekit.store.adapters import NOT_ADAPTERS, build_adapters
+    from tvb_mergekit.store.adapters import build_adapters
     from tvb_mergekit.store.build import build_store
     from tvb_mergekit.tensors.output import check_new_folder
 
-    if adapters and not all(model.lora for model in document.recipe.models):
-        raise UserError(NOT_ADAPTERS)
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
-    options = model_options(values)
-    with phase("Opening the models"):
-        inputs = world.first(lambda: read_inputs(document, options))
-    wanted = stores.DTYPES[dtype] if dtype else inputs.own_dtype
+    inputs = world.first(lambda: _open(document, values))
+    wanted = _dtype(dtype) or inputs.own_dtype
     if adapters:
         bases = build_adapters(inputs, store, dtype=wanted, rank=rank)
     else:
@@ -130,16 +130,10 @@ def build(
             store,
             dtype=wanted,
             devices=devices,
-            resume=resume,
+            resume=values["resume"],
             budget=values["memory"],
             progress=bars(values["quiet"] or not world.leads),
         )
-    _say_built(bases)
-
-
-def _say_built(bases: Bases) -> None:
-    from tvb_mergekit.cli.inspect import Inspection, size_line
-
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
     click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}{kept}")
@@ -154,9 +148,23 @@ def _read(recipe: str) -> Document:
         return read_document(recipe)
 
 
+def _open(document: Document, values: dict[str, Any], names: list[str] | None = None) -> Inputs:
+    """The models of a recipe, opened; `names` as for `read_inputs`."""
+    from tvb_mergekit.plugin.inputs import read_inputs
+
+    with phase("Opening the models"):
+        return read_inputs(document, model_options(values), names)
+
+
+def _dtype(name: DtypeName | None) -> Any:
+    from tvb_mergekit.store.store import DTYPES
+
+    return DTYPES[name] if name else None
+
+
 @command(main, "device", "memory", *MODELS, "quiet", writes="plot")
-@click.argument("path", type=click.Path())
-@click.option("--json", "as_text", is_flag=True, help="JSON on standard output.")
+@click.argument("path", type=ARGUMENT)
+@flag("--json", "as_text", help="JSON on standard output.")
 @click.option("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
 def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
@@ -187,14 +195,11 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 
     if os.path.isfile(path):
         document = _read(path)
-
-        from tvb_mergekit.plugin.inputs import read_inputs
-        from tvb_mergekit.store.build import inspect_inputs
-
         if document.recipe.store is None:
-            with phase("Opening the models"):
-                inputs = read_inputs(document, model_options(values))
+            from tvb_mergekit.store.build import inspect_inputs
+
             device, progress = device_of(values["device"]), bars(values["quiet"])
+            inputs = _open(document, values)
             facts, tensors = inspect_inputs(inputs, device, progress, values["memory"])
             return Inspection(facts, tensors, built=False)
         path = str(document.recipe.store.path)
@@ -232,16 +237,16 @@ def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | N
         opened = isinstance(error.__cause__, UserError)  # it came from the Hub, and is damaged
         if opened or os.path.exists(name):
             raise
-        hint = f"; it is the base that {store.path} names: say with --base where it is"
         raise UserError(
-            f"base {name}: no such file or folder (from {os.getcwd()}){'' if given else hint}"
+            f"base {name}: no such file or folder (from {os.getcwd()}); say with --base where the "
+            f"base of {store.path} is"
         ) from error
     store.check_base(weights, name)
     return name, weights, folder
 
 
 @command(main, "base", "device", "memory", *MODELS, "quiet", writes="store")
-@click.argument("store", type=click.Path())
+@click.argument("store", type=ARGUMENT)
 @click.argument("model")
 @click.option("--task", required=True, help="The new task's name.")
 @click.option("--weight", type=float, default=1.0, help="Of its task vector.")
@@ -252,20 +257,9 @@ def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | N
     help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
 )
 @click.option("--dtype", type=DTYPES, help=f"Of a new STORE; {OWN}.")
-@click.option(
-    "--force", is_flag=True, help="Also a model unlike the others, or an end of the exact sum."
-)
+@flag("--force", help="Also a model unlike the others, or an end of the exact sum.")
 def add(
-    store: str,
-    model: str,
-    task: str,
-    weight: float,
-    budget: int | None,
-    compress: str | None,
-    dtype: DtypeName | None,
-    force: bool,
-    base: str | None,
-    **values: Any,
+    store: str, model: str, task: str, weight: float, base: str | None, force: bool, **values: Any
 ) -> None:
     """Add the task of a fine-tuned MODEL to STORE, within its budget of bases.
 
@@ -279,11 +273,10 @@ def add(
     """
     import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
-    from tvb_mergekit.plugin.inputs import read_inputs
-    from tvb_mergekit.store import store as stores
     from tvb_mergekit.store.add import Growth, add_to_store
 
     device, names = device_of(values["device"]), None
+    budget, compress, dtype = (values[name] for name in ("budget", "compress", "dtype"))
     parameters: dict[str, Any] = {"num_bases": 1}
     if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
         if base is None or budget is None:
@@ -300,32 +293,24 @@ def add(
             )
         if bases.settings.exclude is not None:
             parameters["exclude"] = bases.settings.exclude
-    document = from_mapping(
-        {
-            "merge_method": "basis_ta",
-            "base_model": base,
-            "models": [{"model": model, "parameters": {"task": task, "weight": weight}}],
-            "parameters": parameters,
-        }
-    )
-    with phase("Opening the models"):
-        inputs = read_inputs(document, model_options(values), names)
-    wanted = stores.DTYPES[dtype] if dtype else inputs.own_dtype
+    listed_model = {"model": model, "parameters": {"task": task, "weight": weight}}
+    recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
+    inputs = _open(from_mapping(recipe | {"parameters": parameters}), values, names)
+    doubt = logging.warning if force else _refuse
     grown = add_to_store(
         store,
         inputs,
-        Growth(budget, compress, wanted, logging.warning if force else _refuse),
+        Growth(budget, compress, _dtype(dtype) or inputs.own_dtype, doubt),
         device=device,
         budget=values["memory"],
         progress=bars(values["quiet"]),
     )
-    most = {task: error.at_most for task, error in grown.facts.errors.items()}
-    errors = {task: math.inf if error is None else error for task, error in most.items()}
-    worst = max(errors, key=lambda task: errors[task])
+    most = {name: error.at_most for name, error in grown.facts.errors.items()}
+    worst, error = max(most.items(), key=lambda pair: math.inf if pair[1] is None else pair[1])
     click.echo(
         f"{grown.path}: {counted(len(grown.tasks), 'task')} in {grown.num_bases} of at most "
         f"{grown.facts.store.budget} bases; largest relative error of a task at most "
-        f"{errors[worst]:.3f} ({worst})"
+        f"{math.inf if error is None else error:.3f} ({worst})"
     )
 
 
@@ -334,7 +319,7 @@ def _refuse(doubt: str) -> None:
 
 
 @command(main, writes="store")
-@click.argument("store", type=click.Path())
+@click.argument("store", type=ARGUMENT)
 def undo(store: str) -> None:
     """Take back the last `tvb add`: STORE is what it was before. One step can be undone.
 
@@ -349,20 +334,14 @@ def undo(store: str) -> None:
 
 
 @command(main, "base", "device", "memory", "quiet", writes="out")
-@click.argument("store", type=click.Path())
-@click.argument("out", type=click.Path())
+@click.argument("store", type=ARGUMENT)
+@click.argument("out", type=ARGUMENT)
 @click.option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
 @click.option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
-@click.option("--all-bases", is_flag=True, help="A model for each basis, OUT/basis-000 ...")
+@flag("--all-bases", help="A model for each basis, OUT/basis-000 ...")
 @click.option("--dtype", type=DTYPES, help="Of the model; the base's by default.")
 def export(
-    store: str,
-    out: str,
-    task: str | None,
-    basis: int | None,
-    all_bases: bool,
-    dtype: DtypeName | None,
-    **values: Any,
+    store: str, out: str, task: str | None, basis: int | None, all_bases: bool, **values: Any
 ) -> None:
     """Write full Hugging Face models from the bases in STORE, for any use and any merge method.
 
@@ -370,7 +349,7 @@ def export(
     Example: tvb export ./store ./math --task math
     """
     from tvb_mergekit.store import export as exporting
-    from tvb_mergekit.store import store as stores
+    from tvb_mergekit.store.store import basis_folder
 
     if (task is not None) + (basis is not None) + all_bases != 1:
         raise UserError("give one of --task NAME, --basis K and --all-bases")
@@ -385,7 +364,7 @@ def export(
         matrix = exporting.basis_columns(bases, indices)
         what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
         if all_bases:
-            folders = [stores.basis_folder(m) for m in indices]
+            folders = [basis_folder(m) for m in indices]
     _, weights, folder = _base_of(bases, values["base"])
     exporting.export(
         bases,
@@ -395,7 +374,7 @@ def export(
         folders,
         out,
         what=what,
-        dtype=stores.DTYPES[dtype] if dtype else None,
+        dtype=_dtype(values["dtype"]),
         device=device,
         budget=values["memory"],
         progress=bars(values["quiet"]),
@@ -407,7 +386,7 @@ def export(
     main, "base", "device", "multi_gpu", "memory", *ACCESS, "quiet", writes="out", several=True
 )
 @click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
-@click.argument("out", type=click.Path())
+@click.argument("out", type=ARGUMENT)
 @click.option("--method", metavar="NAME", help="Of a STORE: add, ties or forget-TASK.")
 @click.option("--out-shard-size", metavar="SIZE", default="5B", help="mergekit's: 500M, 5B ...")
 @click.option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Of the base, into OUT.")
@@ -469,9 +448,9 @@ def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, An
 
 
 @command(main, "device", *MODELS, "quiet")
-@click.argument("recipe", type=click.Path())
-@click.option("--deep", is_flag=True, help="Read every tensor: NaN, zero task vectors, wrong base.")
-@click.option("--out", type=click.Path(), help="Where the output will lie, to look at its disk.")
+@click.argument("recipe", type=ARGUMENT)
+@flag("--deep", help="Read every tensor: NaN, zero task vectors, wrong base.")
+@click.option("--out", type=ARGUMENT, help="Where the output will lie, to look at its disk.")
 def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     """Look for all that would stop a merge or a build of RECIPE, and estimate what they take.
 
@@ -502,10 +481,9 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
 @command(main, writes="out")
 @click.argument("paths", nargs=-1, metavar="[[LABEL=]PATH...]")
 @click.option("--base", metavar="PATH", help="Results of the base model.")
-@click.option(
+@repeatable(
     "--specialist",
     "specialists",
-    multiple=True,
     metavar="[CATEGORY=]PATH",
     help="Results of a category's own fine-tuned model; without CATEGORY, of all. Repeatable.",
 )
@@ -514,20 +492,19 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     metavar="paper|FILE",
     help="Its specialists stand in for --specialist; FILE: an earlier scores.json.",
 )
-@click.option("--show-reference", is_flag=True, help="Show the reference's other columns too.")
+@flag("--show-reference", help="Show the reference's other columns too.")
 @click.option(
     "--benchmark",
     metavar="mergebench|mergebench_keyword|mini|FILE",
     help="By default the one that the tasks in the files belong to.",
 )
-@click.option(
+@repeatable(
     "--metric",
     "metrics",
-    multiple=True,
     metavar="TASK:METRIC",
     help="Read another metric of a task, as METRIC,FILTER. Repeatable.",
 )
-@click.option("--partial", is_flag=True, help="Normalize over the categories that all have whole.")
+@flag("--partial", help="Normalize over the categories that all have whole.")
 @click.option(
     "--radar",
     type=click.Choice(["tasks", "categories", "none"]),
@@ -592,27 +569,12 @@ def score(
     default="grid",
     help="golden: golden section between the grid's ends, 9 points where the grid has 21.",
 )
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(0, min_open=True),
-    help="Of golden; half the grid's step by default.",
-)
-@click.option(
-    "--metric",
-    "metrics",
-    multiple=True,
-    metavar="TASK:METRIC",
-    help="As lm-eval names it: METRIC,FILTER. Repeatable, also for one task.",
-)
-@click.option(
-    "--reference",
-    metavar="PATH",
-    help="Results of lm_eval for the specialists: scores become shares of theirs.",
-)
-@click.option(
+@click.option("--tolerance", type=POSITIVE, help="Of golden; half the grid's step by default.")
+@repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
+@click.option("--reference", metavar="PATH", help="The specialists' results: scores as shares.")
+@repeatable(
     "--control",
     "controls",
-    multiple=True,
     metavar="TASK[:METRIC]",
     help="basis_negate: what must not be forgotten. Repeatable.",
 )
@@ -623,28 +585,21 @@ def score(
     help="basis_negate: the least share of the control score that alpha 0 has.",
 )
 @click.option("--limit", type=float, help="Items per task, or below 1 the share of them; seeded.")
-@click.option(
-    "--subsample", is_flag=True, help="Of these items, M/T for M bases of T tasks (the paper's)."
-)
+@flag("--subsample", help="Of these items, M/T for M bases of T tasks (the paper's).")
 @click.option(
     "--test-share",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.2,
     help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the items, and of mergekit."
-)
-@click.option(
-    "--include-path", multiple=True, metavar="DIR", help="Folder of own lm-eval tasks. Repeatable."
-)
+@click.option("--seed", type=SEED, default=0, help="Of the items, and of mergekit.")
+@repeatable("--include-path", metavar="DIR", help="Folder of own lm-eval tasks. Repeatable.")
 @click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that take some.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
-@click.option("--apply-chat-template", "chat_template", is_flag=True, help="lm-eval's.")
-@click.option("--confirm-run-unsafe-code", "unsafe_code", is_flag=True, help="lm-eval's.")
+@flag("--apply-chat-template", "chat_template", help="lm-eval's.")
+@flag("--confirm-run-unsafe-code", "unsafe_code", help="lm-eval's.")
 @click.option("--batch-size", default="1", help="lm-eval's; `auto` too.")
-@click.option("--model-args", default="", metavar="K=V,...", show_default=False,
-              help="lm-eval's: max_length=4096 ...")  # fmt: skip
+@click.option("--model-args", default="", metavar="K=V,...", show_default=False, help="lm-eval's.")
 def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any) -> None:
     """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
 
@@ -721,29 +676,20 @@ def list_entries() -> None:
     \b
     Example: tvb cache list
     """
-    from rich.console import Console
-
-    from tvb_mergekit.tables import Sheet, print_sheet
     from tvb_mergekit.tensors import cache
 
     folder = cache.cache_folder()
     if folder is None:
         click.echo(f"The cache is off ({cache.VARIABLE}).")
         return
-    rows = [
-        (
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified)),
-            listed(entry.tasks),
-            f"{entry.num_parameters:,}",
-            f"{entry.nbytes:,}",
-            entry.path.name[:12],
+    found = cache.entries()
+    for entry in found:
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified))
+        click.echo(
+            f"{written}  {entry.path.name[:12]}  {entry.nbytes:,} bytes  "
+            f"{entry.num_parameters:,} parameters  {listed(entry.tasks)}"
         )
-        for entry in cache.entries()
-    ]
-    if rows:
-        head = ("written", "tasks", "parameters", "bytes", "file")
-        print_sheet(Sheet("", head, rows, left=("tasks", "file")), Console())
-    click.echo(f"{len(rows)} Gram matrices in {folder}")
+    click.echo(f"{len(found)} Gram matrices in {folder}")
 
 
 @command(cache_group, name="clear")

@@ -311,7 +311,7 @@ def size_line(inspection: Inspection) -> str:
         inspection.num_bases, "adapter basis" if store.contents == "adapters" else "basis"
     )
     return (
-        f"{bases} for {counted(len(inspection.tasks), 'task')}: {megabytes(sizes.store)} in "
+        f"{bases} of {counted(len(inspection.tasks), 'task')}: {megabytes(sizes.store)} in "
         f"{store.dtype}, {megabytes(abs(sizes.saved))} {'less' if sizes.saved >= 0 else 'more'} "
         f"than the models' {megabytes(sizes.models)}"
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.progress import phase
+from tvb_mergekit.progress import logging_above_bars, phase
 
 if TYPE_CHECKING:
     import torch
@@ -22,37 +22,32 @@ if TYPE_CHECKING:
 
 Body = Callable[..., Any]
 
+
+def _option(name: str, text: str, **how: Any) -> click.Option:
+    return click.Option([f"--{name}"], help=text, **how)
+
+
+def _flag(name: str, text: str) -> click.Option:
+    return _option(name, text, is_flag=True)
+
+
 OPTIONS = {
-    "device": click.Option(
-        ["--device"], default="auto", help="Where to compute: cpu, cuda, cuda:1 ..."
-    ),
-    "multi_gpu": click.Option(["--multi-gpu"], is_flag=True, help="Compute on all accelerators."),
-    "memory": click.Option(
-        ["--memory"],
+    "device": _option("device", "Where to compute: cpu, cuda, cuda:1 ...", default="auto"),
+    "multi_gpu": _flag("multi-gpu", "Compute on all accelerators."),
+    "memory": _option(
+        "memory",
+        "The most that tensors may take in each process, such as 500MB; Python and its libraries "
+        "take about 0.4 GB more.",
         metavar="SIZE",
         default="1GB",  # layout.MEMORY
-        help="The most that tensors may take in each process, such as 500MB; Python and its "
-        "libraries take about 0.4 GB more.",
     ),
-    "base": click.Option(
-        ["--base"], help="The base model, where it is no longer in the place that the store names."
-    ),
-    "trust_remote_code": click.Option(
-        ["--trust-remote-code"], is_flag=True, help="Let models run their own code."
-    ),
-    "allow_crimes": click.Option(
-        ["--allow-crimes"], is_flag=True, help="mergekit's: architectures may differ."
-    ),
-    "lora_merge_cache": click.Option(
-        ["--lora-merge-cache"], metavar="DIR", help="Where fused adapters are kept."
-    ),
-    "transformers_cache": click.Option(
-        ["--transformers-cache"], metavar="DIR", help="Where models are downloaded to."
-    ),
-    "fuse": click.Option(
-        ["--fuse"], is_flag=True, help="Fuse adapters into models before anything else."
-    ),
-    "quiet": click.Option(["--quiet"], is_flag=True, help="No progress bars."),
+    "base": _option("base", "The base model, where it is not where the store says."),
+    "trust_remote_code": _flag("trust-remote-code", "Let models run their own code."),
+    "allow_crimes": _flag("allow-crimes", "mergekit's: architectures may differ."),
+    "lora_merge_cache": _option("lora-merge-cache", "For fused adapters.", metavar="DIR"),
+    "transformers_cache": _option("transformers-cache", "For downloaded models.", metavar="DIR"),
+    "fuse": _flag("fuse", "Fuse adapters into models before anything else."),
+    "quiet": _flag("quiet", "No progress bars."),
     "verbose": click.Option(["-v", "--verbose"], is_flag=True, help="Say where time goes."),
 }
 ACCESS = ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache")
@@ -88,7 +83,6 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def wrapped(**values: Any) -> Any:
-            from tvb_mergekit.progress import logging_above_bars
             from tvb_mergekit.refusals import refusing, unwinding
             from tvb_mergekit.tensors import ranks
 
@@ -101,7 +95,9 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
                         names = ("recipe", "store", writes)
                         check_names(*(values[name] for name in names if name in values))
                     if "memory" in values:
-                        values["memory"] = _bytes(values["memory"])
+                        from tvb_mergekit.tensors import layout
+
+                        values["memory"] = layout.parse_memory(values["memory"])
                     if not several:
                         ranks.one_only(click.get_current_context().command_path)
                     with ranks.joined(), refusing(out=place), unwinding():
@@ -118,12 +114,6 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
         return wrapped
 
     return decorate
-
-
-def _bytes(text: str) -> int:
-    from tvb_mergekit.tensors.layout import parse_memory
-
-    return parse_memory(text)
 
 
 def import_mergekit() -> None:
@@ -162,15 +152,13 @@ def auto_device() -> str:
 
 def devices_of(values: dict[str, Any]) -> list[torch.device]:
     """What `--device` and `--multi-gpu` name."""
-    from tvb_mergekit.tensors import ranks
+    from tvb_mergekit.tensors import layout, ranks
 
     if not values["multi_gpu"]:
         return [device_of(values["device"])]
-    if (started := ranks.launched("LOCAL_WORLD_SIZE", 1)) > 1:
+    if ranks.launched("LOCAL_WORLD_SIZE", 1) > 1:
         raise UserError(
-            f"--multi-gpu is for one process on a machine, and {started} were started: "
-            "leave it out, each takes an accelerator of its own"
+            "--multi-gpu is for one process on a machine, and several were started: leave it out, "
+            "each takes an accelerator of its own"
         )
-    from tvb_mergekit.tensors.layout import accelerators
-
-    return accelerators()
+    return layout.accelerators()
