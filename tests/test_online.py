@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -439,24 +437,6 @@ def test_llamas_and_the_recipes_of_their_store(
     assert all(f"t{i}" in shown for i in range(total))
 
 
-def test_adapters_join_models(tmp_path: Path, llamas: tuple[Path, list[Path]]) -> None:
-    base, models = llamas
-    start = tiny.load(base)
-    listed: list[str | Path] = list(models[:2])
-    states = [tiny.load(path) for path in models[:2]]
-    for index, names in enumerate((["q_proj", "up_proj"], ["q_proj"], ["up_proj", "q_proj"])):
-        added = train(base, tmp_path / f"a{index}", seed=index, target_modules=names)
-        listed.append(f"{base}+{tmp_path}/a{index}")
-        states.append({name: start[name].double() + change for name, change in added.items()})
-    naive = Naive(Dense(start, states, sorted(start)), 3, "balanced")
-    for index, model in enumerate(listed):
-        more = ["--base", base, "--budget", 3, "--compress", "balanced"] if index == 0 else []
-        naive.add(index, spied(tvb_add, tmp_path / "s", model, f"t{index}", *more)[1])
-    bases = tvb.load(tmp_path / "s")
-    assert sorted(bases.names) == sorted(start)
-    check_state(bases, naive)
-
-
 # Mistakes
 
 
@@ -556,25 +536,6 @@ def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path
         torch.testing.assert_close(merged[name], tensor)
 
 
-def test_what_a_user_put_into_a_store_stays_in_it(tmp_path: Path) -> None:
-    base, models = family(5)
-    store = tmp_path / "s"
-    tvb.build(base, {"t0": models[0], "t1": models[1]}, store, basis="balanced", num_bases=2)
-    (store / "notes").mkdir()
-    (store / "notes" / "why.txt").write_text("kept")
-    (store / "recipes" / "mine.yml").write_text("merge_method: basis_ta\n")
-    recipes, kept = store / "recipes", {}
-    for index, name in ((2, "add.yml.old"), (3, "add.yml.old2"), (4, "add.yml.old3")):
-        kept[name] = (recipes / "add.yml").read_text().replace("0.4", f"0.{index + 5}")
-        (recipes / "add.yml").write_text(kept[name])
-        tvb.add(store, base, models[index], f"t{index}")
-        assert (store / "notes" / "why.txt").read_text() == "kept"
-        assert (recipes / "mine.yml").read_text() == "merge_method: basis_ta\n"
-        assert {p.name: p.read_text() for p in recipes.glob("*.old*")} == kept
-        assert "0.4" in (recipes / "add.yml").read_text()
-        assert (recipes / f"forget-t{index}.yml").is_file()
-
-
 def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own() -> None:
     torch.manual_seed(0)
     embed = torch.randn(9, 5)
@@ -584,21 +545,3 @@ def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own() -> No
     own = {"embed": moved[0] + 0.1, "head": moved[1] - 0.1}
     with pytest.raises(tvb.UserError, match=r"`head`.*tied there, and on its own"):
         tvb.add(bases, base, own, "c", budget=3)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark needs Linux")
-def test_the_benchmark_of_steps_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parent.parent / "evals" / "speed" / "online.py"
-    words = ["--tasks", "3", "--megabytes", "2", "--budget", "2"]
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *words],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [row[:2] for row in rows] == [["1", "1"], ["2", "2"], ["3", "2"]]
-    assert not list(tmp_path.glob("run-*"))

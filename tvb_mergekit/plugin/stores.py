@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.settings import GLOBAL_KEYS, Settings, resolve_settings
+from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import report, store
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -137,18 +137,7 @@ class StoreRecipe(FineTuned):
         Raises:
             UserError: a key that the store has fixed, or that does not fit its basis.
         """
-        for key in given:
-            if key in GLOBAL_KEYS and key not in store.OPEN_KEYS:
-                raise UserError(
-                    f"`{key}`: the models are bases of {self.path}, which is built; leave the key "
-                    "out, or list the fine-tuned models"
-                )
-        if self.bases.basis == "rand_proj" and method != "basis_negate":
-            raise UserError(
-                f"the bases in {self.path} are rand_proj, random directions: only basis_negate "
-                f"takes them, not {method}"
-            )
-        return resolve_settings(method, given, self.bases.tasks)
+        return self.bases.merge_settings(method, given)
 
     def check(self, base: ModelReference, opened: Checkpoint) -> None:
         """The same, and that the store's files are those that were written."""

@@ -14,10 +14,10 @@ from tvb_mergekit.core.lora import Factors, combine_factors, factor_gram, trunca
 from tvb_mergekit.core.online import ARITHMETIC
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.build import copy_config, finish_store
-from tvb_mergekit.store.facts import FileRecord, StoreFacts
+from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.report import store_facts
-from tvb_mergekit.store.store import Bases, basis_folder, load, note_files, record_of, staged
+from tvb_mergekit.store.store import Bases, basis_folder, load, record_of, staged
 from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, Adapter, common_targets, write_adapter
 from tvb_mergekit.tensors.output import check_new_folder
 
@@ -55,16 +55,12 @@ def build_adapters(
     target = Path(os.path.realpath(out))
     with staged(target) as work:
         check_new_folder(target, [n for n in inputs.fingerprints if os.path.exists(n)])
-        facts = _write(inputs, work, target, dtype, rank)
-        os.rename(work, target)
-        note_files(target, facts.store.files)
-        return load(target)
+        _write(inputs, work, target, dtype, rank)
+    return load(target)
 
 
-def _write(
-    inputs: Inputs, work: Path, out: Path, dtype: torch.dtype, rank: int | None
-) -> StoreFacts:
-    """Write the store into `work`; `out` is where it will lie. Returns its facts."""
+def _write(inputs: Inputs, work: Path, out: Path, dtype: torch.dtype, rank: int | None) -> None:
+    """Write the store into `work`; `out` is where it will lie."""
     assert inputs.sums is not None
     basis = encode_basis(inputs.settings, inputs.tasks, inputs.weights, inputs.sums)
     encoding, gram = basis.encoding, basis.sums.gram
@@ -118,7 +114,7 @@ def _write(
             for name, decoder in encoding.decoders.items()
         }
         facts = facts.but(decoder_losses=losses)
-    return finish_store(work, out, facts, tensors)
+    finish_store(work, out, facts, tensors)
 
 
 def _errors(inputs: Inputs, stored: Sequence[dict[str, Factors]], decoder: Tensor) -> Tensor:

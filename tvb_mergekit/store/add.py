@@ -6,11 +6,11 @@ The store of before stays in the new one, as the folder `undo`, until the next t
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError, remedy
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.settings import VARYING_KEYS, check_tasks
 from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
@@ -37,7 +37,7 @@ from tvb_mergekit.store.facts import (
     StoreRecord,
 )
 from tvb_mergekit.store.inputs import Inputs
-from tvb_mergekit.store.recipes import FOLDER, keep_edited
+from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import (
     Bases,
@@ -45,17 +45,11 @@ from tvb_mergekit.store.store import (
     dtype_name,
     is_store,
     load,
-    note_files,
     numbers_of,
     read_store_facts,
     staged,
 )
-from tvb_mergekit.tensors.output import (
-    check_disk,
-    check_new_folder,
-    replace_folder,
-    sync,
-)
+from tvb_mergekit.tensors.output import check_disk, check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item, Part
@@ -84,14 +78,12 @@ class Growth:
         dtype: of a store that is new.
         doubt: called with what speaks against it: a model that seems to be of another base, the
             end of an exact sum. It raises to refuse.
-        warn: called with what should be looked at.
     """
 
     budget: int | None = None
     compress: str | None = None
     dtype: torch.dtype = torch.float32
     doubt: Callable[[str], object] = LOG.warning
-    warn: Callable[[str], object] = LOG.warning
 
 
 def add_to_store(
@@ -113,19 +105,14 @@ def add_to_store(
             a budget that does not fit, no room, a doubt. The store is as it was then.
     """
     store = Path(os.path.realpath(path))
-    with _changing(store, "add to") as work:
-        if is_store(store):
-            bases = load(store)
-        else:
+    with staged(store) as work:
+        bases = load(store) if is_store(store) else None
+        if bases is None:
             check_new_folder(store, [n for n in inputs.fingerprints if os.path.exists(n)])
-            bases = _empty(inputs, growth.dtype)
-        addition = _Addition(bases, inputs, growth, device, budget or block_budget(), progress)
-        facts = addition.write(work, store)
-        if bases.path is None:
-            os.rename(work, store)
-        else:
-            replace_folder(work, store)
-        note_files(store, facts.store.files)
+        bases = bases or _empty(inputs, growth.dtype)
+        _Addition(bases, inputs, growth, device, budget or block_budget(), progress).write(
+            work, store
+        )
     return load(store)
 
 
@@ -136,26 +123,13 @@ def undo_addition(path: str | os.PathLike[str]) -> Bases:
         UserError: no store, or nothing to undo.
     """
     store = Path(os.path.realpath(path))
-    with _changing(store, "undo the last addition to") as work:
+    with staged(store) as work:
         facts = read_store_facts(store)
         if not (store / UNDO).is_dir():
             raise UserError(f"{path}: nothing to undo: no `tvb add` since it was made, or undone")
         _link_own(load(store / UNDO), work)
         _keep_others(store, facts, work)
-        _sync_all(work)
-        replace_folder(work, store)
     return load(store)
-
-
-@contextmanager
-def _changing(store: Path, what: str) -> Iterator[Path]:
-    """A folder beside the store, to be made its successor."""
-    try:
-        with staged(store) as work:
-            yield work
-    except OSError as error:
-        mend = remedy(error) and f"; {remedy(error)}"
-        raise UserError(f"cannot {what} {store}, which is as it was: {error}{mend}") from error
 
 
 def add_in_memory(
@@ -202,10 +176,13 @@ def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
         fingerprints={},
         store=store,
     )
-    none, square = torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
-    tensors = {name: none for name in ("basis_weights", "weights", "norms", "matrix_norms")}
-    tensors |= {name: square for name in ("encoder", "decoder", "gram")}
-    return Bases(facts, {**tensors, "errors": none.reshape(2, 0)}, [])
+    shapes = {
+        **dict.fromkeys(("basis_weights", "weights", "norms", "matrix_norms"), (0,)),
+        **dict.fromkeys(("encoder", "decoder", "gram"), (0, 0)),
+        "errors": (2, 0),
+    }
+    tensors = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    return Bases(facts, tensors, [])
 
 
 class _Addition:
@@ -224,11 +201,6 @@ class _Addition:
         self.device, self.memory, self.progress = device, memory, progress
         self.started = time.perf_counter()
         self.where = str(bases.path or "these bases")
-        if bases.facts.store.contents == "adapters":
-            raise UserError(
-                f"{self.where} holds adapters, whose ranks would grow with every task: build "
-                "a store of tensors (without --adapters) to add to"
-            )
         (self.task,), (self.model,), (self.weight,) = inputs.tasks, inputs.models, inputs.weights
         if self.task in bases.tasks:
             raise UserError(
@@ -256,13 +228,18 @@ class _Addition:
         self.step = online.add_task(buffer, self.sums.gram, self.budget, self.how, self.settings)
 
     def _how(self) -> Compression:
-        built = self.bases.facts.store.compress
-        if built is None and self.bases.vectors:
+        store = self.bases.facts.store
+        if store.contents == "adapters":
             raise UserError(
-                f"the bases in {self.bases.path or 'memory'} are {self.bases.basis}, no convex "
+                f"{self.where} holds adapters, whose ranks would grow with every task: build "
+                "a store of tensors (without --adapters) to add to"
+            )
+        if store.compress is None and self.bases.vectors:
+            raise UserError(
+                f"the bases in {self.where} are {self.bases.basis}, no convex "
                 "combinations of tasks: only ae, balanced, rand_select and none can grow"
             )
-        how = self.growth.compress or built or self.inputs.settings.basis
+        how = self.growth.compress or store.compress or self.inputs.settings.basis
         if how not in online.COMPRESSIONS:
             raise UserError(
                 f"`{how}` cannot compress online: expected one of {', '.join(online.COMPRESSIONS)}"
@@ -270,10 +247,10 @@ class _Addition:
         if how == "balanced" and self.bases.basis_weights is None:
             raise UserError(
                 "--compress balanced keeps the sum of all tasks, and the bases in "
-                f"{self.bases.path or 'memory'} ({self.bases.basis}) do not hold it: compress by "
+                f"{self.where} ({self.bases.basis}) do not hold it: compress by "
                 "ae, or build the store with `basis: balanced`"
             )
-        if how == "ae" and built == "balanced":
+        if how == "ae" and store.compress == "balanced":
             self.growth.doubt(
                 f"{self.where} is balanced: once it is compressed by ae, its bases no longer add "
                 "up to the sum of all tasks, and it cannot be compressed by balanced again"
@@ -286,8 +263,9 @@ class _Addition:
             budget = self.bases.facts.store.budget
         if budget is None:
             raise UserError("a new store needs --budget M, the most bases that it may hold")
-        online.check_budget(int(budget), self.bases.num_bases)
-        return int(budget)
+        budget = operator.index(budget)
+        online.check_budget(budget, self.bases.num_bases)
+        return budget
 
     def _items(self) -> list[Item]:
         """The store's tensors, with the bases and the new model as inputs."""
@@ -306,21 +284,16 @@ class _Addition:
                     "with it"
                 )
         items = []
-        for name, info in bases.vectors[0].tensors.items():
-            item = given.get(name)
-            if item is None:
+        for name in bases.names:
+            if name not in given:
                 reason = self.inputs.left_out.get(name, "not in it")
                 raise UserError(
                     f"tensor `{name}` is in {self.where}, and model {self.model} does not give it "
                     f"({reason}): a store holds one set of tensors"
                 )
-            if info.shape != item.shape:
-                raise UserError(
-                    f"tensor `{name}`: {list(item.shape)} in model {self.model}, "
-                    f"{list(info.shape)} in the bases"
-                )
             parts = [Part.of(vector, name, "delta") for vector in bases.vectors]
-            items.append(replace(item, inputs=(*parts, *item.inputs), out=bases.dtype))
+            inputs = (*parts, *given[name].inputs)
+            items.append(replace(given[name], inputs=inputs, out=bases.dtype))
         return items
 
     def _sums(self) -> GramSums:
@@ -339,23 +312,14 @@ class _Addition:
             raise UserError(
                 f"task `{self.task}`: its task vector is zero: the model is identical to the base"
             )
-        self._check_alike(sums)
-        return sums.scaled([*[1.0] * bases.num_bases, self.weight])
-
-    def _check_alike(self, sums: GramSums) -> None:
-        """Refuse a model that seems to be fine-tuned from another base, or from none."""
         base, *sizes = sums.sizes
-        norm, known = float(sums.gram[-1, -1]) ** 0.5, self.bases.tensors
-        first_version = "matrix_norms" not in known
-        others = known["norms" if first_version else "matrix_norms"] / self.bases.weights.abs()
-        mine = norm if first_version else sizes[-1]
-        if reason := unlike(mine, base, others.tolist(), UNRELATED_RATIO):
+        others = bases.tensors["matrix_norms"] / bases.weights.abs()
+        if reason := unlike(sizes[-1], base, others.tolist(), UNRELATED_RATIO):
             self.growth.doubt(
                 f"model {self.model}: {reason}: is it fine-tuned from this base? A task that was "
                 "added cannot be taken out of the bases later"
             )
-        elif reason := unlike(norm, sums.base_norm_squared**0.5):
-            self.growth.warn(f"model {self.model}: {reason}: is it fine-tuned from this base?")
+        return sums.scaled([*[1.0] * bases.num_bases, self.weight])
 
     def _combine(self, items: list[Item], matrix: Tensor, sink: FoldersSink | MemorySink) -> None:
         matrix = matrix.clone()
@@ -377,8 +341,8 @@ class _Addition:
         tensors = {**numbers_of(facts), **self._tensors()}
         return Bases(facts, tensors, [StateDict(state) for state in sink.states])
 
-    def write(self, work: Path, store: Path) -> StoreFacts:
-        """Write the new store into `work`; `store` is where it will lie. Returns its facts."""
+    def write(self, work: Path, store: Path) -> None:
+        """Write the new store into `work`; `store` is where it will lie."""
         bases, items, matrix = self.bases, self.items, self.step.matrix
         same = 0 if self.step.compressed else bases.num_bases
         if same:  # nothing but the new vector is written, the others are the same files
@@ -400,13 +364,11 @@ class _Addition:
         writers = writers_of(work, names, items, config)
         self._combine(items, matrix, FoldersSink(writers))
         files |= finish_vectors(writers, config, first=same)
-        facts = finish_store(work, store, self._facts(files), self._tensors())
+        finish_store(work, store, self._facts(files), self._tensors())
         if bases.path is not None:
             _keep_others(bases.path, bases.facts, work)
             (work / UNDO).mkdir()
             _link_own(bases, work / UNDO)
-        _sync_all(work)
-        return facts
 
     def _tensors(self) -> dict[str, Tensor]:
         step = self.step
@@ -494,19 +456,19 @@ def _link_own(bases: Bases, target: Path) -> None:
 
 def _keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
     """What a user has put into a store stays in it: notes, other recipes, edited ones."""
-    own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders}
-    for entry in old.iterdir():
-        if entry.name not in own and not (work / entry.name).exists():
-            copy = shutil.copytree if entry.is_dir() else shutil.copy2
-            copy(entry, work / entry.name)
-    for name, kept in keep_edited(old / FOLDER, work / FOLDER, facts.store.recipes).items():
-        LOG.warning("%s was edited: it is kept as %s beside the new one", name, kept)
-
-
-def _sync_all(folder: Path) -> None:
-    """Wait until the disk has a folder, before what it replaces is deleted."""
-    for path in (folder, *folder.rglob("*")):
-        sync(path)
+    recipes, changed = {f"{FOLDER}/{name}" for name in facts.store.recipes}, edited(old, facts)
+    own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders, *recipes.difference(changed)}
+    for entry in (*old.iterdir(), *(old / FOLDER).glob("*")):
+        name = entry.relative_to(old).as_posix()
+        if name in own:
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, work / name, dirs_exist_ok=True)
+            continue
+        if name in changed:
+            LOG.warning("%s was edited: it stays as it is (--method takes the new one)", name)
+        (work / name).unlink(missing_ok=True)  # it may be a link to the file of another store
+        shutil.copy2(entry, work / name)
 
 
 def _link(file: str | Path, target: str | Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,10 @@ from tvb_mergekit.core.basis import StoredBases, Tunables
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import (
-    ALL_KEYS,
-    GLOBAL_KEYS,
     VARYING_KEYS,
     check_tasks,
     check_value,
     resolve_settings,
-    shown,
 )
 from tvb_mergekit.store import add as grow
 from tvb_mergekit.store import export as exporting
@@ -38,16 +34,10 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.passes import Job, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
-from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
 CPU = torch.device("cpu")
-PATH = (str, os.PathLike), "a path"
-TEXT = str, "text"
-DEVICE = torch.device, 'a torch.device, such as torch.device("cuda")'
-BASES = Bases, "what build, load or add gave"
-MODEL = (Mapping, str, os.PathLike), "a state dict (tensors by name), a folder or a weight file"
 
 
 def build(
@@ -89,9 +79,6 @@ def build(
     >>> bases.vectors[0].tensor("w")
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
-    _expect("`device`", device, *DEVICE)
-    if out is not None:
-        _expect("`out`", out, *PATH)
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     if out is None:
@@ -109,7 +96,6 @@ def load(path: str | os.PathLike[str]) -> Bases:
     Raises:
         UserError: no store, a newer format, or a file that was changed (its checksum differs).
     """
-    _expect("`path`", path, *PATH)
     return store.load(path)
 
 
@@ -147,16 +133,11 @@ def add(
     Raises:
         UserError: see `grow.add_to_store`.
     """
-    _expect("`device`", device, *DEVICE)
-    if bases is not None:
-        _expect("`bases`", bases, (Bases, *PATH[0]), f"{BASES[1]}, a store's path or None")
-    if budget is not None:
-        _expect("`budget`", budget, Integral, "a whole number")
-    store.dtype_name(dtype)
-    where = None if bases is None or isinstance(bases, Bases) else Path(bases)
-    found = bases if isinstance(bases, Bases) else None
-    if where is not None and store.is_store(where):
-        found = store.load(where)
+    if bases is None or isinstance(bases, Bases):
+        found, where = bases, None if bases is None else bases.path
+    else:
+        where = Path(bases)
+        found = store.load(where) if store.is_store(where) else None
     if found is not None:
         if settings:
             raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
@@ -165,9 +146,7 @@ def add(
         settings.setdefault("basis", compress)
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
     told: list[str] = []
-    growth = grow.Growth(budget, compress, dtype, told.append, told.append)
-    if where is None and found is not None and found.path is not None:
-        where = found.path
+    growth = grow.Growth(budget, compress, dtype, told.append)
     if where is not None:
         grown = grow.add_to_store(where, inputs, growth, device=device)
     else:
@@ -183,7 +162,6 @@ def undo(path: str | os.PathLike[str]) -> Bases:
     Raises:
         UserError: no store, or nothing to undo.
     """
-    _expect("`path`", path, *PATH)
     return grow.undo_addition(path)
 
 
@@ -198,11 +176,7 @@ def reconstruct(
     Raises:
         UserError: no such task, or another base.
     """
-    _expect("`bases`", bases, *BASES)
-    _expect("`task`", task, *TEXT)
-    _check_dtype(dtype)
-    found = _open(base)
-    bases.check_base(found, _name(base))
+    found = _base_of(bases, base, dtype)
     column = exporting.task_column(bases, task)[:, 0]
     return exporting.state_dict_of(bases, found, column, dtype)
 
@@ -229,45 +203,36 @@ def merge(
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
     """
-    _expect("`bases`", bases, *BASES)
-    _expect("`device`", device, *DEVICE)
-    _check_dtype(dtype)
     given = {key.rstrip("_"): value for key, value in parameters.items()}
-    _check_numbers(given)
-    for key in given:
-        if key in GLOBAL_KEYS and key not in store.OPEN_KEYS:
-            raise UserError(f"`{key}`: the bases are built; leave it out")
-    if bases.basis == "rand_proj" and method != "basis_negate":
-        raise UserError(f"rand_proj bases are random directions: only basis_negate, not {method}")
-    settings = resolve_settings(method, given, bases.tasks)
+    settings = bases.merge_settings(method, given)
     tunables = Tunables.of(
         {
             key: check_value(key, given[key]) if key in given else spec.default_for(method)
             for key, spec in VARYING_KEYS.items()
         }
     )
-    found = _open(base)
-    bases.check_base(found, _name(base))
+    found = _base_of(bases, base, dtype)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     table = bases.reconstruction(bases.tasks)[: len(sources)]
     stored = StoredBases(settings, bases.tasks, bases.shares, table)
-    items, counted, jobs = [], [], {}
-    for name, info in found.tensors.items():
-        to = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-        held = bases.stored_name(name)
-        if held is None or settings.excludes(name):
-            items.append(Item(name, info.shape, Part.of(found, name), (), to))
-            continue
-        parts = tuple(Part.of(source, held, "delta") for source in sources)
-        items.append(Item(name, info.shape, Part.of(found, name), parts, to))
-        jobs[name] = Job(held, tunables)
-        if held == name:
-            counted.append(items[-1])
-    budget = block_budget()
-    count_if_needed(stored, lambda: counted, devices=[device], budget=budget)
+    items = exporting.items_of(bases, found, dtype, sources, settings.excludes)
+    held = {item.name: bases.stored_name(item.name) for item in items if item.inputs}
+    counted = [item for item in items if held.get(item.name) == item.name]
+    jobs = {name: Job(each, tunables) for name, each in held.items() if each is not None}
+    means: dict[str, Any] = {"devices": [torch.device(device)], "budget": block_budget()}
+    count_if_needed(stored, lambda: counted, **means)
     sink = MemorySink(1)
-    merge_items(stored, items, jobs, sink, devices=[device], budget=budget)
+    merge_items(stored, items, jobs, sink, **means)
     return sink.states[0]
+
+
+def _base_of(bases: Bases, base: Model, dtype: torch.dtype | None) -> Weights:
+    """The base, opened; raises UserError where it is another, or `dtype` is no type of weights."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
+    found = _open(base)
+    bases.check_base(found, _name(base))
+    return found
 
 
 def _inputs(
@@ -276,14 +241,8 @@ def _inputs(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> Inputs:
-    _expect("`models`", models, Mapping, "a mapping of task names to models")
-    _expect("`weights`", weights, Mapping, "a mapping of task names to numbers")
-    for task in (*models, *weights):
-        _expect("a task's name", task, *TEXT)
-        _check_numbers({"weight": weights.get(task)})
-    _check_numbers(settings)
     found = _open(base)
-    sources = [_open(model, f"the model of task `{task}`") for task, model in models.items()]
+    sources = [_open(model) for model in models.values()]
     tasks = list(models)
     names = [_name(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
@@ -315,40 +274,8 @@ def _inputs(
     )
 
 
-def _expect(what: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
-    """Raise UserError unless an argument is of its kind."""
-    if not isinstance(value, kind):
-        raise _wrong(what, value, expected)
-
-
-def _wrong(what: str, value: object, expected: str) -> UserError:
-    found = "None" if value is None else f"a {type(value).__name__}"
-    if isinstance(value, str | Real | torch.dtype):
-        found = shown(value)
-    return UserError(f"{what} is {found}: expected {expected}")
-
-
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise _wrong("`dtype`", dtype, "a floating-point torch.dtype")
-
-
-def _check_numbers(given: Mapping[str, object]) -> None:
-    """Refuse numbers as text, which only recipes may hold: YAML reads `1e-3` as text."""
-    for key, value in given.items():
-        spec = ALL_KEYS.get(key)
-        if isinstance(value, str) and spec is not None and spec.type is not str:
-            raise _wrong(f"`{key}`", value, spec.expected)
-
-
-def _open(model: Model, who: str = "the base") -> Weights:
-    _expect(who, model, *MODEL)
+def _open(model: Model) -> Weights:
     if isinstance(model, Mapping):
-        for name, value in model.items():
-            _expect(f"a key of {who}", name, *TEXT)
-            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
-                kind = "on the meta device, without data" if value.is_meta else value.layout
-                raise UserError(f"tensor `{name}` of {who} is {kind}: expected a dense tensor")
         return StateDict(model)
     if not os.path.exists(model):
         raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")

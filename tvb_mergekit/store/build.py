@@ -29,7 +29,7 @@ from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
 from tvb_mergekit.store.inputs import Inputs
@@ -64,16 +64,8 @@ LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 Warn = Callable[[str], object]
-ROUNDING = 0.05  # of a task vector's norm: what a 16-bit store may cost without a warning
 # In STORE.partial: what the build was begun with, its Gram matrix, the tensors that are whole.
 STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
-DIFFERENCES = {
-    "tasks": "other tasks",
-    "settings": "other settings",
-    "key": "other model files or another --dtype",
-    "processes": "another number of processes",
-    "encoder": "another encoder (on another machine, or with another PyTorch?)",
-}
 # What belongs to the base and a basis folder needs, to be loaded and to be merged by mergekit.
 COPIED = (
     "generation_config.json",
@@ -138,12 +130,15 @@ def _build(
     warn: Warn,
 ) -> Bases:
     world, partial = ranks.world(), out.with_name(f"{out.name}.partial")
-    state: dict[str, object] = {
-        "key": cache.key_of({**inputs.key, "dtype": str(dtype), "weights": list(inputs.weights)}),
+    begun: dict[str, object] = {
+        **inputs.key,
+        "dtype": str(dtype),
+        "weights": list(inputs.weights),
         "settings": inputs.settings.model_dump(mode="json"),
         "tasks": list(inputs.tasks),
-        "processes": world.size if world.size > 1 else None,
+        "processes": world.size,
     }
+    state = {"inputs": cache.key_of(begun)}
     world.agree([item.name for item in inputs.items], "tensors")
     resuming = world.share(lambda: _can_resume(partial, inputs, out, state, resume))
     started = time.perf_counter()
@@ -161,7 +156,6 @@ def _build(
         else:  # not before, so that inputs which are refused leave nothing
             _begin(partial, state)
         cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
-    _warn_of_size(inputs, dtype, matrix.shape[1])
     encoded = time.perf_counter()
     # Where there are several processes, each has a journal of its own.
     prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
@@ -182,7 +176,6 @@ def _build(
     }
     files = finish_vectors(writers, inputs.folder)
     facts, tensors = store_facts(inputs, basis, dtype, files)
-    _warn_of_rounding(facts)
     facts = finish_store(partial, out, facts, tensors)
     os.rename(partial, out)
     for name in (STATE, SUMS, *(journal.name for journal in journals)):
@@ -293,7 +286,7 @@ def _combine(
 
 
 def _can_resume(
-    partial: Path, inputs: Inputs, out: Path, state: Mapping[str, object], resume: bool
+    partial: Path, inputs: Inputs, out: Path, state: Mapping[str, str], resume: bool
 ) -> bool:
     """Whether there is an unfinished build to continue.
 
@@ -302,67 +295,35 @@ def _can_resume(
     """
     check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
     begun = (partial / STATE).is_file()
-    if resume and begun:
-        _check_same(partial, state)
-        return True
-    if resume:
-        LOG.warning("--resume: nothing to continue in %s; starting anew", partial)
     there = partial.iterdir() if partial.is_dir() else ()
     if not begun and any(not entry.name.startswith(".partial-") for entry in there):
         raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
-    return False
+    if resume and begun:
+        _check_same(partial, state)
+    elif resume:
+        LOG.warning("--resume: nothing to continue in %s; starting anew", partial)
+    return resume and begun
 
 
-def _begin(partial: Path, state: Mapping[str, object]) -> None:
-    if partial.is_dir():
-        if (partial / STATE).is_file():
-            LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
-        shutil.rmtree(partial)
+def _begin(partial: Path, state: Mapping[str, str]) -> None:
+    if (partial / STATE).is_file():
+        LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_file(partial / STATE, json.dumps(state).encode())
 
 
-def _check_same(partial: Path, state: Mapping[str, object]) -> None:
+def _check_same(partial: Path, state: Mapping[str, str]) -> None:
     """Raise UserError unless a build was begun with what `state` says of it."""
     try:
         before = json.loads((partial / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        same = all(before[key] == state[key] for key in state)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume: {partial} cannot be continued; delete it") from error
-    for key, what in DIFFERENCES.items():
-        if key in state and before.get(key) != state[key]:
-            raise UserError(
-                f"--resume: {partial} was begun with {what}; start anew without --resume"
-            )
-
-
-def _warn_of_size(inputs: Inputs, dtype: torch.dtype, vectors: int) -> None:
-    stored = vectors * dtype.itemsize * sum(item.numel for item in inputs.items)
-    if stored > inputs.model_bytes:
-        LOG.warning(
-            "the store will take %s more than the models: fewer bases%s take less",
-            megabytes(stored - inputs.model_bytes),
-            ", or bases of --adapters," if inputs.adapters else " or a narrower --dtype",
-        )
-
-
-def _warn_of_rounding(facts: StoreFacts) -> None:
-    """Nearly equal bases give a decoder with large entries, which enlarge what a cast loses."""
-    widths = {
-        task: (bounds.at_most - bounds.at_least) / 2
-        for task, bounds in facts.errors.items()
-        if bounds.at_most is not None and bounds.at_least is not None
-    }
-    worst = max(widths, key=widths.__getitem__)
-    if widths[worst] > ROUNDING:
-        dtype = facts.store.dtype
-        LOG.warning(
-            "rounding to %s may cost the reconstruction of `%s` up to %.2g of its norm, since the "
-            "bases are nearly equal (a decoder with large entries): for `tvb export --task` and "
-            "basis_negate take %s",
-            dtype,
-            worst,
-            widths[worst],
-            "fewer bases, or another basis" if dtype == "float32" else "--dtype float32",
+    if not same:
+        raise UserError(
+            f"--resume: {partial} was begun with other models, settings, --dtype or number of "
+            "processes, or with another PyTorch; start anew without --resume"
         )
 
 

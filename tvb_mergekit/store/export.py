@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.build import copy_config
-from tvb_mergekit.store.report import CITATION
+from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.output import (
     StagedFolder,
@@ -32,17 +32,24 @@ from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, MemorySink, 
 CPU = torch.device("cpu")
 
 
-def items_of(bases: Bases, base: Weights, dtype: torch.dtype | None) -> list[Item]:
-    """Every tensor of the base, with the bases' (and PCA's mean) where they hold it.
+def items_of(
+    bases: Bases,
+    base: Weights,
+    dtype: torch.dtype | None,
+    sources: Sequence[Weights],
+    exclude: Callable[[str], bool] = lambda name: False,
+) -> list[Item]:
+    """Every tensor of the base, with those of `sources` where the bases hold it.
 
     Args:
         dtype: of the floating-point tensors of the output; None keeps the base's own.
+        exclude: the names that stay the base's.
     """
     items = []
     for name, info in base.tensors.items():
         out = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-        stored = bases.stored_name(name)
-        inputs = () if stored is None else tuple(Part.of(v, stored, "delta") for v in bases.sources)
+        held = None if exclude(name) else bases.stored_name(name)
+        inputs = () if held is None else tuple(Part.of(each, held, "delta") for each in sources)
         items.append(Item(name, info.shape, Part.of(base, name), inputs, out))
     return items
 
@@ -59,7 +66,7 @@ def state_dict_of(
         column: [len(bases.sources)].
     """
     sink = MemorySink(1)
-    _run(items_of(bases, base, dtype), column[:, None], sink, CPU, None, silent)
+    _run(items_of(bases, base, dtype, bases.sources), column[:, None], sink, CPU, None, silent)
     return sink.states[0]
 
 
@@ -95,7 +102,7 @@ def export(
     if any(folders):
         check_new_folder(out)  # in which folders of these names could be
     check_output_folder(out, [str(path) for path in (bases.path, base_folder) if path is not None])
-    items = items_of(bases, base, dtype)
+    items = items_of(bases, base, dtype, bases.sources)
     size = sum(item.numel * item.out.itemsize for item in items)
     check_disk(os.fspath(out), size * len(folders))
     stage = StagedFolder(out)
@@ -154,21 +161,8 @@ def _run(
 
 
 def _write_card(folder: Path, bases: Bases, what: str) -> None:
-    facts = bases.facts
-    pairs = zip(facts.tasks, facts.models, strict=True)
-    lines = [
-        "---",
-        f"base_model: {json.dumps(facts.base_model)}",
-        "tags: [merge, tvb-mergekit]",
-        "---",
-        f"# {what}",
-        "",
-        f"Made by `tvb export` from {bases.num_bases} basis vectors (`basis: {bases.basis}`) of "
-        f"these task vectors over {facts.base_model}:",
-        "",
-        *(f"* {task}: `{model}`" for task, model in pairs),
-        "",
-        CITATION,
-        "",
-    ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    head = (
+        f"---\nbase_model: {json.dumps(bases.facts.base_model)}\ntags: [merge, tvb-mergekit]\n---\n"
+    )
+    section = card_section(bases.facts, bases.tensors)
+    (folder / "README.md").write_text(f"{head}# {what}\n\n{section}", encoding="utf-8")

@@ -168,8 +168,9 @@ def match(
         first, *parts = (Part.of(source, its_name) for source, its_name in places)
         items.append(Item(name, info.shape, first, tuple(parts)))
     if not items:
-        none = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
-        raise UserError("; ".join([none, *notes]))
+        raise UserError(
+            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+        )
     return Matched(items, left_out, tied, notes)
 
 
@@ -182,25 +183,16 @@ def _notes(
         UserError: a model shares no floating-point tensor with the base, or together they lack
             most of it.
     """
-    notes = []
-    lost: set[str] = set()
-    if found := _counts({"no tensor": _others(base, settings)}):
-        notes.append(f"the base: left out of the task vectors: {found}")
-    wanted = _floating(base, settings).values()
+    notes, lost, wanted = [], set[str](), _floating(base, settings).values()
     for task, source in zip(tasks, sources, strict=True):
-        missing = _absent(base, source, settings)
+        missing, extra = _absent(base, source, settings), _absent(source, base, settings)
         lost.update(missing)
-        found = _counts(
-            {
-                "no tensor": _others(source, settings),
-                "missing in the model": [name for name in missing if name not in source.others],
-                "not in the base": _absent(source, base, settings),
-            }
-        )
-        if wanted and not any(n in base.tensors for n in _floating(source, settings).values()):
+        reasons = (("missing in the model", missing), ("not in the base", extra))
+        found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
+        if missing and len(missing) == len(wanted):
             raise UserError(
-                f"the model of task `{task}` shares no floating-point tensor with the base"
-                f"{found and f': {found}'}; {ALIKE}"
+                f"the model of task `{task}` shares no floating-point tensor with the base: "
+                f"{found}; {ALIKE}"
             )
         if found:
             notes.append(f"the model of task `{task}`: left out of its task vector: {found}")
@@ -210,15 +202,6 @@ def _notes(
             f"{100 * part / whole:.0f} % of the base would be left out: {'; '.join(notes)}; {ALIKE}"
         )
     return notes
-
-
-def _counts(reasons: Mapping[str, Sequence[str]]) -> str:
-    """How many names there are for each reason, and the first of them."""
-    return ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons.items() if n)
-
-
-def _others(weights: Weights, settings: Settings) -> list[str]:
-    return [name for name in weights.others if not settings.excludes(name)]
 
 
 def _floating(weights: Weights, settings: Settings) -> dict[str, str]:

@@ -6,10 +6,8 @@ paths from the current folder; `located` gives it absolute ones.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,35 +85,6 @@ def edited(store: Path, facts: StoreFacts) -> list[str]:
         if not file.is_file() or record_of(file).xxh3_128 != checksum:
             names.append(f"{FOLDER}/{name}")
     return names
-
-
-def keep_edited(old: Path, new: Path, written: Mapping[str, str]) -> dict[str, str]:
-    """The recipes that the user has edited -> the names under which the successor has them.
-
-    Args:
-        old, new: the two folders of recipes.
-        written: the checksums of `old` as it was written.
-
-    What the successor has none of keeps its name; of the others the first is NAME.old, then
-    NAME.old2, and so on. What it has already, under whatever name, is left.
-    """
-    renamed = {}
-    files = sorted(old.iterdir()) if old.is_dir() else []
-    held = {record_of(file).xxh3_128 for file in new.iterdir() if file.is_file()}
-    for file in sorted(files, key=lambda file: (new / file.name).exists()):
-        if file.is_dir() and not (new / file.name).exists():
-            shutil.copytree(file, new / file.name)
-        if not file.is_file() or (found := record_of(file).xxh3_128) in held:
-            continue
-        if found != written.get(file.name):
-            numbered = (f".old{number}" for number in itertools.count(2))
-            suffixes = itertools.chain(("", ".old"), numbered)
-            names = (f"{file.name}{suffix}" for suffix in suffixes)
-            name = next(name for name in names if not (new / name).exists())
-            if name != file.name:
-                renamed[file.name] = name
-            shutil.copy2(file, new / name)
-    return renamed
 
 
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:

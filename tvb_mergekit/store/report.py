@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -312,16 +311,14 @@ def card_section(facts: Facts, tensors: Mapping[str, Tensor]) -> str:
     return "\n".join(lines)
 
 
-def row_sums(facts: Mapping[str, Any], encoder: Tensor) -> list[float]:
+def row_sums(facts: Facts, encoder: Tensor) -> list[float]:
     """The weight of each task in the sum that a merge adds, [T]: W_e v, v as in `Bases.shares`."""
-    factors = facts.get("parameters", {}).get("basis_weights")  # of a merge over a store
-    if store := facts.get("store"):
-        own = store.get("basis_weights")
-        known = None if own is None else torch.tensor(own, dtype=torch.float64)
-        factors = shares(store.get("compress"), known, encoder.shape[1])
-    if factors is None:
-        factors = torch.ones(encoder.shape[1])
-    return (encoder @ torch.as_tensor(factors, dtype=torch.float64)).tolist()
+    if facts.store is not None:
+        factors = shares(facts.store, encoder.shape[1])
+    else:  # of a merge over a store
+        given = facts.parameters.get("basis_weights", [1.0] * encoder.shape[1])
+        factors = torch.tensor(given, dtype=torch.float64)
+    return (encoder @ factors).tolist()
 
 
 def print_summary(
@@ -397,11 +394,4 @@ def measures(facts: Facts) -> list[str]:
 def versions() -> dict[str, str | None]:
     """The packages that a result depends on -> their versions."""
     packages = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
-    return {name: _version(name) for name in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {name: version(name) for name in packages}

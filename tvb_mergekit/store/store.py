@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import os
 import shutil
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import filelock
 import safetensors
@@ -23,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.settings import Settings, nearest
+from tvb_mergekit.errors import UserError, check_names, remedy
+from tvb_mergekit.settings import GLOBAL_KEYS, Settings, nearest, resolve_settings
 from tvb_mergekit.store.facts import (
     FACTS,
     TENSORS,
@@ -40,7 +39,7 @@ from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors import cache
 from tvb_mergekit.tensors.adapter import MARKER, Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.output import recover_folder
+from tvb_mergekit.tensors.output import recover_folder, replace_folder, sync
 from tvb_mergekit.tensors.source import TensorInfo, Weights
 from tvb_mergekit.tensors.writing import file_record
 
@@ -129,12 +128,8 @@ class Bases:
 
     @property
     def shares(self) -> Tensor:
-        """v [M], what multiplies each basis in a merge: w normalized to mean 1, or 1.
-
-        1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
-        that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
-        """
-        return shares(self.facts.store.compress, self.basis_weights, self.num_bases)
+        """v [M], what multiplies each basis in a merge (see `shares`)."""
+        return shares(self.facts.store, self.num_bases)
 
     @property
     def base_name(self) -> str:
@@ -164,6 +159,26 @@ class Bases:
         given = {k: v for k, v in self.facts.parameters.items() if k in known}
         sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
         return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
+
+    def merge_settings(self, method: str, given: Mapping[str, Any]) -> Settings:
+        """The settings of a merge over these bases.
+
+        Raises:
+            UserError: a key that is fixed when they are built, or that does not fit.
+        """
+        where = self.path or "these bases"
+        for key in given:
+            if key in GLOBAL_KEYS and key not in OPEN_KEYS:
+                raise UserError(
+                    f"`{key}`: the models are bases of {where}, which is built; leave the key "
+                    "out, or list the fine-tuned models"
+                )
+        if self.basis == "rand_proj" and method != "basis_negate":
+            raise UserError(
+                f"the bases in {where} are rand_proj, random directions: only basis_negate takes "
+                f"them, not {method}"
+            )
+        return resolve_settings(method, given, self.tasks)
 
     def index(self, task: str) -> int:
         """The column of a task.
@@ -212,19 +227,10 @@ def load(path: str | os.PathLike[str], verify: bool | Literal["all"] = True) -> 
     folder = Path(path)
     facts = read_store_facts(folder)
     try:
-        return _load(folder, facts, verify)
-    except UserError:
-        if folder.is_dir() and read_store_facts(folder) != facts:  # `tvb add` has just replaced it
-            return _load(folder, read_store_facts(folder), verify)
-        raise
-
-
-def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"]) -> Bases:
-    try:
         _check_files(folder, facts.store.files, verify)
-        tensors = {**numbers_of(facts), **load_file(folder / TENSORS)}
+        tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
-        if missing := {"decoder", "gram_bases", "weights"} - set(tensors):
+        if missing := {"decoder", "gram_bases", "weights", "norms", "errors"} - set(tensors):
             raise KeyError(min(missing))
         names = map(basis_folder, range(facts.num_bases))
         vectors = [open_vector(folder / name, facts.store) for name in names]
@@ -251,35 +257,32 @@ def base_of(facts: StoreFacts, folder: Path | None) -> str:
     return [*there, store.base_path or facts.base_model][0]
 
 
-def shares(compress: str | None, basis_weights: Tensor | None, num_bases: int) -> Tensor:
-    """v [M] float64, what multiplies each basis in a merge; see `Bases.shares`."""
-    if basis_weights is None or compress != "balanced":
+def shares(store: StoreRecord, num_bases: int) -> Tensor:
+    """v [M] float64, what multiplies each basis in a merge: w normalized to mean 1, or 1.
+
+    1 for every store that was built offline. It differs where `tvb add` keeps balanced bases that
+    stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
+    """
+    if store.basis_weights is None or store.compress != "balanced":
         return torch.ones(num_bases, dtype=torch.float64)
-    return basis_weights * (num_bases / basis_weights.sum())
+    weights = torch.tensor(store.basis_weights, dtype=torch.float64)
+    return weights / weights.mean()
 
 
 def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
-    """The numbers in a store's facts that later work computes with, float64.
-
-    `basis_weights` [M]; `weights`, `norms`, `matrix_norms` [T]; `errors` [2, T], bounds of
-    ||tau_hat - tau||. What is not known is left out. `basis.safetensors` holds them, but for stores
-    of the first version.
-    """
-    tasks, given = facts.tasks, facts.store.basis_weights
-    weights = facts.parameters.get("weights", {})
-    lists: dict[str, list[float | None]] = {
-        "basis_weights": [None] if given is None else [*given],
-        "weights": [weights.get(task, 1.0) for task in tasks],
-        "norms": [facts.norms.get(task) for task in tasks],
-        "matrix_norms": [facts.matrix_norms.get(task) for task in tasks],
+    """`weights`, `norms`, `matrix_norms` [T] and, where the bases hold the sum of all tasks,
+    `basis_weights` [M], float64: the numbers of basis.json that basis.safetensors has too."""
+    numbers = {
+        name: [of[task] for task in facts.tasks]
+        for name, of in (
+            ("weights", facts.parameters["weights"]),
+            ("norms", facts.norms),
+            ("matrix_norms", facts.matrix_norms),
+        )
     }
-    known = {name: values for name, values in lists.items() if None not in values}
-    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in known.items()}
-    bounds = [facts.errors[task] for task in tasks]
-    ends = [[each.at_least for each in bounds], [each.at_most for each in bounds]]
-    if None not in ends[0] + ends[1] and "norms" in tensors:
-        tensors["errors"] = torch.tensor(ends, dtype=torch.float64) * tensors["norms"]
-    return tensors
+    if facts.store.basis_weights is not None:
+        numbers["basis_weights"] = facts.store.basis_weights
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
 def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Adapter:
@@ -294,13 +297,12 @@ def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Adapter:
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of a merged model, the folder of which `path` is.
+    """basis.json and basis.safetensors of a merged model.
 
     Raises:
         UserError: one is missing or damaged.
     """
-    folder = Path(path)
-    folder = folder if (folder / FACTS).is_file() else folder / MERGED
+    folder = Path(path) / MERGED
     try:
         return read_facts(folder / FACTS), load_file(folder / TENSORS)
     except (OSError, safetensors.SafetensorError) as error:
@@ -308,9 +310,8 @@ def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]
 
 
 def is_output(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds our report of a merge; beside the weights in models of before."""
-    places = (Path(path) / MERGED / FACTS, Path(path) / FACTS)
-    return any(place.is_file() for place in places) and not is_store(path)
+    """Whether a folder is a merged model with our report."""
+    return (Path(path) / MERGED / FACTS).is_file()
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
@@ -326,16 +327,10 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 def is_basis(path: str | os.PathLike[str]) -> bool:
     """Whether a folder or a weight file is marked as a basis of a store, wherever it lies."""
     place = Path(path)
-    if place.is_file():
-        return MARKER in metadata_of(place)
-    if not place.is_dir():
-        return False
-    try:
-        if MARKER in json.loads((place / "config.json").read_text(encoding="utf-8")):
-            return True
-    except (OSError, ValueError, TypeError):
-        pass
-    files = sorted(place.glob("model*.safetensors"))
+    config = place / "config.json"
+    if config.is_file() and f'"{MARKER}"' in config.read_text(encoding="utf-8", errors="replace"):
+        return True
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
     return bool(files) and MARKER in metadata_of(files[0])
 
 
@@ -348,10 +343,7 @@ def read_store_facts(folder: Path) -> StoreFacts:
     file = folder / FACTS
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.partial")
-        aside = folder.with_name(f".{folder.name}.replaced")
         more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
-        if aside.is_dir():
-            more = f"; an update was killed in mid-rename: rename {aside} back to {folder.name}"
         raise UserError(f"{folder}: no such folder{more}")
     if not file.is_file():
         hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"
@@ -397,11 +389,8 @@ def note_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 class StoreLock(filelock.FileLock):
-    """A lock whose file is deleted before it is released.
-
-    Whoever waited for that file has the lock of one without a name then, which filelock from 3.29.5
-    on sees, and tries again. Before 3.29.5 it deleted the file itself, or did not look.
-    """
+    """A lock whose file is deleted before it is released; filelock sees that, and who waited for
+    that file tries again."""
 
     def release(self, force: bool = False) -> None:
         if self.is_locked:
@@ -435,7 +424,12 @@ def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> Stor
 
 @contextmanager
 def staged(store: Path) -> Iterator[Path]:
-    """A new folder beside a store, to be renamed to it; under its lock, and deleted at the end."""
+    """A new folder beside `store`, which takes its place at the end, or is deleted after an error;
+    under the lock of the store.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     held = lock(store, LOG.warning)
     work = None
     try:
@@ -446,6 +440,16 @@ def staged(store: Path) -> Iterator[Path]:
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=store.parent))
         os.chmod(work, 0o755)
         yield work
+        if (store / FACTS).is_file():
+            for path in (work, *work.rglob("*")):
+                sync(path)  # before what it replaces is deleted
+            replace_folder(work, store)
+        else:
+            os.rename(work, store)
+        note_files(store, read_store_facts(store).store.files)
+    except OSError as error:
+        mend = remedy(error) and f"; {remedy(error)}"
+        raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +39,9 @@ class Weights:
 
     Attributes:
         tensors: name -> what is known of it.
-        others: names of what is no tensor.
     """
 
     tensors: dict[str, TensorInfo]
-    others: Sequence[str] = ()
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor on the CPU, in its stored dtype; treat it as read-only.
@@ -107,7 +105,6 @@ class StateDict(Weights):
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
-        self.others = [name for name in state if name not in self._state]
         self.tensors = infos_of(self._state.items())
 
     def tensor(self, name: str) -> Tensor:
