@@ -194,12 +194,12 @@ def row_sums(record: Record) -> list[float]:
 def variation(record: Record) -> float | None:
     """The coefficient of variation of the row sums, which are all there are, not a sample.
 
-    None where their mean is 0 up to rounding, as PCA's is.
+    None where their mean is 0 up to the rounding of cells.jsonl, as PCA's is.
     """
     sums = row_sums(record)
     middle = abs(statistics.fmean(sums)) if sums else 0.0
     return (
-        statistics.pstdev(sums) / middle if middle > 1e-9 * max(map(abs, sums), default=0) else None
+        statistics.pstdev(sums) / middle if middle > 1e-5 * max(map(abs, sums), default=0) else None
     )
 
 
