@@ -552,9 +552,9 @@ REFUSED: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
     "did you mean `lambda`": ("basis_ta", BOTH, {"lambd": 1}),
     "`tvb export STORE OUT --basis K`": ("task_arithmetic", BOTH, {"weight": 0.5}),
     "and linear takes models": ("linear", ("math", "basis-000"), {"weight": 1}),
-    "basis-001 missing": ("basis_ta", BOTH[:1], {}),
+    "nothing else, basis-000, basis-001": ("basis_ta", BOTH[:1], {}),
     "second time": ("basis_ta", ("basis-000", "basis-000"), {}),
-    "is no basis: leave it out": ("basis_ta", (*BOTH, "mean"), {}),
+    "basis-001, mean of": ("basis_ta", (*BOTH, "mean"), {}),
     "math is no basis of a store": ("basis_ta", (*BOTH, "math"), {}),
     "no config.json in this folder": ("basis_ta", (".",), {}),
 }

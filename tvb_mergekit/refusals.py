@@ -78,10 +78,8 @@ def _of_the_machine(error: BaseException, out: str) -> str:
 @contextmanager
 def unwinding() -> Iterator[None]:
     """Let SIGTERM (a scheduler, `docker stop`) end a merge as Ctrl-C does: nothing is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -96,25 +94,17 @@ def _one_line(error: BaseException) -> str:
 
 
 def _complaints(error: pydantic.ValidationError) -> str:
-    """Each complaint as `key` under `section`: what was found and what mergekit expects there."""
+    """Each complaint: where it is, what mergekit expects there, and what was found."""
     seen: dict[str, str] = {}
     for item in error.errors(include_url=False):
         # mergekit's alternatives for one key (filter, list, number) come as parts of the place.
-        parts = [str(p) for p in item["loc"] if str(p).isidentifier() or str(p).isdigit()]
-        parts = [
-            p for p in parts if p not in ("ConditionalParameter", "bool", "int", "float", "str")
-        ]
-        place = ".".join(parts)
+        kinds = ("ConditionalParameter", "bool", "int", "float", "str")
+        parts = [str(part) for part in item["loc"] if part not in kinds]
+        parts = [part for part in parts if part.isidentifier() or part.isdigit()]
+        message = item["msg"].removeprefix("Value error, ")
         if "parameters" in parts[:-1]:
-            cut = parts.index("parameters") + 1
-            key, where = parts[cut], ".".join(parts[:cut])
-            found = "empty" if item["input"] is None else f"{item['input']!r:.60}"
-            seen.setdefault(
-                f"{where}.{key}",
-                f"`{key}` under `{where}` is {found}: expected a number or text; leave the key out "
-                "for its default",
-            )
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            seen.setdefault(place, f"`{place}`: {message} (found {item['input']!r:.60})")
+            parts = parts[: parts.index("parameters") + 2]
+            message = "expected a number or text; leave the key out for its default"
+        place = ".".join(parts)
+        seen.setdefault(place, f"`{place}`: {message} (found {item['input']!r:.60})")
     return f"the recipe is not valid: {'; '.join(seen.values())}"

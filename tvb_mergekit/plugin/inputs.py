@@ -75,7 +75,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] | Non
             "store is to replace"
         )
     with refusing():
-        refuse_bases([recipe.base], "`base_model`")
+        refuse_bases([recipe.base.model.path], "`base_model`")
     if document.raw:
         found = _raw_inputs(document)
     elif by_factors(document, options):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import mergekit.plan
 import torch
 from mergekit.architecture import WeightInfo, get_architecture_info
-from mergekit.architecture.base import ConfiguredModelArchitecture
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.graph import Task
@@ -31,7 +29,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Combination, Tunables
 from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite, shapes_differ
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
+from tvb_mergekit.plugin.loaders import MappedLoader, install_loader, replaced
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import (
     Changed,
@@ -64,6 +62,7 @@ class Plan:
     devices: Sequence[torch.device]
     loaders: Mapping[ModelReference, MappedLoader]
     out_dtype: str | None
+    saved_dtype: str | None = None  # to which mergekit casts whatever it writes
     tied: bool = False  # all configurations say that the output embedding is the input embedding
     memory: int | None = None  # bytes that a pass may allocate, if the command says so
     tensors: dict[str, Planned] = field(default_factory=dict)  # of the merged model, as they lie
@@ -164,30 +163,31 @@ class Plan:
 
     def note_unread(self) -> None:
         """After the merge: name the stored tensors that nothing asked for."""
-        models = (self.recipe.base, *self.recipe.models)
+        recipe, base = self.recipe, self.loaders[self.recipe.base]
+        read = {model: set(loader.read) for model, loader in self.loaders.items()}
         for planned in self.tensors.values():
-            for model, name in zip(models, planned.names, strict=False):
-                if name is not None and planned.whole is None:
-                    self.loaders[model].read.add(name)
-        base = self.loaders[self.recipe.base]
-        unread = {n: self.recipe.base for n in base.checkpoint.tensors if n not in base.read}
-        for model in self.recipe.models:
-            extra = (n for n in self.checkpoints[model].tensors if n not in base.checkpoint.tensors)
-            unread |= {n: model for n in extra if n not in self.loaders[model].read}
-        unread = {name: model for name, model in unread.items() if name not in self.left_out}
+            if planned.whole is None:
+                for model, name in zip(self.loaders, planned.names, strict=False):
+                    read[model].add(str(name))
+        unread = {
+            name: model
+            for model in (recipe.base, *recipe.models)
+            for name in self.checkpoints[model].tensors
+            if name not in read[model]
+            and name not in self.left_out
+            and (model == recipe.base or name not in base.checkpoint.tensors)
+        }
         for name, model in unread.items():
             self.left_out[name] = (
                 f"in {model}, but not used by this recipe or not in mergekit's definition of the "
                 "architecture; not written"
             )
         if unread:
-            name, model = next(iter(unread.items()))
             LOG.warning(
-                "%d tensors, such as `%s` of %s, are not used by this recipe or unknown to "
-                "mergekit's definition of the architecture: they are not in the merged model",
+                "%d tensors are not in the merged model: not used by this recipe, or unknown to "
+                "mergekit's definition of the architecture: %s",
                 len(unread),
-                name,
-                model,
+                listed(list(unread)),
             )
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
@@ -211,6 +211,7 @@ def plan_merge(
     loaders = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
     recipe.inputs.check(recipe.base, loaders[recipe.base].checkpoint)
     plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype, memory=memory)
+    plan.saved_dtype = config.out_dtype
     trust = options.trust_remote_code
     plan.tied = all(
         getattr(model.config(trust_remote_code=trust), "tie_word_embeddings", False)
@@ -222,12 +223,11 @@ def plan_merge(
     plan_tensors(
         plan,
         (
-            Candidate(
+            (
                 weight,
                 dict(task.parameters.items()),
                 graph_sources(plan.checkpoints, task, trust),
                 task.gather_tensors,
-                weight.force_dtype or config.out_dtype,
             )
             for weight, task in planner._tensors
         ),
@@ -243,36 +243,23 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
     architecture = get_architecture_info(config, options)
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
     planner = _Planner(config, architecture, options, out)
-    with _quick_reader():
+    with replaced(mergekit.plan, "ConfigReader", _Reader):
         planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     return planner
 
 
 class _Planner(MergePlanner):
-    """mergekit's, which from 128 models on reads every configuration anew for every layer."""
+    """mergekit's, whose own cache holds the configurations of 128 models."""
 
-    def _model_arch(self, model: ModelReference) -> ConfiguredModelArchitecture:
-        known: dict[ModelReference, Any] = self.__dict__.setdefault("_known", {})
-        if model not in known:
-            config = model.config(trust_remote_code=self.options.trust_remote_code)
-            known[model] = ConfiguredModelArchitecture(info=self.arch_info, config=config)
-        return known[model]
-
-
-@contextmanager
-def _quick_reader() -> Iterator[None]:
-    """Let mergekit's planner find a model's settings by its hash: for every tensor its own reader
-    compares each model with each."""
-    module: Any = mergekit.plan
-    reader, module.ConfigReader = module.ConfigReader, _Reader
-    try:
-        yield
-    finally:
-        module.ConfigReader = reader
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        architecture = MergePlanner._model_arch.__wrapped__
+        self._model_arch = functools.cache(functools.partial(architecture, self))
 
 
 class _Reader(ConfigReader):
-    """mergekit's, with the same settings in the same order."""
+    """mergekit's, with the same settings in the same order, but a model's are found by its hash:
+    mergekit's own compares each model with each, for every tensor."""
 
     _of: dict[ModelReference, list[Any]] = PrivateAttr(default_factory=dict)
     _slice: OutputSliceDefinition | None = PrivateAttr(default=None)
@@ -300,21 +287,9 @@ def devices_of(options: MergeOptions) -> list[torch.device]:
     return accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One tensor of the merged model as mergekit plans it.
-
-    Attributes:
-        values: of the recipe's keys, for this tensor.
-        inputs: mergekit's task that gives the inputs; None where they are files as they are.
-        saved: the dtype to which mergekit casts whatever it writes.
-    """
-
-    weight: WeightInfo
-    values: Mapping[str, Any]
-    sources: dict[ModelReference, Source]
-    inputs: Any = None
-    saved: str | None = None
+# One tensor of the merged model as mergekit plans it: what it is, the values of the recipe's keys,
+# where it lies in each model, and mergekit's task that gives the inputs (None: they are files).
+Candidate: TypeAlias = tuple[WeightInfo, Mapping[str, Any], dict[ModelReference, Source], Any]
 
 
 def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
@@ -324,8 +299,7 @@ def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
         UserError: shapes differ, or a tensor that the model must have is not in the base.
     """
     recipe, found = plan.recipe, []
-    for candidate in candidates:
-        weight, sources = candidate.weight, candidate.sources
+    for weight, values, sources, inputs in candidates:
         base = sources[recipe.base]
         if not base.present:
             if not weight.optional:
@@ -340,7 +314,7 @@ def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
             recipe.tasks,
             [sources[model] for model in (recipe.base, *recipe.models)],
             wanted=dtype_from_name(weight.force_dtype or plan.out_dtype),
-            saved=dtype_from_name(candidate.saved),
+            saved=dtype_from_name(weight.force_dtype or plan.saved_dtype),
             holds=recipe.inputs.holds,
         )
         plan.output_bytes += planned.output_bytes
@@ -354,11 +328,19 @@ def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
             plan.left_out[weight.name] = reason
             planned = replace(planned, tasks=(), sources=[base])
         else:
-            _check_tying(plan, weight, planned)
+            if weight.tied_names and not plan.tied and base.name != weight.name:
+                plan.untied |= weight.name in planned.names
             planned.counted_as = _count_once(plan, weight, planned)
-            planned.tunables = Tunables.of(_values(plan, candidate))
+            planned.tunables = Tunables.of(_values(plan, weight.name, values))
             planned.more = recipe.inputs.more(recipe, planned.names[1])
-        planned.whole = _whole(plan, candidate, planned)
+        if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
+            alone = planned.counted_as is None
+            inputs = stored_dtypes(inputs)
+            planned.whole = Changed(
+                planned.name, inputs, recipe, plan.tokenizers, plan.options, alone
+            )
+        elif any(source.part is None for source in planned.sources):
+            planned.whole = each(planned.sources, plan.options)
         found.append(planned)
     base_tensors = plan.checkpoints[recipe.base].tensors
     if any(None in p.names for p in found):  # converted: sizes are not known yet
@@ -377,18 +359,18 @@ def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
         LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
 
 
-def _values(plan: Plan, candidate: Candidate) -> Mapping[str, Any]:
+def _values(plan: Plan, name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys that may vary, resolved for this tensor, and noted for the report."""
     for key in VARYING_KEYS:
-        value = candidate.values.get(key)
+        value = values.get(key)
         if value is not None:
             plan.tunables.setdefault(key, set()).add(value)
-        elif key in candidate.values:
+        elif key in values:
             raise UserError(
-                f"`{key}` has no value for tensor `{candidate.weight.name}`, which matches none of "
-                "its filters; add an entry without `filter`"
+                f"`{key}` has no value for tensor `{name}`, which matches none of its filters; add "
+                "an entry without `filter`"
             )
-    return candidate.values
+    return values
 
 
 def _why_left_to_base(plan: Plan, name: str, planned: Planned) -> str | None:
@@ -415,23 +397,6 @@ def _why_left_to_base(plan: Plan, name: str, planned: Planned) -> str | None:
     return None
 
 
-def _check_tying(plan: Plan, weight: WeightInfo, planned: Planned) -> None:
-    """Note where the base ties its output embedding and a model does not, or the other way."""
-    base, *names = planned.names
-    if plan.tied or not weight.tied_names:
-        return
-    if base == weight.name and base not in names:
-        LOG.warning("`%s` of every model is tied, but not of the base", weight.name)
-    elif base != weight.name and weight.name in names:
-        plan.untied = True
-        own = [t for t, n in zip(plan.recipe.tasks, names, strict=True) if n == weight.name]
-        LOG.warning(
-            "`%s` is tied in the base and not in %s: the merged model is written untied",
-            weight.name,
-            listed(own),
-        )
-
-
 def _count_once(plan: Plan, weight: WeightInfo, planned: Planned) -> str:
     """The name under which a tensor counts in the Gram matrix: its own, or that of the first with
     the same stored tensors."""
@@ -453,17 +418,3 @@ def _count_once(plan: Plan, weight: WeightInfo, planned: Planned) -> str:
             f"the same tensor as {first.name}: merged with it, counted once"
         )
     return first.name
-
-
-def _whole(
-    plan: Plan, candidate: Candidate, planned: Planned
-) -> Callable[[], Sequence[Tensor]] | None:
-    """What loads a tensor that is not merged as it is stored."""
-    inputs = candidate.inputs
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        alone = planned.counted_as is None
-        inputs = stored_dtypes(inputs)
-        return Changed(planned.name, inputs, plan.recipe, plan.tokenizers, plan.options, alone)
-    if any(source.part is None for source in planned.sources):
-        return each(planned.sources, plan.options)
-    return None

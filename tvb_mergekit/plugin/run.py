@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,8 +43,8 @@ from tvb_mergekit.plugin.document import (
     recipe_text,
     uses_our_methods,
 )
-from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders
-from tvb_mergekit.plugin.plan import Candidate, Plan, devices_of, plan_merge, plan_tensors
+from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, replaced
+from tvb_mergekit.plugin.plan import Plan, devices_of, plan_merge, plan_tensors
 from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.plugin.stores import mapped, refuse_bases
@@ -233,16 +233,13 @@ def _write_companions(
     _copy_tagalong_files(config, str(folder), files=files, options=options)
 
 
-@contextmanager
-def _local_cards() -> Iterator[None]:
+def _local_cards() -> AbstractContextManager[None]:
     """Let the model card take an existing folder for a folder. mergekit asks the Hub whether
     `models/base` is a repository, and offline fails after the weights are written."""
     original: Callable[[str], bool] = mergekit.card.is_hf
-    mergekit.card.is_hf = lambda path: not os.path.exists(path) and original(path)
-    try:
-        yield
-    finally:
-        mergekit.card.is_hf = original
+    return replaced(
+        mergekit.card, "is_hf", lambda path: not os.path.exists(path) and original(path)
+    )
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
@@ -287,7 +284,8 @@ def wrap_run_merge(module: ModuleType) -> None:
             merge(recipe, merge_config, out_path, options, config_source)
             return
         with refusing():
-            refuse_bases(merge_config.referenced_models(), merge_config.merge_method)
+            models = [model.model.path for model in merge_config.referenced_models()]
+            refuse_bases(models, merge_config.merge_method)
         original(merge_config, out_path, options, config_source)
 
     run_merge.tvb_mergekit = True  # type: ignore[attr-defined]
@@ -319,18 +317,12 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
     @functools.wraps(original)
     def plan_flat_merge(
         config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
-    ) -> list[Task[Any]]:
+    ) -> Any:
         if config.merge_method not in METHODS:
-            listed = [config.base_model, *(model.model for model in config.models)]
-            models = [
-                ModelReference.model_validate({"model": {"path": path}}) for path in listed if path
-            ]
+            paths = [config.base_model, *(model.model for model in config.models)]
             with refusing():
-                refuse_bases(models, config.merge_method)
-            tasks: list[Task[Any]] = original(
-                config, out_path, tensor_union, tensor_intersection, options
-            )
-            return tasks
+                refuse_bases([path for path in paths if path], config.merge_method)
+            return original(config, out_path, tensor_union, tensor_intersection, options)
         started = time.perf_counter()
         with refusing(planning=True):
             recipe = read_recipe(config)
@@ -378,10 +370,11 @@ def _plan_files(
     plan_tensors(
         plan,
         (
-            Candidate(
+            (
                 WeightInfo(name=name),
                 dict(module.construct_param_dicts(config, method, name)[0].items()),
                 {model: mapped(file, name) for model, file in files.items()},
+                None,
             )
             for name in names
         ),

@@ -39,9 +39,8 @@ def graph_sources(
         if checkpoint is None:
             raise UserError(f"`base_model` of a slice is {model}; a merge has one base")
         names = [info.name, *(info.aliases or ()), *(info.tied_names or ())]
-        name = next((n for n in names if n in checkpoint.tensors), None)
-        if name is not None:
-            source = mapped(checkpoint, name)
+        source = mapped(checkpoint, next((n for n in names if n in checkpoint.tensors), None))
+        if source.present:
             found[model] = replace(source, shape=None) if changed else source
             continue
         kind = model.config(trust_remote_code=trust_remote_code).model_type
@@ -98,9 +97,9 @@ class Planned:
     def output_bytes(self) -> int:
         """Of the merged tensor; where only loading tells them, the stored ones."""
         base = self.sources[0]
-        if base.shape is None or base.dtype is None or not base.dtype.is_floating_point:
+        if base.dtype is None or not base.dtype.is_floating_point:
             return base.nbytes
-        return self.numel * (self.wanted or base.dtype).itemsize
+        return self.numel * (self.wanted or base.dtype).itemsize or base.nbytes
 
     def item(self) -> Item:
         """The tensor as an item of a pass, in the dtype that is written; loaded once, and dropped,
@@ -114,9 +113,17 @@ class Planned:
             parts = [source.part for source in self.sources if source.part is not None]
             assert shape is not None and len(parts) == len(self.sources)
         else:
-            shape, dtypes = self._learned(self.whole)
+            if self._known is None:
+                first, *others = self.whole()
+                check_shapes(self.name, first, others, self.tasks)
+                self._known = tuple(first.shape), [t.dtype for t in (first, *others)]
+            shape, dtypes = self._known
             parts = whole_parts(self.whole, dtypes, torch.Size(shape).numel())
         base, *models = parts
+        # A store's dtype is not the output's, and what is no float is never cast to one.
+        weights = [part.dtype for part in models if self.holds == "weight"]
+        out = self.saved or (self.wanted if base.dtype.is_floating_point else None)
+        out = out or functools.reduce(torch.promote_types, weights, base.dtype)
         models = [replace(part, holds=self.holds) for part in models]
         for source in self.more:
             if source.shape != shape or source.part is None:
@@ -126,26 +133,7 @@ class Planned:
                     "base's tokenizer as it is, or leave the tensor out with `exclude`"
                 )
             models.append(source.part)
-        out = self.out_dtype(base.dtype, [part.dtype for part in models])
         return Item(self.name, shape, base, tuple(models), out)
-
-    def out_dtype(self, base: torch.dtype, models: Sequence[torch.dtype]) -> torch.dtype:
-        """Of the tensor that is written, from those of the stored ones."""
-        if self.saved is not None:
-            return self.saved
-        if self.counted_as is None:
-            return (self.wanted or base) if base.is_floating_point else base
-        others = models if self.holds == "weight" else []  # a store's dtype is not the output's
-        return self.wanted or functools.reduce(torch.promote_types, others, base)
-
-    def _learned(
-        self, load: Callable[[], Sequence[Tensor]]
-    ) -> tuple[tuple[int, ...], list[torch.dtype]]:
-        if self._known is None:
-            base, *models = load()
-            check_shapes(self.name, base, models, self.tasks)
-            self._known = tuple(base.shape), [tensor.dtype for tensor in (base, *models)]
-        return self._known
 
 
 def each(sources: Sequence[Source], options: MergeOptions) -> Callable[[], Sequence[Tensor]]:

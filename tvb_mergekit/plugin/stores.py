@@ -64,7 +64,7 @@ class FineTuned:
 
     def check(self, base: ModelReference, opened: Checkpoint) -> None:
         """Raise UserError where the base is not one for these models."""
-        refuse_bases([base], "`base_model`")
+        refuse_bases([base.model.path], "`base_model`")
 
     def sources(
         self, recipe: Recipe, checkpoints: Mapping[ModelReference, Checkpoint], base: Source
@@ -204,24 +204,19 @@ def find_store(models: Sequence[ModelReference]) -> StoreRecipe | None:
                 "store, or models only (`tvb export` makes a model of a basis)"
             )
     known = [folder for folder in folders if folder is not None]
-    place = os.path.realpath(known[0].parent)
+    place = known[0].parent
     for folder in known:
-        if os.path.realpath(folder.parent) != place:
+        if os.path.realpath(folder.parent) != os.path.realpath(place):
             raise UserError(
                 f"{known[0]} and {folder} are bases of two stores: list those of one store"
             )
-    bases = store.load(known[0].parent, verify=False)
-    names = [folder.name for folder in known if folder.name != store.MEAN]
-    if store.MEAN in [folder.name for folder in known]:
-        raise UserError(
-            f"{known[0].parent / store.MEAN} is no basis: leave it out (basis_negate finds it)"
-        )
+    bases = store.load(place, verify=False)
+    names = [folder.name for folder in known]
     expected = [store.basis_folder(m) for m in range(bases.num_bases)]
     if sorted(names) != expected:
-        missing = sorted(set(expected) - set(names))
         raise UserError(
-            f"{known[0].parent} has {len(expected)} bases, the recipe lists {len(names)}: list "
-            f"all of them ({', '.join(missing)} missing)"
+            f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
+            f"else, {', '.join(expected)}"
         )
     return StoreRecipe(bases, tuple(expected.index(name) for name in names))
 
@@ -245,16 +240,13 @@ def folder_of(path: str) -> Path | None:
     return folder
 
 
-def refuse_bases(models: Sequence[ModelReference], method: str) -> None:
-    """mergekit's other methods would take a basis, a difference, for a model.
-
-    Raises:
-        UserError: one of the models is a basis.
-    """
-    for model in models:
-        if store.is_basis(model.model.path):
+def refuse_bases(paths: Sequence[str], method: str) -> None:
+    """Raise UserError if one of the models is a basis: a difference, which all but our methods
+    would take for a model."""
+    for path in paths:
+        if store.is_basis(path):
             raise UserError(
-                f"model {model} is a basis vector of a store, a difference from its base, and "
+                f"model {path} is a basis vector of a store, a difference from its base, and "
                 f"{method} takes models: make one with `tvb export STORE OUT --basis K` or "
                 "`--all-bases`"
             )
