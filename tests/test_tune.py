@@ -394,7 +394,7 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "an unknown metric": (quick(), ["--metric", "quickstart_copy:exact_mach,none"],
                           "has no metric exact_mach,none; did you mean exact_match,none?"),
     "a metric of another task": (quick(), ["--metric", "quickstart_max:exact_match,none"],
-                                 "--metric quickstart_max: it is none of"),
+                                 "--metric quickstart_max: no such task here"),
     "a metric without a task": (quick(), ["--metric", "quickstart_copy"], "expected TASK:METRIC"),
     "no such folder": (quick(), ["--include-path", "nowhere"], "nowhere: no such folder"),
     "no point": (quick(), ["--grid", "1:0:0.5"], "holds no point"),

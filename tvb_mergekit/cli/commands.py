@@ -575,7 +575,7 @@ def score(
 @repeatable(
     "--control",
     "controls",
-    metavar="TASK[:METRIC]",
+    metavar="TASK",
     help="basis_negate: what must not be forgotten. Repeatable.",
 )
 @click.option(

@@ -158,14 +158,12 @@ def load_entries(
     metrics: Mapping[str, Sequence[str]],
     choice: Choice,
     options: LmEval,
-    option: str = "--metric",
 ) -> list[Entry]:
     """The entries of tasks and groups of lm-eval. A group stands for its members, but for one that
     is averaged by the number of items (`mmlu_stem`), which is one entry in parts.
 
     Args:
         metrics: task -> its metrics, for those whose are not to be the usual one.
-        option: which says so, for messages.
 
     Raises:
         UserError: an unknown name or metric, data that cannot be loaded.
@@ -185,11 +183,6 @@ def load_entries(
                 loaded = manager.load(member)
                 _prepare(loaded["tasks"], options)
                 entries[own] = _entry(own, loaded, metrics.get(own), choice)
-    for name in metrics:
-        if name not in entries:
-            raise UserError(
-                f"{option} {name}: it is none of {', '.join(entries)}{_near(name, entries)}"
-            )
     return list(entries.values())
 
 

@@ -8,7 +8,6 @@ and `draw` writes both. For all others `write` merges point by point.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import re
@@ -269,7 +268,8 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     document = load_document(path)
     text = Path(path).read_text(encoding="utf-8-sig")
     method = document.get("merge_method")
-    recipe, linear = None, True
+    recipe = None
+    linear = method in METHODS or _check_stock(path, document)
     if method in METHODS:
         found = from_mapping(document)
         if found.raw:
@@ -277,8 +277,6 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
                 f"{path}: its models are weight files, which lm-eval cannot load; list folders"
             )
         recipe = found.recipe
-    else:
-        linear = _check_stock(path, document)
     key = "alpha" if method == "basis_negate" else "lambda"
     root = document.get("parameters") or {}
     given = [section for section in _sections(document) if key in section]
@@ -331,14 +329,11 @@ def _scaled(setting: Any, by: float) -> Any:
     return float(setting) * by
 
 
-def stamps(folder: Path) -> dict[str, Any]:
+def stamps(folder: Path) -> dict[str, list[int]]:
     """What changes with the weights, the configuration and the tokenizer of a model."""
-    stats = {name: (folder / name).stat() for name in weight_files(folder)}
-    texts = {file.name: file.read_bytes() for file in sorted(folder.glob("*.json"))}
-    return {
-        **{name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-        **{name: hashlib.sha256(text).hexdigest() for name, text in texts.items()},
-    }
+    names = {*weight_files(folder), *(file.name for file in folder.glob("*.json"))}
+    stats = {name: (folder / name).stat() for name in sorted(names)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:

@@ -16,6 +16,7 @@ from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
+from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
 from tvb_mergekit.store.store import lock
 from tvb_mergekit.tensors.layout import MEMORY
@@ -173,31 +174,27 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
 
 
 def _objectives(request: Request, choice: Choice) -> dict[str, Objective]:
+    """The objectives "target", and for negation "control"."""
     reference = None if request.reference is None else read_results(request.reference)
-    metrics = _by_task(request.metrics, "--metric")
-    controls = _by_task(request.controls, "--control")
+    metrics: dict[str, list[str]] = {}
+    for text in request.metrics:
+        name, _, metric = text.partition(":")
+        if not name or not metric:
+            raise UserError(f"--metric {text}: expected TASK:METRIC, as in gsm8k:exact_match,none")
+        metrics.setdefault(name, []).append(metric)
     manager = harness.manager(request.include_path, request.metadata)
-    targets = harness.load_entries(manager, request.tasks, metrics, choice, request)
+    targets, controls = (
+        harness.load_entries(manager, names, metrics, choice, request)
+        for names in (request.tasks, request.controls)
+    )
+    names = [entry.name for entry in (*targets, *controls)]
+    for name in metrics:
+        check_known(name, names, f"--metric {name}: no such task here")
+    if twice := repeated(names):
+        raise UserError(f"{twice} is both to be forgotten and --control")
     rising = "forgetting" if controls else ""
     goals = {"target": objective(targets, reference, str(request.reference), rising)}
-    if not controls:
-        return goals
-    given = {name: found for name, found in controls.items() if found}
-    kept = harness.load_entries(manager, list(controls), given, choice, request, "--control")
-    if both := {entry.name for entry in targets} & {entry.name for entry in kept}:
-        raise UserError(f"{min(both)} is both to be forgotten and --control")
-    return goals | {"control": objective(kept, rising="--control")}
-
-
-def _by_task(texts: Sequence[str], option: str) -> dict[str, list[str]]:
-    """The metrics of each task in TASK:METRIC; a control may name none."""
-    found: dict[str, list[str]] = {}
-    for text in texts:
-        name, _, metric = text.partition(":")
-        if not name or (option == "--metric" and not metric):
-            raise UserError(f"{option} {text}: expected TASK:METRIC, as in gsm8k:exact_match,none")
-        found.setdefault(name, []).extend([metric] if metric else [])
-    return found
+    return goals | ({"control": objective(controls, rising="--control")} if controls else {})
 
 
 class Scorer:
