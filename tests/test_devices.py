@@ -129,8 +129,7 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     ("options", "wanted"),
     [
         ({"cuda": True}, "--device cuda cannot be used here"),
-        ({"device": "mps"}, "^--device mps cannot be used here: PyTorch was built without it; "),
-        ({"device": "cdua"}, "--device cdua cannot be used here: PyTorch knows no such device; le"),
+        ({"device": "cdua"}, "--device cdua cannot be used here: .*; leave it out"),
         ({"multi_gpu": True}, "--multi-gpu: PyTorch sees no accelerator"),
     ],
 )

@@ -17,10 +17,11 @@ from passing import combine, gram_of
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.kernels import KINDS, Buffer, Combining
+from tvb_mergekit.tensors.kernels import KINDS, Combining, stored_in
 from tvb_mergekit.tensors.stream import Item, Part, held_item
 from tvb_mergekit.tensors.writing import MemorySink
 
@@ -50,13 +51,14 @@ def names(count: int) -> list[str]:
     return [f"task-{i}" for i in range(count)]
 
 
-def buffer_of(tensors: list[Tensor], base: bool = True) -> Buffer:
-    buffer = Buffer(sum(tensor.nbytes + 64 for tensor in tensors) + 64)
-    dtypes = [tensor.dtype for tensor in tensors]
-    rows = buffer.rows(dtypes if base else [None, *dtypes], len(tensors[0]))
-    for row, tensor in zip(rows if base else rows[1:], tensors, strict=True):
-        row.view(tensor.dtype).copy_(tensor)
-    return buffer
+def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True) -> bool:
+    """Fill `out` by the loops; what they say of its being finite."""
+    memory = torch.empty(sum(-(-t.nbytes // 64) * 64 for t in tensors), dtype=torch.uint8)
+    found, place = [], 0
+    for tensor in tensors:
+        found.append(memory[place : place + tensor.nbytes].view(tensor.dtype).copy_(tensor))
+        place += -(-tensor.nbytes // 64) * 64
+    return Combining(len(tensors) - base, 0, step)(stored_in(memory, found, base), out)
 
 
 @quick
@@ -103,8 +105,8 @@ def test_combinations_equal_float64(
 def cast(row: Tensor, out: torch.dtype) -> Tensor:
     """0 + row, as the loops cast it; and whether they say rightly that it is finite."""
     made = torch.empty(1, len(row), dtype=out)
-    once = Combining(1, 0, [[(1.0, torch.ones(1))]], with_base=False)
-    finite = once(buffer_of([row], base=False), made)
+    once = Linear.of(torch.ones(1, 1))
+    finite = combined(once, [row], made, base=False)
     assert finite == bool(torch.isfinite(made).all())
     return made[0]
 
@@ -135,10 +137,9 @@ def test_a_coefficient_multiplies_a_finished_direction() -> None:
     made = torch.empty(2, 3000)
     steps = [[(1.0, weights)], [(0.7, weights), (-0.3, weights.flip(0))]]
     alone, other = torch.empty(2, 3000), torch.empty(1, 3000)
-    found = buffer_of(given)
-    assert Combining(5, 0, steps, with_base=False)(found, alone)
-    assert Combining(5, 0, steps, with_base=True)(found, made)
-    assert Combining(5, 0, [[(1.0, weights.flip(0))]], with_base=False)(found, other)
+    assert combined(Linear(steps, add_base=False), given, alone)
+    assert combined(Linear(steps), given, made)
+    assert combined(Linear.of(weights.flip(0)[:, None]), given, other)
     assert torch.equal(made[0], given[0] + alone[0])
     assert torch.equal(made[1], (given[0] + alone[0] * 0.7) + other[0] * -0.3)
 
@@ -148,7 +149,7 @@ def cut_at(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "LONGEST", longest)
 
 
-def combined(items: list[Item]) -> list[Tensor]:
+def both(items: list[Item]) -> list[Tensor]:
     sink = MemorySink(2)
     combine(items, torch.tensor([[0.5, 1], [0.25, -1], [0.25, 0.1]]), sink, add_base=True)
     return [state["w"] for state in sink.states]
@@ -176,8 +177,8 @@ def test_files_give_the_bits_of_tensors_in_memory(
     items = [Item("w", (300_001,), parts[0], tuple(parts[1:]), torch.bfloat16)]
     held = [held_item("w", made[0], made[1:], torch.bfloat16)]
     for left, right in zip(
-        (gram_of(items, names(3)).gram, *combined(items)),
-        (gram_of(held, names(3)).gram, *combined(held)),
+        (gram_of(items, names(3)).gram, *both(items)),
+        (gram_of(held, names(3)).gram, *both(held)),
         strict=True,
     ):
         assert torch.equal(left, right)
@@ -204,7 +205,7 @@ def test_a_budget_cuts_pieces_and_not_the_sums(monkeypatch: pytest.MonkeyPatch) 
     for longest in (2**17, 2**18, 2**20):
         cut_at(longest, monkeypatch)
         sums = gram_of(items, names(3))
-        seen.add((*sums.gram.flatten().tolist(), *(t.sum().item() for t in combined(items))))
+        seen.add((*sums.gram.flatten().tolist(), *(t.sum().item() for t in both(items))))
     assert len(seen) == 1
 
 

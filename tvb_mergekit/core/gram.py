@@ -8,6 +8,7 @@ tensors in float32).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +32,11 @@ def _zeros(*shape: int) -> Tensor:
 
 @dataclass
 class GramSums:
-    """Sums over tensors: `gram` [T, T] and, for random projections, `sketch_gram` [M, M] =
-    Omega^T Omega and `sketch_tasks` [M, T] = Omega^T T; all float64 on the CPU.
+    """Sums over tensors, or over one chunk: `gram` [T, T] and, for random projections,
+    `sketch_gram` [M, M] = Omega^T Omega and `sketch_tasks` [M, T] = Omega^T T; all float64, CPU.
 
-    `matrix_squares` [1 + T]: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions.
+    `matrix_squares` [1 + T]: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions;
+    None for a chunk.
     """
 
     gram: Tensor
@@ -52,21 +54,10 @@ class GramSums:
             sums.sketch_tasks = _zeros(sketch.columns, tasks)
         return sums
 
-    def add(self, chunks: ChunkSums) -> None:
-        """Add chunk by chunk, so that the sum does not depend on how chunks come together."""
-        for gram, norm in zip(chunks.gram, chunks.base_norm_squared.tolist(), strict=True):
-            self.gram += gram
-            self.base_norm_squared += norm
-        if chunks.sketch_gram is not None and chunks.sketch_tasks is not None:
-            assert self.sketch_gram is not None and self.sketch_tasks is not None
-            for square, products in zip(chunks.sketch_gram, chunks.sketch_tasks, strict=True):
-                self.sketch_gram += square
-                self.sketch_tasks += products
-
-    def end(self, shape: Sequence[int]) -> None:
-        """Note that these are the sums of one whole tensor, of this shape."""
-        if len(shape) > 1:
-            self.matrix_squares = self._squares()
+    def of_tensor(self, shape: Sequence[int]) -> GramSums:
+        """The same as the sums of one whole tensor of this shape."""
+        squares = self._squares() * (1.0 if len(shape) > 1 else 0.0)
+        return replace(self, num_parameters=math.prod(shape), matrix_squares=squares)
 
     def _squares(self) -> Tensor:
         return torch.cat([_zeros(1) + self.base_norm_squared, self.gram.diagonal()])
@@ -100,17 +91,6 @@ class GramSums:
             sketch_tasks=None if tasks is None else tasks * w,
             matrix_squares=None if squares is None else squares * torch.cat([_zeros(1) + 1, w**2]),
         )
-
-
-@dataclass(frozen=True)
-class ChunkSums:
-    """The sums of n chunks: `gram` [n, T, T], `base_norm_squared` [n], and with a sketch
-    `sketch_gram` [n, M, M] and `sketch_tasks` [n, M, T]; float64 on the CPU."""
-
-    gram: Tensor
-    base_norm_squared: Tensor
-    sketch_gram: Tensor | None = None
-    sketch_tasks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -164,10 +144,10 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     return total.add_(left[:, whole:] @ right[:, whole:].T)
 
 
-def symmetric(squares: Tensor) -> Tensor:
-    """Products [n, T, T] of matrices with themselves, on the CPU: not every matrix product gives
-    X X^T symmetric to the bit (AVX2 and cuBLAS do not)."""
-    return ((squares + squares.transpose(1, 2)) / 2).cpu()
+def symmetric(square: Tensor) -> Tensor:
+    """The product of a matrix with itself, on the CPU: not every matrix product gives X X^T
+    symmetric to the bit (AVX2 and cuBLAS do not)."""
+    return ((square + square.T) / 2).cpu()
 
 
 def check_shapes(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.gram import GramSums, symmetric
 from tvb_mergekit.errors import UserError
 
 
@@ -52,8 +52,7 @@ def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
         rows.index_add_(0, of, products)
         sums.gram.index_add_(1, of, rows)
         sums.num_parameters += left.shape[0] * right.shape[1]
-    sums.gram = (sums.gram + sums.gram.T) / 2  # not every matrix product is symmetric to the bit
-    sums.end((1, 1))  # all of them are matrices
+    sums.gram = symmetric(sums.gram)
     return sums
 
 

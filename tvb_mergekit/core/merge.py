@@ -136,15 +136,6 @@ def merge_agreeing(trimmed: Tensor, sign: Tensor, merge_func: str) -> Tensor:
     return total.mul_(sign)
 
 
-def fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast leaves all values finite; much cheaper than to look at the 16-bit result."""
-    if not values.numel():
-        return True
-    low, high = map(float, torch.aminmax(values))
-    largest = torch.finfo(dtype).max
-    return -largest <= low and high <= largest  # NaN is neither
-
-
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
     """Raise UserError where a value overflowed (float16 does above 65504)."""
     # A sum is not finite if an entry is not, and takes one pass without a mask.

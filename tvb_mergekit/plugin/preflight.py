@@ -15,7 +15,7 @@ from mergekit.options import MergeOptions
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.tensors.checkpoint import Checkpoint, check_weight_file, weight_files
+from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
 
 TOKENIZER_FILES = (
@@ -173,7 +173,7 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
     for file in files:
         if os.path.basename(file).startswith("adapter_model."):
             try:
-                check_weight_file(file)
+                Checkpoint.open(file)
             except UserError as error:
                 raise UserError(f"model {model}: {error}") from error
     fused = Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")

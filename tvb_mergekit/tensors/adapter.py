@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.core.gram import PIECE, count_not_finite
@@ -26,9 +25,11 @@ from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.writing import Shard
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 MARKER = "tvb_basis"  # the key in the metadata of what `write_adapter` writes
 FUSE_INSTEAD = (
     "list it as BASE+ADAPTER with --lora-merge-cache DIR and without --adapters, "
@@ -131,12 +132,6 @@ class Adapter(Weights):
 
         Always the same rows are multiplied together, so that what an element is does not depend on
         the chunk in which it is read.
-
-        Args:
-            out: 1-D float32, at least `stop - start` elements; overwritten.
-
-        Raises:
-            KeyError: no such tensor.
         """
         factors = self.factors.get(self.canonical(name))
         chunk = out[: stop - start]
@@ -196,7 +191,10 @@ class _Reader:
 
     def adapter(self) -> Adapter:
         self.config = self._read_config()
-        file = self._open_weights()
+        names = [name for name in (WEIGHTS, PICKLED) if (self.folder / name).is_file()]
+        if not names:
+            raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")
+        file = Checkpoint.open(self.folder / names[0])
         halves: dict[tuple[str, bool], dict[str, str]] = {}  # (module, embedding) -> half -> key
         for key in sorted(file.tensors):
             name = key.removeprefix(_PREFIX)
@@ -215,10 +213,9 @@ class _Reader:
             down, up = (self._half(pair, half, file) for half in "AB")
             kind = "embedding" if embedding else self._kind(name, module, down, up)
             left, right = (up, down) if kind == "linear" else (down.T, up.T)
-            found = (left.shape[0], right.shape[1])
-            if found != self.base[name].shape:
-                expected = f"in the base {list(self.base[name].shape)}"
-                raise self._wrong_base(f"`{module}` is {list(found)}, {expected}")
+            found, wanted = [left.shape[0], right.shape[1]], list(self.base[name].shape)
+            if found != wanted:
+                raise self._wrong_base(f"`{module}` is {found}, in the base {wanted}")
             left = (left * self._scale(module, down.shape[0], up.shape[1])).contiguous()
             adapter.factors[name] = Factors(left, right.contiguous())
             adapter.targets[name] = Target(module, kind)
@@ -244,12 +241,6 @@ class _Reader:
         if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
             raise self._not_plain(f"changes the base (`init_lora_weights: {start}`)")
         return config
-
-    def _open_weights(self) -> Checkpoint:
-        for file in (WEIGHTS, "adapter_model.bin"):
-            if (self.folder / file).is_file():
-                return Checkpoint.open(self.folder / file)
-        raise self._error(f"has no {WEIGHTS} or adapter_model.bin; download it again")
 
     def _check_copy(self, key: str, name: str, file: Checkpoint) -> None:
         """Accept a stored tensor that is no factor only if it is a copy of the base's."""
@@ -313,9 +304,16 @@ class _Reader:
 
     def _scale(self, module: str, down_rank: int, up_rank: int) -> float:
         """lora_alpha / r, or / sqrt(r), with the patterns as PEFT matches them."""
+
+        def setting(key: str, table: str) -> Any:
+            for pattern, value in (self.config.get(table) or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    return value
+            return self.config.get(key, 8)
+
         try:
-            rank = self._setting("r", "rank_pattern", module)
-            alpha = float(self._setting("lora_alpha", "alpha_pattern", module))
+            rank = setting("r", "rank_pattern")
+            alpha = float(setting("lora_alpha", "alpha_pattern"))
         except (TypeError, ValueError, AttributeError, re.error) as error:
             raise self._error(
                 f"{CONFIG}: rank and alpha of `{module}`: {error}; mend it"
@@ -328,12 +326,6 @@ class _Reader:
         if not math.isfinite(alpha):
             raise self._error(f"{CONFIG}: lora_alpha of `{module}` is {alpha}; expected a number")
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def _setting(self, key: str, table: str, module: str) -> Any:
-        for pattern, value in (self.config.get(table) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        return self.config.get(key, 8)
 
     def _wrong_base(self, text: str) -> UserError:
         trained_on = self.config.get("base_model_name_or_path") or "not recorded"
@@ -404,19 +396,18 @@ def write_adapter(
             f"adapter {folder}: nothing to write, no tensor is changed; check the basis"
         )
     state: dict[str, Tensor] = {}
-    for name in sorted(factors):
+    for name, both in factors.items():
         module, kind = targets[name]
-        left, right = factors[name].left, factors[name].right
-        down, up = (right, left) if kind == "linear" else (left.T, right.T)
-        stem, end = ("lora_embedding_", "") if kind == "embedding" else ("lora_", ".weight")
+        down, up = (both.right, both.left) if kind == "linear" else (both.left.T, both.right.T)
+        key = "lora_embedding_{}" if kind == "embedding" else "lora_{}.weight"
         for half, value in (("A", down), ("B", up)):
-            stored = value.to(dtype, copy=True).contiguous()
+            stored = value.to(dtype).contiguous()
             if not torch.isfinite(stored).all():
                 raise UserError(
                     f"adapter {folder}: `{name}` overflows {dtype}; write it in bfloat16 or float32"
                 )
-            state[f"{_PREFIX}{module}.{stem}{half}{end}"] = stored
-    ranks = {targets[name].module: factors[name].rank for name in sorted(factors)}
+            state[f"{_PREFIX}{module}.{key.format(half)}"] = stored
+    ranks = {targets[name].module: both.rank for name, both in factors.items()}
     largest = max(ranks.values())
     # Anchored and escaped: PEFT searches patterns as regular expressions at the end of names.
     pattern = {f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != largest}
@@ -439,17 +430,11 @@ def write_adapter(
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    items = [Item(key, tuple(state[key].shape), None, (), dtype) for key in sorted(state)]
     metadata = {"format": "pt", MARKER: json.dumps(marker, sort_keys=True)}
-    # not `save_file`, whose files only their owner may read
-    (folder / WEIGHTS).write_bytes(_sorted_metadata(save(state, metadata=metadata)))
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(Shard(WEIGHTS, tuple(items)).header(metadata))
+        for item in items:
+            file.write(state[item.name].view(torch.uint8).numpy().tobytes())
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-
-
-def _sorted_metadata(data: bytes) -> bytes:
-    """The same safetensors file: the order of metadata entries changes from run to run."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return data[:8] + text.ljust(end - 8) + data[end:]

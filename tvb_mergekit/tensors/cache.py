@@ -66,14 +66,8 @@ def read_sums(path: Path) -> GramSums | None:
     """The sums in a file; one that cannot be read counts as absent."""
     try:
         note, tensors = _read(path)
-        return GramSums(
-            tensors["gram"],
-            note["base_norm_squared"],
-            note["num_parameters"],
-            tensors.get("sketch_gram"),
-            tensors.get("sketch_tasks"),
-            tensors.get("matrix_squares"),
-        )
+        del note["tasks"], note["models"]
+        return GramSums(**{**note, **tensors})
     except _UNREADABLE:
         return None
 
@@ -84,26 +78,17 @@ def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequenc
     Raises:
         UserError: the file cannot be written.
     """
-    tensors = {
-        "gram": sums.gram,
-        "sketch_gram": sums.sketch_gram,
-        "sketch_tasks": sums.sketch_tasks,
-        "matrix_squares": sums.matrix_squares,
-    }
-    note = {
-        "base_norm_squared": sums.base_norm_squared,
-        "num_parameters": sums.num_parameters,
-        "tasks": list(tasks),
-        "models": list(models),
-    }
-    there = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-    write_file(path, safetensors.torch.save(there, {"tvb_mergekit": json.dumps(note)}))
+    tensors = {n: v.contiguous() for n, v in vars(sums).items() if isinstance(v, Tensor)}
+    note: dict[str, Any] = {n: v for n, v in vars(sums).items() if isinstance(v, int | float)}
+    note |= {"tasks": list(tasks), "models": list(models)}
+    write_file(path, safetensors.torch.save(tensors, {"tvb_mergekit": json.dumps(note)}))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    data = path.read_bytes()  # a few kB
     with safetensors.safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
-        return json.loads(file.metadata()["tvb_mergekit"]), tensors
+        note: dict[str, Any] = json.loads(file.metadata()["tvb_mergekit"])
+    return note, safetensors.torch.load(data)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import pickle
 import re
 import struct
 import threading
-import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
@@ -26,16 +26,9 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
-_MOST_OPEN = 4  # files per checkpoint; tensors are read in their files' order
-_UNKNOWN_LIMIT = 512  # open files, where the system does not say
 
 DTYPES = {
     "F64": torch.float64,
@@ -65,8 +58,8 @@ class Checkpoint(Weights):
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _open: dict[str, object] = field(default_factory=dict, repr=False)
-    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)
-    _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False)
+    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # one at a time
+    _seen: dict[str, object] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -123,13 +116,13 @@ class Checkpoint(Weights):
         """
         info = self.tensors[name]
         chunk = out[: stop - start]
-        if info.offset is None:
+        if info.offset is None or not hasattr(os, "preadv"):  # a PyTorch file; Windows
             return chunk.copy_(self.tensor(name).reshape(-1)[start:stop])
         file = self._file(info.shard)
         place = info.offset + start * info.dtype.itemsize
         left = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
-            count = _read_at(file, left, place)
+            count = os.preadv(file.fileno(), [left], place)
             if not count:
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
@@ -150,31 +143,23 @@ class Checkpoint(Weights):
             os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
-        """A file that is closed when neither this checkpoint nor a reader holds it."""
+        """A file, open until another one is asked for and no reader holds it: tensors are read in
+        their files' order, and of many models not all files can be open."""
         with self._lock:
-            if (file := self._files.get(shard)) is None:
+            if shard not in self._files:
                 self._check_unchanged(shard)
                 file = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
-                if self._files and (len(self._files) == _MOST_OPEN or _too_many_open()):
-                    self._files.pop(next(iter(self._files)))
-                if not _too_many_open():  # else it is opened again for the next piece
-                    self._files[shard] = file
-                    _opened.add(file)
-            return file
+                self._files = {shard: file}
+            return self._files[shard]
 
     def _check_unchanged(self, shard: str) -> None:
-        """A file is opened when it is first read: it must still be the one whose header is known,
-        or tensors of two versions of a model would mix."""
-        if shard in self._seen:
-            try:
-                same = _identity(self.folder / shard) == self._seen[shard]
-            except OSError:
-                same = False
-            if not same:
-                raise UserError(
-                    f"{self.folder / shard}: was replaced after it was opened (by `tvb add`, or a "
-                    "training that goes on?); run the command again"
-                )
+        """A file is opened when it is read: it must still be the one whose header is known, or
+        tensors of two versions of a model would mix."""
+        if shard in self._seen and _identity(self.folder / shard) != self._seen[shard]:
+            raise UserError(
+                f"{self.folder / shard}: was replaced after it was opened (by `tvb add`, or a "
+                "training that goes on?); run the command again"
+            )
 
     def stamp(self) -> list[list[int | str]]:
         """What the file system says of each shard: changes with every write, unlike the sample."""
@@ -196,14 +181,12 @@ def metadata_of(path: Path) -> dict[str, str]:
         return {}
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def check_weight_file(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if one safetensors or PyTorch file cannot be read whole and safely."""
-    _open_file(Path(path))
+def _identity(path: Path) -> object:
+    """What tells one file from another; None where there is none."""
+    with suppress(OSError):
+        stat = path.stat()
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return None
 
 
 def _open_file(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, TensorInfo]]:
@@ -218,30 +201,6 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
-
-
-_opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open
-
-
-def _too_many_open() -> bool:
-    """Whether many models of many shards leave less than half of the process's files to others."""
-    most = _UNKNOWN_LIMIT
-    if resource is not None:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if most == resource.RLIM_INFINITY:
-            return False
-    return len(_opened) >= most // 2
-
-
-_seeking = threading.Lock()
-
-
-def _read_at(file: BinaryIO, view: memoryview, place: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [view], place)
-    with _seeking:  # Windows: one position per file
-        file.seek(place)
-        return file.readinto(view)  # type: ignore[attr-defined,no-any-return]
 
 
 def _cached(file: BinaryIO, place: int) -> bool:

@@ -9,8 +9,7 @@ first cache, and no lock is held. `passes` has the same in PyTorch for other dev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -18,45 +17,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tvb_mergekit.core.gram import ChunkSums
-from tvb_mergekit.tensors.layout import ALIGN, COLUMNS, FUSED, PADDING
+from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.tensors.layout import COLUMNS, FUSED, PADDING
 
-BFLOAT16, FLOAT16, FLOAT32, ABSENT, OTHER = range(5)  # how a row of a buffer is stored
+BFLOAT16, FLOAT16, FLOAT32, ABSENT = range(4)  # how a row of a buffer is stored
 KINDS = dict(zip(FUSED, (BFLOAT16, FLOAT16, FLOAT32), strict=True))
 TILE = 4  # rows of the inputs are padded with zeros to a multiple
 
 
-class Stored(NamedTuple):
-    """theta_0 and T inputs, as the loops take them: one memory as words and as floats, how each
-    input is stored, and at which word or float it begins."""
-
-    words: NDArray[np.uint16]
-    floats: NDArray[np.float32]
-    starts: NDArray[np.int64]
-    kinds: NDArray[np.int64]
+# theta_0 and T inputs, as the loops take them: one memory as words and as floats, at which word or
+# float each begins, and how it is stored.
+Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 
-class Buffer:
-    """Memory for the stored elements of theta_0 and the inputs, used again for each piece."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._bytes = torch.empty(nbytes // 4 * 4, dtype=torch.uint8, device="cpu")
-        self.stored: Stored | None = None
-
-    def rows(self, dtypes: Sequence[torch.dtype | None], count: int) -> list[Tensor]:
-        """Bytes of `count` elements each, to be filled, theta_0's first; None is a row of zeros."""
-        sizes = [0 if dtype is None else count * dtype.itemsize for dtype in dtypes]
-        starts = [0, *accumulate(size + -size % ALIGN for size in sizes)][:-1]
-        kinds = [ABSENT if dtype is None else KINDS.get(dtype, OTHER) for dtype in dtypes]
-        widths = [2 if dtype is None else dtype.itemsize for dtype in dtypes]
-        memory = self._bytes.numpy()
-        self.stored = Stored(
-            memory.view(np.uint16),
-            memory.view(np.float32),
-            np.array(starts, np.int64) // widths,
-            np.array(kinds, np.int64),
-        )
-        return [self._bytes[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+def stored_in(memory: Tensor, found: Sequence[Tensor], has_base: bool) -> Stored:
+    """Tensors that lie in `memory`, as the loops take them; without a base theta_0 is zero."""
+    starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
+    kinds = [KINDS[t.dtype] for t in found]
+    if not has_base:
+        starts, kinds = [0, *starts], [ABSENT, *kinds]
+    words, floats = memory.numpy().view(np.uint16), memory.numpy().view(np.float32)
+    return words, floats, np.array(starts, np.int64), np.array(kinds, np.int64)
 
 
 def _zeros(rows: int) -> NDArray[np.float32]:
@@ -78,50 +60,37 @@ class Gram:
         self._padded = -(-tasks // TILE) * TILE
         self._rows = _zeros(1 + self._padded + 1)
 
-    def __call__(self, buffer: Buffer, numel: int, chunk: int) -> ChunkSums:
-        """The sums of the `numel` columns in the buffer, in chunks of `chunk`."""
+    def __call__(self, stored: Stored, numel: int, chunk: int) -> list[GramSums]:
+        """The sums of each `chunk` of the `numel` columns."""
         count = -(-numel // chunk)
         sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
-        _gram(buffer.stored, self._deltas, numel, chunk, self._rows, sums, norms)
+        _gram(stored, self._deltas, numel, chunk, self._rows, sums, norms)
         upper = np.triu(sums[:, : self._tasks, : self._tasks])
-        whole = upper + np.triu(upper, 1).transpose(0, 2, 1)
-        return ChunkSums(torch.from_numpy(whole), torch.from_numpy(norms))
+        whole = torch.from_numpy(upper + np.triu(upper, 1).transpose(0, 2, 1))
+        return [GramSums(gram, norm) for gram, norm in zip(whole, norms.tolist(), strict=True)]
 
 
 class Combining:
-    """theta_0 (or 0) + sum over terms of fl(scale * sum_i weights[i] * tau_i), for several outputs.
+    """One `Linear` step, piece after piece. One instance per thread; `deltas` as of `Gram`."""
 
-    One instance per thread.
-
-    Args:
-        deltas: as of `Gram`.
-        outputs: the terms of each, (scale, weights [T]).
-    """
-
-    def __init__(
-        self,
-        tasks: int,
-        deltas: int,
-        outputs: Sequence[Sequence[tuple[float, Tensor]]],
-        with_base: bool,
-    ) -> None:
-        self._deltas, self._with_base = deltas, with_base
+    def __init__(self, tasks: int, deltas: int, step: Linear) -> None:
+        self._deltas, self._with_base = deltas, step.add_base
         padded = -(-tasks // TILE) * TILE
-        flat = [term for terms in outputs for term in terms]
-        self._weights = np.zeros((len(flat), padded), np.float32)
-        for row, (_scale, weights) in zip(self._weights, flat, strict=True):
+        terms = [term for output in step.outputs for term in output]
+        self._weights = np.zeros((len(terms), padded), np.float32)
+        for row, (_scale, weights) in zip(self._weights, terms, strict=True):
             row[:tasks] = weights.to(torch.float32).numpy()
-        self._scales = np.array([scale for scale, _weights in flat], np.float32)
-        self._ends = np.cumsum([len(terms) for terms in outputs])
+        self._scales = np.array([scale for scale, _weights in terms], np.float32)
+        self._ends = np.cumsum([len(output) for output in step.outputs])
         self._rows = _zeros(1 + padded + 3)
 
-    def __call__(self, buffer: Buffer, out: Tensor) -> bool:
+    def __call__(self, stored: Stored, out: Tensor) -> bool:
         """Fill `out` [outputs, n], whose rows have stride 1; whether all of it is finite."""
         outputs, numel = out.shape
         between = out.stride(0)
         flat = out.as_strided([(outputs - 1) * between + numel], [1])
         return not _combine(
-            buffer.stored,
+            stored,
             self._deltas,
             numel,
             self._weights,
@@ -159,11 +128,6 @@ def _bits_of(value: Any) -> Any:
 
 
 @_inner
-def _from_bfloat16(word: Any) -> Any:
-    return _float_of(np.uint32(word) << np.uint32(16))
-
-
-@_inner
 def _from_float16(word: Any) -> Any:
     """The product moves the exponent to float32's bias, exactly, of subnormal numbers too."""
     bits = np.uint32(word)
@@ -173,32 +137,19 @@ def _from_float16(word: Any) -> Any:
 
 
 @_inner
-def _less_bfloat16(words: Any, minus: Any, row: Any) -> None:
-    for k in range(len(row)):
-        row[k] = _from_bfloat16(words[k]) - minus[k]
-
-
-@_inner
-def _less_float16(words: Any, minus: Any, row: Any) -> None:
-    for k in range(len(row)):
-        row[k] = _from_float16(words[k]) - minus[k]
-
-
-@_inner
-def _less_float32(floats: Any, minus: Any, row: Any) -> None:
-    for k in range(len(row)):
-        row[k] = floats[k] - minus[k]
-
-
-@_inner
 def _widen(kind: int, place: int, words: Any, floats: Any, minus: Any, row: Any) -> None:
     """row = the elements from `place` on, in float32, less `minus`."""
+    halves = words[place : place + len(row)]
     if kind == BFLOAT16:
-        _less_bfloat16(words[place : place + len(row)], minus, row)
+        for k in range(len(row)):
+            row[k] = _float_of(np.uint32(halves[k]) << np.uint32(16)) - minus[k]
     elif kind == FLOAT16:
-        _less_float16(words[place : place + len(row)], minus, row)
+        for k in range(len(row)):
+            row[k] = _from_float16(halves[k]) - minus[k]
     else:
-        _less_float32(floats[place : place + len(row)], minus, row)
+        whole = floats[place : place + len(row)]
+        for k in range(len(row)):
+            row[k] = whole[k] - minus[k]
 
 
 @_inner

@@ -22,10 +22,9 @@ from tvb_mergekit.errors import UserError, megabytes
 CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each; with 8 models
 CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
 DEVICE_TAU = 2**22  # the same on an accelerator
-CHUNKS = 16  # of a piece at most
 READ = 8 * 2**20  # bytes of the inputs of a piece, about: they stay in the last cache
 WRITTEN = 8 * 2**20  # and of its outputs: six of them wait at a time; 16 gained a tenth at best
-LONGEST = CHUNKS * CPU_ROW  # elements
+LONGEST = 16 * CPU_ROW  # elements of a piece
 FUSED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that `kernels` know
 COLUMNS = 1024  # that `kernels` hold at a time, which fit the first cache: 8 models, 42 KB
 PADDING = 16  # columns between their rows: at powers of two they would compete for places in it
@@ -120,18 +119,11 @@ def device_of(name: str) -> torch.device:
     Raises:
         UserError: there is none of this name here, or none that takes float64.
     """
-    known = False
     try:
         device = torch.device(name)
-        known = True
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
-        first = str(error).partition("\n")[0].partition(". ")[0]
-        reason = textwrap.shorten(first, 100)
-        if isinstance(error, AssertionError | NotImplementedError | ImportError):
-            reason = "PyTorch was built without it"
-        if not known:
-            reason = "PyTorch knows no such device"
+        reason = textwrap.shorten(str(error).partition("\n")[0].partition(". ")[0], 100)
         raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
     return device
 
@@ -183,33 +175,25 @@ def plan_layout(
     chunk = chunk_length(needs.rows, devices[0].type)
     if devices[0].type != "cpu":  # a piece goes there as a whole
         longest = chunk
-    for count in range(len(threads), 0, -1):
-        least = Layout(needs, chunk, chunk, tuple(threads[:count]))
-        if least.nbytes <= budget:
-            return _longest(least, budget, longest)
-    while True:
-        chunk = _blocks(chunk // 2)
-        least = Layout(needs, chunk, chunk, (threads[0],))
-        if least.nbytes <= budget:
-            return least
-        if chunk == BLOCK:
+    least = Layout(needs, chunk, chunk, tuple(threads))
+    while least.nbytes > budget:
+        if len(least.workers) > 1:
+            least = replace(least, workers=least.workers[:-1])
+        elif chunk > BLOCK:
+            chunk = _blocks(chunk // 2)
+            least = replace(least, chunk=chunk, piece=chunk)
+        else:
             raise UserError(
                 f"{megabytes(budget)} of memory are too little for {needs.rows} models at a time: "
                 f"{megabytes(least.nbytes + 10**5)} are needed; raise --memory (mergekit's "
                 "commands: TVB_MERGEKIT_BLOCK_MB)"
             )
-
-
-def _longest(least: Layout, budget: int, longest: int) -> Layout:
-    """With as many chunks to a piece as the budget allows, since what is allocated grows linearly,
-    but not more than gain time: so memory is the same for few models and for many."""
-    needs, chunk = least.needs, least.chunk
-    most = [CHUNKS, longest // chunk]
-    most += [READ // (chunk * needs.inputs)] if needs.inputs else []
-    most += [WRITTEN // (chunk * needs.outputs)] if needs.outputs else []
-    if more := replace(least, piece=2 * chunk).nbytes - least.nbytes:
-        most.append((budget - least.nbytes) // more + 1)
-    return replace(least, piece=max(1, min(most)) * chunk)
+    # What is allocated grows linearly with a piece. Not more than gains time: so memory is the
+    # same for few models and for many.
+    more = replace(least, piece=2 * chunk).nbytes - least.nbytes
+    fitting = least.piece + (budget - least.nbytes) // max(1, more) * chunk
+    useful = min(longest, READ // max(1, needs.inputs), WRITTEN // max(1, needs.outputs))
+    return replace(least, piece=max(1, min(fitting, useful) // chunk) * chunk)
 
 
 def _blocks(length: int) -> int:

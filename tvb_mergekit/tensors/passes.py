@@ -21,14 +21,13 @@ from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
 from tvb_mergekit.core.gram import (
     BLOCK,
     DEFAULT_BUDGET,
-    ChunkSums,
     GramSums,
     Sketch,
     not_finite,
     products,
     symmetric,
 )
-from tvb_mergekit.core.merge import Compute, Linear, Step, check_output, fits
+from tvb_mergekit.core.merge import Linear, Step, check_output
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, Update, silent
@@ -36,10 +35,10 @@ from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
 from tvb_mergekit.tensors.stream import (
+    Buffer,
     Chunks,
     Drawn,
     Item,
-    Operands,
     Piece,
     Sink,
     deliver,
@@ -52,7 +51,7 @@ from tvb_mergekit.tensors.stream import (
 CPU = torch.device("cpu")
 LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk that counting one basis takes: bins as int32 and int64
-SPLIT = 4  # pieces for each thread, of a tensor alone; one where `kernels` read them
+SPLIT = 4  # pieces for each thread, of a tensor alone
 
 
 def gram_pass(
@@ -90,7 +89,7 @@ def gram_pass(
         entry = cache.key_of({**key, "sketch": [sketch.columns, sketch.seed] if sketch else None})
         if (found := world.share(lambda: cache.load(entry))) is not None:
             return found, True
-    read = items()
+    read = [item for item in items() if item.numel]
     if not read:
         raise UserError(
             "no tensor takes part: every floating-point tensor is excluded or missing in a model"
@@ -124,36 +123,33 @@ def _sums(
     layout = gram_layout(items, len(tasks), devices, budget, sketch)
     update = progress("Gram matrix", sum(item.nbytes for item in items))
 
-    def fused_work(device: torch.device) -> Callable[[Piece, int], ChunkSums | None]:
-        from tvb_mergekit.tensors.kernels import Gram  # imports numba, which takes long
+    def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
+        from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        operands, gram = Operands(layout), Gram(len(tasks), deltas_of(items))
+        buffer, gram = Buffer(layout), kernels.Gram(len(tasks), deltas_of(items))
 
-        def add(piece: Piece, number: int) -> ChunkSums | None:
-            if not piece.numel:
-                return None
-            operands.read(piece)
-            return gram(operands.buffer, piece.numel, layout.chunk)
+        def add(piece: Piece) -> list[GramSums]:
+            found = buffer.read(piece, copy=True)
+            stored = kernels.stored_in(buffer.memory, found, piece.item.base is not None)
+            return gram(stored, piece.numel, layout.chunk)
 
         return add
 
-    def work(device: torch.device) -> Callable[[Piece, int], ChunkSums | None]:
+    def work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         chunks = Chunks(layout, device)
         drawn = None if sketch is None else Drawn(sketch, device)
-        return lambda piece, number: _chunk_sums(piece, chunks, drawn)
+        return lambda piece: _chunk_sums(piece, chunks, drawn)
 
-    one = GramSums.zero(len(tasks), sketch)
-    for piece, share in in_order(items, layout, fused_work if layout.needs.fused else work):
-        if share is not None:
-            if not torch.isfinite(share.gram).all():
-                raise UserError(_not_finite(piece.item, tasks))
-            one.add(share)
-            one.num_parameters += piece.numel
+    zero = GramSums.zero(len(tasks), sketch)
+    sums = zero
+    for piece, parts in in_order(items, layout, fused_work if layout.needs.fused else work):
+        sums = functools.reduce(GramSums.plus, parts, sums)
         update(piece.nbytes)
         if piece.stop == piece.item.numel:
-            one.end(piece.item.shape)
-            yield one
-            one = GramSums.zero(len(tasks), sketch)
+            if not torch.isfinite(sums.gram).all():
+                raise UserError(_not_finite(piece.item, tasks))
+            yield sums.of_tensor(piece.item.shape)
+            sums = zero
 
 
 def gram_layout(
@@ -175,25 +171,21 @@ def gram_layout(
     width = read_width(items, alike)
     needs = Needs(tasks, width, extra=extra, sums=sums, kept=held, fused=alike)
     # Only one thread may draw Omega, which is one sequence in each tensor.
-    longest = _longest_piece(items, alike)
+    longest = _longest_piece(items)
     return plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
 
 
-def _chunk_sums(piece: Piece, chunks: Chunks, drawn: Drawn | None) -> ChunkSums | None:
-    grams, norms, omegas, tasks = [], [], [], []
-    for start, stop, base32, tau in chunks.walk(piece):
-        grams.append(products(tau, tau))
-        norms.append(products(base32[None], base32[None])[0, 0])
+def _chunk_sums(piece: Piece, chunks: Chunks, drawn: Drawn | None) -> list[GramSums]:
+    made = []
+    for _place, base32, tau in chunks.walk(piece):
+        norm = float(products(base32[None], base32[None]))
+        sums = GramSums(symmetric(products(tau, tau)), norm)
         if drawn is not None:
-            omega = drawn.next(piece.item.name, stop - start)
-            omegas.append(products(omega, omega))
-            tasks.append(products(omega, tau))
-    if not grams:
-        return None
-    gram, norm = symmetric(torch.stack(grams)), torch.stack(norms).cpu()
-    if not omegas:
-        return ChunkSums(gram, norm)
-    return ChunkSums(gram, norm, symmetric(torch.stack(omegas)), torch.stack(tasks).cpu())
+            omega = drawn.next(piece.item.name, tau.shape[1])
+            sums.sketch_gram = symmetric(products(omega, omega))
+            sums.sketch_tasks = products(omega, tau).cpu()
+        made.append(sums)
+    return made
 
 
 def _not_finite(item: Item, tasks: Sequence[str]) -> str:
@@ -228,12 +220,12 @@ def count_pass(
     layout = plan_layout(needs, devices, rest, workers=workers, longest=_longest_piece(items))
     made: list[Histogram] = []
 
-    def work(device: torch.device) -> Callable[[Piece, int], None]:
+    def work(device: torch.device) -> Callable[[Piece], None]:
         weights, chunks, mine = encoder.T.to(device, torch.float32), Chunks(layout, device), fresh()
         made.append(mine)
 
-        def count(piece: Piece, number: int) -> None:
-            for _start, _stop, _base32, tau in chunks.walk(piece):
+        def count(piece: Piece) -> None:
+            for _place, _base32, tau in chunks.walk(piece):
                 mine.add(weights @ tau)
 
         return count
@@ -251,12 +243,12 @@ def _beside_tables(bases: int, budget: int) -> int:
     return max(budget - table_bytes(bases), min(budget, LEAST))
 
 
-def _longest_piece(items: Sequence[Item], fused: bool = False) -> int:
+def _longest_piece(items: Sequence[Item]) -> int:
     """Elements of a piece: not more than a tensor has, and fewer where the threads share one."""
     most = max((item.numel for item in items), default=1)
     if len(items) == 1:
-        most //= (1 if fused else SPLIT) * worker_count(CPU)
-    return min(LONGEST, max(1, most))
+        most //= SPLIT * worker_count(CPU)
+    return min(LONGEST, most)
 
 
 def combine_pass(
@@ -294,50 +286,40 @@ def combine_pass(
     fast = fast and fused(items, devices, *(item.out for item in items if item.name in steps))
     width = outputs * max((item.out.itemsize for item in items), default=4)
     needs = Needs(rows, read_width(items, fast), width, extra, fused=fast)
-    longest = _longest_piece(items, fast)
+    longest = _longest_piece(items)
     layout = plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
 
     def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
-        from tvb_mergekit.tensors.kernels import Combining
+        from tvb_mergekit.tensors import kernels
 
-        operands, deltas = Operands(layout), deltas_of(items)
-        made: dict[int, Combining] = {}
+        buffer, deltas = Buffer(layout), deltas_of(items)
+        combining = functools.cache(functools.partial(kernels.Combining, rows, deltas))
 
         def act(piece: Piece, out: Tensor) -> bool:
-            if not piece.numel:
-                return True
-            stored, step = operands.read(piece), steps.get(piece.item.name)
+            found, step = buffer.read(piece, copy=True), steps.get(piece.item.name)
             if step is None:
-                out.copy_(stored[0].expand_as(out))
+                out.copy_(found[0].expand_as(out))
                 return False
-            assert isinstance(step, Linear)
-            if id(step) not in made:
-                made[id(step)] = Combining(rows, deltas, step.outputs, step.add_base)
-            return made[id(step)](operands.buffer, out)
+            stored = kernels.stored_in(buffer.memory, found, piece.item.base is not None)
+            return bool(combining(step)(stored, out))
 
         return act
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
-        chunks, made = Chunks(layout, device), dict[int, Compute]()
+        chunks = Chunks(layout, device)
         drawn = None if sketch is None else Drawn(sketch, device, counted_as)
+        computing = functools.cache(lambda step: step.on(device))
 
         def act(piece: Piece, out: Tensor) -> bool:
             step = steps.get(piece.item.name)
             if step is None:
-                for start, stop, (stored, *_) in chunks.read(piece):
-                    out[:, start:stop].copy_(stored.expand(outputs, -1))
+                out.copy_(chunks.buffer.read(piece)[0].expand_as(out))
                 return False
-            if id(step) not in made:
-                made[id(step)] = step.on(device)
-            compute = made[id(step)]
-            good = True
-            for start, stop, base32, tau in chunks.walk(piece):
+            for place, base32, tau in chunks.walk(piece):
                 if drawn is not None:
-                    tau = drawn.next(piece.item.name, stop - start)
-                values = compute(base32, tau)
-                out[:, start:stop].copy_(values)
-                good &= fits(values, piece.item.out)
-            return good
+                    tau = drawn.next(piece.item.name, tau.shape[1])
+                out[:, place].copy_(computing(step)(base32, tau))
+            return False
 
         return act
 
@@ -345,8 +327,9 @@ def combine_pass(
         act = (fused_work if fast else work)(device)
 
         def check(piece: Piece, out: Tensor) -> None:
-            if not act(piece, out) and piece.item.out.is_floating_point:
-                check_output(piece.item.name, out, piece.item.out)
+            finite = not piece.numel or act(piece, out)
+            if not finite and out.is_floating_point():
+                check_output(piece.item.name, out, out.dtype)
 
         return check
 

@@ -6,23 +6,22 @@ What is held at a time is a few pieces of every input, whatever the sizes of ten
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.progress import Update
-from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import ALIGN, FUSED, WRITES, Layout
 from tvb_mergekit.tensors.source import StateDict, Weights
 
@@ -49,16 +48,10 @@ class Part:
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
-        info = weights.tensors[name]
-        in_file = isinstance(weights, Checkpoint) and info.offset is None
-        if in_file and not weights.tensor(name).is_contiguous():  # no piece of it can be read
-            whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
-            return replace(whole, holds=holds)
-
+        """A tensor of a model."""
         held = isinstance(weights, StateDict)
-        return cls(
-            info.dtype, partial(weights.read, name), held, partial(weights.ahead, name), holds
-        )
+        ahead = partial(weights.ahead, name)
+        return cls(weights.tensors[name].dtype, partial(weights.read, name), held, ahead, holds)
 
 
 @dataclass(frozen=True)
@@ -151,6 +144,7 @@ class Piece:
     item: Item
     start: int
     stop: int
+    number: int  # in the order of the pass
 
     @property
     def numel(self) -> int:
@@ -177,10 +171,29 @@ def allocate(
 
 def deltas_of(items: Sequence[Item]) -> int:
     """How many inputs of each item hold deltas; they come before those that hold weights."""
-    for item in items:
-        if item.inputs:
-            return [part.holds for part in item.inputs].count("delta")
-    return 0
+    inputs = next((item.inputs for item in items if item.inputs), ())
+    return [part.holds for part in inputs].count("delta")
+
+
+class Buffer:
+    """Memory for what is stored of one piece after the other. One instance per thread."""
+
+    def __init__(self, layout: Layout, pinned: bool = False) -> None:
+        self.memory = allocate(layout.buffer_bytes, dtype=torch.uint8, pinned=pinned)
+
+    def read(self, piece: Piece, copy: bool = False) -> list[Tensor]:
+        """Base and inputs as they are stored; with `copy` also those that are `held` lie in
+        `memory`. Overwritten by the next piece."""
+        found, place = [], 0
+        for part in piece.item.parts:
+            size = piece.numel * part.dtype.itemsize if copy or not part.held else 0
+            here = self.memory[place : place + size].view(part.dtype)
+            there = part.read(piece.start, piece.stop, here)
+            if copy and there.data_ptr() != here.data_ptr():
+                there = here.copy_(there)
+            found.append(there)
+            place += size + -size % ALIGN
+        return found
 
 
 class Chunks:
@@ -191,53 +204,35 @@ class Chunks:
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._chunk, self._length, self.device = layout.chunk, layout.piece, device
-        self._rows = allocate(
-            1 + layout.needs.rows, layout.chunk, dtype=torch.float32, device=device
-        )
-        pinned = device.type == "cuda"  # from there the copy to the GPU is fast
-        self._buffer = allocate(layout.buffer_bytes, dtype=torch.uint8, pinned=pinned)
+        self._chunk, self.device = layout.chunk, device
+        # from pinned memory the copy to a GPU is fast
+        self.buffer = Buffer(layout, pinned=device.type == "cuda")
+        rows = 1 + layout.needs.rows
+        self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
 
-    def read(self, piece: Piece) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Yield (start, stop, parts as they are stored), by places in the piece; overwritten by
-        the next."""
-        for start in range(0, max(1, piece.numel), self._length):
-            stop = min(start + self._length, piece.numel)
-            found, place = [], 0
-            for part in piece.item.parts:
-                size = 0 if part.held else (stop - start) * part.dtype.itemsize
-                buffer = self._buffer[place : place + size].view(part.dtype)
-                found.append(part.read(piece.start + start, piece.start + stop, buffer))
-                place += size + -size % ALIGN
-            yield start, stop, found
-            if self.device.type != "cpu":  # what was read may still be on its way there
-                torch.accelerator.current_stream(self.device).synchronize()
-
-    def walk(self, piece: Piece) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield (start, stop, theta_0 [n], task vectors [T, n]) in float32 on the device, by places
-        in the piece; both are views of buffers that the next step overwrites.
+    def walk(self, piece: Piece) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (place in the piece, theta_0 [n], task vectors [T, n]) in float32 on the device;
+        both are views of buffers that the next step overwrites.
 
         Without a base, which only deltas can do without, theta_0 is zero.
         """
-        item = piece.item
-        for first, last, found in self.read(piece):
-            for start in range(first, last, self._chunk):
-                stop = min(start + self._chunk, last)
-                rows, here = self._rows[:, : stop - start], slice(start - first, stop - first)
-                values = [self._near(part[here]) for part in found]
-                if item.base is None:
-                    rows[0].zero_()
-                else:
-                    rows[0].copy_(values.pop(0))
-                for row, part, value in zip(rows[1:], item.inputs, values, strict=False):
-                    row.copy_(value)
-                    if part.holds == "weight":
-                        row.sub_(rows[0])
-                yield start, stop, rows[0], rows[1:]
-
-    def _near(self, stored: Tensor) -> Tensor:
-        # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
-        return stored if self.device == CPU else stored.to(self.device, non_blocking=True)
+        item, found = piece.item, self.buffer.read(piece)
+        for start in range(0, piece.numel, self._chunk):
+            place = slice(start, min(start + self._chunk, piece.numel))
+            rows = self._rows[:, : place.stop - start]
+            # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
+            values = [part[place].to(self.device, non_blocking=True) for part in found]
+            if item.base is None:
+                rows[0].zero_()
+            else:
+                rows[0].copy_(values.pop(0))
+            for row, part, value in zip(rows[1:], item.inputs, values, strict=False):
+                row.copy_(value)
+                if part.holds == "weight":
+                    row.sub_(rows[0])
+            yield place, rows[0], rows[1:]
+        if self.device.type != "cpu":  # what was read may still be on its way there
+            torch.accelerator.current_stream(self.device).synchronize()
 
 
 class Drawn:
@@ -257,28 +252,6 @@ class Drawn:
         return self._sketch.rows(self._streams[name], count, self._device)
 
 
-class Operands:
-    """What is stored of pieces, read for `kernels`. One instance per thread."""
-
-    def __init__(self, layout: Layout) -> None:
-        from tvb_mergekit.tensors.kernels import Buffer  # imports numba, which takes long
-
-        self.buffer = Buffer(layout.buffer_bytes)
-
-    def read(self, piece: Piece) -> list[Tensor]:
-        """Fill the buffer with base and inputs of a piece; returns them as they are stored."""
-        base = None if piece.item.base is None else piece.item.base.dtype
-        dtypes = [base, *(part.dtype for part in piece.item.inputs)]
-        rows = self.buffer.rows(dtypes, piece.numel)
-        found = []
-        for part, row in zip(piece.item.parts, rows if base else rows[1:], strict=True):
-            here = row.view(part.dtype)
-            if (there := part.read(piece.start, piece.stop, here)).data_ptr() != here.data_ptr():
-                here.copy_(there)
-            found.append(here)
-        return found
-
-
 def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torch.dtype) -> bool:
     """Whether `kernels` can do all of them: on a CPU, of the dtypes that they know."""
     dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
@@ -296,66 +269,57 @@ def read_width(items: Sequence[Item], held: bool = False) -> int:
 def in_order(
     items: Sequence[Item],
     layout: Layout,
-    work: Callable[[torch.device], Callable[[Piece, int], Result]],
+    work: Callable[[torch.device], Callable[[Piece], Result]],
 ) -> Iterator[tuple[Piece, Result]]:
     """The items' pieces of at most `layout.piece` elements in order, and what `work` makes of each.
 
     Each of the layout's workers is a thread that reads and computes; the disk is asked for the
     pieces after theirs. `work(device)` is called once in each of them; what it returns is called
-    with a piece and the piece's number. The result of a piece must be used before the one
-    `layout.under_way` further is asked for.
+    with pieces. The result of a piece must be used before the one `layout.under_way` further is
+    asked for.
     """
     pieces = list(pieces_of(items, layout.piece))
     devices: SimpleQueue[torch.device] = SimpleQueue()
     for device in layout.workers:
         devices.put(device)
-    local = threading.local()
+    local, threads = threading.local(), torch.get_num_threads()
 
-    def compute(number: int) -> Result:
+    def compute(piece: Piece) -> Result:
         if not hasattr(local, "act"):
             device = devices.get_nowait()
             if device.type == "cpu":
                 torch.set_num_threads(1)
             local.act = work(device)
         with torch.no_grad():
-            result: Result = local.act(pieces[number], number)
+            result: Result = local.act(piece)
         return result
 
-    with _same_threads():
-        if len(pieces) == 1:  # such as a small tensor on its own: threads would take longer
-            yield pieces[0], compute(0)
-            return
-        waiting: deque[tuple[Piece, Future[Result]]] = deque()
-        with ThreadPoolExecutor(len(layout.workers), "tvb-compute") as computers:
-            try:
-                for number, piece in enumerate(pieces):
-                    if len(waiting) == layout.under_way:
-                        done, result = waiting.popleft()
-                        yield done, result.result()
-                    piece.item.ahead(piece.start, piece.stop)
-                    waiting.append((piece, computers.submit(compute, number)))
-                while waiting:
+    waiting: deque[tuple[Piece, Future[Result]]] = deque()
+    with ThreadPoolExecutor(len(layout.workers), "tvb-compute") as computers:
+        try:
+            if len(pieces) == 1:  # such as a small tensor on its own: threads would take longer
+                yield pieces[0], compute(pieces[0])
+                return
+            for piece in pieces:
+                if len(waiting) == layout.under_way:
                     done, result = waiting.popleft()
                     yield done, result.result()
-            finally:
-                computers.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """Part of `torch.set_num_threads` is the whole process's: leave it as it was."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+                piece.item.ahead(piece.start, piece.stop)
+                waiting.append((piece, computers.submit(compute, piece)))
+            while waiting:
+                done, result = waiting.popleft()
+                yield done, result.result()
+        finally:
+            computers.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(threads)  # part of it is the whole process's
 
 
 def pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
     """The items in pieces of at most `length` elements; an empty tensor is a piece too."""
+    number = itertools.count()
     for item in items:
         for start in range(0, max(1, item.numel), length):
-            yield Piece(item, start, min(start + length, item.numel))
+            yield Piece(item, start, min(start + length, item.numel), next(number))
 
 
 def deliver(
@@ -372,11 +336,11 @@ def deliver(
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
     buffers = [allocate(outputs, layout.piece * width, dtype=torch.uint8) for _ in range(count)]
 
-    def computing(device: torch.device) -> Callable[[Piece, int], Tensor]:
+    def computing(device: torch.device) -> Callable[[Piece], Tensor]:
         act = work(device)
 
-        def fill(piece: Piece, number: int) -> Tensor:
-            buffer, dtype = buffers[number % len(buffers)], piece.item.out
+        def fill(piece: Piece) -> Tensor:
+            buffer, dtype = buffers[piece.number % count], piece.item.out
             out = buffer[:, : piece.numel * dtype.itemsize].view(dtype)
             act(piece, out)
             return out
@@ -385,11 +349,11 @@ def deliver(
 
     whole = True
 
-    def write(*what: Any) -> None:
+    def write(piece: Piece, out: Tensor) -> None:
         nonlocal whole
         if whole:  # after a write that failed, the next one must not follow what it left
             whole = False
-            sink.write(*what)
+            sink.write(piece.item, piece.start, piece.stop, out)
             whole = True
 
     writes: deque[Future[None]] = deque()
@@ -397,7 +361,7 @@ def deliver(
         for piece, out in in_order(items, layout, computing):
             if len(writes) == WRITES:  # also where an error of the writer surfaces
                 writes.popleft().result()
-            writes.append(writer.submit(write, piece.item, piece.start, piece.stop, out))
+            writes.append(writer.submit(write, piece, out))
             progress(piece.nbytes)
         while writes:
             writes.popleft().result()
