@@ -102,7 +102,8 @@ def test_the_rule_of_negation(counts: list[tuple[int, int]], keep: float) -> Non
 
 
 def entry(name: str, *metrics: str, lower: bool = False) -> Entry:
-    return Entry(name, metrics or ("acc,none",), lower, (), "", None)
+    metrics = metrics or ("acc,none",)
+    return Entry(name, metrics, metrics if lower else (), (), "", None)
 
 
 def scored(value: float, error: float | None = 0.1) -> Scored:

@@ -15,7 +15,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from typing import Any
 import tqdm
 
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.score.benchmark import check_known
 from tvb_mergekit.settings import nearest
 
 SEEDS = (0, 1234, 1234, 1234)  # lm-eval's: random, numpy, torch, few-shot
@@ -100,14 +101,14 @@ class Entry:
 
     Attributes:
         metrics: as lm-eval names them, `metric,filter`.
-        lower: whether less is better, of all of them.
+        lower: those of them of which less is better.
         content: a checksum of the definition and of the chosen items.
         loaded: what lm-eval's `evaluate` takes.
     """
 
     name: str
     metrics: Sequence[str]
-    lower: bool
+    lower: Sequence[str]
     parts: Sequence[Part]
     content: str
     loaded: Any
@@ -190,16 +191,12 @@ def _matches(name: str, manager: Any) -> list[str]:
     """The tasks and groups that a name or a pattern stands for."""
     matches: list[str] = manager.match_tasks([name])
     if not matches:
+        guess = nearest(name, manager.all_tasks)
+        hint = f"; did you mean {guess}?" if guess else "."
         raise UserError(
-            f"lm-eval knows no task {name}{_near(name, manager.all_tasks)} Your own are found with "
-            "--include-path"
+            f"lm-eval knows no task {name}{hint} Your own are found with --include-path"
         )
     return matches
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    guess = nearest(name, known)
-    return f"; did you mean {guess}?" if guess else "."
 
 
 def _one_line(error: Exception) -> str:
@@ -239,23 +236,14 @@ def _entry(name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice) 
         split, validation = _to_validation(task)
         docs = task.eval_docs
         chosen, rest = choice.part(leaf, len(docs), validation)
-        if rest == [] and choice.test_share < 1:
-            raise UserError(
-                f"task {leaf} has one item and no validation split: nothing to choose by"
-            )
         parts.append(Part(leaf, split, len(docs), chosen, rest))
         facts = [task.dump_config(), [docs[i] for i in chosen]]
         text = json.dumps(facts, sort_keys=True, default=str)
         digest.update(ADDRESS.sub("", text).encode())
         better |= task.higher_is_better() or {}
     metrics = _pick(name, asked, _emitted(loaded))
-    lower = {better.get(metric.partition(",")[0]) is False for metric in metrics}
-    if len(lower) > 1:
-        raise UserError(
-            f"task {name}: of {' and '.join(metrics)} one is better when it is lower: they have no "
-            "mean"
-        )
-    return Entry(name, metrics, lower.pop(), parts, digest.hexdigest(), loaded)
+    lower = [metric for metric in metrics if better.get(metric.partition(",")[0]) is False]
+    return Entry(name, metrics, lower, parts, digest.hexdigest(), loaded)
 
 
 def _to_validation(task: Any) -> tuple[str, bool]:
@@ -290,11 +278,7 @@ def _emitted(loaded: Any) -> list[str]:
 
 def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Sequence[str]:
     for metric in asked or ():
-        if metric not in emitted:
-            raise UserError(
-                f"task {name} has no metric {metric}{_near(metric, emitted)} It has "
-                f"{', '.join(emitted)}"
-            )
+        check_known(metric, emitted, f"task {name} has no metric {metric}")
     if asked:
         return list(dict.fromkeys(asked))
     usual = [metric for metric in USUAL if metric in emitted][:1]

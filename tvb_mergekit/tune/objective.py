@@ -33,7 +33,7 @@ class Objective:
     @property
     def lower(self) -> bool:
         """Whether less is better."""
-        return self.entries[0].lower
+        return bool(self.entries[0].lower)
 
     def of(self, entry: Entry, scored: Scored) -> Estimate:
         """The score of one entry. The errors of its metrics, on the same items, are taken as equal
@@ -66,24 +66,24 @@ def objective(
     Raises:
         UserError: directions that differ; a reference that lacks a score, or whose score is 0.
     """
-    low = next((entry for entry in entries if entry.lower), None)
+    metrics = [(entry, metric) for entry in entries for metric in entry.metrics]
+    low = [(metric, entry.name) for entry, metric in metrics if metric in entry.lower]
     rising = rising or ("" if reference is None else "--reference")
-    if low is not None and (rising or not all(entry.lower for entry in entries)):
+    if low and (rising or len(low) < len(metrics)):
         raise UserError(
-            f"{low.metrics[0]} of {low.name} is better when it is lower: "
+            f"{' of '.join(low[0])} is better when it is lower: "
             f"{rising or 'a mean with other metrics'} needs scores that rise"
         )
     shares: dict[tuple[str, str], float] = {}
     if reference is None:
         return Objective(tuple(entries), shares)
-    for entry in entries:
+    for entry, metric in metrics:
         known = reference.tasks.get(entry.name)
-        for metric in entry.metrics:
-            value = None if known is None else known.metrics.get(metric)
-            if value is None or value <= 0:
-                has = ", ".join(known.metrics if known else reference.tasks)
-                raise UserError(
-                    f"--reference {what}: no {metric} of {entry.name} above 0 in it (it has {has})"
-                )
-            shares[entry.name, metric] = value
+        value = None if known is None else known.metrics.get(metric)
+        if value is None or value <= 0:
+            has = ", ".join(known.metrics if known else reference.tasks)
+            raise UserError(
+                f"--reference {what}: no {metric} of {entry.name} above 0 in it (it has {has})"
+            )
+        shares[entry.name, metric] = value
     return Objective(tuple(entries), shares)
