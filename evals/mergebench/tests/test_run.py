@@ -11,13 +11,11 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coding_rows import stage_coding
-from lm_eval.tasks import TaskManager
 from safety_rows import (
     KEYWORD,
     KEYWORD_MEAN,
@@ -85,10 +83,6 @@ CODE = [
     ("mergebench_mbpp_plus", 0, "double a number", DOUBLE),
 ]
 ISOLATED = namespaces()  # else only the first answers are run, which are harmless
-
-
-def leaves(group: str) -> list[str]:
-    return [name for part in members(group) for name in members(part)]
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +192,9 @@ def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
 
 def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
     for task, items in TASKS.items():
-        kept = samples(out, task)
-        for filter_, wanted in (("none", "right"), ("keyword", "by_phrase")):
-            scored = {s["doc"]["prompt"]: s["score"] for s in kept if s["filter"] == filter_}
+        for name, wanted in (("none", "right"), ("keyword", "by_phrase")):
+            kept = [sample for sample in samples(out, task) if sample["filter"] == name]
+            scored = {sample["doc"]["prompt"]: sample["score"] for sample in kept}
             assert scored == {item.prompt: getattr(item, wanted) for item in items}, task
 
 
@@ -309,37 +303,13 @@ def shown(name: str, shots: int, sample: dict[str, Any]) -> str:
 
 
 def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
-    names = [*leaves("mergebench"), *members("mergebench_val")]
+    names = [name for part in members("mergebench") for name in members(part)]
+    names += members("mergebench_val")
     said = [shown(name, found["n-shot"][name], samples(out, name)[0]) for name in names]
     text = "\n".join([HEAD, *said])
     if os.environ.get("UPDATE_GOLDEN"):
         PROMPTS.write_text(text, encoding="utf-8", newline="\n")
     assert text == PROMPTS.read_text(encoding="utf-8")
-
-
-# ------------------------------------------------------------------------------------------- names
-
-
-def test_the_top_groups_have_the_tasks_of_mergebench() -> None:
-    families = [f"{family}_{language}" for family in ("mmlu", "arc", "hellaswag")
-                for language in LANGUAGES]  # fmt: skip
-    expected = {
-        "instruction": ["ifeval"],
-        "math": ["gsm8k", "math_hendrycks"],
-        "multilingual": families,
-        "coding": ["humaneval_plus", "mbpp_plus"],
-        "safety": ["wildguardtest", "harmbench", "do_anything_now", "xstest"],
-    }
-    assert len(leaves("mergebench")) == 21
-    for category, names in expected.items():
-        assert members(f"mergebench_{category}") == [f"mergebench_{name}" for name in names]
-    assert members("mergebench") == [f"mergebench_{category}" for category in CATEGORIES]
-    assert members("mergebench_val") == [f"mergebench_val_{category}" for category in CATEGORIES]
-    known = TaskManager(include_path=str(MERGEBENCH), include_defaults=False).all_tasks
-    tops = ("mergebench", "mergebench_val")
-    groups = [name for top in tops for name in (top, *members(top))]
-    beside = {name for name in known if name.endswith("_keyword")}  # safety without a judge
-    assert set(known) - beside == {*groups, *leaves("mergebench")}
 
 
 # ---------------------------------------------------------------------------------- other commands
@@ -458,19 +428,19 @@ def test_without_math_verify_it_is_said_before_any_generation(
 conala = module("coding/conala")
 
 
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        # 4 of 5, then 2 of 4, 0 of 3 and 0 of 2; one more each
-        ([("a b c d e", "a b x d e")], (5 / 6 * 3 / 5 * 1 / 4 * 1 / 3) ** 0.25),
-        # two tokens of four: 3/3, 2/2, and 1/1 where there are none; a brevity penalty of 1 - 4/2
-        ([("a b", "a b c d")], math.exp(-1)),
-        ([("f ( x )", "f(x)")], 1),  # 13a splits punctuation off
-        ([("", "a")], 0),
-    ],
-)
-def test_bleu_by_hand(pairs: Sequence[tuple[str, str]], expected: float) -> None:
-    assert conala.bleu(pairs) == pytest.approx(expected)
+BLEU: list[tuple[str, str, float]] = [  # prediction, reference, score by hand
+    # 4 of 5, then 2 of 4, 0 of 3 and 0 of 2; one more each
+    ("a b c d e", "a b x d e", (5 / 6 * 3 / 5 * 1 / 4 * 1 / 3) ** 0.25),
+    # two tokens of four: 3/3, 2/2, and 1/1 where there are none; a brevity penalty of 1 - 4/2
+    ("a b", "a b c d", math.exp(-1)),
+    ("f ( x )", "f(x)", 1),  # 13a splits punctuation off
+    ("", "a", 0),
+]
+
+
+def test_bleu_by_hand() -> None:
+    for prediction, reference, expected in BLEU:
+        assert conala.bleu([(prediction, reference)]) == pytest.approx(expected)
 
 
 def test_bleu_is_of_the_corpus() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import yaml
-from scripted import MERGEBENCH, Row, stage
+from scripted import MERGEBENCH, Row, module, stage
 
 LANGUAGES = ("fr", "de", "es", "ru")
 LETTERS = "ABCD"
@@ -44,13 +44,8 @@ def like(key: int, prompt: str, name: str, **arguments: object) -> Row:
     return {
         "key": key,
         "prompt": prompt,
-        "response": "A response.",
         "instruction_id_list": [name],
         "kwargs": json.dumps([arguments]),
-        "prompt_level_strict_acc": True,
-        "inst_level_strict_acc": [True],
-        "prompt_level_loose_acc": True,
-        "inst_level_loose_acc": [True],
     }
 
 
@@ -119,7 +114,6 @@ def mmlu(language: str) -> list[Row]:
     questions = [("lays eggs", "C"), ("can fly", "A"), ("swims best", "B"), ("barks", "D")]
     return [
         {
-            "id": f"{language}/{n}",
             "instruction": f" [{language}] Which animal {what}? ",
             "option_a": "The bat",
             "option_b": "The otter",
@@ -159,29 +153,18 @@ def hellaswag(language: str) -> list[Row]:
     beginnings = [("Riding", "3"), ("Resting", "1"), ("Feeding", "2"), ("Racing", "0")]
     return [
         {
-            "ind": n,
             "activity_label": activity,
             "ctx_a": f"{language}: a horse is here.",
             "ctx_b": "the horse",
             "ctx": f"{language}: a horse is here. the horse",
             "endings": endings,
-            "source_id": f"wikihow~{n}",
-            "split": "val",
-            "split_type": "zeroshot",
             "label": label,
         }
         for n, (activity, label) in enumerate(beginnings)
     ]
 
 
-STEM = [
-    "abstract_algebra", "anatomy", "astronomy", "college_biology", "college_chemistry",
-    "college_computer_science", "college_mathematics", "college_physics", "computer_security",
-    "conceptual_physics", "electrical_engineering", "elementary_mathematics",
-    "high_school_biology", "high_school_chemistry", "high_school_computer_science",
-    "high_school_mathematics", "high_school_physics", "high_school_statistics",
-    "machine_learning",
-]  # fmt: skip
+STEM = sorted(module("math/mmlu_stem").SUBJECTS)
 
 
 def mmlu_en(subject: str, answers: str) -> list[Row]:
