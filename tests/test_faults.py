@@ -172,63 +172,41 @@ RECIPES = {
     # a key that nobody knows, or that stands in the wrong place
     "misspelt parameter": wrong({"lamda": 0.5}, "`lamda`", r"`lambda`\?", "parameters"),
     "misspelt top": wrong({}, "`paramters`", r"`parameters`\?", paramters={"lambda": 0.5}),
-    "misspelt base": wrong({}, "`base_modle`", r"`base_model`\?", base_modle="./base"),
     "misspelt of a model": model({"wieght": 2}, "`wieght`", r"`weight`\?", r"models\[0\]"),
-    "misspelt beside model": Case(
-        recipe(first={"parameter": {"weight": 2}}),
-        (r"`parameter`", r"`parameters`\?", r"`models`\[0\]"),
-    ),
     "weight beside model": wrong(
         {}, "`weight`", r"`models`\[0\]", "parameters", first={"weight": 2}
     ),
-    "global key under model": model({"num_bases": 2}, "`num_bases`", r"models\[0\]"),
     "lambda under model": model({"lambda": 2}, "`lambda`", r"models\[0\]"),
     "model key global": wrong({"weight": 2}, "`weight`", "one model"),
     "parameter at top": wrong({}, "`num_bases`", "parameters", num_bases=2),
     "key of another method": wrong({"density": 0.2}, "`density`", "basis_ties"),
     # values
     "null": wrong({"lambda": None}, "`parameters.lambda`|`lambda`", "None|empty"),
-    "null basis": wrong({"basis": None}, "basis", "None|empty"),
     "dict": wrong({"num_bases": {"a": 2}}, "num_bases", "a"),
     "list of values": wrong({"basis": ["ae", "pca"]}, "`basis`", "one value"),
-    "empty list": wrong({"lambda": []}, "`lambda`", r"\[\]"),
     "lambda nan": wrong({"lambda": float("nan")}, "`lambda` is nan", "a number"),
-    "lambda comma": wrong({"lambda": "0,4"}, "`lambda` is '0,4'", "a number"),
     "lambda in a filter": wrong(
         {"lambda": [{"filter": "mlp", "value": "x"}, {"value": 0.4}]}, "`lambda` is 'x'", "a number"
     ),
     "float32 overflow": wrong({"lambda": 1e39}, r"`lambda` is 1e\+39", r"1e\+30\]$"),
-    "temperature 0": wrong(AE | {"temperature": 0}, "`temperature` is 0", "> 0"),
     "temperature of balanced": wrong({"temperature": 2}, "`temperature`", "balanced"),
     "gradient": wrong(AE | {"num_bases": [2, 3]}, "`num_bases`", r"\[2, 3\]", "one value"),
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
-    "M = 0": wrong({"num_bases": 0}, "`num_bases` is 0", ">= 1"),
-    "M broken": wrong({"num_bases": 1.5}, "`num_bases` is 1.5", "whole number"),
     "M true": wrong({"num_bases": True}, "`num_bases` is True", "whole number"),
     "percent": wrong({"basis_ratio": 50}, "`basis_ratio` is 50", r"\(0, 1\]"),
     "two sizes": wrong({"energy": 0.9, "num_bases": 2}, "`num_bases`", "`energy`", "one"),
     "weight 0": model({"weight": 0}, "`weight` is 0", "other than 0"),
-    "weight 1e300": model({"weight": 1e300}, r"`weight` is 1e\+300", r"1e\+06\]$"),
-    "capitals": wrong({"basis": "AE"}, "`basis` is 'AE'", "`ae`"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "dtype": wrong({}, "`?dtype`?", "bfloat17", "bfloat16", dtype="bfloat17"),
-    "dtype whole": wrong({}, "`?dtype`?", "int8", dtype="int8"),
-    "chat template": wrong(
-        {}, "chat_?template", "chatmll", chat_template="chatmll", tokenizer_source="base"
-    ),
     # forgetting
     "forget unknown": negate({"forget": "aa"}, "`forget`", "'aa'", "'a'", "b, c"),
-    "forget yes": negate({"forget": True}, "`forget`", "True", "quote"),
     "forget list": negate({"forget": ["a", "b"]}, "`forget`", '"math,code"'),
-    "forget nothing": negate({}, "`forget", "`alpha"),
-    "alpha < 0": negate({"forget": "a", "alpha": -1}, "`alpha` is -1", r"in \[0, 1e\+30\]"),
     "alpha for some tensors": negate(
         {"forget": "a", "alpha": [{"filter": "mlp", "value": 1.0}]}, "`alpha`", "filter"
     ),
     # models
     "no base": wrong({}, "`base_model` is missing", base_model=...),
-    "models empty": Case(recipe() | {"models": []}, ("models",)),
     "models text": Case(recipe() | {"models": "./a"}, ("`models`", "'./a'", "list")),
     "model text": Case(
         recipe() | {"models": ["./a", "./b"]}, (r"`models.0`", "'./a'", "dictionary|model:")
@@ -241,25 +219,16 @@ RECIPES = {
     "base as model": listed("./a", "base/", wants=(r"`models\[1\]", "base model")),
     "task names": listed("./a", "./b/../b", NAMED, wants=("./a", "./c", "'a'", "`task:`")),
     "slice without base": Case(slices(ALL, ALL[1:]), (r"`slices\[1\].sources`", "./base")),
-    "slices differ": Case(slices(ALL, ALL[:3]), (r"`slices\[1\].sources`", "./c")),
-    "slice respelt": Case(slices(ALL, ("base/", *ALL[1:])), (r"slices\[1\]", "base/", "./base")),
     "both": Case(slices(ALL) | {"models": recipe()["models"]}, ("models", "slices")),
     "path": listed("./a", "./nope", wants=("./nope", "no such folder")),
-    "path like a repository": listed("./a", "models/nope", wants=("models/nope", "folder")),
     "path bare": listed("./a", "nope", wants=("nope", "folder")),
-    "home": listed("./a", "~/nope", wants=("~/nope", "no such folder")),
-    "environment variable": listed("./a", "$HOME/nope", wants=(r"\$HOME/nope", "folder")),
     "plus in a path": listed("./a", "./b+c", wants=(r"\./b\+c", "lora-merge-cache")),
     # no recipe at all
     "list": Case("- merge_method: basis_ta\n", ("ValidationError",), foreign=True),
-    "text": Case("basis_ta\n", ("ValidationError",), foreign=True),
-    "empty": Case("", ("ValidationError",), foreign=True),
     "near method": wrong(
         {}, "`merge_method` is 'basis_tai': .*mean `basis_ta`\\?", method="basis_tai"
     ),
-    "unknown method": wrong({}, "`merge_method` is 'linaer': expected one of", method="linaer"),
     "syntax of any method": Case("merge_method: linear\nmodels: [\n", ("recipe.yml, line 3",)),
-    "no text of any method": Case("models:\n- \x00", ("recipe.yml: .*#x0000",)),
     "tabs": Case("merge_method: basis_ta\nparameters:\n\tlambda: 0.4\n", ("recipe.yml", "line 3")),
     "another encoding": Case(
         setup=lambda f: (f / "recipe.yml").write_bytes(b"merge_method: linear\n# \xe4\n"),

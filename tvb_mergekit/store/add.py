@@ -207,7 +207,12 @@ class _Addition:
                 f"the task {self.task!r} is in {self.where} already: give another name with --task"
             )
         check_tasks([*bases.tasks, self.task], [*bases.facts.models, self.task])
-        self.how, self.budget = self._how(), self._budget()
+        self.how = self._how()
+        budget = bases.facts.store.budget if growth.budget is None else growth.budget
+        if budget is None:
+            raise UserError("a new store needs --budget M, the most bases that it may hold")
+        self.budget = operator.index(budget)
+        online.check_budget(self.budget, bases.num_bases)
         bases.check_base(inputs.base, inputs.base_model)
         settings = bases.settings if bases.vectors else inputs.settings
         self.settings = settings.model_copy(update={"basis": self.how})
@@ -257,16 +262,6 @@ class _Addition:
             )
         return "balanced" if how == "balanced" else "ae"
 
-    def _budget(self) -> int:
-        budget = self.growth.budget
-        if budget is None:
-            budget = self.bases.facts.store.budget
-        if budget is None:
-            raise UserError("a new store needs --budget M, the most bases that it may hold")
-        budget = operator.index(budget)
-        online.check_budget(budget, self.bases.num_bases)
-        return budget
-
     def _items(self) -> list[Item]:
         """The store's tensors, with the bases and the new model as inputs."""
         bases, given = self.bases, {item.name: item for item in self.inputs.items}
@@ -275,13 +270,10 @@ class _Addition:
         left_out = bases.facts.left_out
         for name in given:
             if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
-                reason = left_out.get(name, "not in the store")
-                if bases.stored_name(name) is not None:
-                    reason = "tied there, and on its own in the model"
                 raise UserError(
                     f"tensor `{name}` of model {self.model} takes no part in {self.where} "
-                    f"({reason}), so that what was trained there would be lost: build a store "
-                    "with it"
+                    f"({left_out.get(name, 'not in the store')}), so that what was trained there "
+                    "would be lost: build a store with it"
                 )
         items = []
         for name in bases.names:

@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -109,79 +110,65 @@ def build_store(
             inputs than were there.
     """
     dtype_name(dtype)
-    target, world = Path(os.path.realpath(out)), ranks.world()
-    budget = budget or block_budget()
-    held = lock(target, LOG.warning) if world.leads else None
-    try:
-        return _build(inputs, target, dtype, devices, resume, budget, progress, warn)
-    finally:
-        if held is not None:
-            held.release()
-
-
-def _build(
-    inputs: Inputs,
-    out: Path,
-    dtype: torch.dtype,
-    devices: Sequence[torch.device],
-    resume: bool,
-    budget: int,
-    progress: Progress,
-    warn: Warn,
-) -> Bases:
-    world, partial = ranks.world(), out.with_name(f"{out.name}.partial")
-    begun: dict[str, object] = {
-        **inputs.key,
-        "dtype": str(dtype),
-        "weights": list(inputs.weights),
-        "settings": inputs.settings.model_dump(mode="json"),
-        "tasks": list(inputs.tasks),
-        "processes": world.size,
-    }
-    state = {"inputs": cache.key_of(begun)}
-    world.agree([item.name for item in inputs.items], "tensors")
-    resuming = world.share(lambda: _can_resume(partial, inputs, out, state, resume))
-    started = time.perf_counter()
-    known = world.share(lambda: cache.read_sums(partial / SUMS) if resuming else None)
-    sums = known or _sums(inputs, devices, budget, progress)
-    summed = time.perf_counter()
-    basis = world.share(lambda: _basis(inputs, sums, warn))
-    matrix = encoder_matrix(basis)
-    if world.leads:
-        state["encoder"] = cache.key_of({"matrix": matrix.tolist()})
-        if resuming:
-            _check_same(partial, state)
-            for stale in partial.rglob(".partial-*"):  # what a kill left beside its place
-                shutil.rmtree(stale)
-        else:  # not before, so that inputs which are refused leave nothing
-            _begin(partial, state)
-        cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
-    encoded = time.perf_counter()
-    # Where there are several processes, each has a journal of its own.
-    prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
-    journals = [partial / f"{prefix}{JOURNAL}" for prefix in prefixes]
-    every = world.share(lambda: [read_journal(journal) for journal in journals])
-    world.check_shared(partial)
-    items = [replace(item, out=dtype) for item in inputs.items]
-    writers = writers_of(partial, folders_of(basis), items, inputs.folder, every[world.rank])
-    left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]
-    numel = sum(item.numel for item in chain.from_iterable(left))
-    check_disk(str(partial), numel * dtype.itemsize * matrix.shape[1])
-    sink = FoldersSink(writers, journals[world.rank])
-    _combine(inputs, basis, matrix, sink, left[world.rank], devices, budget, progress)
-    basis.seconds = {
-        "gram": summed - started,
-        "encode": encoded - summed,
-        "write": time.perf_counter() - encoded,
-    }
-    files = finish_vectors(writers, inputs.folder)
-    facts, tensors = store_facts(inputs, basis, dtype, files)
-    facts = finish_store(partial, out, facts, tensors)
-    os.rename(partial, out)
-    for name in (STATE, SUMS, *(journal.name for journal in journals)):
-        (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
-    note_files(out, facts.store.files)
-    return load(out, verify=False)  # they were hashed while they were written
+    world, budget = ranks.world(), budget or block_budget()
+    out = Path(os.path.realpath(out))
+    partial = out.with_name(f"{out.name}.partial")
+    with ExitStack() as stack:
+        if world.leads:
+            stack.callback(lock(out, LOG.warning).release)
+        begun: dict[str, object] = {
+            **inputs.key,
+            "dtype": str(dtype),
+            "weights": list(inputs.weights),
+            "settings": inputs.settings.model_dump(mode="json"),
+            "tasks": list(inputs.tasks),
+            "processes": world.size,
+        }
+        state = {"inputs": cache.key_of(begun)}
+        world.agree([item.name for item in inputs.items], "tensors")
+        resuming = world.share(lambda: _can_resume(partial, inputs, out, state, resume))
+        started = time.perf_counter()
+        known = world.share(lambda: cache.read_sums(partial / SUMS) if resuming else None)
+        sums = known or _sums(inputs, devices, budget, progress)
+        summed = time.perf_counter()
+        basis = world.share(lambda: _basis(inputs, sums, warn))
+        if world.leads:
+            state["encoder"] = cache.key_of({"matrix": encoder_matrix(basis).tolist()})
+            if resuming:
+                _check_same(partial, state)
+                for stale in partial.rglob(".partial-*"):  # what a kill left beside its place
+                    shutil.rmtree(stale)
+            else:  # not before, so that inputs which are refused leave nothing
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                write_file(partial / STATE, json.dumps(state).encode())
+            cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
+        encoded = time.perf_counter()
+        # Where there are several processes, each has a journal of its own.
+        prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
+        journals = [partial / f"{prefix}{JOURNAL}" for prefix in prefixes]
+        every = world.share(lambda: [read_journal(journal) for journal in journals])
+        world.check_shared(partial)
+        items = [replace(item, out=dtype) for item in inputs.items]
+        writers = writers_of(partial, folders_of(basis), items, inputs.folder, every[world.rank])
+        left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]
+        numel = sum(item.numel for item in chain.from_iterable(left))
+        check_disk(str(partial), numel * dtype.itemsize * len(writers))
+        sink = FoldersSink(writers, journals[world.rank])
+        _combine(basis, sink, left[world.rank], devices, budget, progress)
+        basis.seconds = {
+            "gram": summed - started,
+            "encode": encoded - summed,
+            "write": time.perf_counter() - encoded,
+        }
+        files = finish_vectors(writers, inputs.folder)
+        facts, tensors = store_facts(inputs, basis, dtype, files)
+        facts = finish_store(partial, out, facts, tensors)
+        os.rename(partial, out)
+        for name in (STATE, SUMS, *(journal.name for journal in journals)):
+            (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
+        note_files(out, facts.store.files)
+        return load(out, verify=False)  # they were hashed while they were written
 
 
 def build_in_memory(
@@ -195,10 +182,9 @@ def build_in_memory(
     dtype_name(dtype)
     budget = block_budget()
     basis = _basis(inputs, _sums(inputs, [device], budget, silent), warn)
-    matrix = encoder_matrix(basis)
-    sink = MemorySink(matrix.shape[1])
+    sink = MemorySink(len(folders_of(basis)))
     items = [replace(item, out=dtype) for item in inputs.items]
-    _combine(inputs, basis, matrix, sink, items, [device], budget, silent)
+    _combine(basis, sink, items, [device], budget, silent)
     facts, tensors = store_facts(inputs, basis, dtype, {})
     vectors = [StateDict(state) for state in sink.states]
     mean = vectors.pop() if basis.settings.basis == "pca" else None
@@ -260,9 +246,7 @@ def encoder_matrix(basis: Basis) -> Tensor:
 
 
 def _combine(
-    inputs: Inputs,
     basis: Basis,
-    matrix: Tensor,
     sink: FoldersSink | MemorySink,
     items: Sequence[Item],
     devices: Sequence[torch.device],
@@ -273,7 +257,7 @@ def _combine(
         items = [replace(item, base=None, inputs=()) for item in items]
     combine_pass(
         items,
-        dict.fromkeys((item.name for item in items), Linear.of(matrix)),
+        dict.fromkeys((item.name for item in items), Linear.of(encoder_matrix(basis))),
         sink,
         devices=devices,
         budget=budget,
@@ -302,15 +286,9 @@ def _can_resume(
         _check_same(partial, state)
     elif resume:
         LOG.warning("--resume: nothing to continue in %s; starting anew", partial)
-    return resume and begun
-
-
-def _begin(partial: Path, state: Mapping[str, str]) -> None:
-    if (partial / STATE).is_file():
+    elif begun:
         LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write_file(partial / STATE, json.dumps(state).encode())
+    return resume and begun
 
 
 def _check_same(partial: Path, state: Mapping[str, str]) -> None:

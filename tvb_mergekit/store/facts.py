@@ -181,13 +181,10 @@ def read_facts(file: Path) -> Facts:
     remedy = "restore it from a copy, or build it anew"
     try:
         found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: it is no JSON ({error}); {remedy}") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise UserError(f"{file} cannot be read: expected an object, found {kind}; {remedy}")
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, found {type(found).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read ({error}); {remedy}") from error
     number = found.get("format_version")
     if isinstance(number, int) and number > FORMAT_VERSION:
         raise UserError(
@@ -201,8 +198,7 @@ def read_facts(file: Path) -> Facts:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
-        what = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
-        raise UserError(f"{file} is not whole: `{place}` {what}; {remedy}") from error
+        raise UserError(f"{file} is not whole: `{place}`: {first['msg']}; {remedy}") from error
 
 
 def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:

@@ -278,7 +278,6 @@ def add_card_section(
 
 def card_section(facts: Facts, tensors: Mapping[str, Tensor]) -> str:
     """Markdown: tasks, encoder weights, loss against the bounds, and what to cite."""
-    names = [f"B{m}" for m in range(facts.num_bases)]
     lines = [
         "## Task vector bases",
         "",
@@ -287,23 +286,17 @@ def card_section(facts: Facts, tensors: Mapping[str, Tensor]) -> str:
         "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/).",
         "",
     ]
+    head = ["task", "model"]
+    rows = [
+        [t.replace("|", "\\|"), f"`{m}`"] for t, m in zip(facts.tasks, facts.models, strict=True)
+    ]
     if "encoder" in tensors:
-        head = ["task", "model", *names, "sum"]
         lines += ["Encoder weights (each basis is this combination of the task vectors):", ""]
-        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        head += [*(f"B{m}" for m in range(facts.num_bases)), "sum"]
         sums = row_sums(facts, tensors["encoder"])
-        rows = zip(facts.tasks, facts.models, tensors["encoder"].tolist(), sums, strict=True)
-        for task, model, row, total in rows:
-            cells = [
-                task.replace("|", "\\|"),
-                f"`{model}`",
-                *(f"{w:.3f}" for w in row),
-                f"{total:.3f}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    else:
-        pairs = zip(facts.tasks, facts.models, strict=True)
-        lines += [f"* {task}: `{model}`" for task, model in pairs]
+        for row, weights, total in zip(rows, tensors["encoder"].tolist(), sums, strict=True):
+            row += [f"{weight:.3f}" for weight in (*weights, total)]
+    lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     lines += ["", *(f"* {line}" for line in (_size(facts), *measures(facts))), ""]
     if forgotten := facts.parameters.get("forget"):
         lines += [f"Forgotten: {', '.join(forgotten)}.", ""]
