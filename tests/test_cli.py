@@ -34,9 +34,7 @@ from tvb_mergekit.errors import megabytes
 from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
-COMMANDS = [
-    "build", "inspect", "add", "undo", "export", "merge", "check", "score", "tune", "cache"
-]  # fmt: skip
+COMMANDS = "build inspect add undo export merge check score tune cache".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -113,16 +111,23 @@ def examples(command: click.Command) -> list[list[str]]:
     return [words for words in found if words and words[0] in ("tvb", "mergekit-yaml")]
 
 
-def test_every_command_has_an_example() -> None:
+def every_command() -> dict[str, click.Command]:
+    """Words -> command."""
+    found = dict(main.commands)
+    for name, group in main.commands.items():
+        if isinstance(group, click.Group):
+            found |= {f"{name} {inner}": each for inner, each in group.commands.items()}
+    return found
+
+
+def test_help() -> None:
+    """Every command has an example, and its help fits a terminal."""
     assert list(main.commands) == COMMANDS
-    groups = [c for c in main.commands.values() if isinstance(c, click.Group)]
-    for command in [
-        main,
-        *main.commands.values(),
-        *(s for g in groups for s in g.commands.values()),
-    ]:
-        assert examples(command), command.name
-        assert command.help is not None
+    assert examples(main)
+    for words, command in every_command().items():
+        assert examples(command), words
+        assert max(map(len, run(*words.split(), "--help").stdout.splitlines())) <= 80
+    assert max(map(len, run("--help").stdout.splitlines())) <= 80
 
 
 def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +158,9 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ta", "ae", "base", "math", "specialists"):
         scores = {"mergebench_gsm8k": 0.5, "mergebench_math_hendrycks": 0.25}
         test_score.write_results(f"out/{name}/results_a.json", scores)
-    for name, command in (("", main), *main.commands.items()):
-        shutil.rmtree(here / "store", ignore_errors=True)
-        shutil.rmtree(here / "math-model", ignore_errors=True)
+    for name, command in {"": main, **every_command()}.items():
+        for folder in ("store", "math-model"):
+            shutil.rmtree(here / folder, ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
         if name in ("inspect", "add", "undo", "export", "tune"):
@@ -163,8 +168,6 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name == "undo":
             run("add", "store", "new-model", "--task", "new", "--quiet")
         lines = examples(command)
-        if isinstance(command, click.Group) and command is not main:
-            lines += [line for inner in command.commands.values() for line in examples(inner)]
         for head, *words in lines:
             if words[-2:] == ["--task", "math"]:  # into ./math, where the test has the model
                 words = ["./math-model" if word == "./math" else word for word in words]
@@ -178,17 +181,8 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (here / "store.png").is_file() and (here / "merged/basis/basis.json").is_file()
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["cache", "list"]])
-def test_help_fits_the_terminal(command: list[str]) -> None:
-    text = run(*command, "--help").stdout
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def test_version_and_completion() -> None:
     assert run("--version").stdout == f"tvb, version {__version__}\n"
-    for shell in ("bash", "zsh", "fish"):
-        done = outside(env={"_TVB_COMPLETE": f"{shell}_source"})
-        assert done.returncode == 0 and "_TVB_COMPLETE" in done.stdout and not done.stderr
     words = {"COMP_WORDS": "tvb exp", "COMP_CWORD": "1", "_TVB_COMPLETE": "bash_complete"}
     assert outside(env=words).stdout == "plain,export\n"
 
@@ -230,77 +224,44 @@ def test_where_time_goes(here: Path) -> None:
     for phase in ("Gram matrix", "Bases"):
         found = rf"^INFO: {phase}: [\d.]+ MB in [\d.]+ s, [\d.]+ GB/s$"
         assert re.search(found, said, re.MULTILINE), said
-    assert outside("inspect", "out").stderr == ""
+    assert run("inspect", "out").stderr == ""
 
 
 # Words that are refused
 
-RECIPES: dict[str, tuple[str | bytes, str]] = {
-    "empty": ("", "expected one recipe, a mapping"),
-    "junk": (b"\x00\xff\x17junk" * 99, "no UTF-8 text"),
-    "nul": ("merge_method: basis_ta\0", "no YAML"),
-    "list": ("- a\n- b\n", "expected one recipe, a mapping"),
-    "text": ("hello", "expected one recipe, a mapping"),
-    "two": ("a: 1\n---\nb: 2\n", "expected one recipe"),
-    "syntax": ("merge_method: basis_ta\nmodels: [\n", "line 3"),
-    "unknown method": (
-        "merge_method: basis_tai\n",
-        r"'basis_tai': expected one of basis_ta, .*\(did you mean `basis_ta`\?\)",
-    ),
-    "another method": ("merge_method: ties\n", "'ties': expected one of basis_ta"),
-    "list of methods": ("merge_method: [basis_ta]\n", "expected one of basis_ta"),
-    "no base": ("merge_method: basis_ta\nmodels: [{model: math}]\n", "`base_model` is missing"),
-    "misspelt": (
-        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: math}]\nparameters: {lamda: 1}",
-        "did you mean `lambda`?",
-    ),
-    "misspelt top": (
-        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: math}]\nparamters: {}",
-        "did you mean `parameters`?",
-    ),
-    "missing model": (
-        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: ./nope}]\n",
-        "model ./nope: no such folder",
-    ),
-    "hub name": (
-        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: some/body}]\n",
-        "model some/body: no such folder .*HF_HUB_OFFLINE",
-    ),
-    "model file": (
-        "merge_method: basis_ta\nbase_model: base\nmodels: [{model: math/model.safetensors}]\n",
-        "is a file; expected a model folder",
-    ),
+HUB = "merge_method: basis_ta\nbase_model: base\nmodels: [{model: some/body}]\n"
+RECIPES = {  # more of them in test_faults.py, for the merges and `tvb check`
+    "": "expected one recipe, a mapping",
+    "a: 1\n---\nb: 2\n": "expected one recipe",
+    "merge_method: basis_ta\0": "no YAML",
+    "merge_method: basis_ta\nmodels: [\n": "line 3",
+    "merge_method: basis_tai\n": r"'basis_tai': .*\(did you mean `basis_ta`\?\)",
+    HUB: "model some/body: no such folder .*HF_HUB_OFFLINE",
+    HUB.replace("some/body", "math/model.safetensors"): "is a file; expected a model folder",
+    HUB + "paramters: {}": "did you mean `parameters`?",
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe(name: str, here: Path) -> None:
-    content, want = RECIPES[name]
-    (here / "bad.yml").write_bytes(content.encode() if isinstance(content, str) else content)
-    for words in (["build", "bad.yml", "out"], ["check", "bad.yml"], ["inspect", "bad.yml"]):
-        assert re.search(want, refused(*words)), want
+def test_no_recipe(here: Path) -> None:
+    for content, want in RECIPES.items():
+        (here / "bad.yml").write_text(content)
+        for words in (["build", "bad.yml", "out"], ["check", "bad.yml"], ["inspect", "bad.yml"]):
+            assert re.search(want, refused(*words)), want
 
 
 DTYPE = "'float64' is not one of"
 ONE = "give one of --task NAME, --basis K and --all-bases"
 NEW = "a new one needs --base BASE and --budget M"
-NO_STORE = {
-    "math": "is not a basis store",
-    "recipe.yml": "is a file; expected the folder of a store",
-    "store/basis-001": "is one basis of a store",
-}
 REFUSED: dict[str, str] = {
     # files for folders and folders for files
     "inspect nope": "nope: no such folder",
     "check nope": "nope: No such file",
-    "export nope out --basis 0": "no such folder",
-    **{f"{name} math": "math is not a basis store" for name in ("inspect", "check")},
-    **{f"{name} store/basis-000": "is one basis of a store" for name in ("inspect", "check")},
-    **{f"{name} math/model.safetensors": "no UTF-8 text" for name in ("inspect", "check")},
-    **{f"export {place} out --basis 0": want for place, want in NO_STORE.items()},
-    **{f"add {place} new-model --task n": want for place, want in NO_STORE.items()},
+    "inspect math": "math is not a basis store",
+    "check store/basis-000": "is one basis of a store",
+    "inspect math/model.safetensors": "no UTF-8 text",
+    "export recipe.yml out --basis 0": "is a file; expected the folder of a store",
+    "add store/basis-001 new-model --task n": "is one basis of a store",
     # where a store may go
-    "build recipe.yml recipe.yml": "is a file",
     "build recipe.yml recipe.yml/x": "is a file",
     "build recipe.yml base": "is the input base",
     "build recipe.yml math/inside": "lies in the input math",
@@ -308,10 +269,8 @@ REFUSED: dict[str, str] = {
     "build recipe.yml link": "already holds",
     "build recipe.yml notes": "already holds mine.txt",
     "build recipe.yml .": "",
-    "build recipe.yml /dev/null/x": "is a file",
     f"build recipe.yml {300 * 'x'}": "name too long",
     # where models may go
-    "export store store --task math": "is the input store",
     "export store store/x --task math": "lies in the input store",
     "export store base --task math": "is the input base",
     "export store math --task math": "already holds weight files",
@@ -320,17 +279,13 @@ REFUSED: dict[str, str] = {
     "export store out": ONE,
     "export store out --task math --basis 0": ONE,
     "export store out --basis 0 --all-bases": ONE,
-    **{
-        f"export store out --basis {index}": f"basis {index}: store has the bases 0 to 1"
-        for index in ("2", "-1", "99999999999999999999")
-    },
+    "export store out --basis 2": "basis 2: store has the bases 0 to 1",
+    "export store out --basis -1": "basis -1: store has the bases 0 to 1",
     "export store out --task mth": "did you mean 'math'?",
     "export store out --task ''": "no task '' in store. Tasks: math, code, safety",
     "export store out --task math --base math": "the weights of math are others",
-    **{
-        f"export store out --task math --base {base}": f"base {base}: no such"
-        for base in ("nope", "./nope", "some/body")
-    },
+    "export store out --task math --base ./nope": "base ./nope: no such",
+    "export store out --task math --base some/body": "base some/body: no such",
     "build recipe.yml out --rank 3": "--rank belongs to --adapters",
     "build recipe.yml out --adapters": "all models listed as BASE+ADAPTER",
     "build recipe.yml out --memory lots": "memory of `lots`: expected a number and a unit",
@@ -338,22 +293,14 @@ REFUSED: dict[str, str] = {
     "add store new-model --task ''": "empty",
     "add store new-model --task a,b": "comma",
     "add store new-model --task 'x\n'": "control",
-    **{
-        f"add store new-model --task n --weight {weight}": "`weight` is"
-        for weight in ("0", "nan", "inf")
-    },
-    **{
-        f"add store new-model --task n --budget {budget}": f"the budget is {budget}"
-        for budget in ("0", "1", "-3")
-    },
+    "add store new-model --task n --weight nan": "`weight` is",
+    "add store new-model --task n --weight 0": "`weight` is",
+    "add store new-model --task n --budget 1": "the budget is 1",
     "add store new-model --task n --dtype float16": "leave --dtype out",
     "add store new-model --task n --base code": "are others",
     "add store base --task n": "is the base model",
-    "add store nope --task n": "nope: no such folder",
-    "add fresh math --task math": NEW,
     "add fresh math --task math --base base": NEW,
     "inspect recipe.yml --plot x.txt": "expected one of .png",
-    "inspect recipe.yml --plot nope/x.png": "no such folder",
     "inspect recipe.yml --plot recipe.yml/x.png": "no such folder",
     "inspect store --plot notes.png": "is a folder",
 }
@@ -385,8 +332,7 @@ def test_words_that_are_refused(here: Path) -> None:
         assert want in misused(*shlex.split(words))
     for device, why in DEVICES.items():
         want = f"Error: --device {device} cannot be used here: {why}"
-        for words in ("build recipe.yml out", "inspect recipe.yml", "check recipe.yml",
-                      "add store new-model --task n", "export store o --basis 0"):  # fmt: skip
+        for words in ("build recipe.yml out", "export store o --basis 0"):
             said = refused(*shlex.split(f"{words} --device {device}"))
             assert said.startswith(want) and said.endswith("; leave it out\n")
     assert not {path.name for path in here.iterdir() if path.name.startswith(".")}
@@ -404,58 +350,47 @@ def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:
 
 
 def test_damaged_stores(here: Path) -> None:
-    facts = json.loads((here / "store/basis.json").read_text())
     file = here / "store/basis-001/model.safetensors"
     content = file.read_bytes()
     over = recipe("basis_ta", here / "base", [here / "store" / f"basis-00{m}" for m in range(2)])
     write(over, here / "over")
-    commands: list[list[str]] = [
-        *(["check", "store"], ["inspect", "store"], ["check", "over.yml"]),
-        *(["export", "store", "out", "--basis", "0"], ["add", "store", "new-model", "--task", "n"]),
-    ]
     run("check", "over.yml")
-    damages: list[tuple[bytes | None, str]] = [
-        (content[:-1] + bytes([content[-1] ^ 1]), "checksum"),
-        (content[:-1], "bytes, its store says"),
-        (None, "missing from its store"),
-    ]
-    for change, want in damages:
+    damages = {
+        "checksum": content[:-1] + bytes([content[-1] ^ 1]),
+        "bytes, its store says": content[:-1],
+        "missing from its store": None,
+    }
+    for want, change in damages.items():
         file.write_bytes(change) if change is not None else file.unlink()
-        for words in commands:
-            assert want in refused(*words)
-    file.write_bytes(content)
-    for key in ("tasks", "models", "num_bases", "num_parameters", "store", "format_version"):
-        rest = {name: value for name, value in facts.items() if name != key}
-        (here / "store/basis.json").write_text(json.dumps(rest))
-        if key != "store":  # it is a merge's then
-            assert "basis.json" in refused("inspect", "store") or key == "tasks"
-    for text in ("{", "[]", "3", '{"store": 3}', ""):
-        (here / "store/basis.json").write_text(text)
-        for words in commands:
-            refused(*words)
+        for words in (
+            *("check store", "inspect store", "check over.yml"),
+            *("export store out --basis 0", "add store new-model --task n"),
+        ):
+            assert want in refused(*words.split())
 
 
 NO_UTF8 = "bad\udcff"  # a name of the bytes `bad\xff`, as Python has it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-@pytest.mark.parametrize("words", [
-    "build recipe.yml BAD/x", "merge recipe.yml link", "merge BAD.yml out",
-    "add BAD new-model --task new", "export BAD.d out --basis 0", "export store BAD --task math",
-])  # fmt: skip
-def test_names_that_are_no_utf8(words: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_no_utf8(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy("recipe.yml", f"{NO_UTF8}.yml")
     shutil.copytree("store", f"{NO_UTF8}.d")
     (here / "link").symlink_to(f"{NO_UTF8}.far")
-    told = refused(*words.replace("BAD", NO_UTF8).split())
-    assert re.search(r"bad\\udcff\S*: a name that is no valid UTF-8", told)
+    lines = (
+        *("build recipe.yml BAD/x", "merge recipe.yml link", "merge BAD.yml out"),
+        *("export BAD.d out --basis 0", "export store BAD --task math"),
+    )
+    for words in lines:
+        told = refused(*words.replace("BAD", NO_UTF8).split())
+        assert re.search(r"bad\\udcff\S*: a name that is no valid UTF-8", told)
     models = {name: here / name for name in ("math", "code")}
     with pytest.raises(tvb_mergekit.UserError, match=r"bad\\udcff: a name that is no valid UTF-8"):
         tvb_mergekit.build(here / "base", models, here / NO_UTF8)
     assert not list(here.glob(".*.lock"))
-    shutil.copytree(here, folder := here.with_name(f"{NO_UTF8}.cwd"), symlinks=True)
+    (folder := here.with_name(f"{NO_UTF8}.cwd")).mkdir()
     monkeypatch.chdir(folder)
-    told = refused(*words.replace("BAD.yml", "recipe.yml").replace("BAD", "fine").split())
+    told = refused("build", "../here/recipe.yml", "fine")
     assert rf"{here.parent}/bad\udcff.cwd: a name that is no valid UTF-8" in told
 
 
@@ -479,9 +414,7 @@ def test_new_stores_and_models(here: Path) -> None:
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WIDTHS = [  # of the base and two models, and of their store
     ((F32, BF16, BF16), "bfloat16"),
-    ((F32, F16, F16), "float16"),
     ((BF16, BF16, F16), "float32"),
-    ((BF16, BF16, F32), "float32"),
     ((BF16, F64, F64), "float32"),
 ]
 
@@ -515,7 +448,7 @@ def test_json_is_all_of_standard_output(here: Path) -> None:
 
 def test_a_reader_that_has_seen_enough(here: Path) -> None:
     process = subprocess.Popen(
-        [str(TVB), "check", "recipe.yml"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [str(TVB), "inspect", "store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -532,7 +465,7 @@ def test_a_full_disk_behind_standard_output(here: Path) -> None:
     assert "No space left" in done.stderr and "None" not in done.stderr
 
 
-STRANGE = ["tür [red]x", "quo'te\"", "-dash", "数学", "a b", "$(x)"]
+STRANGE = ["tür [red]x", "quo'te\"", "-dash", "数学"]
 
 
 def test_strange_names(here: Path) -> None:
@@ -552,16 +485,6 @@ def test_strange_names(here: Path) -> None:
         shutil.rmtree(here / "one")
     done = outside("inspect", "a [store]", env={"PYTHONIOENCODING": "ascii", "COLUMNS": "60"})
     assert done.returncode == 0 and "t\\xfcr [red]x" in done.stdout and done.stdout.isascii()
-
-
-def test_a_narrow_terminal_without_colours(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("NO_COLOR", "1")
-    said = run("inspect", "store").stdout
-    assert max(map(len, said.splitlines())) <= 40
-    assert "…" not in said and "\x1b" not in said
-    for number in ("19.72 %", "> 2", "13.86"):  # nothing is cut
-        assert number in said
 
 
 # Places
@@ -609,7 +532,7 @@ def test_no_network(here: Path) -> None:
     with mock.patch.object(huggingface_hub, "list_repo_files", side_effect=ConnectError("no name")):
         said = refused("export", "store", "out", "--task", "math", "--base", "some/body")
     assert "base some/body: no such file or folder" in said
-    (here / "hub.yml").write_text(RECIPES["hub name"][0])
+    (here / "hub.yml").write_text(HUB)
     original = transformers.AutoConfig.from_pretrained
 
     def configuration(name: str, *args: Any, **kwargs: Any) -> Any:
