@@ -27,7 +27,7 @@ import tvb_mergekit_hook as hook  # noqa: E402
 HOOK_FILES = ("tvb_mergekit_hook.py", "tvb_mergekit.pth", "tvb_mergekit.start")
 
 
-# ---------------------------------------------------------------- installations, the real mergekit
+# Installations, the real mergekit
 
 CHECK = """
 import sys
@@ -59,13 +59,10 @@ def install(venv, how, wheel, tmp_path):
             shutil.copytree(ROOT / name, source / name)
         for name in ("pyproject.toml", "README.md", "LICENSE", "tvb_mergekit_hook.py"):
             shutil.copy(ROOT / name, source)
-        options = ["-e"] if how == "editable" else []
-        if venv.run("-c", "import hatchling", check=False).returncode == 0:
-            options.insert(0, "--no-build-isolation")
-        venv.pip("install", "--no-deps", *options, source)
+        venv.pip("install", "--no-deps", "--no-build-isolation", "-e", source)
 
 
-@pytest.mark.parametrize("how", ["wheel", "source", "editable", "uv"])
+@pytest.mark.parametrize("how", ["wheel", "editable", "uv"])
 def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
     venv = make_venv()
     before = venv.files()
@@ -158,7 +155,7 @@ def test_parts_of_the_plugin_may_be_imported_first(make_venv, wheel):
     assert result.stderr == ""
 
 
-# ---------------------------------------------------------------- the hook, a mergekit of few lines
+# The hook, a mergekit of few lines
 
 MERGEKIT = {
     "mergekit/__init__.py": "",
@@ -251,27 +248,6 @@ del os.environ["FAIL"]
 import mergekit.merge
 assert mergekit.merge.MergePlanner.__name__ == "Patched"
 """
-THREADS = """
-import importlib, sys, threading, tvb_mergekit_hook
-sys.setswitchinterval(1e-6)
-start = threading.Barrier(8)
-errors = []
-def work(name):
-    start.wait()
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        errors.append(error)
-# Not the registry: its package imports it, and Python itself (with no hook) may find a deadlock
-# where one thread imports a package and another a module in it.
-names = tvb_mergekit_hook.MODULES[1:] * 2
-threads = [threading.Thread(target=work, args=[name]) for name in names]
-for t in threads: t.start()
-for t in threads: t.join()
-from tvb_mergekit.plugin import CALLS
-assert sorted(CALLS) == sorted(tvb_mergekit_hook.MODULES), CALLS
-assert not errors, errors
-"""
 # One that asks the whole machinery for the real spec, as many import hooks do.
 OTHER_FINDERS = """
 import importlib.util, sys
@@ -290,22 +266,6 @@ sys.meta_path.insert(2, Other())
 import mergekit.merge, tvb_mergekit_hook
 from tvb_mergekit.plugin import CALLS
 assert CALLS == list(tvb_mergekit_hook.MODULES[:2]), CALLS
-"""
-# Loaders that execute a module later, and one loader object shared by several modules.
-LAZY_AND_ZIPPED = """
-import importlib.util, sys
-sys.path.append("mergekit.zip")
-import mergekit.merge_methods
-spec = importlib.util.find_spec("mergekit.merge")
-spec.loader = importlib.util.LazyLoader(spec.loader)
-module = sys.modules["mergekit.merge"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from tvb_mergekit.plugin import CALLS
-assert CALLS == ["mergekit.merge_methods.registry"]
-assert module.MergePlanner.__name__ == "Patched"
-import mergekit.scripts.run_yaml
-assert type(mergekit.scripts.run_yaml.__loader__).__name__ == "zipimporter"
-assert len(CALLS) == 3, CALLS
 """
 UNTOUCHED = "import sys, mergekit.merge_methods as m; assert m.registry.METHODS == {}; "
 UNTOUCHED += "assert 'tvb_mergekit' not in sys.modules"
@@ -347,13 +307,6 @@ def damaged(text: str | None) -> Callable[[Path], object]:
     return lambda site: (site / path).unlink() if text is None else (site / path).write_text(text)
 
 
-def zipped(site: Path) -> None:
-    with zipfile.ZipFile(site.parents[2] / "mergekit.zip", "w") as archive:
-        for name, text in MERGEKIT.items():
-            archive.writestr(name, textwrap.dedent(text))
-    shutil.rmtree(site / "mergekit")
-
-
 @dataclass(frozen=True)
 class Script:
     """What Python runs in a changed environment, what it prints, and a pattern of its errors."""
@@ -377,29 +330,24 @@ RAISE = "raise ValueError('a\\nb')"
 PLUGINS = {
     "at once": RAISE,
     "always": f"def on_import(module): {RAISE}",
-    "once": f"def on_import(module):\n  if module.__name__ == 'mergekit.merge': {RAISE}",
+    "later": f"def on_import(module):\n  if module.__name__ == 'mergekit.merge': {RAISE}",
 }
 SCRIPTS = {
     **{
         f"python {' '.join(flags)}": Script(flags=flags)
-        for flags in [("-I",), ("-s",), ("-E",), ("-B",), ("-P",), ("-O",), ("-W", "error")]
+        for flags in [("-I",), ("-s", "-E", "-B", "-O"), ("-W", "error")]
     },
     "a module as a script": Script(flags=("-m", "mergekit.scripts.run_yaml")),
     "workers": Script(WORKERS, "a method\n" * 3),
     "once": Script(ONCE, ""),
     "explicit": Script(EXPLICIT, "", flags=("-S",)),
     "fails first": Script(FAILS_FIRST, ""),
-    "threads": Script(THREADS, ""),
     "other finders": Script(OTHER_FINDERS, ""),
-    "lazy and zipped": Script(LAZY_AND_ZIPPED, "", change=zipped),
-    **{
-        f"off by {value}": Script(UNTOUCHED, "", env={"TVB_MERGEKIT_DISABLE": value})
-        for value in ("1", "yes", "false")
-    },
+    "off": Script(UNTOUCHED, "", env={"TVB_MERGEKIT_DISABLE": "1"}),
     "off from within": Script(
         f"import os; os.environ['TVB_MERGEKIT_DISABLE'] = '1'; {UNTOUCHED}", ""
     ),
-    **{f"not off by {v!r}": Script(env={"TVB_MERGEKIT_DISABLE": v}) for v in ("", "0")},
+    "not off": Script(env={"TVB_MERGEKIT_DISABLE": "0"}),
     **{
         f"mergekit {version}": Script(
             f"{ALL}; print(mergekit.merge_methods.registry.METHODS)",
@@ -407,25 +355,25 @@ SCRIPTS = {
             OTHER_VERSION.format(re.escape(version)),
             change=of_version(version),
         )
-        for version in ("0.1.4", "0.1.6", "0.2.0", "0.1.5rc1")
+        for version in ("0.1.4", "0.1.6")
     },
     "unknown version": Script(
         ALL, "", r"[^\n]*its version is unknown, >=0[^\n]*\n", change=of_version(None)
     ),
     **{
         f"mergekit {version}": Script(change=of_version(version))
-        for version in ("0.1.5", "0.1.5.post1", "0.1.5+local")
+        for version in ("0.1.5", "0.1.5+local")
     },
     "half uninstalled, at rest": Script("pass", "", change=half_uninstalled()),
     **{
         f"half uninstalled but for {leave}": Script(
             ALL, "", NOT_THERE, change=half_uninstalled(*leave)
         )
-        for leave in ((), ("__pycache__/x.pyc",), ("__init__.py",))
+        for leave in ((), ("__init__.py",))
     },
     **{
         f"hook: {text}": Script(f"{ALL}; print('done')", "done\n", change=damaged(text))
-        for text in (None, "", "import no_such_module", "this is not Python")
+        for text in (None, "this is not Python")
     },
     **{
         f"plugin fails {when}": Script(ALL, "", BROKEN, change=with_plugin(text))
@@ -467,8 +415,6 @@ def few_lines(make_venv, wheel, other_packages):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name, few_lines):
     script = SCRIPTS[name]
-    if script.flags == ("-P",) and sys.version_info < (3, 11):
-        pytest.skip("new in Python 3.11")
     script.change(few_lines.site)
     (few_lines.folder / "script.py").write_text(script.text)
     words = script.flags if "-m" in script.flags else (*script.flags, "script.py")
@@ -477,7 +423,7 @@ def test_scripts(name, few_lines):
     assert re.fullmatch(script.err, result.stderr, re.S), result.stderr
 
 
-# ---------------------------------------------------------------- what the hook is made of
+# What the hook is made of
 
 
 def test_the_hook_imports_sys_alone_and_needs_the_same_mergekit():
@@ -496,8 +442,3 @@ def test_python_starts_with_one_more_module(few_lines):
         (few_lines.site / name).unlink()
     without = set(few_lines.run("-c", text).stdout.split())
     assert with_hook - without == {"tvb_mergekit_hook"}
-
-
-def test_the_wheel_holds_the_hook(wheel):
-    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {t for t in tops if not t.endswith(".dist-info")} == {"tvb_mergekit", *HOOK_FILES}

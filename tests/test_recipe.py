@@ -13,13 +13,10 @@ from tvb_mergekit.settings import (
     METHODS,
     MODEL_KEYS,
     VARYING_KEYS,
-    Settings,
     check_tasks,
     check_value,
     default_task_name,
-    nearest,
     resolve_settings,
-    unknown_key,
 )
 
 TASKS = ["math", "code", "safety", "7", "law", "med", "chat", "wiki"]
@@ -59,14 +56,6 @@ def test_defaults_are_those_of_the_contract() -> None:
         "task": None,
         "weight": 1.0,
     }
-
-
-def test_every_key_is_declared_once() -> None:
-    assert list(Settings.model_fields) == ["method", *GLOBAL_KEYS]
-    assert list(ALL_KEYS) == [*GLOBAL_KEYS, *VARYING_KEYS, *MODEL_KEYS]
-    for key in ALL_KEYS.values():
-        assert key.help
-        assert key.default in (None, ()) or check_value(key.name, key.default) == key.default
 
 
 def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
@@ -122,27 +111,15 @@ def test_resolves(method: str, given: dict[str, object], expected: dict[str, obj
 
 BAD: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_ta": [
-        ({"lamda": 1}, "unknown key `lamda` under parameters: did you mean `lambda`?"),
         ({"Basis": "ae"}, "did you mean `basis`?"),
         ({"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, num_bases"),
         ({"a\nb": 1}, "unknown key `a\\nb`"),
-        ({"weight": 1}, "`weight` belongs under the parameters of one model"),
-        ({"basis": "blanced"}, "`basis` is 'blanced': expected one of ae"),
         ({"basis": "blanced"}, "(did you mean `balanced`?)"),
-        ({"basis": None}, "`basis` is empty: expected one of"),
-        ({"num_bases": 9}, "`num_bases` is 9 but the recipe lists 8 models"),
-        ({"num_bases": True}, "`num_bases` is True: expected a whole number >= 1"),
-        ({"num_bases": 2.5}, "`num_bases` is 2.5: expected a whole number >= 1"),
-        ({"num_bases": 0}, "`num_bases` is 0: expected a whole number >= 1"),
-        ({"num_bases": [1, 2]}, "`num_bases` is [1, 2]: expected a whole number >= 1"),
-        ({"num_bases": 2, "energy": 0.9}, "`num_bases` and `energy` both set"),
         ({"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
-        ({"basis_ratio": 50}, "`basis_ratio` is 50: expected a number in (0, 1]"),
         ({"energy": 1.1}, "`energy` is 1.1: expected a number in (0, 1]"),
         ({"energy": "nan"}, "`energy` is 'nan': expected a number in (0, 1]"),
         ({"basis": "none", "num_bases": 4}, "`basis` is none, which keeps all 8 tasks"),
         ({"basis": "none", "energy": 0.9}, "leave out `energy`"),
-        ({"temperature": 0}, "`temperature` is 0: expected a number > 0"),
         ({"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
         ({"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
         ({"steps": 10**400}, "`steps` is 1000"),
@@ -150,25 +127,18 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"weight_decay": -1}, "`weight_decay` is -1: expected a number >= 0"),
         ({"anneal_every": -1}, "`anneal_every` is -1: expected a whole number >= 0"),
         ({"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
-        ({"anneal_factor": 0.8, "anneal_every": 0}, "needs `anneal_every`"),
         ({"anneal_every": 9, "anneal_factor": 0}, "expected a number > 0"),
-        ({"seed": -1}, "`seed` is -1: expected a whole number in [0, 18446744073709551615]"),
         ({"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
         ({"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
         ({"decoder": "authors"}, "`decoder` is 'authors': expected one of least_squares"),
-        ({"solver": "exact", "decoder": "learned"}, "`decoder` belongs to solver adam"),
         ({"basis": "linear_ae", "decoder": "learned"}, "`decoder` belongs to basis ae,"),
         ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae"),
         ({"basis": "balanced", "solver": "exact"}, "`solver` belongs to basis ae"),
         ({"basis": "linear_ae", "solver": "exact"}, "linear_ae takes adam only"),
         ({"basis": "rand_proj"}, "only basis_negate takes it, not basis_ta"),
-        ({"exclude": "["}, "unterminated character set"),
         ({"exclude": ""}, "`exclude` is empty"),
         ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
-        ({"lambda": "inf"}, "`lambda` is 'inf': expected a number"),
-        ({"lambda": [0.1, None]}, "`lambda` is empty: expected a number"),
         ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
-        ({"density": 0.5}, "`density` belongs to basis_ties, not to basis_ta"),
         ({"lambda": [1, -1e300]}, "`lambda` is -1e+300: expected a number in [-1e+30, 1e+30]"),
     ],
     "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_ta")],
@@ -176,21 +146,17 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         (FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
         ({}, "basis_negate needs `forget: task` and `alpha: number`"),
         ({"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
-        ({"forget": "math", "alpha": -1}, "`alpha` is -1: expected a number in [0, 1e+30]"),
         (FORGET | {"alpha": 1e300}, "`alpha` is 1e+300: expected a number in [0, 1e+30]"),
         (FORGET | {"basis": "rand_proj", "energy": 0.9}, "`energy` with basis rand_proj"),
-        (FORGET | {"forget": True}, "quote it"),
         (FORGET | {"forget": ""}, "`forget` is empty"),
         (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
         (FORGET | {"forget": "math, math"}, "'math' is there twice"),
-        (FORGET | {"forget": "mth"}, "unknown task 'mth': did you mean 'math'? Tasks:"),
         (FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
     ],
     "basis_ties": [
         ({"density": 0}, "`density` is 0: expected a number in (0, 1]"),
         ({"merge_func": True}, "`merge_func` is True: expected one of sum, mean, max"),
         ({"forget": "math"}, "`forget` belongs to basis_negate, not to basis_ties"),
-        ({"alpha": 1}, "`alpha` belongs to basis_negate"),
     ],
 }
 
@@ -211,27 +177,6 @@ def test_mistakes_are_told_in_one_line(
         resolve_settings(method, given, [])
 
 
-RANGE = "expected a number other than 0 in [-1e+06, 1e+06]"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "fragment"),
-    [
-        ("weight", 0, f"`weight` is 0: {RANGE}"),
-        ("weight", -1e300, f"`weight` is -1e+300: {RANGE}"),
-        ("weight", "nan", "`weight` is 'nan'"),
-        ("weight", False, "`weight` is False"),
-        ("num_bases", np.bool_(True), "`num_bases` is np.True_: expected a whole number >= 1"),
-        ("task", " ", "`task` is empty"),
-        ("wieght", 1, "did you mean `weight`?"),
-    ],
-)
-def test_check_value_refuses(key: str, value: object, fragment: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_value(key, value)
-    assert fragment in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -242,9 +187,12 @@ def test_check_value_refuses(key: str, value: object, fragment: str) -> None:
         ("task", 12, "12"),
     ],
 )
-def test_check_value_returns_the_type(key: str, value: object, expected: object) -> None:
+def test_values_of_one_key(key: str, value: object, expected: object) -> None:
     found = check_value(key, value)
     assert found == expected and type(found) is ALL_KEYS[key].type
+    for wrong in ("nan", False, -1e300, np.bool_(True), " ") if key != "task" else (" ", True):
+        with pytest.raises(UserError, match=f"`{key}` is "):
+            check_value(key, wrong)
 
 
 def test_names_of_tasks_from_paths() -> None:
@@ -254,7 +202,6 @@ def test_names_of_tasks_from_paths() -> None:
     assert default_task_name("./base", "./adapters/code//") == "code"
     assert default_task_name("math") == "math"
     assert default_task_name("/") == "/"
-    check_tasks(["math", "math 2"], ["./a", "./b"])
 
 
 @pytest.mark.parametrize(
@@ -272,13 +219,3 @@ def test_check_tasks_refuses(names: list[str], fragment: str) -> None:
         check_tasks(names, ["./a", "./b"])
     assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_nearest_and_unknown_key() -> None:
-    assert nearest("LAMDA", ["lambda", "alpha"]) == "lambda"
-    assert nearest("zzz", ["lambda"]) is None
-    error = unknown_key("wieght", MODEL_KEYS, "the parameters of ./math")
-    assert str(error) == (
-        "unknown key `wieght` under the parameters of ./math: did you mean `weight`? "
-        "Known keys: task, weight"
-    )

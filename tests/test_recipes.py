@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,6 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from mergekit.config import MergeConfiguration
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -34,14 +32,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     PreTrainedModel,
-)
-
-from tvb_mergekit.settings import (
-    GLOBAL_KEYS,
-    MODEL_KEYS,
-    VARYING_KEYS,
-    default_task_name,
-    resolve_settings,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,13 +62,6 @@ HUB = [name for name in PROMISED if name not in OURS]
 
 def read(name: str) -> dict[str, Any]:
     return yaml.safe_load((RECIPES / name).read_text())
-
-
-def task_names(recipe: Mapping[str, Any]) -> list[str]:
-    return [
-        model.get("parameters", {}).get("task") or default_task_name(*model["model"].split("+"))
-        for model in recipe["models"]
-    ]
 
 
 def options(name: str) -> list[str]:
@@ -126,7 +109,7 @@ def check_output(name: str, out: Path) -> None:
     assert basis["num_bases"] == num_bases
 
 
-# ----------------------------------------------------------------------------- the files themselves
+# The files themselves
 
 
 def test_every_recipe_is_known_here_and_in_the_readme() -> None:
@@ -136,29 +119,11 @@ def test_every_recipe_is_known_here_and_in_the_readme() -> None:
     assert [name for name in sorted(names) if f"[{name}]({name})" not in readme] == []
 
 
-@pytest.mark.parametrize("name", PROMISED)
-def test_recipe_is_valid(name: str) -> None:
-    recipe = read(name)
-    MergeConfiguration.model_validate(recipe)
-    # mergekit drops top-level keys that it does not know
-    assert set(recipe) <= set(MergeConfiguration.model_fields)
-    assert set(recipe["parameters"]) <= set(GLOBAL_KEYS) | set(VARYING_KEYS)
-    for model in recipe["models"]:
-        assert set(model) <= {"model", "parameters"}
-        assert set(model.get("parameters", {})) <= set(MODEL_KEYS)
-    assert task_names(recipe) == PROMISED[name][0]
-    resolve_settings(recipe["merge_method"], recipe["parameters"], task_names(recipe))
-    options(name)
-    if name in OURS:
-        # "./" and more than one slash: such paths are local to mergekit's model card
-        paths = [recipe["base_model"], *(model["model"] for model in recipe["models"])]
-        assert paths == [f"./recipes/quickstart/models/{model}" for model in SHIPPED]
-
-
-# ------------------------------------------------------------------------------- the shipped models
+# The shipped models
 
 
 def test_shipped_models_are_small_llamas() -> None:
+    assert {path.name for path in MODELS.iterdir()} == set(SHIPPED)
     for name in SHIPPED:
         model = AutoModelForCausalLM.from_pretrained(MODELS / name)
         assert isinstance(model, LlamaForCausalLM)
@@ -166,9 +131,6 @@ def test_shipped_models_are_small_llamas() -> None:
         tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
         assert tokenizer.decode(tokenizer("reverse:stone=")["input_ids"]) == "reverse:stone="
         assert model.config.eos_token_id == tokenizer.eos_token_id
-    assert {path.name for path in MODELS.iterdir()} == set(SHIPPED)
-    shipped = sum(path.stat().st_size for path in QUICKSTART.rglob("*") if path.is_file())
-    assert shipped < 8_000_000
 
 
 def load_make_models() -> ModuleType:
@@ -211,7 +173,7 @@ def test_make_models_writes_loadable_models(tmp_path: Path) -> None:
     assert written.read_text() == there.read_text()
 
 
-# ---------------------------------------------------------------------------------- running recipes
+# Running recipes
 
 
 def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
@@ -241,7 +203,7 @@ def test_the_merge_scores_what_the_readme_says(tmp_path: Path) -> None:
     assert groups["quickstart"]["exact_match,none"] == pytest.approx(float(said), abs=0.01)
 
 
-# --------------------------------------------------------------------- Hub recipes on tiny models
+# Hub recipes on tiny models
 
 
 def tiny_model(hub_name: str, seed: int) -> PreTrainedModel:

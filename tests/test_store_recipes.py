@@ -17,7 +17,7 @@ import yaml
 from commands import Result, merge, ready, recipe
 from safetensors.torch import load_file, save_file
 from test_store import DTYPES, KINDS, SIZES, in_shards, raw_family, read, twice
-from tiny import TASKS, family, gpt2, llama, load, save_tokenizer
+from tiny import TASKS, family, gpt2, llama, load
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -61,44 +61,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Family:
-    """A base, and its models, which `moved` away are no more where their store was built from."""
+    """A base and its models."""
 
     base: Path
     models: list[Path]
-    away: Path
 
-    def store(self, out: Path, dtype: str = "float32", **keys: Any) -> Path:
-        here = self.models[0].parent
-        self.away.rename(here)
-        try:
-            own = keys.pop("own", None)
-            build_store(read(self.base, self.models, own, **keys), out, dtype=DTYPES[dtype])
-        finally:
-            here.rename(self.away)
+    def store(self, out: Path, dtype: str = "float32", own: Any = None, **keys: Any) -> Path:
+        build_store(read(self.base, self.models, own, **keys), out, dtype=DTYPES[dtype])
         return out
 
-    def merge(self, method: str, out: Path, **keys: Any) -> Result:
-        own = keys.pop("own", None)
-        extra = keys.pop("extra", None)
-        here = self.models[0].parent
-        self.away.rename(here)
-        try:
-            return merge(recipe(method, self.base, self.models, own, extra=extra, **keys), out)
-        finally:
-            here.rename(self.away)
-
-
-def family_of(folder: Path, **options: Any) -> Family:
-    base, models = family(folder, **options)
-    (folder / "models").mkdir()
-    moved = [path.rename(folder / "models" / path.name) for path in models]
-    (folder / "models").rename(folder / "away")
-    return Family(base, moved, folder / "away")
+    def merge(self, method: str, out: Path, own: Any = None, **keys: Any) -> Result:
+        return merge(recipe(method, self.base, self.models, own, **keys), out)
 
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    return {n: family_of(tmp_path_factory.mktemp(n), **o) for n, o in FAMILIES.items()}
+    return {n: Family(*family(tmp_path_factory.mktemp(n), **o)) for n, o in FAMILIES.items()}
 
 
 def over(
@@ -134,35 +112,28 @@ def assert_alike(found: Result, want: Result, base: Path, method: str, dtype: st
     if method != "basis_ties":
         assert_equal(found.tensors, want.tensors, 1e-6 if dtype == "float32" else 1e-3)
     start = load(base)
-    error = size = 0.0
-    many = count = 0
-    for name, tensor in want.tensors.items():
-        delta = tensor.double() - start.get(name, start["model.embed_tokens.weight"]
-                                            if "model.embed_tokens.weight" in start
-                                            else tensor).double()  # fmt: skip
-        off = found.tensors[name].double() - tensor.double()
-        if method == "basis_ties":
-            flipped = off.abs() > 0.05 * delta.abs() + 1e-6
-            many, count = many + int(flipped.sum()), count + flipped.numel()
-            off, delta = off[~flipped], delta[~flipped]
-        error += float(off.square().sum())
-        size += float(delta.square().sum())
-    assert many <= turned * max(1, count), many / count
+    names = [name for name in want.tensors if name in start]
+    flat = [
+        torch.cat([state[name].double().reshape(-1) for name in names])
+        for state in (start, want.tensors, found.tensors)
+    ]
+    delta, off = flat[1] - flat[0], flat[2] - flat[1]
+    if method == "basis_ties":
+        flipped = off.abs() > 0.05 * delta.abs() + 1e-6
+        assert flipped.double().mean() <= turned
+        delta, off = delta[~flipped], off[~flipped]
     spare = 2.0**-23 * 30  # the float32 weights themselves
-    assert error**0.5 <= tolerance * size**0.5 + spare, (error / size) ** 0.5
+    assert off.norm() <= tolerance * delta.norm() + spare
 
 
 CASES = [
-    *(("llama", "pca", case) for case in METHODS if case != "ties-tensor"),
-    *(("llama", "balanced", case) for case in ("add-tasks", "ties")),
-    *(("gpt2", "pca", case) for case in ("add-tasks", "ties-max", "negate-two")),
-    *(("tied", "balanced", case) for case in ("add-tasks", "ties", "negate")),
-    ("llama", "none", "ties-max"),
+    ("llama", "pca", "add-tasks"),
+    ("llama", "pca", "negate-two"),
+    ("gpt2", "balanced", "ties-max"),
+    ("tied", "balanced", "ties"),
+    ("tied", "balanced", "negate"),
     ("llama", "none", "ties-tensor"),
-    ("llama", "ae", "negate"),
-    ("llama", "ae-exact", "add"),
-    ("llama", "linear_ae", "ties"),
-    ("llama", "rand_select", "negate"),
+    ("llama", "rand_select", "add"),
 ]
 
 
@@ -178,22 +149,20 @@ def test_a_store_merges_as_its_models(
     assert {p.name for p in made.folder.iterdir()} == {p.name for p in want.folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["llama", "tied"])
-def test_random_directions_negate(name: str, families: dict[str, Family], tmp_path: Path) -> None:
-    found = families[name]
+def test_random_directions_negate(families: dict[str, Family], tmp_path: Path) -> None:
+    found = families["tied"]
     folder = found.store(tmp_path / "store", **KINDS["rand_proj"])
     keys = {**NEGATE, "lambda": 0.01}
     want = found.merge("basis_negate", tmp_path / "models", **KINDS["rand_proj"], **keys)
     made = over(folder, found.base, "basis_negate", tmp_path / "merged", **keys)
     assert_alike(made, want, found.base, "basis_negate", "float32")
-    for method in ("basis_ta", "basis_ties"):
-        refused = over(folder, found.base, method, tmp_path / "no", fails=True)
-        assert "only basis_negate" in refused.output
+    refused = over(folder, found.base, "basis_ta", tmp_path / "no", fails=True)
+    assert "only basis_negate" in refused.output
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("add-tasks", "float16"), ("ties", "bfloat16"), ("negate-two", "float32")],
+    [("add-tasks", "float16"), ("ties", "bfloat16")],
 )
 def test_sharded_models_of_mixed_dtypes(
     case: str,
@@ -214,7 +183,7 @@ def test_sharded_models_of_mixed_dtypes(
 
 @pytest.mark.parametrize(
     ("name", "exclude"),
-    [("llama", "embed|lm_head"), ("llama", r"\.1\."), ("tied", "lm_head"), ("tied", "embed")],
+    [("llama", r"embed|lm_head|\.1\."), ("tied", "lm_head"), ("tied", "embed")],
 )
 def test_what_was_excluded_stays_the_bases(
     name: str, exclude: str, families: dict[str, Family], tmp_path: Path
@@ -231,16 +200,16 @@ def test_what_was_excluded_stays_the_bases(
         assert same == torch.equal(want.tensors[tensor], state[tensor].float())
 
 
-@pytest.mark.parametrize("which", ["base", "models", "all"])
+@pytest.mark.parametrize("which", ["base", "models"])
 def test_tied_embeddings_stored_twice(which: str, tmp_path: Path) -> None:
-    found = family_of(tmp_path / "in", **FAMILIES["tied"])
+    found = Family(*family(tmp_path / "in", **FAMILIES["tied"]))
     if which != "models":
         twice(found.base)
     if which != "base":
-        for path in found.away.iterdir():
+        for path in found.models:
             twice(path)
     folder = found.store(tmp_path / "store", **KINDS["balanced"])
-    for case in ("add", "ties", "negate"):
+    for case in ("add", "negate"):
         method, keys = METHODS[case]
         want = found.merge(method, tmp_path / f"models-{case}", **KINDS["balanced"], **keys)
         made = over(folder, found.base, method, tmp_path / f"merged-{case}", **keys)
@@ -252,8 +221,8 @@ def test_tied_embeddings_stored_twice(which: str, tmp_path: Path) -> None:
 
 def test_an_output_embedding_that_only_the_models_have(tmp_path: Path) -> None:
     """B of both cannot have one name: both are excluded, as a build asks for."""
-    found = family_of(tmp_path / "in", **FAMILIES["tied"])
-    for path in found.away.iterdir():
+    found = Family(*family(tmp_path / "in", **FAMILIES["tied"]))
+    for path in found.models:
         state = load(path)
         state["lm_head.weight"] = state["model.embed_tokens.weight"] + 0.01
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
@@ -321,26 +290,6 @@ def aligned(base: Path, models: list[Path], out: Path, **keys: Any) -> Path:
     return out
 
 
-def test_extra_tokens_are_left_out_as_in_a_merge(tmp_path: Path) -> None:
-    base, models = family(
-        tmp_path / "in", functools.partial(llama, hidden_size=64), tasks=TASKS[:3]
-    )
-    state = load(models[1])
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        state[name] = torch.cat([state[name], torch.randn(2, 64)])
-    save_file(state, models[1] / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((models[1] / "config.json").read_text())
-    (models[1] / "config.json").write_text(json.dumps(config | {"vocab_size": 98}))
-    save_tokenizer(models[1], 96, ("<a>", "<b>"))
-    folder = aligned(base, models, tmp_path / "store", **KINDS["pca"])
-    made = recipe("basis_ta", base, models, extra=TOKENS, **KINDS["pca"])
-    want = merge(made, tmp_path / "models")
-    found = over(folder, base, "basis_ta", tmp_path / "merged")
-    assert_alike(found, want, base, "basis_ta", "float32")
-    tensors = load_file(folder / "basis-000" / "model.safetensors")
-    assert tensors["lm_head.weight"].shape == (96, 64)
-
-
 def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(tmp_path: Path) -> None:
     """The files of the models are the same with and without `tokenizer_source`."""
     base, models = family(tmp_path / "in", tasks=TASKS[:3])
@@ -361,16 +310,15 @@ def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(tmp_path: Path)
 
 
 def test_models_with_code_of_their_own(tmp_path: Path) -> None:
-    found = family_of(tmp_path / "in")
+    found = Family(*family(tmp_path / "in"))
     code = (
         "from transformers import LlamaConfig\n\n\nclass Mine(LlamaConfig):\n    model_type = 'm'\n"
     )
-    for path in (found.base, *found.away.iterdir()):
+    for path in (found.base, *found.models):
         config = json.loads((path / "config.json").read_text())
         more = {"model_type": "m", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
         (path / "config.json").write_text(json.dumps(config | more))
         (path / "configuration_mine.py").write_text(code)
-    found.away.rename(found.models[0].parent)
     made = from_mapping(recipe("basis_ta", found.base, found.models, **KINDS["balanced"]))
     build_store(read_inputs(made, Options(trust_remote_code=True)), tmp_path / "store")
     flag = "--trust-remote-code"
@@ -393,29 +341,20 @@ def test_without_dtype_the_merged_model_has_the_bases(
 # The recipes that a store is written with
 
 
-@pytest.mark.parametrize("kind", ["pca", "rand_proj"])
-def test_the_ready_recipes_run(kind: str, families: dict[str, Family], tmp_path: Path) -> None:
-    found = families["llama"]
-    built = {**KINDS[kind], **({} if kind == "rand_proj" else {"lambda": 0.25})}
+def test_the_ready_recipes_run(families: dict[str, Family], tmp_path: Path) -> None:
+    found, built = families["llama"], {**KINDS["pca"], "lambda": 0.25}
     folder = found.store(tmp_path / "my store", **built)
-    files = sorted((folder / "recipes").iterdir())
-    wanted = [f"forget-{task}.yml" for task in TASKS]
-    if kind != "rand_proj":
-        wanted += ["add.yml", "ties.yml"]
-    assert [f.name for f in files] == sorted(wanted)
-    for file in files:
-        document = ready(folder, file.name)
-        if "code" not in file.name and "forget" in file.name:
-            continue
-        made = merge(document, tmp_path / file.stem)
+    names = ["add", "ties", *(f"forget-{task}" for task in TASKS)]
+    assert {f.stem for f in (folder / "recipes").iterdir()} == set(names)
+    for name in names[:3]:
+        document = ready(folder, f"{name}.yml")
+        made = merge(document, tmp_path / name)
         keys = dict(document["parameters"])
-        if file.stem != "forget-code":
-            assert keys["lambda"] == 0.25
-        else:
-            assert keys["forget"] == "code" and keys["alpha"] == 1.0 and keys["lambda"] == 0
-        want = found.merge(document["merge_method"], tmp_path / f"m-{file.stem}", **KINDS[kind],
-                           **keys)  # fmt: skip
-        assert_alike(made, want, found.base, document["merge_method"], "float32")
+        forgets = {"forget": TASKS[0], "alpha": 1.0, "lambda": 0}
+        assert (forgets if "forget" in name else {"lambda": 0.25}).items() <= keys.items()
+        method = document["merge_method"]
+        want = found.merge(method, tmp_path / f"m-{name}", **KINDS["pca"], **keys)
+        assert_alike(made, want, found.base, method, "float32")
 
 
 @pytest.mark.parametrize("method", ["basis_ties", "basis_negate"])
@@ -434,8 +373,6 @@ def test_ready_recipes_say_what_the_built_recipe_said(method: str, tmp_path: Pat
     found = merge({**own, "dtype": "float32"}, tmp_path / "merged")
     want = merge(recipe(method, base, models, **keys), tmp_path / "models")
     assert_alike(found, want, base, method, "float32")
-    for file in (tmp_path / "store" / "recipes").iterdir():
-        assert merge(ready(tmp_path / "store", file.name), tmp_path / file.stem).tensors
 
 
 def test_task_names_that_no_file_could_have(tmp_path: Path) -> None:
@@ -457,8 +394,10 @@ def raw_over(folder: Path, base: Path, method: str, out: Path, **keys: Any) -> R
     return merge(made, out, command="mergekit-pytorch")
 
 
-@pytest.mark.parametrize(("case", "exclude"), [("add", "^b$"), ("ties", None), ("negate", None)])
-@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(
+    ("pickled", "case", "exclude"),
+    [(False, "add", "^b$"), (True, "ties", None), (True, "negate", None)],
+)
 def test_raw_state_dicts(
     pickled: bool,
     case: str,
@@ -520,16 +459,15 @@ def one_line(result: Result) -> str:
 def test_lists_that_are_not_all_bases_of_one_store(
     standing: tuple[Family, Path, Path], tmp_path: Path
 ) -> None:
-    found, one, other = standing
+    found, one, _ = standing
     first, second = one / "basis-000", one / "basis-001"
     shutil.copytree(first, tmp_path / "alone")
     shutil.copytree(one, tmp_path / "copy")
     (tmp_path / "link").symlink_to(second)
     for listed, message in (
         ([first, second, tmp_path / "link"], "second time"),
-        ([first, other / "basis-001"], "two stores"),
         ([first, tmp_path / "copy" / "basis-001"], "two stores"),
-        ([found.away / "math", first, second], "is no basis of a store"),
+        ([found.models[0], first, second], "is no basis of a store"),
         ([tmp_path / "alone", second], "keep a store together"),
     ):
         made = recipe("basis_ta", found.base, listed)
@@ -544,18 +482,11 @@ BOTH = ("basis-000", "basis-001")
 REFUSED: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
     # the message -> method, what is listed (in the store, else beside the base), parameters
     "`num_bases`: the models are bases of": ("basis_ta", BOTH, {"num_bases": 2}),
-    "`energy`: the models are bases of": ("basis_ta", BOTH, {"energy": 0.5}),
-    "`solver`: the models are bases of": ("basis_ta", BOTH, {"solver": "adam"}),
-    "`temperature`: the models are bases of": ("basis_ta", BOTH, {"temperature": 1}),
     "`task`": ("basis_ta", BOTH, {"own": {0: {"task": "x"}}}),
-    "did you mean 'math'": ("basis_negate", BOTH, {"forget": "maht", "alpha": 1}),
-    "did you mean `lambda`": ("basis_ta", BOTH, {"lambd": 1}),
     "`tvb export STORE OUT --basis K`": ("task_arithmetic", BOTH, {"weight": 0.5}),
     "and linear takes models": ("linear", ("math", "basis-000"), {"weight": 1}),
     "nothing else, basis-000, basis-001": ("basis_ta", BOTH[:1], {}),
-    "second time": ("basis_ta", ("basis-000", "basis-000"), {}),
     "basis-001, mean of": ("basis_ta", (*BOTH, "mean"), {}),
-    "math is no basis of a store": ("basis_ta", (*BOTH, "math"), {}),
     "no config.json in this folder": ("basis_ta", (".",), {}),
 }
 
@@ -566,7 +497,7 @@ def test_recipes_that_do_not_fit_the_store(
 ) -> None:
     found, one, _ = standing
     method, names, keys = REFUSED[message]
-    listed = [one / name if name != "math" else found.away / name for name in names]
+    listed = [one / name if name != "math" else found.models[0] for name in names]
     result = merge(recipe(method, found.base, listed, **keys), tmp_path / "out", fails=True)
     assert message in one_line(result)
 
@@ -574,9 +505,9 @@ def test_recipes_that_do_not_fit_the_store(
 def test_a_basis_is_no_model(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:
     """Neither a base, nor a model of a build, nor raw weights of another method."""
     found, one, other = standing
-    for models in ([found.away / "math", found.away / "code"], sorted(other.glob("basis-0*"))):
-        result = merge(recipe("basis_ta", one / "basis-000", models), tmp_path / "o", fails=True)
-        assert one_line(result)
+    models = sorted(other.glob("basis-0*"))
+    result = merge(recipe("basis_ta", one / "basis-000", models), tmp_path / "o", fails=True)
+    assert "a difference from its base" in one_line(result)
     with pytest.raises(Exception, match="list the fine-tuned models"):
         build_store(read(found.base, sorted(one.glob("basis-0*"))), tmp_path / "store")
     base, models = raw_family(tmp_path / "in", SIZES)
@@ -619,7 +550,7 @@ def test_a_damaged_store_is_refused(
 def test_another_base_is_refused(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:
     found, one, _ = standing
     both = [one / "basis-000", one / "basis-001"]
-    result = merge(recipe("basis_ta", found.away / "math", both), tmp_path / "out", fails=True)
+    result = merge(recipe("basis_ta", found.models[0], both), tmp_path / "out", fails=True)
     assert "belongs to the base" in one_line(result)
     shutil.copytree(found.base, tmp_path / "moved")  # the same base elsewhere is the same
     merge(recipe("basis_ta", tmp_path / "moved", both), tmp_path / "out")
