@@ -83,14 +83,8 @@ def solve(data: ModuleType, task: str, prompt: str) -> str:
     raise AssertionError(task)
 
 
-def test_five_categories_and_eight_or_more_tasks(mini: SimpleNamespace) -> None:
-    data = mini.data
-    assert data.CATEGORIES == ("instruction", "math", "multilingual", "coding", "safety")
-    assert len(data.TASKS) >= 8 and len(data.UNSEEN) == 2
-
-
-def test_items_are_right_and_the_same_every_time(mini: SimpleNamespace) -> None:
-    data = mini.data
+def test_items_are_right_and_wrong_answers_wrong(mini: SimpleNamespace) -> None:
+    data, rng = mini.data, random.Random(1)
     for task in data.ALL:
         for split in data.SPLITS:
             docs = data.held_out(task, split, 40)
@@ -99,18 +93,11 @@ def test_items_are_right_and_the_same_every_time(mini: SimpleNamespace) -> None:
                 assert doc["answer"] == solve(data, task, doc["prompt"])
                 assert data.correct(doc, doc["answer"])
                 assert not data.correct(doc, f"{doc['answer']} no")
-
-
-def test_wrong_answers_are_wrong(mini: SimpleNamespace) -> None:
-    data = mini.data
-    rng = random.Random(1)
-    for task in data.ALL:
         for _ in range(200):
             item = data.draw(task, "train", rng)
             doc = {"task": task, "prompt": item.prompt, "answer": item.answer}
             assert not data.correct(doc, item.wrong)
-            assert len(item.answer.split()) < data.LONGEST_ANSWER
-            assert len(item.wrong.split()) < data.LONGEST_ANSWER
+            assert max(len(text.split()) for text in (item.answer, item.wrong)) < 8
 
 
 def test_splits_are_disjoint_in_any_order_and_language(mini: SimpleNamespace) -> None:
@@ -164,18 +151,13 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def test_a_run_has_what_it_promises(mini: SimpleNamespace, run: Path) -> None:
-    data = mini.data
-    assert len(weights(run)) == 1 + 2 * len(data.TASKS)
+    assert len(weights(run)) == 1 + 2 * len(mini.data.TASKS)
     assert not list(run.rglob("*.partial"))
-    assert {p.name for p in (run / "data").iterdir()} == {
-        f"{task}.{split}.jsonl" for task in data.ALL for split in data.SPLITS
-    }
-    for task in data.TASKS:
-        full = mini.score.load(run / "full" / task)
-        lora = mini.score.load(run / "lora" / task, run / "base")
-        base = mini.score.load(run / "base").state_dict()
-        for model in (full, lora):
-            assert any(not torch.equal(base[n], t) for n, t in model.state_dict().items())
+    base = mini.score.load(run / "base").state_dict()
+    for path in (run / "full", run / "lora"):
+        for task in mini.data.TASKS:
+            model = mini.score.load(path / task, run / "base").state_dict()
+            assert any(not torch.equal(base[name], tensor) for name, tensor in model.items())
 
 
 def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: Path) -> None:
@@ -194,10 +176,6 @@ def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: 
     kept = [path for path in times if lost not in path.parents]
     assert all(path.stat().st_mtime_ns == times[path] for path in kept)
 
-    other, _ = train.train_run("micro", "full", 4, tmp_path, "cpu")
-    assert other != folder and weights(folder) == before
-    assert weights(other)["base/model.safetensors"] != before["base/model.safetensors"]
-
     facts = json.loads((folder / "run.json").read_text())
     facts["tasks"] = "other tasks"
     (folder / "run.json").write_text(json.dumps(facts))
@@ -211,14 +189,10 @@ def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: 
 def test_survey_of_addition(mini: SimpleNamespace, run: Path) -> None:
     score = mini.score
     found = score.survey(run, "full", "validation", "cpu")
-    assert set(found["validation"]) == {f"{i / 20:.2f}" for i in range(21)}
     assert found["validation"]["0.00"] == score.mean(found["base"])
     assert "`math_add`" in score.report(found)
-
-
-def test_addition_is_the_sum_of_task_vectors(mini: SimpleNamespace) -> None:
     base, one, two = ({"w": torch.tensor([value])} for value in (1.0, 3.0, -1.0))
-    assert mini.score.addition(base, [one, two])["w"].tolist() == [0.0]
+    assert score.addition(base, [one, two])["w"].tolist() == [0.0]
 
 
 def test_yamls_name_all_tasks(mini: SimpleNamespace) -> None:
