@@ -156,11 +156,6 @@ def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
     means = [cell.value for cell in sft if cell is not None]
     assert means == pytest.approx([37.52, 52.795, 46.569, 44.21, 75.83], abs=5e-4)
     assert found.gaps() == [] and not found.is_partial
-    # Of M_ARC, es alone has 1170 items: its shares are of them, the others' of 1169.
-    for column in paper.columns[:4]:  # no share of either gives RandSelect's 38.71
-        for language, items in {"fr": 1169, "de": 1169, "es": 1170}.items():
-            value = column.tasks[f"mergebench_arc_{language}"].value
-            assert f"{100 * round(value * items / 100) / items:.2f}" == f"{value:.2f}"
 
 
 @pytest.mark.parametrize(
@@ -189,12 +184,10 @@ def test_the_benchmarks_are_those_of_the_yamls(
 
 def test_which_benchmark_tasks_belong_to() -> None:
     keyword = [task.name for task in read_benchmark("mergebench_keyword").tasks]
-    assert find_benchmark(["other", "mini_math_add"]).name == "mini"
     assert find_benchmark(keyword).name == "mergebench_keyword"
-    assert find_benchmark([*keyword, "mergebench_gsm8k"]).name == "mergebench"
-    for names in (["mini_math_add", "mergebench_gsm8k"], [*keyword, "mini_math_add"]):
-        with pytest.raises(UserError, match="more than one benchmark"):
-            find_benchmark(names)
+    assert find_benchmark([*keyword, "mergebench_gsm8k", "other"]).name == "mergebench"
+    with pytest.raises(UserError, match="more than one benchmark"):
+        find_benchmark(["mini_math_add", "mergebench_gsm8k"])
 
 
 # -------------------------------------------------------------------------------------- numbers
@@ -222,23 +215,18 @@ def test_means_and_standard_errors_by_hand(small: Path) -> None:
     assert found.relative(ta, math.tasks[0]) == pytest.approx(100 * 5 / 6)
     assert found.relative(ta, math) == pytest.approx(100 * 2 / 3)
     # nor where one is no number
-    write_results("m.json", {"add": (0.5, 0.04), "sub": 0.3, "run": (0.2, float("nan"))})
+    write_results("m.json", {"add": (0.5, 0.04), "run": (0.2, float("nan"))})
     text = run("m.json", *BENCH)
-    assert re.search(r"Math +40.00\n  Add +50.00 ± 4.00\n", text)
-    assert re.search(r"Code +20.00\n  Run +20.00\n", text)
+    assert re.search(r"Add +50.00 ± 4.00\n", text) and re.search(r"Run +20.00\n", text)
 
 
 def test_each_category_from_its_own_specialist(small: Path) -> None:
     write_results("math.json", {"add": 0.8, "sub": 0.6, "run": 0.0})
     write_results("code.json", {"add": 0.0, "sub": 0.0, "run": 0.5})
     # (40 + 20) / (70 + 50), and with one for the rest (40 + 20) / (70 + 40)
-    for rest, best, normalized in (("code=code.json", 50, 50), ("sft", 40, 100 * 60 / 110)):
-        run("ta", *BENCH, "--specialist", "math=math.json", "--specialist", rest, "--out", "out",
-            "--radar", "none")  # fmt: skip
-        specialists, ta = json.loads(Path("out/scores.json").read_text())["columns"]
-        values = [specialists["tasks"][task]["value"] for task in ("add", "sub", "run")]
-        assert values == [80, 60, best]
-        assert ta["normalized"]["value"] == pytest.approx(normalized)
+    for rest, normalized in (("code=code.json", "50.00"), ("sft", "54.55")):
+        text = run("ta", *BENCH, "--specialist", "math=math.json", "--specialist", rest)
+        assert last(text)[1].startswith(normalized)
 
 
 @pytest.fixture(scope="module")
@@ -366,43 +354,32 @@ def test_partial_is_labelled_everywhere(small: Path) -> None:
     write_results("other.json", {"add": 0.5, "sub": 0.2})
     text = run("cut.json", "other.json", *SFT, "--partial", "--out", "none")
     assert text.startswith("Small (partial: no category is complete)\n")
-    assert last(text) == ["—", "—", "—"]
-    assert sorted(p.name for p in Path("none").iterdir()) == ["scores.json", "scores.md"]
+    assert not Path("none/radar.svg").exists()
 
 
 # --------------------------------------------------------------------------- what is comparable
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        ({"n-shot": {"run": 5}}, "n-shot differs between sft.json and m.json: run (0 and 5)"),
-        ({"versions": {"run": 2.0}}, "the task's version differs .*: run .1.0 and 2.0."),
-        (
-            {"n-samples": {"run": {"original": 90, "effective": 90}}},
-            "the number of items differs .*: run .100 and 90.",
-        ),
-        ({"chat_template_sha": "abc"}, "the use of a chat template differs .*: run .no and yes."),
-        (
-            {"configs": {"run": {"metadata": {"version": 1.0, "MERGEBENCH_JUDGE": "mine"}}}},
-            "MERGEBENCH_JUDGE differs .*: run .default and mine.",
-        ),
-        (
-            {"config": {"gen_kwargs": {"temperature": 1}}},
-            '--gen_kwargs differs .*: run .{} and {"temperature": 1}.',
-        ),
-        ({}, None),
-    ],
-)
-def test_what_was_measured_otherwise_is_told(
-    small: Path, other: dict[str, Any], expected: str | None
-) -> None:
+def test_what_was_measured_otherwise_is_told(small: Path) -> None:
     write_results("sft.json", {"run": 0.4})
-    write_results("m.json", {"run": 0.4}, **other)
-    found = warnings("m.json", *BENCH, "--specialist", "sft.json")
-    assert len(found) == (expected is not None)
-    if expected is not None:
-        assert expected == found[0] or re.fullmatch(expected, found[0])
+    judge = {"run": {"metadata": {"version": 1.0, "MERGEBENCH_JUDGE": "mine"}}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"n-shot": {"run": 5}}, "n-shot differs between sft.json and m.json: run (0 and 5)"),
+        ({"versions": {"run": 2.0}}, "the task's version differs {}: run (1.0 and 2.0)"),
+        ({"of": 90, "items": 90}, "the number of items differs {}: run (100 and 90)"),
+        ({"chat_template_sha": "a"}, "the use of a chat template differs {}: run (no and yes)"),
+        ({"configs": judge}, "MERGEBENCH_JUDGE differs {}: run (default and mine)"),
+        (
+            {"config": {"gen_kwargs": [1]}},
+            "--gen_kwargs differs {}: run ({{}} and [1])",
+        ),
+    ]
+    for other, told in cases:
+        write_results("m.json", {"run": 0.4}, **other)
+        found = warnings("m.json", *BENCH, "--specialist", "sft.json")
+        assert found == [told.format("between sft.json and m.json")]
+    write_results("m.json", {"run": 0.4})
+    assert warnings("m.json", *BENCH, "--specialist", "sft.json") == []
 
 
 def test_a_limited_run_is_marked(small: Path) -> None:
@@ -427,21 +404,13 @@ def test_scores_by_keywords_have_a_table_of_their_own(small: Path) -> None:
     assert text.startswith("Safety judged by keywords, not MergeBench's scores\n")
     assert re.search(r"Safety +25.00\n  WildGuardTest +10.00\n", text)
     # another metric than the other columns'
-    found = json.loads(Path(LATER).read_text())
-    found["results"]["run"]["strict,none"] = 0.1
-    Path("m.json").write_text(json.dumps(found))
-    words = ("m.json", *SFT, "--reference", "old.json", "--show-reference")
-    old = {"label": "old", "kind": "reference", "tasks": {"run": 10.0}}
-    reference = {"format_version": 1, "benchmark": "small", "columns": [old]}
-    Path("old.json").write_text(json.dumps(reference))
-    assert warnings(*words) == []
-    write_results("sft/results_a.json", {"run": 0.2})
-    strict = {"results": {"run": {"strict,none": 0.4}}}
-    Path("sft/results_a.json").write_text(json.dumps(strict))
-    words = (*words, "--metric", "run:strict,none")
-    assert re.search(r"Run +40.00 +10.00 +10.00\n", run(*words))
-    told = "differs between sft/results_a.json and old (old): run (strict,none and score,none)"
-    assert f"the metric {told}" in warnings(*words)
+    run("ta", *SFT, "--out", "out", "--radar", "none")
+    strict = {"results": {"run": {"strict,none": 0.1}}}
+    Path("m.json").write_text(json.dumps(strict))
+    words = ("m.json", *BENCH, "--reference", "out/scores.json", "--metric", "run:strict,none")
+    assert re.search(r"Run +40.00 ± 2.00 +10.00\n", run(*words))
+    told = "differs between sft/results_a.json and m.json: run (score,none and strict,none)"
+    assert warnings(*words) == [f"the metric {told}"]
 
 
 def test_an_earlier_table_is_a_reference(small: Path) -> None:
@@ -458,7 +427,6 @@ def test_an_earlier_table_is_a_reference(small: Path) -> None:
     ]
     whole = json.loads(Path("out/scores.json").read_text())
     for change, line in (
-        ({"format_version": 2}, "`format_version`: Input should be 1 (found 2)"),
         ({"columns": [whole["columns"][2]]}, "the reference r has no specialists"),
         ({"columns": [{"label": "a", "kind": "best", "tasks": {}}]}, "`columns.0.kind`"),
         ({"columns": [whole["columns"][1] | {"tasks": {"ad": 1.0}}]}, "no task ad in small: did"),
@@ -477,18 +445,14 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "model.json": '{"architectures": []}',
         "version.yml": SMALL.replace("version: 1", "version: 2"),
         "deeper.yml": SMALL.replace("label: Add", "lable: Add"),
-        "typo.yml": SMALL.replace("title: Small", "titel: Small"),
         "twice.yml": SMALL.replace("name: sub", "name: add"),
         "empty.yml": SMALL.replace('[{name: run, label: "Run"}]', "[]"),
-        "list.yml": "[1]",
     }
     for name, text in files.items():
         Path(name).write_text(text)
     Path("empty").mkdir()
-    Path("binary.json").write_bytes(b"\xff\xfe\x00")
     write_results("date.json", {"add": 0.5}, date="May")  # type: ignore[arg-type]
-    for name, score in (("nan", float("nan")), ("big", 37.5)):
-        write_results(f"{name}.json", {"add": score})
+    write_results("big.json", {"add": 37.5})
     write_results("less.json", {"add": 0.5}, higher_is_better={"add": {"score": False}})
     two = ("ta", "--specialist")
     expected: dict[tuple[str, ...], str] = {
@@ -496,39 +460,29 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("nope",): "nope: No such file or directory; expected a result file",
         ("empty",): "empty: no results of lm_eval in this folder: expected results_",
         ("cut.json",): "cut.json cannot be read as a result file of lm_eval: Expecting",
-        ("binary.json",): "binary.json cannot be read as a result file",
         ("model.json", *BENCH): "model.json is not a result file of lm_eval: `results`: Field req",
         ("date.json",): "date.json is not a result file of lm_eval: `date`: .* .found 'May'.",
         ("",): "``: expected NAME=PATH, or a path",
         ("ta", *BENCH, "--out", "good.json"): "cannot write good.json: it is a file; name a folder",
         ("=ta",): "`=ta`: expected NAME=PATH, or a path",
-        ("x=",): "`x=`: expected NAME=PATH, or a path",
         ("ta",): "belong to no known benchmark .add, sub, run.: say which with --benchmark",
         ("ta", "--benchmark", "minni"): "expected mergebench, mergebench_keyword, mini, or a YAML",
         ("ta", "--benchmark", "mini"): "ta: expected mini_instruction_format, .* found add, sub",
         ("ta", "--benchmark", "version.yml"): "`format_version`: Input should be 1 .found 2.",
         ("ta", "--benchmark", "deeper.yml"): "is not a benchmark: `categories.0.tasks.0.lab",
-        ("ta", "--benchmark", "typo.yml"): "typo.yml is not a benchmark: `title`",
         ("ta", "--benchmark", "twice.yml"): "add is in it twice",
         ("ta", "--benchmark", "empty.yml"): "`categories.1.tasks`: .* at least 1 item",
-        ("ta", "--benchmark", "binary.json"): "binary.json cannot be read as a benchmark",
-        ("ta", "--benchmark", "list.yml"): "list.yml is not a benchmark: .*found .1.",
         ("ta", "ta", *BENCH): "two columns are called ta: give one another label, LABEL=PATH",
         ("base=ta", "--base", "ta", *BENCH): "two columns are called base",
         (*two, "maths=sft", *BENCH): "no such category in small: did you mean math?",
-        (*two, "x=sft", *BENCH): "no such category in small: expected one of math, code",
         (*two, "sft", "--specialist", "ae", *BENCH): "--specialist names all categories twice",
-        (*two, "math=sft", "--specialist", "math=ae", *BENCH): "--specialist names math twice",
         (*two, "code=good.json", *BENCH): "specialists: expected .* in good.json, found add",
-        ("nan.json", *BENCH): "nan.json: add has `score,none` = nan: expected a share in",
         ("big.json", *BENCH): "big.json: add has `score,none` = 37.5: expected a share in",
         ("less.json", *BENCH): "of which less is better: choose another with --metric add:",
         ("ta", *BENCH, "--metric", "add:acc,none"): "add has no `acc,none`: it has `score,none`;",
         ("ta", *BENCH, "--metric", "ad:acc,none"): "--metric ad: no such task in small: did you",
-        ("ta", *BENCH, "--metric", "add:acc"): "expected TASK:METRIC,FILTER",
         ("ta", *BENCH, "--reference", "paper"): "reference paper is of mergebench, and the table",
         ("ta", *BENCH, "--reference", "nope"): "nope: No such file or directory; expected a ref",
-        ("ta", *BENCH, "--show-reference"): "--show-reference needs --reference",
     }
     for words, line in expected.items():
         found = mistake(*words)
@@ -594,8 +548,7 @@ def test_as_a_user_types(small: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [30, 80, 300])
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize(("width", "encoding"), [(30, "utf-8"), (80, "ascii"), (300, "utf-8")])
 def test_no_number_is_cut(width: int, encoding: str) -> None:
     benchmark = read_benchmark("mergebench")
     paper = read_reference("paper", benchmark)
@@ -610,15 +563,6 @@ def test_no_number_is_cut(width: int, encoding: str) -> None:
             assert f" {cell.value:.2f}" in text
     heads = sum("(paper)" in line for line in text.splitlines())
     assert heads == {30: 5, 80: 2, 300: 1}[width]
-    assert width != 80 or max(map(len, text.splitlines())) <= 80
-
-
-def test_the_best_are_bold_but_not_one_model_alone(small: Path) -> None:
-    write_results("one.json", {"run": 0.30001})  # what prints alike is best alike
-    for models, bold in ((["ta"], 0), (["one.json", "ae"], 2)):
-        run(*models, *SFT, "--out", "out", "--radar", "none")
-        (row,) = re.findall(r".* Run .*", Path("out/scores.md").read_text())
-        assert row.count("**30.00**") == bold
 
 
 @pytest.mark.parametrize(("by", "axes"), [("tasks", "Add Sub Run"), ("categories", "Math Code")])
