@@ -121,10 +121,7 @@ class Bench:
         self.run_folder = run
         self.rows: list[Row] = []
         self.start_up = dict.fromkeys(self.about_to_start, 0.0)  # of this round
-        # Settings of the caller's shell must not decide: threads least of all.
-        dropped = ("TVB_", "OMP_", "MKL_", "OPENBLAS_", "PYTHON")
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-        self.env |= {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
+        self.env = measure.environment(TVB_MERGEKIT_CACHE="off")
         if threads:
             self.env["OMP_NUM_THREADS"] = str(threads)
 

@@ -33,6 +33,13 @@ class Usage:
     others_cpu_s: float  # of all other processes and the hypervisor's steal, over the same time
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a child, where no setting of the caller's shell decides: threads least."""
+    dropped = ("TVB_", "OMP_", "MKL_", "OPENBLAS_", "PYTHON")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return {**kept, "HF_HUB_OFFLINE": "1", **more}
+
+
 class CommandFailed(Exception):
     """A measured command exited with an error; the message ends with its last lines."""
 

@@ -30,9 +30,7 @@ def step(store: Path, family: Path, index: int, options: list[str], log: Path) -
     os.sync()  # a dirty page cannot be dropped
     read = [family / "base", task, *(store.glob("basis-*") if store.exists() else [])]
     measure.evict(file for folder in read for file in folder.glob("*.safetensors"))
-    dropped = ("TVB_", "OMP_", "MKL_", "OPENBLAS_", "PYTHON")
-    env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-    env |= {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": str(log.with_name("cache"))}
+    env = measure.environment(TVB_MERGEKIT_CACHE=str(log.with_name("cache")))
     tvb = str(Path(sys.executable).with_name("tvb"))
     words = [tvb, "add", str(store), str(task), "--task", task.name, "--quiet"]
     first = [] if store.exists() else ["--base", str(family / "base"), *options]

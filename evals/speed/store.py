@@ -35,9 +35,7 @@ def recipe(inputs: Path, tasks: int, bases: int) -> str:
 def one_round(work: Path, inputs: Path, tasks: int, bases: int, state: str) -> dict[str, Any]:
     """Both commands once, each from a warm or a cold page cache, and what they cost."""
     files = [inputs / name / "model.safetensors" for name in ("base", *_names(tasks))]
-    dropped = ("TVB_", "OMP_", "MKL_", "OPENBLAS_", "PYTHON")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    env |= {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
+    env = measure.environment(TVB_MERGEKIT_CACHE="off")
     (work / "recipe.yml").write_text(recipe(inputs, tasks, bases))
     built = [str(Path(sys.executable).with_name("tvb")), "build", str(work / "recipe.yml")]
     built += [str(work / "store"), "--dtype", "bfloat16", "--quiet"]

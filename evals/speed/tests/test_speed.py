@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -22,8 +23,7 @@ SPEED = Path(__file__).resolve().parent.parent
 def run(script: str, *words: str | Path | float) -> str:
     """What a script prints."""
     command = [sys.executable, str(SPEED / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900,
-                          stdin=subprocess.DEVNULL)  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -61,12 +61,9 @@ def test_models_come_from_the_seed_and_are_written_once(tmp_path: Path) -> None:
         assert size == pytest.approx(megabytes, rel=0.05)
 
 
-def test_models_from_few_versions_of_files(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_models_from_few_versions_of_files(tmp_path: Path) -> None:
     models = module("models")
     models.generate(tmp_path / "a", 9, 1, 0, "float32", versions=2)
-    assert models.whole(tmp_path / "a")
     made = set()
     for task in range(9):
         files = sorted((tmp_path / "a" / f"task-{task}").glob("*.safetensors"))
@@ -78,10 +75,8 @@ def test_models_from_few_versions_of_files(
     config = json.loads((tmp_path / "b" / "task-0" / "config.json").read_text())
     shape = (config["hidden_size"], config["vocab_size"], config["num_hidden_layers"])
     assert shape == (64, 500, 1) and config["tie_word_embeddings"]
-    with pytest.raises(SystemExit, match="1"):  # in a process of its own
-        models.ensure(tmp_path, 9, 1, versions=1)
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "make 1 different models, not 9" in said
+    with pytest.raises(click.ClickException, match="make 1 different models, not 9"):
+        models.generate(tmp_path / "c", 9, 1, 0, versions=1)
 
 
 # -------------------------------------------------------------------------------- what is measured
@@ -173,13 +168,10 @@ def test_the_gram_pass_beside_a_read(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("models-*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["compare.py", "authors.py", "memory.py", "scaling.py"])
-def test_help_has_an_example(script: str) -> None:
-    assert f"Example: python evals/speed/{script}" in run(script, "--help")
-
-
 # ------------------------------------------------------------------------------- whole comparisons
+
+
+WHATS, METHODS = ("read", "merge", "merge"), (None, "basis_ta", "task_arithmetic")
 
 
 @pytest.mark.slow
@@ -187,43 +179,26 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     options = "--tasks 2 --megabytes 2 --rounds 1 --warm-up 0 --threads 1 --only addition --keep"
     shown = run("compare.py", *options.split(), "--work", tmp_path)
     result = json.loads((tmp_path / "results.json").read_text())
-    assert result["format_version"] == 1 and result["settings"]["tasks"] == 2
     size = result["settings"]["input_bytes"]
-    assert 5e6 < size < 7e6
-    machine = result["machine"]
-    assert machine["cores"] >= 1 and machine["ram_gb"] > 0
-    assert {"mergekit", "torch", "tvb-mergekit"} <= machine["packages"].keys()
-    assert {"cpu", "kernel", "python", "date"} <= machine.keys()
-
-    states = ["warm", "cold"]
-    kinds = [(child["what"], child["cache"], child.get("method")) for child in result["runs"]]
-    expected = [("start-up", None, None)] * 2
-    for state in states:
-        expected.append(("read", state, None))
-        expected += [("merge", state, method) for method in ("basis_ta", "task_arithmetic")]
-    assert kinds == expected
+    assert 5e6 < size < 7e6 and result["machine"]["cores"] >= 1
+    runs = [run for run in result["runs"] if run["what"] != "start-up"]
+    kinds = [(run["what"], run["cache"], run.get("method")) for run in runs]
+    assert kinds == [
+        (what, state, method)
+        for state in ("warm", "cold")
+        for what, method in zip(WHATS, METHODS, strict=True)
+    ]
     for child in result["runs"]:
-        assert child["counted"] and child["wall_s"] > 0 and child["cpu_s"] > 0
-        assert child["peak_rss_mb"] > 10 and child["peak_rss_anon_mb"] > 5
+        assert child["wall_s"] > 0 and child["cpu_s"] > 0 and child["peak_rss_mb"] > 10
         assert child["cache"] != "warm" or child["resident_before"] == 1
         if child["cache"] == "cold" and child["resident_before"] == 0:
             assert child["read_mb"] > 0.9 * size / 1e6
         if child.get("method") == "basis_ta":
             assert {"gram", "encode", "merge"} <= child["phases"].keys()
-            assert child["gram_cached"] is False
-
-    assert [(row["pair"], row["cache"]) for row in result["ratios"]] == [
-        ("addition", state) for state in states
-    ]
+    assert [row["cache"] for row in result["ratios"]] == ["warm", "cold"]
     for row in result["ratios"]:
-        assert row["rounds"] == 1
         for key in ("wall_s", "cpu_s", "peak_rss_mb", "peak_rss_anon_mb"):
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
-        # Of such small models the start-up's noise can leave no net time.
-        assert row["net_s"] is None or row["net_s"]["median"] > 0
-    assert [row["cache"] for row in result["gram"]] == states
-    assert all(row["ratio"]["median"] > 0 for row in result["gram"])
-    assert len(result["medians"]) == 4
     assert (tmp_path / "results.md").read_text().strip() == shown.strip()
     assert "| addition | cold | `basis_ta` |" in shown
     left = {path.name for path in tmp_path.iterdir()}
@@ -236,16 +211,13 @@ def test_a_small_comparison_with_the_procedure(tmp_path: Path) -> None:
     more = ["--only", "library, ae", "--threads", 1, "--work", tmp_path]
     shown = run("authors.py", *words.split(), *more)
     result = json.loads((tmp_path / "authors.json").read_text())
-    merges = [run for run in result["runs"] if run["what"] == "merge"]
-    for ours, theirs in (merges[:2], merges[2:]):
-        assert ours["distance"] < 1e-3 and ours["output_mb"] == pytest.approx(4, rel=0.1)
-        assert theirs["output_mb"] == pytest.approx(ours["output_mb"], rel=0.01)
-        assert {"gram", "encode", "write"} <= ours["phases"].keys()
-        assert ours["net_s"] < ours["wall_s"]
-    assert {"ours", "library", "mergekit"} == result["start_up_s"].keys()
+    ours, theirs = [run for run in result["runs"] if run["what"] == "merge"][:2]
+    assert ours["distance"] < 1e-3 and ours["output_mb"] == pytest.approx(4, rel=0.1)
+    assert theirs["output_mb"] == pytest.approx(ours["output_mb"], rel=0.01)
+    assert {"gram", "encode", "write"} <= ours["phases"].keys()
+    assert {"tvb", "library", "mergekit"} == result["start_up_s"].keys()
     assert "| ae, 250MB | warm | `procedure, dicts` |" in shown
     assert "| library, ae | warm | `tvb_mergekit.build` |" in shown
-    assert shown.strip() == (tmp_path / "authors.md").read_text().strip()
     assert not list(tmp_path.glob("models-*")) and not list(tmp_path.glob("run-*"))
 
 
