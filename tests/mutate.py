@@ -31,10 +31,11 @@ SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     SUMS: [
-        ("core/gram.py", "if len(shape) > 1:", "if len(shape) > 2:"),
+        ("core/gram.py", "1.0 if len(shape) > 1", "1.0 if len(shape) > 2"),
         ("core/gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
         ("core/gram.py", "else tasks * w,", "else tasks,"),
-        ("core/gram.py", "self.base_norm_squared += norm", "self.base_norm_squared = norm"),
+        ("core/gram.py", "else one + two", "else two"),
+        ("tensors/stream.py", "rows[0].copy_(values.pop(0))", "rows[0].copy_(values[0])"),
     ],
     f"{MERGING} -k products": [
         ("core/gram.py", "left[:, whole:] @ right[:, whole:].T", "left[:, :0] @ right[:, :0].T"),
@@ -45,9 +46,9 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     f"{MERGING} -k merging_equals": [
         ("core/basis.py", "len(self.tasks) / self.num_bases", "self.num_bases / len(self.tasks)"),
-        ("core/basis.py", "steps.append((-alpha,", "steps.append((alpha,"),
+        ("core/basis.py", "terms.append((-alpha,", "terms.append((alpha,"),
         ("core/basis.py", "[:, None] * rows", "[None, :1] * rows"),
-        ("tensors/passes.py", "tunables.lambda_ * basis.scale", "tunables.lambda_"),
+        ("core/basis.py", "[(lambda_ * self.scale, self", "[(lambda_, self"),
         ("core/basis.py", "self.encoding.mixing @ self.encoding.decoder", "self.encoding.decoder"),
     ],
     f"{MERGING} -k entry_by_entry": [
@@ -92,6 +93,51 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     f"{ENCODERS} -k 'projection or random_selection or number'": [
         ("core/encoders/random.py", "np.eye(count), lower=True).T", "np.eye(count), lower=True)"),
         ("core/encoders/__init__.py", "(1 - 1e-12)", "(1 + 1e-12)"),
+    ],
+    "test_kernels.py -k gram_matrix_equals": [
+        ("tensors/kernels.py", "d3 += x3[k] * y3[k]", "d3 += x3[k] * y2[k]"),
+        ("tensors/kernels.py", "for j in range(i, tasks, TILE)", "for j in range(i, i + 1, TILE)"),
+        ("tensors/kernels.py", "np.triu(upper, 1)", "np.triu(upper, 2)"),
+        ("tensors/kernels.py", "for i in range(1, 1 + deltas)", "for i in range(1, deltas)"),
+        ("tensors/kernels.py", "norms[number] += _square", "norms[number] = _square"),
+    ],
+    "test_kernels.py -k 'casts or 16_bit'": [
+        ("tensors/kernels.py", "np.uint32(0x7FFF) + odd)", "np.uint32(0x7FFF))"),
+        ("tensors/kernels.py", "np.uint32(0xFFF) + odd)", "np.uint32(0x1000) + odd)"),
+    ],
+    "test_kernels.py -k combinations_equal": [
+        ("tensors/kernels.py", "+ w3 * x3[k]", "+ w3 * x2[k]"),
+        ("tensors/kernels.py", "place = number * stride + size * at", "place = size * at"),
+    ],
+    "test_kernels.py -k cuts_pieces": [
+        ("tensors/kernels.py", "min((number + 1) * chunk", "min((number + 2) * chunk"),
+        ("tensors/passes.py", "(GramSums.plus, parts, sums)", "(GramSums.plus, parts[::-1], sums)"),
+        ("tensors/layout.py", "useful) // chunk) * chunk", "useful) // chunk) * chunk + 1"),
+    ],
+    "test_budget.py -k 'gram_pass or combining'": [
+        ("tensors/layout.py", "read = workers * self.buffer_bytes", "read = self.buffer_bytes"),
+        ("tensors/layout.py", "written = (pieces + WRITES)", "written = WRITES"),
+        ("tensors/layout.py", "computed = workers * 4 * held", "computed = 4 * held"),
+    ],
+    "test_lora.py -k 'reads_what or any_range or dense'": [
+        ("tensors/adapter.py", "math.sqrt(rank) if", "rank if"),
+        ("tensors/adapter.py", "place = top * columns", "place = start // columns * columns"),
+        ("core/lora.py", "part.left * c for", "part.left for"),
+    ],
+    "test_ranks.py -k shares": [
+        ("tensors/ranks.py", "(2 * end - nbytes) * count", "end * count"),
+    ],
+    "test_online.py -k 'not slow'": [
+        ("core/online.py", "/ (count - 1)", "/ count"),
+        ("core/online.py", "torch.maximum(one[0] - two[1], two[0] - one[1])", "one[0] - two[1]"),
+    ],
+    "test_merges.py -k dtypes": [
+        ("plugin/sources.py", "promote_types, weights, base", "promote_types, weights[:0], base"),
+        ("plugin/sources.py", "self.wanted if base.dtype.is_floating_point else", "self.saved or"),
+    ],
+    "test_store_recipes.py": [
+        ("plugin/stores.py", "shares[position] *= weight", "shares[position] *= 1.0"),
+        ("plugin/stores.py", "(self.bases.tasks)[rows]", "(self.bases.tasks)"),
     ],
     "test_recipe.py": [
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),

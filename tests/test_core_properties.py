@@ -13,19 +13,16 @@ import torch
 from commands import assert_close
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from modes import in_every_thread
 from passing import gram_of, merge_tensor
 from reference import Array, Dense, flat, random_projection
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
-from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch, block_budget, products
+from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch, products
 from tvb_mergekit.core.merge import TrimElectMerge
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.tensors.layout import Needs, chunk_length, plan_layout
 from tvb_mergekit.tensors.passes import Job, build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part, held_item
 from tvb_mergekit.tensors.writing import MemorySink
@@ -155,39 +152,6 @@ def test_products_equal_float64(left: int, right: int, length: int, seed: int) -
     found = products(one, two)
     assert found.dtype == torch.float64
     close(found, one.double().T.numpy(), two.double().T.numpy())
-
-
-class Allocations(TorchDispatchMode):
-    """The largest tensor that any operation makes, in bytes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given_to = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given_to:
-            Allocations.largest = max(self.largest, result.untyped_storage().nbytes())
-        return result
-
-
-@pytest.mark.parametrize("megabytes", [1, 4])
-def test_no_buffer_grows_with_the_tensor(megabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", str(megabytes))
-    budget = block_budget()
-    assert budget == megabytes * 2**20
-    base = torch.randn(3_000_000)
-    parts = tuple(read_part(base.bfloat16() + 0.01) for _ in range(6))
-    Allocations.largest = 0
-    with in_every_thread(Allocations):
-        gram_of([Item("t", (3_000_000,), read_part(base), parts)], list("abcdef"), budget=budget)
-    assert 10_000 < Allocations.largest <= budget
-    for rows in (1, 3, 8, 20):
-        layout = plan_layout(Needs(rows, 4 * rows + 4), [CPU], budget)
-        assert layout.chunk % BLOCK == 0 and layout.chunk >= BLOCK
-        assert layout.chunk <= chunk_length(rows, "cpu")
-        assert 4 * rows * layout.chunk <= layout.nbytes <= budget
-    with pytest.raises(UserError, match=r"too little for 1000 models at a time: \d"):
-        plan_layout(Needs(1000, 4004), [CPU], budget)
 
 
 def test_what_the_gram_matrix_says_of_the_models() -> None:

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
-from passing import combine, gram_of, merge_tensor
+from passing import gram_of, merge_tensor
 from tiny import family
 
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
-from tvb_mergekit.tensors.passes import Job, build_basis, merge_items
+from tvb_mergekit.tensors.passes import build_basis
 from tvb_mergekit.tensors.stream import Item, held_item
-from tvb_mergekit.tensors.writing import MemorySink
 
 CPU = torch.device("cpu")
 TASKS = ["a", "b", "c", "d"]
@@ -75,31 +73,6 @@ def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, 
     assert all(torch.equal(a, b) for a, b in zip(results[:half], results[half:], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("method", "given"),
-    [
-        ("basis_ta", {"basis": "balanced"}),
-        ("basis_ties", {"basis": "none"}),
-        ("basis_ties", {"basis": "none", "trim": "tensor"}),
-    ],
-)
-def test_any_number_of_devices_gives_the_same_bits(method: str, given: dict[str, object]) -> None:
-    items = items_of(tensors(count=5, numel=300_000))
-    settings = resolve_settings(method, given, TASKS)
-    jobs = {item.name: Job(item.name, Tunables(0.4, density=0.2)) for item in items}
-    states = []
-    for devices in ([CPU], [CPU, CPU, CPU]):
-        basis = build_basis(settings, TASKS, [1.0] * 4, lambda: items, devices=devices)
-        sink, bases = MemorySink(1), MemorySink(basis.num_bases)
-        merge_items(basis, items, jobs, sink, devices=devices)
-        combine(items, basis.weighted_encoder, bases, devices=devices)
-        sums = {"gram": gram_of(items, TASKS, devices=devices).gram}
-        states.append([sums, *sink.states, *bases.states])
-    for one, two in zip(*states, strict=True):
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_every_device_gets_its_threads() -> None:
     devices = [torch.device("cuda", index) for index in range(3)]
     assert plan_layout(Needs(8, 18, 2), devices, MEMORY).workers == 4 * tuple(devices)
@@ -139,13 +112,3 @@ def test_a_missing_device_is_refused_before_reading(
     with pytest.raises(RuntimeError, match=wanted):
         run_merge(recipe, str(tmp_path / "out"), MergeOptions(**options))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
-def test_a_build_on_all_devices_is_refused_without_any(
-    recipe: MergeConfiguration, tmp_path: Path
-) -> None:
-    file = tmp_path / "recipe.yml"
-    file.write_text(recipe.to_yaml())
-    told = refused("build", file, tmp_path / "store", "--multi-gpu")
-    assert "--multi-gpu: PyTorch sees no accelerator" in told

@@ -254,16 +254,3 @@ def test_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for token, value in tokens.items():
         for name in vocabulary:
             assert (merged[name][places[token]] == value).all(), (token, name)
-
-
-@pytest.mark.slow
-def test_a_failure_under_torchrun(models: dict[str, Folders], tmp_path: Path) -> None:
-    base, listed = models["tied"]
-    out = tmp_path / "out"
-    bad = with_nan(listed[0], tmp_path / "math")
-    file = write(recipe("basis_ta", base, [bad, *listed[1:]], **BALANCED), out)
-    words = ["torch.distributed.run", "--nproc-per-node", 2, "-m", "tvb_mergekit", "merge"]
-    done = launch(*words, file, out, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "Error: tensor `model.norm.weight` of task `math` holds 1 NaN" in done.stderr
-    assert not out.exists()
