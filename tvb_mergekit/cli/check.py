@@ -17,7 +17,6 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options, by_factors, plan_only, read_inputs
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.preflight import input_folders
-from tvb_mergekit.plugin.sources import Changed
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
@@ -88,21 +87,17 @@ def check_recipe(
 def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
     settings, dtype = inputs.settings, inputs.own_dtype
     numel = sum(item.numel for item in inputs.items)
-    yield f"{counted(len(inputs.items), 'tensor')} take part, {numel:,} parameters"
-    yield from _left_out(inputs.left_out)
     bases = most_bases(settings, len(inputs.tasks))
     vectors = bases + (settings.basis == "pca")  # and the mean
     at_most = "up to " if settings.energy is not None else ""
-    yield _disk(
-        _merged_bytes(inputs),
-        out,
+    store = (
         f", a store of {at_most}{counted(bases, 'basis')} "
-        f"{megabytes(dtype.itemsize * vectors * numel)} in {dtype_name(dtype)}",
+        f"{megabytes(dtype.itemsize * vectors * numel)} in {dtype_name(dtype)}"
     )
-    memory = megabytes(PROCESS + MEMORY)
-    yield f"Memory: at most {memory} for a build, whatever the number of models, or see --memory"
+    yield from _taking_part(len(inputs.items), numel, inputs.left_out)
+    yield _disk(_merged_bytes(inputs), out, store)
     passes = 1 if sketch_of(settings, len(inputs.tasks)) is not None else _passes(settings)
-    yield f"Time: that of reading {passes} x {megabytes(inputs.nbytes)}, and of writing"
+    yield _reading(passes, inputs.nbytes)
     every = [inputs.base, *inputs.sources]
     names = {name for weights in every for name in weights.tensors}
     some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
@@ -121,17 +116,32 @@ def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
 def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
     """A recipe of which only mergekit's planner knows the tensors."""
     taking = plan.counted.values()
-    count = sum(planned.numel for planned in taking)
-    more = any(isinstance(planned.whole, Changed) for planned in taking)  # sized by the tokenizer
-    yield f"{counted(len(taking), 'tensor')} take part, {'over ' * more}{count:,} parameters"
-    yield from _left_out(plan.left_out)
+    numel = sum(planned.numel for planned in taking)
+    yield from _taking_part(len(taking), numel, plan.left_out)
     yield _disk(plan.output_bytes, out)
-    nbytes, passes = sum(planned.nbytes for planned in taking), _passes(plan.recipe.settings)
-    yield f"Time: that of reading {passes} x {megabytes(nbytes)}, and of writing"
+    nbytes = sum(planned.nbytes for planned in taking)
+    yield _reading(_passes(plan.recipe.settings), nbytes)
     if deep:
         basis = plan.build()
         assert isinstance(basis, Basis)
         yield _verdict(basis.num_bases, basis.encoding.retained_energy)
+
+
+def _taking_part(count: int, numel: int, left_out: Mapping[str, str]) -> Iterator[str]:
+    yield f"{counted(count, 'tensor')} take part, {numel:,} parameters"
+    found: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        found.setdefault(reason, []).append(name)
+    for reason, names in found.items():
+        yield f"{len(names)} left to the base, {reason}: {listed(names)}"
+
+
+def _reading(passes: int, nbytes: int) -> str:
+    memory = megabytes(PROCESS + MEMORY)
+    return (
+        f"Time: that of reading {passes} x {megabytes(nbytes)}, and of writing. Memory: at most "
+        f"{memory} in tvb's commands, or see --memory"
+    )
 
 
 def _verdict(count: int, energy: float) -> str:
@@ -162,14 +172,6 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
         f"for {counted(len(bases.tasks), 'task')}; its files and the base are those that it was "
         "built with"
     )
-
-
-def _left_out(left_out: Mapping[str, str]) -> Iterator[str]:
-    found: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        found.setdefault(reason, []).append(name)
-    for reason, names in found.items():
-        yield f"{len(names)} left to the base, {reason}: {listed(names)}"
 
 
 def _merged_bytes(inputs: Inputs) -> int:
