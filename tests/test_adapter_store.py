@@ -16,8 +16,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from commands import merge, recipe, refused, tvb, write
-from safetensors.torch import load_file, save_file
+from commands import merge, recipe, refused, tvb
 from test_lora import LINEAR, changes, model_of, train
 from torch import Tensor
 
@@ -193,22 +192,6 @@ def test_bounds_hold_where_large_terms_cancel(
     check_bounds(bases, dense, found, 0.1)
 
 
-def test_a_store_is_as_wide_as_the_adapters(world: World, tmp_path: Path) -> None:
-    """Not as the base, nor as the float32 in which they are read."""
-    listed = []
-    for task in TASKS[:2]:
-        folder = tmp_path / task
-        shutil.copytree(world.root / task, folder)
-        file = folder / "adapter_model.safetensors"
-        save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file)
-        listed.append(f"{world.base}+{folder}")
-    made_of = write(recipe("basis_ta", world.base, listed, num_bases=1), tmp_path / "store")
-    for options in ([], ["--adapters"]):
-        place = tmp_path / f"store{len(options)}"
-        tvb("build", made_of, place, "--quiet", *options)
-        assert store.load(place).facts["store"]["dtype"] == "bfloat16"
-
-
 @pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["whole", "cut"])
 def test_losses_of_adapters_are_those_of_what_is_stored(
     rank: list[str], world: World, build: Callable[..., Path]
@@ -256,29 +239,6 @@ def test_recipes_over_adapters_and_tensors_are_alike(
     assert merged[1].facts["tasks"] == list(TASKS)
 
 
-def test_export(world: World, build: Callable[..., Path], tmp_path: Path) -> None:
-    folder = build(world.recipe(), "--adapters")
-    bases, dense = store.load(folder), world.dense()
-    start = world.flat(world.theta)
-    tvb("export", folder, tmp_path / "code", "--task", "code", "--quiet")
-    found = world.flat(tiny.load(tmp_path / "code")) - start
-    near(found, dense @ bases.encoder @ bases.decoder[:, 1])
-    model_of(tmp_path / "code")
-    tvb("export", folder, tmp_path / "all", "--all-bases", "--quiet")
-    for m in range(2):
-        found = world.flat(tiny.load(tmp_path / "all" / store.basis_folder(m))) - start
-        near(found, dense @ bases.encoder[:, m])
-
-
-def test_check_and_inspect_a_recipe_of_adapters(world: World, tmp_path: Path) -> None:
-    file = commands.write(world.recipe(), tmp_path / "recipe")
-    said = tvb("check", file, "--deep", "--quiet").stdout
-    assert "14 tensors take part, 18,432 parameters" in said
-    assert "--lora-merge-cache DIR" in said and "2 bases would retain" in said
-    found = json.loads(tvb("inspect", file, "--json", "--quiet").stdout)
-    assert found["what"] == "recipe" and found["tasks"] == list(TASKS)
-
-
 # What is not s B A, or not only adapters
 
 
@@ -306,21 +266,6 @@ def test_dora_and_trained_modules_are_fused_instead(world: World, tmp_path: Path
         near(store.load(tmp_path / "store").tensors["gram"], dense.T @ dense)
         tvb("check", file, *fused, "--deep")
         shutil.rmtree(tmp_path / "store")
-
-
-def test_adapters_beside_models_are_fused(world: World, tmp_path: Path) -> None:
-    models = [f"{world.base}+{world.root / 'math'}", world.full]
-    file = commands.write(recipe("basis_ta", world.base, models), tmp_path / "r")
-    for command in (("build", file, tmp_path / "store"), ("check", file)):
-        said = refused(*command)
-        assert str(world.root / "math") in said and "--lora-merge-cache DIR" in said
-    said = refused("build", file, tmp_path / "store", "--adapters")
-    assert "all models listed as BASE+ADAPTER" in said
-    cache = tmp_path / "fused"
-    tvb("build", file, tmp_path / "store", "--lora-merge-cache", cache, "--quiet")
-    full = world.flat(tiny.load(world.full)) - world.flat(world.theta)
-    dense = torch.stack([world.dense()[:, 0], full], dim=1)
-    near(store.load(tmp_path / "store").tensors["gram"], dense.T @ dense)
 
 
 def test_adapters_of_another_base(world: World, tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from commands import merge, recipe
-from tiny import family, load
+from tiny import family
 
 import tvb_mergekit as tvb
 from tvb_mergekit.store.export import basis_columns, export
@@ -34,22 +33,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path
     return base, folder / "store", folder / "models"
 
 
-def test_transformers_loads_them(exported: tuple[Path, Path, Path]) -> None:
-    base, store, models = exported
-    start = load(base)
-    for name in ("basis-000", "basis-001"):
-        delta = load(store / name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(models / name)
-        state = model.state_dict()
-        for key, value in start.items():
-            torch.testing.assert_close(state[key], value + delta[key])
-        assert not hasattr(model.config, "tvb_basis")  # a model, no basis
-        assert transformers.AutoTokenizer.from_pretrained(models / name)("t1 t2").input_ids == [
-            1,
-            2,
-        ]
-
-
 def test_task_arithmetic_over_them_is_addition_over_the_bases(
     exported: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
@@ -66,20 +49,3 @@ def test_task_arithmetic_over_them_is_addition_over_the_bases(
     )
     for name, tensor in ours.tensors.items():
         torch.testing.assert_close(theirs.tensors[name], tensor, rtol=0, atol=3e-7)
-
-
-@pytest.mark.parametrize("method", ["dare_ties", "linear"])
-def test_other_methods_merge_them(
-    method: str, exported: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
-    base, _, models = exported
-    keys = {"weight": 1.0} if method == "linear" else {"weight": 1.0, "density": 0.5}
-    listed = [models / "basis-000", models / "basis-001"]
-    document = recipe(method, base, listed, own={0: keys, 1: keys})
-    if method == "linear":
-        del document["base_model"]
-    merged = merge(document, tmp_path / "out")
-    start = load(base)
-    assert merged.tensors.keys() == start.keys()
-    assert any(not torch.equal(merged.tensors[name], start[name]) for name in start)
-    transformers.AutoModelForCausalLM.from_pretrained(merged.folder)

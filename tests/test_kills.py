@@ -193,19 +193,14 @@ def kill(place: Place, command: Command, course: Course, numbers: list[int]) -> 
         assert not command.then or place.hidden(command.target) == [], told
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed(name: str, place: Place, courses: dict[str, Course]) -> None:
-    """At two moments, and before the last rename, which counts."""
+def test_killed(name: str, count: int | None, place: Place, courses: dict[str, Course]) -> None:
+    """At two moments or at all, and before the last rename, which counts."""
     course = course_of(name, place, courses)
+    numbers = moments(course.changes, count or len(course.changes))
     renames = [n for n, change in enumerate(course.changes, 1) if change.startswith("os.rename")]
-    kill(place, COMMANDS[name], course, [*moments(course.changes, 2), *renames[-1:]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_all_moments(name: str, place: Place, courses: dict[str, Course]) -> None:
-    course = course_of(name, place, courses)
-    kill(place, COMMANDS[name], course, moments(course.changes, len(course.changes)))
+    kill(place, COMMANDS[name], course, sorted({*numbers, *renames[-1:]}))
 
 
 def end(place: Place, command: Command, course: Course, act: str, count: int) -> None:
@@ -234,19 +229,11 @@ def end(place: Place, command: Command, course: Course, act: str, count: int) ->
 ENDS = {"full": (FULL, 1), "interrupted": (INTERRUPT, 130), "terminated": (TERMINATE, 143)}
 
 
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("act", ENDS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ended(name: str, act: str, place: Place, courses: dict[str, Course]) -> None:
-    end(place, COMMANDS[name], course_of(name, place, courses), act, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("act", ENDS)
-@pytest.mark.parametrize("name", COMMANDS)
-def test_ended_at_many_moments(
-    name: str, act: str, place: Place, courses: dict[str, Course]
-) -> None:
-    end(place, COMMANDS[name], course_of(name, place, courses), act, 8)
+def test_ended(name: str, act: str, count: int, place: Place, courses: dict[str, Course]) -> None:
+    end(place, COMMANDS[name], course_of(name, place, courses), act, count)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "first add"])
@@ -264,17 +251,6 @@ def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
     if command.keeps:
         assert "unfinished build" in place.refused("tvb inspect s[1]")
         place.run(f"{command.words} --resume")
-
-
-def test_a_build_is_killed_again_and_again(place: Place, courses: dict[str, Course]) -> None:
-    command, course = COMMANDS["build"], course_of("build", place, courses)
-    place.reset(command)
-    for number in (16, 9, 12, 20):
-        fault = partial(on_change, place.folder, KILL, number)
-        place.run(f"{command.words} --resume", fault, -9)
-    place.run(f"{command.words} --resume")
-    assert timeless(contents(place.store)) == course.after
-    assert place.hidden() == []
 
 
 # File systems that cannot do this or that
@@ -318,11 +294,6 @@ def test_without_hard_links(place: Place) -> None:
         place.run(command.words, fault)
         found.append(timeless(contents(place.store)))
     assert found[0] == found[1]
-
-
-def test_a_parent_that_cannot_be_written_to(place: Place) -> None:
-    said = place.refused("tvb add /sys/store {}/law --task law --base {}/base --budget 2")
-    assert "cannot write beside /sys/store" in said
 
 
 def test_names_with_wildcards_are_only_names(place: Place) -> None:

@@ -160,15 +160,14 @@ def test_the_bases_are_those_of_the_dense_reference(
     check(tmp_path / "store", dense_of(base, models), keys, dtype)
 
 
-@pytest.mark.parametrize("kind", ["pca", "rand_proj"])
-def test_gpt2_and_pickled_models(kind: str, tmp_path: Path) -> None:
+def test_gpt2_and_pickled_models(tmp_path: Path) -> None:
     """GPT-2 ties its embeddings, stores matrices transposed and names tensors in two ways."""
     base, models = family(tmp_path / "in", gpt2)
     dense = dense_of(base, models)
     as_bin(models[1])
     as_bin(models[2], shards=2)
-    build_store(read(base, models, **KINDS[kind]), tmp_path / "store")
-    check(tmp_path / "store", dense, KINDS[kind])
+    build_store(read(base, models, **KINDS["pca"]), tmp_path / "store")
+    check(tmp_path / "store", dense, KINDS["pca"])
 
 
 def test_weights_tasks_and_exclude(tmp_path: Path) -> None:
@@ -542,9 +541,9 @@ def test_an_output_that_cannot_become_a_store_is_refused_before_the_work(
 ) -> None:
     base, models = family(tmp_path / "in", tasks=("math", "code"))
     calls = count_grams(monkeypatch)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
     for out in (tmp_path / "in", base / "store", models[0], tmp_path / "full"):
-        (tmp_path / "full").mkdir(exist_ok=True)
-        (tmp_path / "full" / "notes.txt").write_text("mine")
         before = {p for p in tmp_path.rglob("*") if "cache" not in p.parts}
         with pytest.raises(UserError):
             build_store(read(base, models, **KINDS["balanced"]), out)
@@ -594,13 +593,3 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
         (built / name[0]).rename(built / name[1])
     with pytest.raises(UserError, match="checksum"):
         store.load(built)
-
-
-def test_no_store_is_one_line(tmp_path: Path, built: Path) -> None:
-    for path, message in (
-        (tmp_path / "nothing", "no such folder"),
-        (tmp_path / "in", "not a basis store"),
-        (built / "basis-000", "not a basis store"),
-    ):
-        with pytest.raises(UserError, match=message):
-            store.load(path)

@@ -170,62 +170,34 @@ def contents(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def flips(folder: Path, count: int, seed: int) -> Iterator[tuple[str, int, int]]:
-    """(file, byte, bit): as many in each file, of its header and its body."""
-    draw = random.Random(seed)
-    files = sorted(name for name in files_of(folder) if not name.startswith("undo"))
-    for number in range(count):
-        name = files[number % len(files)]
-        size = (folder / name).stat().st_size
-        yield name, draw.randrange(min(size, draw.choice((200, 4000, size)))), draw.randrange(8)
-
-
-def check_flips(here: Path, count: int, seed: int) -> dict[str, int]:
-    """Each flipped bit is found, or every result is what it is without it."""
-    want = dict(uses(copy_of(here)))
-    assert "refused" not in want.values()
-    found = {"refused": 0, "harmless": 0}
-    for name, place, bit in flips(here / "grown", count, seed):
-        folder = copy_of(here)
-        content = bytearray((folder / name).read_bytes())
-        content[place] ^= 1 << bit
-        (folder / name).write_bytes(content)
-        results = uses(folder)
-        refusals = [command for command, result in results if result == "refused"]
-        found["refused" if refusals else "harmless"] += 1
-        if name.startswith("recipes/"):  # a user may edit them
-            assert not refusals
-        for command, result in results:
-            same = result in ("refused", want[command])
-            if command == "inspect" and not same:  # names and times are shown as they stand
-                same = without_names(result) == without_names(want[command])
-            assert same, (name, place, bit, command)
-    return found
-
-
-def copy_of(here: Path) -> Path:
-    shutil.rmtree(here / "copy", ignore_errors=True)
-    shutil.copytree(here / "grown", here / "copy")
-    return here / "copy"
-
-
-def without_names(text: str) -> Any:
-    shown = json.loads(text)
-    for key in ("base_model", "models", "store"):
-        shown.pop(key)
-    return shown
-
-
 def test_a_flipped_bit_is_found_or_harmless(here: Path) -> None:
-    found = check_flips(here, 24, 0)
-    assert found["refused"] > 12 and sum(found.values()) == 24
+    """Where it is not found, every result is what it is without it."""
 
+    def copied() -> Path:
+        shutil.rmtree("copy", ignore_errors=True)
+        return Path(shutil.copytree("grown", "copy"))
 
-def test_edited_recipes_are_named_by_check(here: Path) -> None:
-    assert "edited" not in tvb("check", "grown").stdout
-    file = here / "grown/recipes/add.yml"
-    file.write_text(file.read_text().replace("0.4", "0.5"))
-    assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
+    def shown(results: dict[str, str]) -> dict[str, object]:  # names are shown as they stand
+        told = json.loads(results["inspect"]) if results["inspect"] != "refused" else {}
+        own = {key: told[key] for key in told if key not in ("base_model", "models", "store")}
+        return {**results, "inspect": own}
+
+    want, draw, found = shown(dict(uses(copied()))), random.Random(0), 0
+    assert "refused" not in want.values()
+    files = sorted(name for name in files_of(here / "grown") if not name.startswith("undo"))
+    for name in files * 2:
+        folder = copied()
+        content = bytearray((folder / name).read_bytes())
+        place = draw.randrange(min(len(content), draw.choice((200, 4000, len(content)))))
+        content[place] ^= 1 << draw.randrange(8)
+        (folder / name).write_bytes(content)
+        results = dict(uses(folder))
+        refused = "refused" in results.values()
+        found += refused
+        assert not (refused and name.startswith("recipes/"))  # a user may edit them
+        for command, result in shown(results).items():
+            assert results[command] == "refused" or result == want[command], (name, place, command)
+    assert found >= len(files) // 2
 
 
 # A model that does not belong there
@@ -303,17 +275,14 @@ def test_undo_brings_the_store_of_before_back(here: Path) -> None:
     assert "nothing to undo" in refused("undo", "grown")
     tvb("check", "grown")
     tvb("add", "grown", "e", "--task", "e", "--quiet")  # and on it goes
-    assert contents(here / "grown") == digest_of(second, here)
+    again = files_of(here / "grown")
+    assert {name for name in again if again[name] != second.get(name)} <= {
+        "basis.json",
+        "notes.txt",
+    }
     assert tvb_mergekit.undo("grown").tasks == list("abcd")
     for words in (["undo", "base"], ["undo", "nothing"]):
         assert refused(*words)
-
-
-def digest_of(files: dict[str, bytes], here: Path) -> str:
-    for name, data in files.items():
-        (here / "written" / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / "written" / name).write_bytes(data)
-    return contents(here / "written")
 
 
 def test_what_a_user_put_there_survives_additions_and_undoing(
@@ -334,6 +303,7 @@ def test_what_a_user_put_there_survives_additions_and_undoing(
         assert (recipes / "add.yml").read_text() == text
         assert (recipes / "merged/model.txt").read_text() == "x"
     assert "recipes/add.yml was edited: it stays as it is" in caplog.text
+    assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
 
 
 def test_a_damaged_addition_is_undone(here: Path) -> None:
@@ -343,13 +313,6 @@ def test_a_damaged_addition_is_undone(here: Path) -> None:
     assert "the file was changed" in refused("check", "grown")
     tvb("undo", "grown")
     assert files_of(here / "grown") == before
-
-
-def test_below_the_budget_undo_takes_no_room(here: Path) -> None:
-    built(here / "small", here, "ab", num_bases=2, basis="none")
-    tvb("add", "small", "c", "--task", "c", "--budget", 5, "--quiet")
-    one, two = (here / f"small/{part}basis-000/model.safetensors" for part in ("", "undo/"))
-    assert one.stat().st_ino == two.stat().st_ino
 
 
 # What is in a store means what it says
@@ -404,34 +367,6 @@ def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given: Any, he
         tvb("add", folder, task, "--task", task, "--quiet")
         after = ready(folder, "add.yml")["parameters"]
         assert after == {"lambda": want, "lambda_scale": "tasks"}
-
-
-def test_bounds_hold_for_float32_stores(tmp_path: Path) -> None:
-    """Of nearly equal tasks, whose differences cancel in the Gram matrix and in the decoder."""
-    draw = torch.Generator().manual_seed(3)
-    noise = lambda: torch.randn(60, 50, generator=draw)  # noqa: E731
-    base = {"w": noise()}
-    common, other = 0.01 * noise(), 0.01 * noise()
-    models = {
-        "a": {"w": base["w"] + common},
-        "b": {"w": base["w"] + common + 7.7e-6 * noise()},
-        "c": {"w": base["w"] + other},
-    }
-    for keys in (
-        {"basis": "rand_select", "num_bases": 2, "seed": 0},
-        {"basis": "rand_select", "num_bases": 2, "seed": 1},
-        {"basis": "ae", "solver": "exact", "num_bases": 3},
-        {"basis": "ae", "num_bases": 3, "steps": 50, "temperature": 1e4},
-    ):
-        bases = tvb_mergekit.build(base, models, **keys)
-        for task, state in models.items():
-            tau = state["w"].double() - base["w"].double()
-            stacked = torch.stack([v.tensor("w") for v in bases.vectors])
-            column = bases.decoder[:, bases.index(task)].float()
-            summed = torch.tensordot(column, stacked, 1).double()  # in float32, as it is used
-            true = float((summed - tau).norm() / tau.norm())
-            bounds = bases.facts["errors"][task]
-            assert bounds["at_least"] <= true <= bounds["at_most"], (keys, task, true, bounds)
 
 
 # Where it lies

@@ -151,7 +151,7 @@ def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
         dtype=dtype_name(dtype),
         budget=None,
         compress=None,
-        base_fingerprint=inputs.base_fingerprint,
+        base_fingerprint=inputs.prints[0],
         base_path=None,
         twins=dict(inputs.tied),
         model_bytes=0,

@@ -52,7 +52,6 @@ class Inputs:
     varying: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     changed: Sequence[str] = ()
-    _prints: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -73,21 +72,15 @@ class Inputs:
         widest = functools.reduce(torch.promote_types, found or {torch.float32})
         return widest if widest in (torch.bfloat16, torch.float16) else torch.float32
 
+    @functools.cached_property
+    def prints(self) -> list[str]:
+        """The fingerprints, the base's first."""
+        return [weights.fingerprint() for weights in (self.base, *self.sources)]
+
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Model -> fingerprint, the base's first."""
-        names = (self.base_model, *self.models)
-        return dict(zip(names, self._fingerprints(), strict=True))
-
-    @property
-    def base_fingerprint(self) -> str:
-        """The base's; a state dict may go by the same name as a task."""
-        return self._fingerprints()[0]
-
-    def _fingerprints(self) -> list[str]:
-        if not self._prints:
-            self._prints = [weights.fingerprint() for weights in (self.base, *self.sources)]
-        return self._prints
+        """Model -> fingerprint; a state dict may go by the same name as a task."""
+        return dict(zip((self.base_model, *self.models), self.prints, strict=True))
 
     @property
     def in_memory(self) -> bool:
@@ -98,7 +91,7 @@ class Inputs:
     def key(self) -> dict[str, object]:
         """What G depends on, for its cache."""
         return {
-            "fingerprints": self._fingerprints(),
+            "fingerprints": self.prints,
             "stamps": [source.stamp() for source in (self.base, *self.sources)],
             "items": [[item.name, list(item.shape)] for item in self.items],
             "changed": list(self.changed),

@@ -73,18 +73,14 @@ def facts(
 ) -> Facts:
     """All of a merge's `basis.json`; null where a number is undefined."""
     settings, encoding = basis.settings, basis.encoding
-    parameters = settings.in_force()
-    # One value, or all that filters and layer gradients led to.
-    for key, values in tunables.items():
-        parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
-    parameters["weights"] = dict(zip(basis.tasks, basis.weights, strict=True))
+    weights = dict(zip(basis.tasks, basis.weights, strict=True))
     losses = encoding.decoder_losses
     norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
     return Facts(
         format_version=FORMAT_VERSION,
         versions=versions(),
         method=settings.method,
-        parameters=parameters,
+        parameters={**settings.in_force(), **_values(tunables), "weights": weights},
         tasks=list(basis.tasks),
         models=[models[task] for task in basis.tasks],
         base_model=base_model,
@@ -141,7 +137,7 @@ def store_facts(
         budget=count,
         compress=COMPRESSED_BY.get(kind),
         basis_weights=[len(inputs.tasks) / count] * count if holds_sum else None,
-        base_fingerprint=inputs.base_fingerprint,
+        base_fingerprint=inputs.prints[0],
         base_path=local_path(inputs.base_model),
         twins=dict(inputs.tied),
         model_bytes=inputs.model_bytes,
@@ -221,9 +217,7 @@ def facts_over_store(
     parameters = {k: v for k, v in built.parameters.items() if k not in merging}
     in_force = basis.settings.in_force()
     parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
-    for key, values in tunables.items():
-        parameters[key] = next(iter(values)) if len(values) == 1 else sorted(values)
-    parameters["basis_weights"] = list(basis_weights)
+    parameters |= {**_values(tunables), "basis_weights": list(basis_weights)}
     return built.of_merge().but(
         versions=versions(),
         method=basis.settings.method,
@@ -234,6 +228,11 @@ def facts_over_store(
         gram_cached=False,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
     )
+
+
+def _values(tunables: Mapping[str, set[float]]) -> dict[str, object]:
+    """Of each key the one value, or all that filters and layer gradients led to."""
+    return {key: v.copy().pop() if len(v) == 1 else sorted(v) for key, v in tunables.items()}
 
 
 def tensors_of(basis: Basis) -> dict[str, Tensor]:
