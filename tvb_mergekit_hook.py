@@ -99,24 +99,18 @@ class TvbMergekitFinder:
         if self.checked or self.stopped:
             return
         self.checked = True
+        if _env("TVB_MERGEKIT_DISABLE"):
+            self.stopped = True
+            return
         try:
-            if _env("TVB_MERGEKIT_DISABLE"):
-                self.stopped = True
-                return
-            from importlib.metadata import PackageNotFoundError, version
+            from importlib.metadata import version
 
             from packaging.specifiers import SpecifierSet
 
-            try:
-                found = version("mergekit")
-                problem = f"mergekit {found} is installed"
-            except PackageNotFoundError:
-                found = None
-                problem = "mergekit was not installed by a package manager, its version is unknown"
-            if found is None or found not in SpecifierSet(MERGEKIT_RANGE):
+            if (found := version("mergekit")) not in SpecifierSet(MERGEKIT_RANGE):
                 self.stop(
-                    f"{METHODS} are not available: {problem}, {MERGEKIT_RANGE} is needed; "
-                    f"pip install 'mergekit{MERGEKIT_RANGE}'"
+                    f"are not available: mergekit {found} is installed, {MERGEKIT_RANGE} is "
+                    f"needed; pip install 'mergekit{MERGEKIT_RANGE}'"
                 )
         except Exception as error:
             self.give_up(error)
@@ -135,40 +129,23 @@ class TvbMergekitFinder:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        missing = isinstance(error, ModuleNotFoundError) and error.name in (
-            "tvb_mergekit",
-            "tvb_mergekit.plugin",
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        self.stop(
+            f"do not work: {message} (TVB_MERGEKIT_DEBUG=1 shows the traceback, "
+            "TVB_MERGEKIT_DISABLE=1 leaves mergekit as it is)"
         )
-        if missing:
-            self.stop(
-                f"{METHODS} are not available: the package tvb_mergekit is missing; pip install "
-                "--force-reinstall --no-deps tvb-mergekit, or pip uninstall tvb-mergekit"
-            )
-        else:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            self.stop(
-                f"{METHODS} do not work: {message} (TVB_MERGEKIT_DEBUG=1 shows the traceback, "
-                "TVB_MERGEKIT_DISABLE=1 leaves mergekit as it is)",
-                error,
-            )
+        if _env("TVB_MERGEKIT_DEBUG"):
+            import traceback
 
-    def stop(self, line: str, error: "Exception | None" = None) -> None:
+            traceback.print_exception(type(error), error, error.__traceback__)
+
+    def stop(self, problem: str) -> None:
         """Leave mergekit alone from now on. The line is written once in a process."""
         if self.stopped:
             return
         self.stopped = True
         try:
-            from tvb_mergekit import __version__
-
-            name = f"tvb-mergekit {__version__}"
-        except Exception:
-            name = "tvb-mergekit"
-        try:
-            sys.stderr.write(f"{name}: {line}\n")
-            if error is not None and _env("TVB_MERGEKIT_DEBUG"):
-                import traceback
-
-                traceback.print_exception(type(error), error, error.__traceback__)
+            sys.stderr.write(f"tvb-mergekit: {METHODS} {problem}\n")
         except Exception:  # no stderr, or a closed one
             pass
 
@@ -181,8 +158,6 @@ class _Loader:
         self._finder = finder
 
     def __getattr__(self, name: str) -> "Any":
-        if name in ("_loader", "_finder"):  # not set yet, in a copy: no recursion
-            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def exec_module(self, module: "ModuleType") -> None:

@@ -147,7 +147,7 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({}, "basis_negate needs `forget: task` and `alpha: number`"),
         ({"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
         (FORGET | {"alpha": 1e300}, "`alpha` is 1e+300: expected a number in [0, 1e+30]"),
-        (FORGET | {"basis": "rand_proj", "energy": 0.9}, "`energy` with basis rand_proj"),
+        (FORGET | {"basis": "rand_proj", "energy": 0.9}, "`energy`: rand_proj holds no share"),
         (FORGET | {"forget": ""}, "`forget` is empty"),
         (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
         (FORGET | {"forget": "math, math"}, "'math' is there twice"),

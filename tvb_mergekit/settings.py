@@ -188,14 +188,12 @@ def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
 
 
 def check_value(key: str, value: object) -> Any:
-    """The value of one key as its type (numbers may come as text, as YAML's `1e-3` does).
+    """The value of a known key as its type (numbers may come as text, as YAML's `1e-3` does).
 
     Raises:
-        UserError: the type or the range is wrong, or the key is unknown.
+        UserError: the type or the range is wrong.
     """
-    spec = ALL_KEYS.get(key)
-    if spec is None:
-        raise unknown_key(key, ALL_KEYS, "parameters")
+    spec = ALL_KEYS[key]
     wrong = f"`{key}` is {shown(value)}: expected {spec.expected}"
     if spec.type is str:
         return _text(spec, value, wrong)
@@ -327,8 +325,7 @@ def _check_combination(method: str, values: Mapping[str, Any]) -> None:
         )
     if basis == "rand_proj" and "energy" in values:
         raise UserError(
-            "`energy` with basis rand_proj: random directions hold no share of the energy to "
-            "choose M by; give `num_bases` or `basis_ratio`"
+            "`energy`: rand_proj holds no share of it; give `num_bases` or `basis_ratio`"
         )
     for key in values:
         spec = GLOBAL_KEYS[key]

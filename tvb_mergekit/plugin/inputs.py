@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,11 @@ LOG = logging.getLogger(__name__)
 FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(MergeOptions):
     """How the command may get at models."""
 
-    trust_remote_code: bool = False
-    allow_crimes: bool = False
-    lora_merge_cache: str | None = None
-    transformers_cache: str | None = None
+    quiet: bool = True
     fuse: bool = False  # adapters, instead of working on their factors
-
-    @property
-    def mergekit(self) -> MergeOptions:
-        return MergeOptions(
-            trust_remote_code=self.trust_remote_code,
-            allow_crimes=self.allow_crimes,
-            lora_merge_cache=self.lora_merge_cache,
-            transformers_cache=self.transformers_cache,
-            quiet=True,
-        )
 
 
 def read_inputs(document: Document, options: Options, names: Sequence[str] | None = None) -> Inputs:
@@ -249,9 +235,9 @@ def planned(document: Document, options: Options, memory: int | None = None) -> 
     """
     with fresh_loaders():
         with refusing(planning=True):
-            check_local_files(document.recipe, options.mergekit)
+            check_local_files(document.recipe, options)
             check_tokenizer_source(document.config)
-            plan = plan_merge(document.recipe, document.config, options.mergekit, memory)
+            plan = plan_merge(document.recipe, document.config, options, memory)
         plan.make_tokenizer()
         with refusing():
             yield plan

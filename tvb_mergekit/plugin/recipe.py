@@ -188,8 +188,6 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
                 f"`{where}` lists other models than the first list ({different.pop()} is in one "
                 "only): a task vector must reach over all slices and modules"
             )
-    if not first:
-        raise UserError("the recipe lists no models besides the base: list at least one")
     return first
 
 
@@ -208,13 +206,9 @@ def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
     for section in sections:
         where = f"{section.where}parameters"
         for key, setting in section.parameters.items() if section.model is None else ():
-            if key in MODEL_KEYS:
-                raise UserError(
-                    f"`{key}` under `{where}`: it belongs under the parameters of one model"
-                )
             if key in VARYING_KEYS:
                 found.setdefault(key, []).append(setting)
-            elif section.where:
+            elif section.where and key in GLOBAL_KEYS:
                 raise UserError(
                     f"`{key}` under `{where}` would hold for the whole merge: it belongs under the "
                     "recipe's own `parameters`"

@@ -150,9 +150,9 @@ class TunedRecipe:
                 config = MergeConfiguration.model_validate(document)
                 base = config.base_model
                 for model in sorted(self._models(), key=lambda m: (m != base, str(m))):
-                    check_model(model, base, self.options.mergekit)
+                    check_model(model, base, self.options)
                 check_tokenizer_source(config)
-                tasks = planned_by_mergekit(config, self.options.mergekit)._tensors
+                tasks = planned_by_mergekit(config, self.options)._tensors
             yield tasks
 
     def _models(self) -> set[ModelReference]:
@@ -187,7 +187,7 @@ class TunedRecipe:
     def write(self, point: float, out: str | os.PathLike[str], quiet: bool = True) -> None:
         """Merge one point into a folder, to what `mergekit-yaml` writes."""
         document = self.at(point)
-        options = self.options.mergekit.model_copy(
+        options = self.options.model_copy(
             update={"out_shard_size": SHARD, "quiet": quiet, "random_seed": self.seed}
         )
         source = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
