@@ -115,10 +115,12 @@ def build(
 
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.plugin.preflight import input_folders
-    from tvb_mergekit.store.adapters import build_adapters
+    from tvb_mergekit.store.adapters import NOT_ADAPTERS, build_adapters
     from tvb_mergekit.store.build import build_store
     from tvb_mergekit.tensors.output import check_new_folder
 
+    if adapters and not all(model.lora for model in document.recipe.models):
+        raise UserError(NOT_ADAPTERS)
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: _open(document, values))
     wanted = _dtype(dtype) or inputs.own_dtype
