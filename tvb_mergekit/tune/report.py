@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 
 from tvb_mergekit.atomic import write_file
@@ -199,12 +200,9 @@ def _figure(tuned: Tuned) -> Figure:
 
     def curve(label: str, colour: str, found: list[Estimate]) -> None:
         values = [estimate.value for estimate in found]
-        axes.plot(points, values, "o-", color=colour, markersize=4, label=printable(label))
-        errors = [estimate.stderr for estimate in found if estimate.stderr is not None]
-        if len(errors) == len(found):
-            low = [value - error for value, error in zip(values, errors, strict=True)]
-            high = [value + error for value, error in zip(values, errors, strict=True)]
-            axes.fill_between(points, low, high, color=colour, alpha=0.15, linewidth=0)
+        errors = np.array([estimate.stderr for estimate in found], dtype=float)  # None is NaN
+        how: dict[str, Any] = {"color": colour, "ecolor": PALE, "label": printable(label)}
+        axes.errorbar(points, values, errors, fmt="o-", markersize=4, elinewidth=0.8, **how)
 
     curve("mean" if several else goal.entries[0].name, BLUE, [row.target for row in rows])
     controls = [row.control for row in rows if row.control is not None]
@@ -212,9 +210,9 @@ def _figure(tuned: Tuned) -> Figure:
         names = [entry.name for entry in tuned.goals["control"].entries]
         curve(f"control: {listed(names)}", ORANGE, controls)
         keep = tuned.request.keep
-        at_zero = controls[points.index(0.0)].value
+        least = keep * controls[points.index(0.0)].value
         label = f"{keep:g} of the control score at 0"
-        axes.axhline(keep * at_zero, color=ORANGE, linewidth=0.8, linestyle="--", label=label)
+        axes.axhline(least, color=ORANGE, linewidth=0.8, linestyle="--", label=label)
     axes.axvline(tuned.best.point, color=DARK, linewidth=0.8, linestyle=":")
     axes.set_xlabel(tuned.recipe.key)
     axes.set_ylabel(_what(tuned) if goal.reference else "score, ± 1 standard error")
