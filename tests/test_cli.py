@@ -249,7 +249,6 @@ def test_no_recipe(here: Path) -> None:
             assert re.search(want, refused(*words)), want
 
 
-DTYPE = "'float64' is not one of"
 ONE = "give one of --task NAME, --basis K and --all-bases"
 NEW = "a new one needs --base BASE and --budget M"
 REFUSED: dict[str, str] = {
@@ -306,11 +305,7 @@ REFUSED: dict[str, str] = {
 }
 MISUSED = {
     "build nope.yml out": "does not exist",
-    "build math out": "is a directory",
-    "build recipe.yml out --dtype float64": DTYPE,
-    "build recipe.yml out --adapters --rank 0": "0 is not in the range",
-    "export store out --basis x": "not a valid integer",
-    "export store out --task math --dtype float64": DTYPE,
+    "build recipe.yml out --dtype float64": "'float64' is not one of",
     "add store new-model": "Missing option '--task'",
 }
 DEVICES = {  # PyTorch's own words
@@ -522,7 +517,7 @@ def test_the_base_has_moved(here: Path) -> None:
 
 
 def test_no_network(here: Path) -> None:
-    """Without HF_HUB_OFFLINE, and nothing answers."""
+    """And nothing answers."""
     import huggingface_hub
 
     class ConnectError(Exception):
@@ -532,20 +527,6 @@ def test_no_network(here: Path) -> None:
     with mock.patch.object(huggingface_hub, "list_repo_files", side_effect=ConnectError("no name")):
         said = refused("export", "store", "out", "--task", "math", "--base", "some/body")
     assert "base some/body: no such file or folder" in said
-    (here / "hub.yml").write_text(HUB)
-    original = transformers.AutoConfig.from_pretrained
-
-    def configuration(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "some/body":
-            raise OSError("We couldn't connect to 'https://huggingface.co'. Check the connection")
-        return original(name, *args, **kwargs)
-
-    with (
-        mock.patch.dict(os.environ, HF_HUB_OFFLINE="0"),
-        mock.patch("transformers.AutoConfig.from_pretrained", configuration),
-    ):
-        for command in (["check", "hub.yml"], ["build", "hub.yml", "out"]):
-            assert "model some/body: no such folder" in refused(*command)
 
 
 # The cache
