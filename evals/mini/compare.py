@@ -45,6 +45,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 import tvb_mergekit
+from tvb_mergekit.atomic import write_file
 
 VERSION = 1  # of what cells mean: another one, and none of before is taken
 
@@ -91,9 +92,7 @@ def compute(work: Work) -> Path:
     seconds = time.perf_counter() - start
     record = {"cell": work.cell, "seconds": seconds, "result": result}
     work.file.parent.mkdir(parents=True, exist_ok=True)
-    partial = work.file.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1))
-    os.replace(partial, work.file)
+    write_file(work.file, json.dumps(record, indent=1).encode())
     return work.file
 
 

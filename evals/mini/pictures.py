@@ -32,9 +32,9 @@ from sheets import (
     tested,
 )
 
+from tvb_mergekit.figures import DARK, METADATA, PALE
+
 WIDTH = 9.0  # inches, about what a README is wide
-DARK, PALE = "#333333", "#999999"
-METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
 SETTINGS: Any = {
     "svg.hashsalt": "tvb-mergekit",
     "text.parse_math": False,
@@ -98,7 +98,7 @@ def draw(records: Iterable[Record], preset: str, method: str) -> dict[str, Figur
 def svg(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     with styled():
-        figure.savefig(buffer, format="svg", metadata=METADATA)
+        figure.savefig(buffer, format="svg", metadata=METADATA["svg"])
     return buffer.getvalue()
 
 

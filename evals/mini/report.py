@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +53,8 @@ from sheets import (
     value_of,
     variation,
 )
+
+from tvb_mergekit.atomic import write_file
 
 # ------------------------------------------------------------------------------------------- tables
 
@@ -362,9 +363,7 @@ def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> 
     files[folder / "cells.jsonl"] = listing(records).encode()
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
-        beside = path.with_name(f".{path.name}.partial")
-        beside.write_bytes(content)
-        os.replace(beside, path)
+        write_file(path, content)
     return list(files)
 
 

@@ -10,7 +10,6 @@ and `load_state_dict`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -225,24 +224,17 @@ def report(found: Mapping[str, Any]) -> str:
               help="Which of the run's specialists.")  # fmt: skip
 @click.option("--split", type=click.Choice(data.SPLITS), default="test", show_default=True)
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the scores there too.")  # fmt: skip
-def main(
-    run: Path, model: Path | None, method: str, split: str, device: str, file: Path | None
-) -> None:
+def main(run: Path, model: Path | None, method: str, split: str, device: str) -> None:
     """Score what train.py left in RUN."""
     logging.disable_progress_bar()
     if model is None:
-        found = survey(run, method, split, device)
-        click.echo(report(found))
+        click.echo(report(survey(run, method, split, device)))
     else:
         loaded = load(model, run / "base").to(device)
         tokenizer = AutoTokenizer.from_pretrained(run / "base")
         found = score(loaded, tokenizer, run / "data", split, [*data.TASKS, *data.UNSEEN])
         for task, value in found.items():
             click.echo(f"{task:20s} {value:.3f}")
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

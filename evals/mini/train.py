@@ -38,6 +38,8 @@ from model import PRESETS, Preset, add_lora, make_model, make_tokenizer, train
 from tqdm import tqdm
 from transformers.utils import logging
 
+from tvb_mergekit.atomic import write_file
+
 METHODS = ("full", "lora")
 
 
@@ -69,9 +71,7 @@ def open_run(folder: Path, preset: Preset) -> None:
     if not (folder / "data").exists():
         counts = dict.fromkeys(data.SPLITS, preset.items)
         write_whole(folder / "data", lambda partial: data.write(partial, counts))
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(facts, indent=1))
-    os.replace(partial, file)
+    write_file(file, json.dumps(facts, indent=1).encode())
 
 
 def chosen_device(device: str) -> str:
