@@ -432,27 +432,6 @@ def test_dtypes_in_memory(made: Callable[[str], Models]) -> None:
             assert tensor.dtype == kind and torch.equal(tensor, whole[name].to(kind))
 
 
-# Merging in memory
-
-
-@pytest.mark.parametrize(
-    ("method", "keys"),
-    [
-        ("basis_ta", PCA),
-        ("basis_ties", {"basis": "none", "density": 0.3, "merge_func": "mean"}),
-        ("basis_negate", {**PCA, "forget": "2,3", "alpha": 0.6}),
-    ],
-)
-def test_single_tensors(method: str, keys: Any, made: Callable[[str], Models]) -> None:
-    states = [{"layer": state["layer"]} for state in made("safetensors").states]
-    listed = [state["layer"] for state in states]
-    merged = merge_methods.merge_tensors(
-        listed, method, parameters=keys, base_index=0, name="layer"
-    )
-    want = expect(Dense(states[0], states[1:], ["layer"]), method, keys, {}, ("1", "2", "3"))
-    assert_close({"layer": merged}, want.tensors, states[0], want.boundary)
-
-
 def test_modules_views_and_float64() -> None:
     """Modules lend no gradients, views are read in place, and float64 stays so."""
     modules: dict[str, torch.nn.Module] = {}
@@ -465,6 +444,13 @@ def test_modules_views_and_float64() -> None:
         for key, module in modules.items()
     }  # fmt: skip
     assert not turned["math"]["transformer.wte.weight"].is_contiguous()
+    alone = [modules[key].get_parameter("transformer.wte.weight") for key in modules]
+    merged = merge_methods.merge_tensors(
+        alone, "basis_ta", parameters={"basis": "none"}, base_index=0, name="w"
+    )
+    dense = Dense({"w": alone[0].detach()}, [{"w": t.detach()} for t in alone[1:]], ["w"])
+    plain = expect(dense, "basis_ta", {"basis": "none"}, {}, THREE)
+    assert_close({"w": merged}, plain.tensors, dense.base)
     double = {key: {n: t.double() for n, t in state.items()} for key, state in turned.items()}
     states = list(turned.values())
     names = [name for name in states[0] if name != "lm_head.weight"]
@@ -476,15 +462,6 @@ def test_modules_views_and_float64() -> None:
         assert_close(merged, want.tensors, states[0])
         kind = torch.float64 if given is double else torch.float32
         assert all(t.dtype == kind and not t.requires_grad for t in merged.values())
-
-
-def test_methods_are_listed_with_their_parameters() -> None:
-    known = {method.spec.name: method.spec for method in merge_methods.registered_methods()}
-    for name in ("basis_ta", "basis_ties", "basis_negate"):
-        keys = {parameter.name for parameter in known[name].parameters}
-        assert {"basis", "num_bases", "lambda", "task", "weight"} <= keys
-        assert ("density" in keys) == (name == "basis_ties")
-        assert ({"forget", "alpha"} <= keys) == (name == "basis_negate")
 
 
 # The same bits

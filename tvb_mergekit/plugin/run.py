@@ -364,7 +364,7 @@ def _plan_files(
     method = merge_methods.get(config.merge_method)
     # In a store's files a tensor may go by another name: `StoreRecipe.sources` has it.
     theirs = [base.tensors if store else files[model].tensors for model in recipe.models]
-    names = sorted(set(base.tensors).union(*theirs) if union else set().union(*theirs))
+    names = sorted(set(base.tensors).union(*theirs))
     if intersection:
         names = [n for n in names if all(n in tensors for tensors in (base.tensors, *theirs))]
     plan_tensors(
