@@ -139,6 +139,21 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("plugin/stores.py", "shares[position] *= weight", "shares[position] *= 1.0"),
         ("plugin/stores.py", "(self.bases.tasks)[rows]", "(self.bases.tasks)"),
     ],
+    "test_online.py -k 'not slow and (paper or bounds)'": [
+        ("store/store.py", "return weights / weights.mean()", "return weights"),
+        ("store/add.py", "matrix[-1] *= self.weight", "matrix[-1] *= 1.0"),
+    ],
+    "test_store.py -k dense_reference": [
+        ("store/report.py", "moved = lost @ table.abs()", "moved = 0 * (lost @ table.abs())"),
+        ("store/build.py", "[:, None] / len(basis.tasks)", "[:, None] / basis.num_bases"),
+    ],
+    "test_store_safety.py -k 'weighted_task or keeps_its_meaning'": [
+        ("store/export.py", "([task]) / bases.weights", "([task]) * bases.weights"),
+        ("store/add.py", "self.bases.num_bases / len(old.tasks)", "1.0"),
+    ],
+    "test_adapter_store.py -k cancel": [
+        ("store/adapters.py", "torch.tensor([-weight]", "torch.tensor([-1.0]"),
+    ],
     "test_recipe.py": [
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
         ("settings.py", "if self.above else self.low <= number", "if self.above else True"),

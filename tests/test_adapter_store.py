@@ -24,7 +24,6 @@ from tvb_mergekit.store import store
 
 State = dict[str, Tensor]
 TASKS = ("math", "code", "safety")
-NORM = "model.layers.0.input_layernorm.weight"
 
 
 class World:

@@ -37,7 +37,6 @@ from tvb_mergekit.tensors.adapter import MARKER
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 Array = NDArray[np.float64]
-State = dict[str, torch.Tensor]
 KINDS: dict[str, dict[str, Any]] = {
     "ae": {"num_bases": 3, "steps": 300},
     "ae-exact": {"basis": "ae", "solver": "exact", "num_bases": 2},

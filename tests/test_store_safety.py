@@ -18,7 +18,6 @@ import yaml
 from commands import MODULES, assert_close, merge, ready, recipe, refused, tvb, write
 from reference import Dense, addition
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
@@ -26,7 +25,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import facts, store
 
 TASKS = ("a", "b", "c", "d", "e", "f", "g")
-State = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
