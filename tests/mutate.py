@@ -31,14 +31,12 @@ SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     SUMS: [
+        ("core/gram.py", "left[:, whole:] @ right[:, whole:].T", "left[:, :0] @ right[:, :0].T"),
         ("core/gram.py", "1.0 if len(shape) > 1", "1.0 if len(shape) > 2"),
         ("core/gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
         ("core/gram.py", "else tasks * w,", "else tasks,"),
         ("core/gram.py", "else one + two", "else two"),
         ("tensors/stream.py", "rows[0].copy_(values.pop(0))", "rows[0].copy_(values[0])"),
-    ],
-    f"{MERGING} -k products": [
-        ("core/gram.py", "left[:, whole:] @ right[:, whole:].T", "left[:, :0] @ right[:, :0].T"),
     ],
     f"{MERGING} -k gram_matrix_says": [
         ("core/basis.py", "norm > ratio * base_norm", "norm > base_norm"),

@@ -18,7 +18,7 @@ from reference import Array, Dense, flat, random_projection
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
-from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch, products
+from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch
 from tvb_mergekit.core.merge import TrimElectMerge
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
 from tvb_mergekit.errors import UserError
@@ -142,16 +142,6 @@ def test_the_sums_do_not_depend_on_how_they_are_shared(
         elif left is not None:
             scale = float(left.abs().max())
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12 * scale)
-
-
-@quick
-@given(st.integers(1, 5), st.integers(1, 5), LENGTHS, st.integers(0, 2**31))
-def test_products_equal_float64(left: int, right: int, length: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    one, two = (torch.randn(rows, length, generator=generator) for rows in (left, right))
-    found = products(one, two)
-    assert found.dtype == torch.float64
-    close(found, one.double().T.numpy(), two.double().T.numpy())
 
 
 def test_what_the_gram_matrix_says_of_the_models() -> None:
@@ -322,15 +312,3 @@ def test_trim_by_tensor_is_topk(length: int, density: float, decimals: int, seed
     limits = exact_thresholds(sweep, 3, length, density)
     count = max(1, int(density * length))
     assert torch.equal(limits, values.abs().topk(count, dim=1).values[:, -1])
-
-
-@pytest.mark.parametrize("trim", ["model", "tensor"])
-def test_equal_magnitudes_are_kept_together(trim: str) -> None:
-    model = torch.cat([torch.full((600,), 0.5), torch.full((400,), -0.25)])
-    keys = {"basis": "none", "trim": trim}
-    item = held_item("t", torch.zeros(1000), [model])
-    basis = build_basis(resolve_settings("basis_ties", keys, ["a"]), ["a"], [1.0], lambda: [item])
-    merged = merge_tensor(
-        basis, "t", torch.zeros(1000), [model], Tunables(1.0, density=0.5), torch.float32, CPU
-    )
-    assert torch.equal(merged, torch.where(model == 0.5, model, 0.0))

@@ -71,7 +71,7 @@ CASES = {
     # what safetensors raises when a write fails; a limit on the size of files stands for the disk
     "no graphics card": Case(args=("--quiet", "--cuda"), wants=("[Cc][Uu][Dd][Aa]",)),
     "interrupted in the Gram pass": Case(
-        fault=partial(on_call, "tvb_mergekit.core.gram.GramSums.add", INTERRUPT, 3),
+        fault=partial(on_call, "tvb_mergekit.core.gram.GramSums.plus", INTERRUPT, 3),
         wants=("Aborted!$",),
         foreign=True,
     ),

@@ -58,18 +58,13 @@ class Combination(ABC):
     @property
     @abstractmethod
     def weighted_encoder(self) -> Tensor:
-        """The bases from the vectors that are combined, B = vectors @ this (paper Eq. 8):
-        [num_inputs, M] float64. For rand_proj the vectors are the columns of Omega."""
+        """The bases from the N vectors that are combined, B = vectors @ this (paper Eq. 8): [N, M]
+        float64. For rand_proj the vectors are the columns of Omega."""
 
     @property
     @abstractmethod
     def weighted_reconstruction(self) -> Tensor:
-        """The reconstructed task vectors T_hat likewise (paper Eq. 10): [num_inputs, T]."""
-
-    @property
-    def num_inputs(self) -> int:
-        """How many vectors are combined."""
-        return self.weighted_encoder.shape[0]
+        """The reconstructed task vectors T_hat likewise (paper Eq. 10): [N, T]."""
 
     @property
     def num_bases(self) -> int:
@@ -85,7 +80,7 @@ class Combination(ABC):
 
     @property
     def addition(self) -> Tensor:
-        """The sum of the bases from the vectors that are combined, [num_inputs] float64."""
+        """The sum of the bases from the vectors that are combined, [N] float64."""
         return self.weighted_encoder.sum(1)
 
     @property
@@ -113,7 +108,8 @@ class Combination(ABC):
             how = self.settings.merge_func
             return TrimElectMerge(self.weighted_encoder, thresholds, how, scale, not alone)
         if alone:
-            return Linear([[(1.0, self.direction)]], add_base=False)
+            direction = self.forgetting if self.settings.forget else self.addition
+            return Linear([[(1.0, direction)]], add_base=False)
         return Linear([self.terms(values.lambda_, values.alpha)])
 
     def terms(self, lambda_: float, alpha: float = 0.0) -> list[Term]:
@@ -122,11 +118,6 @@ class Combination(ABC):
         if self.settings.forget:
             terms.append((-alpha, self.forgetting))
         return [term for term in terms if term[0] != 0]
-
-    @property
-    def direction(self) -> Tensor:
-        """What a tuned coefficient scales, up to a factor of each."""
-        return self.forgetting if self.settings.forget else self.addition
 
     def thresholds(self, density: float) -> Tensor:
         """`trim: model`: the threshold of each basis for this density, [M] float32."""
@@ -151,17 +142,16 @@ class Basis(Combination):
         """W_e with the models' weights folded in: B = [theta_i - theta_0] @ this."""
         if self.encoding.mixing is not None:
             return self.encoding.mixing
-        assert self.encoding.encoder is not None
         return self._weighted(self.encoding.encoder)
 
     @property
     def weighted_reconstruction(self) -> Tensor:
         if self.encoding.mixing is not None:
             return self.encoding.mixing @ self.encoding.decoder
-        assert self.encoding.reconstruction is not None
         return self._weighted(self.encoding.reconstruction)
 
-    def _weighted(self, rows: Tensor) -> Tensor:
+    def _weighted(self, rows: Tensor | None) -> Tensor:
+        assert rows is not None  # of all but rand_proj
         return torch.tensor(self.weights, dtype=torch.float64, device="cpu")[:, None] * rows
 
 
@@ -245,8 +235,8 @@ def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     """What the Gram matrix says against the recipe, a line each; `models` maps task -> model."""
     lines = []
     scales = [abs(weight) for weight in basis.weights]
-    base_size, *sizes = basis.sums.sizes
-    sizes = [size / scale for size, scale in zip(sizes, scales, strict=True)]
+    base_size, *scaled = basis.sums.sizes
+    sizes = [size / scale for size, scale in zip(scaled, scales, strict=True)]
     base_norm = basis.sums.base_norm_squared**0.5
     norms: list[float] = basis.sums.gram.diagonal().sqrt().tolist()
     for index, task in enumerate(basis.tasks):

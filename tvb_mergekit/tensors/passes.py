@@ -73,7 +73,6 @@ def gram_pass(
     Args:
         items: gives the tensors that count; called only if they must be read.
         tasks: names of the inputs, for messages.
-        devices: where to compute.
         budget: bytes that may be allocated.
         sketch: sums of Omega as well.
         key: what identifies the inputs, for the cache; None does not cache.
@@ -207,7 +206,6 @@ def count_pass(
     Every thread fills one of its own: as many threads as have memory for theirs in half the budget.
 
     Args:
-        encoder: [T, M], any dtype.
         fresh: makes an empty histogram.
         progress: called with the bytes read.
     """
@@ -365,8 +363,6 @@ def build_basis(
     """Everything that must be known before the first tensor is merged: see `gram_pass`.
 
     Args:
-        settings: from `resolve_settings`.
-        tasks: names of the T tasks, unique.
         weights: scale of each task vector, [T], none zero.
 
     Raises:

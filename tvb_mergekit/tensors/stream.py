@@ -76,14 +76,13 @@ class Item:
         return (*(() if self.base is None else (self.base,)), *self.inputs)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that reading it takes."""
-        return self.numel * sum(part.dtype.itemsize for part in self.parts)
+    def width(self) -> int:
+        """Bytes that reading one element takes."""
+        return sum(part.dtype.itemsize for part in self.parts)
 
-    def ahead(self, start: int, stop: int) -> None:
-        """Elements `start` to `stop` will be read soon."""
-        for part in self.parts:
-            part.ahead(start, stop)
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.width
 
     def whole(self, part: Part) -> Tensor:
         buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
@@ -152,7 +151,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * sum(part.dtype.itemsize for part in self.item.parts)
+        return self.numel * self.item.width
 
 
 class Sink(Protocol):
@@ -260,10 +259,8 @@ def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torc
 
 def read_width(items: Sequence[Item], held: bool = False) -> int:
     """Bytes of one element in all parts that are read, or `held` in memory, of the widest item."""
-    return max(
-        (sum(p.dtype.itemsize for p in item.parts if held or not p.held) for item in items),
-        default=0,
-    )
+    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
+    return max(map(sum, read), default=0)
 
 
 def in_order(
@@ -304,7 +301,8 @@ def in_order(
                 if len(waiting) == layout.under_way:
                     done, result = waiting.popleft()
                     yield done, result.result()
-                piece.item.ahead(piece.start, piece.stop)
+                for part in piece.item.parts:
+                    part.ahead(piece.start, piece.stop)
                 waiting.append((piece, computers.submit(compute, piece)))
             while waiting:
                 done, result = waiting.popleft()

@@ -9,8 +9,7 @@ import torch
 from torch.optim.adam import adam
 
 from tvb_mergekit.core.encoders.exact import least_loss
-from tvb_mergekit.core.encoders.linear import Encoding, Gram, tensor
-from tvb_mergekit.core.encoders.threads import one_thread
+from tvb_mergekit.core.encoders.linear import Encoding, Gram, one_thread, tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram
+from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram, one_thread
 from tvb_mergekit.core.encoders.spread import spread
-from tvb_mergekit.core.encoders.threads import one_thread
 from tvb_mergekit.errors import UserError
 
 

@@ -22,8 +22,7 @@ import numpy as np
 import scipy  # whose parts are imported when they are used
 
 from tvb_mergekit.core.encoders.balanced import completion, spread_encoder
-from tvb_mergekit.core.encoders.linear import NULL, Array, Gram
-from tvb_mergekit.core.encoders.threads import one_thread
+from tvb_mergekit.core.encoders.linear import NULL, Array, Gram, one_thread
 
 FLOOR = 1e-4  # W_d grows as its inverse, the loss above the infimum in proportion to it
 ATTAINED = 1e-11  # a relative gap to the bound that ends the search

@@ -7,12 +7,14 @@ equations W_e^T G W_e, which would square the condition number once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
@@ -152,3 +154,19 @@ class Gram:
 
 def tensor(array: Array) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.float64, order="C"))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch and the BLAS of NumPy and SciPy have one thread, afterwards as many as before.
+
+    Several would wait for each other by spinning, at every step on a T x T matrix: up to a hundred
+    times as long as the work, where another process has a core.
+    """
+    threads = torch.get_num_threads()
+    with threadpool_limits(1):
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
