@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -148,10 +149,14 @@ def check_adapter_place(path: str) -> None:
             raise UserError(
                 f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
             )
-    elif not may_be_on_the_hub(path):
+        return
+    there = may_be_on_the_hub(path)
+    if there and os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+        there = huggingface_hub.try_to_load_from_cache(path, "adapter_config.json") is not None
+    if not there:
         raise UserError(
-            f"adapter {path}: no such folder (from {os.getcwd()}); mergekit reads `+` in a model "
-            "as MODEL+ADAPTER"
+            f"adapter {path}: no such folder (from {os.getcwd()}), nor to be had from the Hugging "
+            "Face Hub; mergekit reads `+` in a model as MODEL+ADAPTER"
         )
 
 
