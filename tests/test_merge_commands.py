@@ -29,11 +29,13 @@ def test_commands(command: str, models: Folders, tmp_path: Path) -> None:
     out, document = tmp_path / "out", recipe("basis_ta", *models, **BALANCED)
     words = [*command.split(), str(write(document, out)), str(out)]
     if command == "mergekit-multi":
-        words[-1:] = ["-I", str(tmp_path), "--out-path", str(out)]
+        words[-1:] = ["-I", str(tmp_path), "--out-path", str(out), "--lazy-unpickle"]
     done = run(words, out, cache="off")
     assert done.returncode == 0, done.stderr
     for text in ("Cosines", "Encoder weights", "Retained energy", "Written to", *THREE):
         assert text in done.stdout
+    told = "--lazy-unpickle: without effect on our methods" in done.stderr
+    assert told == ("--lazy-unpickle" in words)
     assert "\r" not in done.stderr and "Gram matrix: 100%" in done.stderr  # no terminal
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.yml"}
     assert_same(Result(out), merge(document, tmp_path / "same"))

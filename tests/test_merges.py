@@ -130,7 +130,7 @@ CASES = {
     # keys
     "energy": Case("llama", "basis_ta", {"basis": "rand_select", "energy": 0.8}),
     "as many bases": Case(
-        "llama", "basis_negate", {"basis": "pca", "num_bases": 5, "forget": "code", "alpha": 0}
+        "llama", "basis_negate", {"basis": "pca", "num_bases": 5, "forget": "code", "alpha": 1}
     ),
     "lambda by tasks": Case("llama", "basis_ta", {**PCA, "lambda": -0.7, "lambda_scale": "tasks"}),
     "lambda by tasks, ties": Case(

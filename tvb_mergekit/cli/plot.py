@@ -68,8 +68,8 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         )
     if target.is_dir():
         raise UserError(f"cannot write {target}: it is a folder")
-    if not target.parent.is_dir():
-        raise UserError(f"cannot write {target}: no such folder")
+    if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
+        raise UserError(f"cannot write {target}: no such folder, or no right to write there")
     if not can_draw():
         raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
 

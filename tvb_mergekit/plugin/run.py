@@ -70,6 +70,15 @@ from tvb_mergekit.tensors.writing import (
 )
 
 LOG = logging.getLogger(__name__)
+# mergekit's options for its own task graph, which none of our methods runs.
+WITHOUT_EFFECT = (
+    "async_write",
+    "clone_tensors",
+    "lazy_unpickle",
+    "low_cpu_memory",
+    "read_to_gpu",
+    "write_threads",
+)
 
 
 def merge_recipe(
@@ -123,6 +132,7 @@ def merge(
     """
     started = time.perf_counter()
     world = ranks.world()
+    _tell_options_without_effect(options)
     if options.random_seed is not None:
         transformers.trainer_utils.set_seed(options.random_seed)
     with logging_above_bars(), unwinding(), refusing(out=out):
@@ -141,6 +151,13 @@ def merge(
             write_tensors(plan, stage.path)
             _write_companions(plan, config, stage.path, source)
             finish(stage, plan, started, card=options.write_model_card)
+
+
+def _tell_options_without_effect(options: MergeOptions) -> None:
+    given = options.model_dump(include=set(WITHOUT_EFFECT), exclude_defaults=True)
+    if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        LOG.warning("%s: without effect on our methods, which stream tensors", names)
 
 
 @contextmanager
@@ -327,6 +344,7 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
         with refusing(planning=True):
             recipe = read_recipe(config)
             check_output_folder(out_path, input_folders(recipe))
+            _tell_options_without_effect(options)
             plan = _plan_files(recipe, config, options, module, tensor_union, tensor_intersection)
             check_disk(out_path, plan.output_bytes)
             _warn_of_stale_parts(out_path)

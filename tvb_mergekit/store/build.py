@@ -30,7 +30,7 @@ from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
 from tvb_mergekit.store.inputs import Inputs
@@ -154,6 +154,11 @@ def build_store(
         left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]
         numel = sum(item.numel for item in chain.from_iterable(left))
         check_disk(str(partial), numel * dtype.itemsize * len(writers))
+        stored = len(writers) * dtype.itemsize * sum(item.numel for item in items)
+        if stored > inputs.model_bytes:
+            more = megabytes(stored - inputs.model_bytes)
+            warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
+                 "--dtype")  # fmt: skip
         sink = FoldersSink(writers, journals[world.rank])
         _combine(basis, sink, left[world.rank], devices, budget, progress)
         basis.seconds = {
