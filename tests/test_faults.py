@@ -224,7 +224,7 @@ RECIPES = {
     "path bare": listed("./a", "nope", wants=("nope", "folder")),
     "plus in a path": listed("./a", "./b+c", wants=(r"\./b\+c", "lora-merge-cache")),
     # no recipe at all
-    "list": Case("- merge_method: basis_ta\n", ("ValidationError",), foreign=True),
+    "list": Case("- merge_method: basis_ta\n", ("recipe.yml", "a list, expected a mapping")),
     "near method": wrong(
         {}, "`merge_method` is 'basis_tai': .*mean `basis_ta`\\?", method="basis_tai"
     ),

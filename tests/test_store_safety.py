@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,36 @@ def test_what_a_user_put_there_survives_additions_and_undoing(
         assert (recipes / "merged/model.txt").read_text() == "x"
     assert "recipes/add.yml was edited: it stays as it is" in caplog.text
     assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
+
+
+def test_a_users_folder_does_not_take_the_place_of_a_new_basis(here: Path) -> None:
+    (here / "grown/basis-003").mkdir()
+    (here / "grown/basis-003/model.safetensors").write_text("mine")
+    tvb("add", "grown", "e", "--task", "e", "--budget", "4", "--quiet")
+    assert store.load("grown", verify="all").num_bases == 4
+
+
+def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:
+    begun, ended, failed = threading.Event(), threading.Event(), []
+
+    def read() -> None:
+        while not ended.is_set():
+            try:
+                store.load("grown")
+            except Exception as error:
+                failed.append(error)
+            begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    begun.wait()
+    try:
+        for words in (["add", "grown", "e", "--task", "e", "--quiet"], ["undo", "grown"]) * 5:
+            tvb(*words)
+    finally:
+        ended.set()
+        reader.join()
+    assert not failed
 
 
 def test_a_damaged_addition_is_undone(here: Path) -> None:

@@ -127,11 +127,10 @@ def uses_our_methods(path: str) -> bool:
     Raises:
         UserError: the text is no YAML, or asks for a method that mergekit does not know either.
     """
-    methods = [
-        document.get("merge_method")
-        for document in load_documents(path, strict=False)
-        if isinstance(document, dict)
-    ]
+    methods = []
+    for document in load_documents(path, strict=False):
+        part = document[0] if isinstance(document, list) and document else document
+        methods.append(part.get("merge_method") if isinstance(part, dict) else None)
     for method in methods:
         if isinstance(method, str) and method not in registered():
             raise unknown_method(path, method, registered())

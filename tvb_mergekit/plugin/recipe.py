@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ def _check_output(config: Any) -> None:
         if name is not None and name.removeprefix("torch.") not in DTYPES:
             raise UserError(f"`{key}` is {shown(name)}: expected one of {', '.join(DTYPES)}")
     template = getattr(config, "chat_template", None)
-    if template and template != "auto" and "{" not in template:
+    if template and template != "auto" and not re.search("{[{%]", template):
         files = importlib.resources.files("mergekit._data.chat_templates").iterdir()
         known = sorted(f.name.removesuffix(".jinja") for f in files if f.name.endswith(".jinja"))
         if template not in known:
@@ -248,6 +249,10 @@ def _model_values(
 def _one_value(key: str, setting: Any, where: str) -> Any:
     """The plain value of a setting, which may not be a filter or a layer gradient."""
     known = key in GLOBAL_KEYS or key in MODEL_KEYS
+    if known and isinstance(setting, Mapping) and setting.get("filter") in (None, "*"):
+        setting = setting.get("value")
+    if known and isinstance(setting, list) and len(setting) == 1:
+        return _one_value(key, setting[0], where)
     if known and isinstance(setting, list | Mapping):
         hint = '; several names are one text: "math,code"' if key == "forget" else ""
         raise UserError(

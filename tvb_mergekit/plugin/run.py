@@ -443,7 +443,10 @@ def wrap_command(command: click.Command, schema: type[BaseModel] = MergeConfigur
                 check_names(path, kwargs.get("out_path") or path)
                 ranks.one_only(str(command.name))
                 for document in load_documents(path):  # all, before mergekit works on the first
-                    if isinstance(document, dict) and document.get("merge_method") in METHODS:
+                    if not isinstance(document, dict):
+                        kind = type(document).__name__
+                        raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
+                    if document.get("merge_method") in METHODS:
                         if "intermediate_dir" in kwargs:  # mergekit-multi names its documents
                             document.pop("name", None)
                         check_unknown_keys(document, schema)

@@ -452,12 +452,12 @@ def _keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
     own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders, *recipes.difference(changed)}
     for entry in (*old.iterdir(), *(old / FOLDER).glob("*")):
         name = entry.relative_to(old).as_posix()
-        if name in own:
+        if name in own or (entry.parent == old and (work / name).exists()):
             continue
         if entry.is_dir():
             shutil.copytree(entry, work / name, dirs_exist_ok=True)
             continue
-        if name in changed:
+        if (work / name).exists():
             LOG.warning("%s was edited: it stays as it is (--method takes the new one)", name)
         (work / name).unlink(missing_ok=True)  # it may be a link to the file of another store
         shutil.copy2(entry, work / name)

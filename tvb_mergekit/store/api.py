@@ -276,6 +276,10 @@ def _inputs(
 
 def _open(model: Model) -> Weights:
     if isinstance(model, Mapping):
+        for name, value in model.items():
+            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+                kind = "on the meta device, without data" if value.is_meta else value.layout
+                raise UserError(f"tensor `{name}` is {kind}: expected a dense tensor")
         return StateDict(model)
     if not os.path.exists(model):
         raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")

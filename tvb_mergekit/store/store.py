@@ -44,6 +44,8 @@ from tvb_mergekit.tensors.source import TensorInfo, Weights
 from tvb_mergekit.tensors.writing import file_record
 
 LOG = logging.getLogger(__name__)
+# Of basis.safetensors: what merges and additions compute with.
+NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms", "errors"}
 MEAN = "mean"  # the folder of PCA's mean task vector
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
@@ -227,15 +229,26 @@ def load(path: str | os.PathLike[str], verify: bool | Literal["all"] = True) -> 
     folder = Path(path)
     facts = read_store_facts(folder)
     try:
+        return _load(folder, facts, verify)
+    except UserError:
+        if folder.is_dir() and (now := read_store_facts(folder)) != facts:  # `tvb add` replaced it
+            return _load(folder, now, verify)
+        raise
+
+
+def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"]) -> Bases:
+    try:
         _check_files(folder, facts.store.files, verify)
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
-        if missing := {"decoder", "gram_bases", "weights", "norms", "errors"} - set(tensors):
+        if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
         names = map(basis_folder, range(facts.num_bases))
         vectors = [open_vector(folder / name, facts.store) for name in names]
         mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
-    except (OSError, KeyError, TypeError, safetensors.SafetensorError) as error:
+    except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
     return Bases(facts, tensors, vectors, mean, folder)
 
@@ -446,10 +459,11 @@ def staged(store: Path) -> Iterator[Path]:
             replace_folder(work, store)
         else:
             os.rename(work, store)
-        note_files(store, read_store_facts(store).store.files)
     except OSError as error:
         mend = remedy(error) and f"; {remedy(error)}"
         raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
+    else:
+        note_files(store, read_store_facts(store).store.files)
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)

@@ -13,6 +13,7 @@ import pickle
 import re
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
@@ -149,7 +155,11 @@ class Checkpoint(Weights):
             if shard not in self._files:
                 self._check_unchanged(shard)
                 file = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
-                self._files = {shard: file}
+                self._files = {}
+                if not _may_stay_open():  # it is opened again for the next piece
+                    return file
+                self._files[shard] = file
+                _opened.add(file)
             return self._files[shard]
 
     def _check_unchanged(self, shard: str) -> None:
@@ -201,6 +211,17 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+
+
+_opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open
+
+
+def _may_stay_open() -> bool:
+    """Whether many models leave half of the files that the process may open to others."""
+    if resource is None:
+        return len(_opened) < 256
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most == resource.RLIM_INFINITY or len(_opened) < most // 2
 
 
 def _cached(file: BinaryIO, place: int) -> bool:

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Literal, Protocol, TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.progress import Update
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import ALIGN, FUSED, WRITES, Layout
 from tvb_mergekit.tensors.source import StateDict, Weights
 
@@ -49,9 +50,14 @@ class Part:
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
         """A tensor of a model."""
+        info = weights.tensors[name]
+        in_file = isinstance(weights, Checkpoint) and info.offset is None
+        if in_file and not weights.tensor(name).is_contiguous():  # no piece of it can be read
+            whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
+            return replace(whole, holds=holds)
         held = isinstance(weights, StateDict)
         ahead = partial(weights.ahead, name)
-        return cls(weights.tensors[name].dtype, partial(weights.read, name), held, ahead, holds)
+        return cls(info.dtype, partial(weights.read, name), held, ahead, holds)
 
 
 @dataclass(frozen=True)
