@@ -1,0 +1,113 @@
+"""Codes of 1 to 8 bits: what they mean, and that no better scale is easily found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tvb_mergekit.core import quantize
+from tvb_mergekit.tensors import codes
+
+KINDS = ("dense", "sparse", "heavy", "one sign", "zeros", "one")
+
+
+def decoded(blocks: Tensor, bits: int, unit: float, numel: int) -> np.ndarray:
+    """By docs/files.md alone, element by element, in float64."""
+    made = np.zeros(numel)
+    for first in range(0, numel, 64):
+        block = blocks.numpy()[first // 64 * (2 + 8 * bits) :]
+        (scale,) = block[:2].view(np.float16)
+        stream = np.unpackbits(block[2 : 2 + 8 * bits], bitorder="little").astype(int)
+        for j in range(min(64, numel - first)):
+            level = sum(stream[j * bits + place] << place for place in range(bits))
+            level -= 2**bits if level >= 2 ** (bits - 1) else 0
+            made[first + j] = unit * float(scale) * (level + (scale.view(np.uint16) & 1) / 2)
+    return made
+
+
+def encoded(x: Tensor, bits: int, unit: float) -> Tensor:
+    blocks = torch.full((quantize.block_bytes(len(x), bits),), 255, dtype=torch.uint8)
+    codes.encode(x, bits, unit, blocks)
+    return blocks
+
+
+def elements(kind: str, numel: int, size: float, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(numel)
+    if kind == "sparse":
+        x *= torch.rand(numel) < 0.2
+    elif kind == "heavy":
+        x **= 5
+    elif kind == "one sign":
+        x = -x.abs()
+    elif kind == "zeros":
+        x[: numel // 2] = 0
+    elif kind == "one":
+        x = torch.nn.functional.one_hot(torch.tensor(numel // 2), numel).float()
+    return x * size
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(KINDS), st.integers(1, 300), st.sampled_from(quantize.BITS),
+    st.sampled_from([1e-30, 1e-9, 1e-4, 1.0, 1e20]), st.integers(0, 2**16), st.data(),
+)  # fmt: skip
+def test_codes_mean_what_the_format_says(
+    kind: str, numel: int, bits: int, size: float, seed: int, data: st.DataObject
+) -> None:
+    x = elements(kind, numel, size, seed)
+    unit = quantize.unit_of(float(x.norm()), numel)
+    blocks = encoded(x, bits, unit)
+    assert len(blocks) == 2 * -(-numel // 64) + -(-numel * bits // 8)
+    expected = decoded(blocks, bits, unit, numel)
+    made = quantize.decode(blocks, bits, unit, numel)
+    np.testing.assert_allclose(made.numpy(), expected, rtol=1e-6, atol=0)
+
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    part = torch.empty(stop - start)
+    codes.decode(blocks, bits, unit, start, stop, part)
+    assert torch.equal(part, made[start:stop])
+
+    # No group is worse off than with nothing at all, and one of zeros stays zero.
+    for group, here in zip(x.split(64), made.split(64), strict=True):
+        assert (here - group).norm() <= group.norm() * (1 + 1e-3)
+        assert here.abs().sum() == 0 or group.abs().sum() > 0
+
+
+@pytest.mark.parametrize("bits", quantize.BITS)
+@pytest.mark.parametrize("kind", ["dense", "sparse", "heavy"])
+def test_the_error_is_nearly_the_least(kind: str, bits: int) -> None:
+    x = elements(kind, 64 * 200, 1.0, 0)
+    error = float((quantize.decode(encoded(x, bits, 1.0), bits, 1.0, len(x)) - x).norm())
+    # With many levels some of a hundred scales happens to fit the few elements of a sparse group.
+    allowed = {4: 1.1, 8: 1.2}.get(bits, 1.03)
+    assert error <= allowed * least_error(x.double().view(-1, 64).numpy(), bits)
+
+
+def least_error(x: np.ndarray, bits: int) -> float:
+    """Of groups [g, 64]: over many scales of both signs, for both kinds of levels, each refined."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    best = (x**2).sum(1)
+    largest = abs(x).max(1, keepdims=True)
+    for share in np.linspace(0.05, 1.1, 60) / abs(low):
+        for offset in (0, 0.5):
+            for sign in (1, -1):
+                scale = sign * share * largest
+                for _ in range(3):
+                    level = np.clip(np.rint(x / scale - offset), low, high) + offset
+                    best = np.minimum(best, ((x - scale * level) ** 2).sum(1))
+                    square = (level**2).sum(1, keepdims=True)
+                    fit = (x * level).sum(1, keepdims=True) / np.where(square == 0, 1, square)
+                    scale = np.where(fit == 0, scale, fit)
+    return float(np.sqrt(best.sum()))
+
+
+def test_one_bit_is_sign_times_mean_magnitude() -> None:
+    x = elements("dense", 64, 1.0, 1)
+    made = quantize.decode(encoded(x, 1, 1.0), 1, 1.0, 64)
+    torch.testing.assert_close(made, x.sign() * x.abs().mean(), rtol=2e-3, atol=0)
