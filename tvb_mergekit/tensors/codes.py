@@ -37,74 +37,95 @@ def decode(blocks: Tensor, bits: int, unit: float, start: int, stop: int, out: T
 
 
 _compiled = numba.njit(nogil=True, error_model="numpy", cache=True)
-_sums = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+# Sums in any order, of finite numbers; a loop of GROUP steps is vectorized whole.
+_sums = numba.njit(nogil=True, error_model="numpy", fastmath=True)
 
 
 @_sums
-def _fit(x: Any, guess: Any, offset: Any, least: Any) -> Any:
+def _ends(x: Any) -> Any:
+    high = low = np.float32(0)
+    for k in range(GROUP):
+        high, low = max(high, x[k]), min(low, x[k])
+    return high, low
+
+
+@_sums
+def _fit(x: Any, count: int, guess: Any, offset: Any, least: Any) -> Any:
     """(what the squared error of x falls by, the scale that does it) for the levels that the
-    scale `guess` gives: (sum x l)^2 / sum l^2 and sum x l / sum l^2."""
+    scale `guess` gives: (sum x l)^2 / sum l^2 and sum x l / sum l^2. x is 0 from `count` on."""
     inverse, most = np.float32(1) / guess, -least - np.float32(1)
     product = square = np.float32(0)
-    for k in range(len(x)):
+    for k in range(GROUP):
         level = min(max(np.rint(x[k] * inverse - offset), least), most) + offset
         product += x[k] * level
         square += level * level
-    return (product * product / square, product / square) if square else (square, square)
+    square -= np.float32(GROUP - count) * offset * offset
+    return (product * product / square, product / square) if square > 0 else (square, square)
+
+
+@_sums
+def _round(x: Any, inverse: Any, offset: Any, least: Any, levels: Any) -> None:
+    most = -least - np.float32(1)
+    for k in range(GROUP):
+        levels[k] = np.int32(min(max(np.rint(x[k] * inverse - offset), least), most))
 
 
 @_compiled
-def _scale_of(x: Any, bits: int, guesses: Any) -> Any:
+def _scale_of(x: Any, count: int, bits: int, guesses: Any) -> Any:
     """The scale of one group as the bits of a float16, of which the lowest chooses the levels."""
     least = -np.float32(1 << (bits - 1))
-    end = x.max() if x.max() >= -x.min() else x.min()
+    high, low = _ends(x)
+    end = high if high >= -low else low
     if end == 0:
         return np.uint16(0)
     gain, scale, odd = np.float32(0), np.float32(0), np.uint16(0)
     for guess in guesses:
-        # the longer side to the larger elements; or symmetric levels
-        for offset, farthest in (
-            (np.float32(0), least),
-            (np.float32(0.5), least + np.float32(0.5)),
-        ):
-            found, fit = _fit(x, guess * end / farthest, offset, least)
+        for way in range(2):  # the longer side to the larger elements; or symmetric levels
+            offset = np.float32(0.5) * np.float32(way)
+            found, fit = _fit(x, count, guess * end / (least + offset), offset, least)
             if found > gain:
-                gain, scale, odd = found, fit, np.uint16(2 * offset)
+                gain, scale, odd = found, fit, np.uint16(way)
     size = min(_to_float16(abs(scale)), np.uint16(0x7BFE)) & np.uint16(0x7FFE)
     return np.uint16(size | odd | np.uint16(0x8000) * np.uint16(scale < 0))
 
 
 @_compiled
+def _pack(levels: Any, bits: int, codes: Any) -> None:
+    """The lowest bits of 64 integers, eight of which take `bits` bytes."""
+    if bits == 8:
+        for k in range(GROUP):
+            codes[k] = levels[k] & 255
+        return
+    mask = np.int32((1 << bits) - 1)
+    for eight in range(8):
+        packed = np.int32(0)
+        for k in range(8):
+            packed |= (levels[8 * eight + k] & mask) << np.int32(bits * k)
+        for byte in range(bits):
+            codes[eight * bits + byte] = (packed >> np.int32(8 * byte)) & 255
+
+
+@_compiled
 def _encode(values: Any, bits: int, inverse_unit: float, guesses: Any, blocks: Any) -> None:
-    least, mask = -np.float32(1 << (bits - 1)), np.int32((1 << bits) - 1)
-    most, factor = -least - np.float32(1), np.float32(inverse_unit)
-    x, levels = np.empty(GROUP, np.float32), np.zeros(GROUP, np.int32)
+    least, factor = -np.float32(1 << (bits - 1)), np.float32(inverse_unit)
+    x, levels = np.empty(GROUP, np.float32), np.empty(GROUP, np.int32)
     block = np.empty(2 + 8 * bits, np.uint8)
     for start in range(0, len(values), GROUP):
         count = min(GROUP, len(values) - start)
         for k in range(count):
             x[k] = values[start + k] * factor
-        word = _scale_of(x[:count], bits, guesses)
+        for k in range(count, GROUP):
+            x[k] = 0
+        word = _scale_of(x, count, bits, guesses)
         scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
         inverse = np.float32(1) / scale if scale else np.float32(0)
-        levels[:] = 0
-        for k in range(count):
-            level = min(max(np.rint(x[k] * inverse - offset), least), most)
-            levels[k] = np.int32(level) & mask
+        _round(x, inverse, offset, least, levels)
         block[0], block[1] = word & 255, word >> 8
-        if bits == 8:
-            for k in range(GROUP):
-                block[2 + k] = levels[k]
-        else:
-            for eight in range(8):  # eight codes are `bits` bytes
-                packed = np.int32(0)
-                for k in range(8):
-                    packed |= levels[8 * eight + k] << np.int32(bits * k)
-                for byte in range(bits):
-                    block[2 + eight * bits + byte] = (packed >> np.int32(8 * byte)) & 255
+        _pack(levels, bits, block[2:])
         place = start // GROUP * len(block)
         end = min(place + len(block), len(blocks))
-        blocks[place:end] = block[: end - place]
+        for k in range(place, end):
+            blocks[k] = block[k - place]
 
 
 @_compiled
