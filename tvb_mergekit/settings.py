@@ -112,6 +112,13 @@ class Settings(BaseModel):
     merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
 
+    @property
+    def names_a_basis(self) -> bool:
+        """Whether the recipe says something of bases, so that they are wanted."""
+        said = self.model_fields_set.intersection(GLOBAL_KEYS)
+        sizes = {"basis", "num_bases", "basis_ratio", "energy"}
+        return any(name in sizes or "none" not in GLOBAL_KEYS[name].bases for name in said)
+
     def in_force(self) -> dict[str, Any]:
         """The keys that belong to this method, basis and solver, as plain JSON values."""
         values = self.model_dump(mode="json")

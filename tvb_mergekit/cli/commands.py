@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.inputs import Inputs
+    from tvb_mergekit.store.quantize import Quantize
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
@@ -81,6 +82,8 @@ def main() -> None:
 @click.argument("recipe", type=RECIPE)
 @click.argument("store", type=ARGUMENT)
 @click.option("--dtype", type=DTYPES, help=f"Of the bases; {OWN}.")
+@click.option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
+@click.option("--size", metavar="SIZE", help="Store codes, all in SIZE bytes, such as 2GB.")
 @flag("--resume", help="Go on with an interrupted build.")
 @flag("--adapters", help="Store the bases of LoRA adapters as adapters.")
 @click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
@@ -90,6 +93,8 @@ def build(
     dtype: DtypeName | None,
     adapters: bool,
     rank: int | None,
+    bits: float | None,
+    size: str | None,
     **values: Any,
 ) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
@@ -97,9 +102,13 @@ def build(
     RECIPE is what `mergekit-yaml` (or, for weight files, `mergekit-pytorch`) takes. The models may
     be deleted afterwards; the base may not.
 
+    With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
+    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
+
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
+      tvb build recipe.yml ./store --bits 2
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
     from tvb_mergekit.tensors import ranks
@@ -110,8 +119,13 @@ def build(
         raise UserError("--adapters goes with neither --resume nor --fuse")
     if adapters:
         ranks.one_only("tvb build --adapters")
+    quantize = _quantize(bits, size)
+    if quantize and (adapters or dtype):
+        raise UserError("--bits and --size go with neither --adapters nor --dtype")
     devices, world = devices_of(values), ranks.world()
     document = _read(recipe)
+    if quantize:
+        document.whole_tasks()
 
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.plugin.preflight import input_folders
@@ -131,6 +145,7 @@ def build(
             inputs,
             store,
             dtype=wanted,
+            quantize=quantize,
             devices=devices,
             resume=values["resume"],
             budget=values["memory"],
@@ -140,6 +155,15 @@ def build(
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
     click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")
+
+
+def _quantize(bits: float | None, size: str | None) -> Quantize | None:
+    if bits is None and size is None:
+        return None
+    from tvb_mergekit.store.quantize import Quantize
+    from tvb_mergekit.tensors.layout import parse_memory
+
+    return Quantize(bits, parse_memory(size) if size else None)
 
 
 def _read(recipe: str) -> Document:

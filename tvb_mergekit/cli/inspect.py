@@ -305,14 +305,17 @@ def remarks(inspection: Inspection) -> list[str]:
 
 def size_line(inspection: Inspection) -> str:
     """How many bases and bytes of a store replace how many models and bytes."""
-    store, sizes = inspection.facts.store, inspection.sizes
+    facts, store, sizes = inspection.facts, inspection.facts.store, inspection.sizes
     assert store is not None and sizes is not None
     bases = counted(
         inspection.num_bases, "adapter basis" if store.contents == "adapters" else "basis"
     )
+    if store.contents == "codes":
+        bases = counted(inspection.num_bases, "vector")
+    stored = store.dtype if facts.bits is None else f"{facts.bits:.3g} bits"
     return (
         f"{bases} of {counted(len(inspection.tasks), 'task')}: {megabytes(sizes.store)} in "
-        f"{store.dtype}, {megabytes(abs(sizes.saved))} {'less' if sizes.saved >= 0 else 'more'} "
+        f"{stored}, {megabytes(abs(sizes.saved))} {'less' if sizes.saved >= 0 else 'more'} "
         f"than the models' {megabytes(sizes.models)}"
     )
 

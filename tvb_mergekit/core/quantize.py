@@ -1,4 +1,4 @@
-"""Task vectors at 1, 2, 3, 4 or 8 bits an element: what the codes of a zoo mean.
+"""Task vectors at 1, 2, 3, 4 or 8 bits an element: what their codes mean, and who gets how many.
 
 A tensor is flattened and cut into groups of 64 elements, the last of which may be shorter. Element
 j of a group is `unit * scale * (q_j + h)`: the group's float16 `scale`, which may be negative; an
@@ -14,17 +14,26 @@ of n elements takes 2 + ceil(n b / 8). `tensors.codes` has the same compiled for
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 GROUP = 64  # elements to a scale
 BITS = (1, 2, 3, 4, 8)
+CHOICES = (0, *BITS)  # of each tensor where bits are mixed
+LEAST = 0.1  # bits in the mean
 
 
 def block_bytes(numel: int, bits: int) -> int:
-    """How many bytes the blocks of a tensor take."""
+    """How many bytes the blocks of a tensor take; none at 0 bits, which all decode to 0."""
+    if not bits:
+        return 0
     groups, rest = divmod(numel, GROUP)
     return groups * (2 + 8 * bits) + (2 + -(-rest * bits // 8) if rest else 0)
 
@@ -56,3 +65,65 @@ def decode(blocks: Tensor, bits: int, unit: float, numel: int) -> Tensor:
         levels = ((values ^ half) - half).float().view(-1, GROUP)
     offset = (scales.view(torch.int16) & 1).float() / 2
     return (scales.float() * unit * (levels + offset)).view(-1)[:numel]
+
+
+def mean_bytes(numels: Sequence[int], bits: float) -> int:
+    """The bytes of tensors of these sizes at `bits` in the mean: between two of CHOICES, as far
+    between their bytes."""
+    high = next(choice for choice in CHOICES if choice >= bits)
+    low = max(choice for choice in CHOICES if choice <= bits)
+    more = 0.0 if high == low else (bits - low) / (high - low)
+    sizes = (sum(block_bytes(numel, choice) for numel in numels) for choice in (low, high))
+    below, above = sizes
+    return int(below + more * (above - below))
+
+
+def allocate(
+    errors: NDArray[np.float64], numels: Sequence[int], most: int, limits: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The bits of each tensor [K] with the least sum of errors in `most` bytes, as far as one
+    Lagrange multiplier finds it; deterministic.
+
+    A multiplier chooses points on the lower convex hull of each tensor's errors over bytes. So the
+    hulls' steps are taken in the order of the error that a byte saves, each as long as it fits.
+
+    Args:
+        errors: the squared error of each tensor at each of CHOICES, [K, 6].
+        numels: [K].
+        limits: the most bits that each may get, [K].
+    """
+    bits = np.zeros(len(numels), np.int64)
+    steps: list[tuple[float, int, int, int]] = []  # (-error saved by a byte, tensor, bits, bytes)
+    hulls = [
+        _hull([block_bytes(n, b) for b in CHOICES if b <= limit], each.tolist())
+        for n, limit, each in zip(numels, limits.tolist(), errors, strict=True)
+    ]
+    for tensor, hull in enumerate(hulls):
+        for (size, error, _), (more, less, place) in itertools.pairwise(hull):
+            steps.append(((less - error) / (more - size), tensor, CHOICES[place], more - size))
+    heapq.heapify(steps)
+    full = set[int]()  # a later step of a tensor builds on the one before
+    while steps:
+        _, tensor, choice, size = heapq.heappop(steps)
+        if tensor in full or size > most:
+            full.add(tensor)
+            continue
+        most -= size
+        bits[tensor] = choice
+    return bits
+
+
+def _hull(sizes: Sequence[int], errors: Sequence[float]) -> list[tuple[int, float, int]]:
+    """The lower convex hull, falling, of errors over bytes: (bytes, error, place)."""
+    hull: list[tuple[int, float, int]] = []
+    for place, point in enumerate(zip(sizes, errors, strict=False)):
+        if hull and point[1] >= hull[-1][1]:  # more bytes for no gain
+            continue
+        while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append((*point, place))
+    return hull
+
+
+def _slope(left: Sequence[float], right: Sequence[float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])

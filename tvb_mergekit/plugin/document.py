@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ class Document:
     recipe: Recipe
     raw: bool  # models are weight files, as for mergekit-pytorch
     varying: dict[str, Any] = field(default_factory=dict)
+
+    def whole_tasks(self) -> None:
+        """Take the task vectors themselves, unless the recipe says something of bases."""
+        settings = self.recipe.settings
+        if not settings.names_a_basis:
+            whole = settings.model_copy(update={"basis": "none"})
+            self.recipe = replace(self.recipe, settings=whole)
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:

@@ -84,7 +84,8 @@ def by_factors(document: Document, options: Options) -> bool:
 def _raw_inputs(document: Document) -> Inputs:
     recipe = document.recipe
     base, *sources = [open_file(model) for model in (recipe.base, *recipe.models)]
-    matched = match(base, sources, recipe.tasks, recipe.settings)
+    holds = recipe.inputs.holds
+    matched = match(base, sources, recipe.tasks, recipe.settings, holds)
     for note in matched.notes:
         LOG.warning("%s", note)
     return _inputs(document, base, sources, matched)

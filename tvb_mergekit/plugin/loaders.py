@@ -21,8 +21,7 @@ from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
 from tvb_mergekit.store.facts import FACTS, read_facts
-from tvb_mergekit.store.store import is_store, open_vector
-from tvb_mergekit.tensors.adapter import CONFIG
+from tvb_mergekit.store.store import is_basis, is_store, open_vector
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 
@@ -77,17 +76,18 @@ def install_loader(model: ModelReference) -> MappedLoader:
         lora_merge_dtype=stock.lora_merge_dtype,
     )
     path = merged.local_path(cache_dir=stock.hf_cache_dir)
-    loader = MappedLoader(_open(path))
+    loader = MappedLoader(open_model(path))
     LoaderCache.loaders[model] = loader
     return loader
 
 
-def _open(path: str) -> Checkpoint:
-    folder = Path(path)
-    if not (os.path.isfile(folder / CONFIG) and is_store(folder.parent)):
-        return Checkpoint.open(folder)
+def open_model(path: str) -> Checkpoint:
+    """The weights at `path`, a folder or a file; a vector of a store as what it stands for."""
+    folder = Path(path).parent if os.path.isfile(path) else Path(path)
+    if not (is_basis(path) and is_store(folder.parent)):
+        return Checkpoint.open(path)
     facts = read_facts(folder.parent / FACTS)
-    # An adapter as dense updates has all of a checkpoint that a merge asks for.
+    # Adapters as dense updates, and codes, have all of a checkpoint that a merge asks for.
     return cast(Checkpoint, open_vector(folder, facts["store"]))
 
 

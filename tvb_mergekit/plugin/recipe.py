@@ -13,7 +13,14 @@ from mergekit.common import ModelReference
 from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.plugin.stores import FINE_TUNED, FineTuned, StoreRecipe, find_store
+from tvb_mergekit.plugin.stores import (
+    FINE_TUNED,
+    FineTuned,
+    Stored,
+    StoreRecipe,
+    ZooRecipe,
+    find_store,
+)
 from tvb_mergekit.settings import (
     GLOBAL_KEYS,
     MODEL_KEYS,
@@ -26,7 +33,6 @@ from tvb_mergekit.settings import (
     shown,
     unknown_key,
 )
-from tvb_mergekit.store.store import basis_folder
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -36,7 +42,7 @@ class Recipe:
     """One merge by one of our methods, as the recipe's keys say it.
 
     Where the models are the bases of a `store`, the `tasks` are the bases' names; the names of the
-    tasks that they stand for are the store's.
+    tasks that they stand for are the store's. Those of a zoo are tasks, by the zoo's names.
     """
 
     settings: Settings
@@ -50,6 +56,11 @@ class Recipe:
     def store(self) -> StoreRecipe | None:
         """The store whose bases the models are, or None."""
         return self.inputs if isinstance(self.inputs, StoreRecipe) else None
+
+    @property
+    def in_store(self) -> bool:
+        """Whether the models are vectors of a store: its bases, or the tasks of a zoo."""
+        return isinstance(self.inputs, Stored)
 
     @property
     def model_names(self) -> dict[str, str]:
@@ -93,13 +104,14 @@ def read_recipe(config: BaseModel) -> Recipe:
     store = find_store(models)
     if store is not None:
         if named := next((model for model in models if (model, "task") in own), None):
-            raise UserError(
-                f"`task` of {named}: a basis stands for several tasks, whose names its store "
-                "knows; leave it out"
-            )
+            raise UserError(f"`task` of {named}: its store knows the name; leave it out")
+    if isinstance(store, StoreRecipe):
         settings = store.settings(method, given)
-        names = tuple(basis_folder(m) for m in store.order)
+        names = tuple(store.bases.facts.store.folders[m] for m in store.order)
         return Recipe(settings, base, models, names, weights, store)
+    if isinstance(store, ZooRecipe):
+        settings = resolve_settings(method, given, store.tasks)
+        return Recipe(settings, base, models, store.tasks, weights, store)
     tasks = tuple(
         own.get((model, "task"))
         or default_task_name(model.model.path, model.lora.path if model.lora else None)

@@ -43,7 +43,7 @@ from tvb_mergekit.plugin.document import (
     recipe_text,
     uses_our_methods,
 )
-from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, replaced
+from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model, replaced
 from tvb_mergekit.plugin.plan import Plan, devices_of, plan_merge, plan_tensors
 from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
@@ -373,15 +373,15 @@ def _plan_files(
     """The plan of a merge of weight files, which name their tensors alike."""
     devices = devices_of(options)
     files = {model: open_file(model) for model in (recipe.base, *recipe.models)}
-    base, store = files[recipe.base], recipe.store
+    base, stored = files[recipe.base], recipe.in_store
     recipe.inputs.check(recipe.base, base)
-    if store is None and not (union or intersection):
+    if not stored and not (union or intersection):
         _check_same_tensors(files)
     loaders = {model: MappedLoader(file) for model, file in files.items()}
     plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype)
     method = merge_methods.get(config.merge_method)
-    # In a store's files a tensor may go by another name: `StoreRecipe.sources` has it.
-    theirs = [base.tensors if store else files[model].tensors for model in recipe.models]
+    # In a store's files a tensor may go by another name: `Stored.sources` has it.
+    theirs = [base.tensors if stored else files[model].tensors for model in recipe.models]
     names = sorted(set(base.tensors).union(*theirs))
     if intersection:
         names = [n for n in names if all(n in tensors for tensors in (base.tensors, *theirs))]
@@ -406,7 +406,7 @@ def open_file(model: ModelReference) -> Checkpoint:
     if not os.path.isfile(path):
         found = "is a folder" if os.path.isdir(path) else "no such file"
         raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
-    return Checkpoint.open(path)
+    return open_model(path)
 
 
 def _check_same_tensors(files: dict[ModelReference, Checkpoint]) -> None:

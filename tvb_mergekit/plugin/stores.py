@@ -15,6 +15,7 @@ from mergekit.common import ModelReference
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import report, store
@@ -81,6 +82,10 @@ class FineTuned:
         LOG.warning("tensor `%s` is not in %s: it stays the base's", name, listed(missing))
         return f"missing in {listed(missing)}"
 
+    def known_sums(self, plan: Plan) -> GramSums | None:
+        """The Gram matrix, where it need not be summed."""
+        return None
+
     def combination(self, plan: Plan) -> Combination:
         """What the models are combined by, after the passes that it takes."""
         recipe = plan.recipe
@@ -89,6 +94,7 @@ class FineTuned:
             recipe.tasks,
             recipe.weights,
             plan.items,
+            known=self.known_sums(plan),
             key=plan.key(),
             models=[str(model) for model in recipe.models],
             **plan.means,
@@ -115,11 +121,11 @@ FINE_TUNED = FineTuned()
 
 
 @dataclass(frozen=True)
-class StoreRecipe(FineTuned):
-    """The same where they are the bases of a store: nothing is built, and M vectors are read.
+class Stored(FineTuned):
+    """The same where they are vectors of a store, which are differences from the base.
 
     Attributes:
-        order: the basis that each of the recipe's models is.
+        order: the vector that each of the recipe's models is.
     """
 
     bases: store.Bases
@@ -130,14 +136,6 @@ class StoreRecipe(FineTuned):
     def path(self) -> Path:
         assert self.bases.path is not None
         return self.bases.path
-
-    def settings(self, method: str, given: Mapping[str, Any]) -> Settings:
-        """The settings of the merge.
-
-        Raises:
-            UserError: a key that the store has fixed, or that does not fit its basis.
-        """
-        return self.bases.merge_settings(method, given)
 
     def check(self, base: ModelReference, opened: Checkpoint) -> None:
         """The same, and that the store's files are those that were written."""
@@ -151,13 +149,56 @@ class StoreRecipe(FineTuned):
         name = self.bases.stored_name(base.name)
         return {model: mapped(checkpoints[model], name, "delta") for model in recipe.models}
 
-    def more(self, recipe: Recipe, name: str | None) -> Sequence[Source]:
-        mean = self._mean(recipe.settings)
-        return () if mean is None or name is None else [mapped(mean, name, "delta")]
-
     def why_missing(self, missing: Sequence[str], stored: str | None, name: str) -> str:
         left_out = self.bases.facts["left_out"]
         return str(left_out.get(stored, left_out.get(name, "not in the store")))
+
+
+@dataclass(frozen=True)
+class ZooRecipe(Stored):
+    """The same where they are task vectors as codes: models but for how they are read."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Of the recipe's models."""
+        return tuple(self.bases.tasks[index] for index in self.order)
+
+    def known_sums(self, plan: Plan) -> GramSums | None:
+        """G of the listed tasks, which the store has where the same tensors count."""
+        facts, order = self.bases.facts, list(self.order)
+        counted = list(plan.counted.values())
+        same = {each.names[1] for each in counted} == set(self.bases.names)
+        as_stored = all(each.whole is None for each in counted)
+        if not (same and as_stored) or "base" in facts.tasks:  # whose norm hides the base's
+            return None
+        sizes = [facts.matrix_norms[name] for name in ("base", *self.tasks)]
+        return GramSums(
+            self.bases.tensors["gram_bases"][order][:, order],
+            facts.norms["base"] ** 2,
+            num_parameters=facts.num_parameters,
+            matrix_squares=torch.tensor(sizes, dtype=torch.float64) ** 2,
+        )
+
+    def report(self, plan: Plan, **about: Any) -> tuple[Facts, dict[str, Tensor]]:
+        facts, tensors = super().report(plan, **about)
+        return facts.but(from_store=str(self.path)), tensors
+
+
+@dataclass(frozen=True)
+class StoreRecipe(Stored):
+    """The same where they are the bases of a store: nothing is built, and M vectors are read."""
+
+    def settings(self, method: str, given: Mapping[str, Any]) -> Settings:
+        """The settings of the merge.
+
+        Raises:
+            UserError: a key that the store has fixed, or that does not fit its basis.
+        """
+        return self.bases.merge_settings(method, given)
+
+    def more(self, recipe: Recipe, name: str | None) -> Sequence[Source]:
+        mean = self._mean(recipe.settings)
+        return () if mean is None or name is None else [mapped(mean, name, "delta")]
 
     def combination(self, plan: Plan) -> Combination:
         recipe, order = plan.recipe, list(self.order)
@@ -187,21 +228,24 @@ class StoreRecipe(FineTuned):
         return self.bases.mean if settings.method == "basis_negate" else None
 
 
-def find_store(models: Sequence[ModelReference]) -> StoreRecipe | None:
-    """The store whose bases the models are, or None if none is a basis.
+def find_store(models: Sequence[ModelReference]) -> Stored | None:
+    """The store whose vectors the models are, or None if none is one.
 
     Raises:
-        UserError: only some are, they are of several stores, or not all of one.
+        UserError: only some are, they are of several stores, or not all bases of one; a task that
+            is no longer there.
     """
     folders = [folder_of(model.model.path) if model.lora is None else None for model in models]
+    for model in models:
+        _check_there(model)
     if not any(folders):
         return None
     for model, folder in zip(models, folders, strict=True):
         if folder is None:
             basis = next(path for path in folders if path)
             raise UserError(
-                f"model {model} is no basis of a store, and {basis} is one: list all bases of one "
-                "store, or models only (`tvb export` makes a model of a basis)"
+                f"model {model} is no vector of a store, and {basis} is one: list those of one "
+                "store, or models only (`tvb export` makes models of a store's vectors)"
             )
     known = [folder for folder in folders if folder is not None]
     place = known[0].parent
@@ -212,13 +256,30 @@ def find_store(models: Sequence[ModelReference]) -> StoreRecipe | None:
             )
     bases = store.load(place, verify=False)
     names = [folder.name for folder in known]
-    expected = [store.basis_folder(m) for m in range(bases.num_bases)]
-    if sorted(names) != expected:
+    expected = bases.facts.store.folders[: bases.num_bases]
+    if lost := next((name for name in names if name not in expected), None):
+        raise UserError(f"{place / lost} is no vector of {place}: {', '.join(expected)}")
+    order = tuple(expected.index(name) for name in names)
+    if bases.is_zoo:
+        return ZooRecipe(bases, order)
+    if sorted(names) != sorted(expected):
         raise UserError(
             f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
             f"else, {', '.join(expected)}"
         )
-    return StoreRecipe(bases, tuple(expected.index(name) for name in names))
+    return StoreRecipe(bases, order)
+
+
+def _check_there(model: ModelReference) -> None:
+    """Raise UserError where a model should be a task of a zoo, and is not there."""
+    place = Path(model.model.path)
+    if not place.exists() and store.is_store(place.parent):
+        facts = store.read_store_facts(place.parent)
+        if store.is_zoo(facts):
+            raise UserError(
+                f"model {model}: no such task in {place.parent} (removed?), which holds "
+                f"{', '.join(facts.store.folders)}"
+            )
 
 
 def folder_of(path: str) -> Path | None:
@@ -244,9 +305,16 @@ def refuse_bases(paths: Sequence[str], method: str) -> None:
     """Raise UserError if one of the models is a basis: a difference, which all but our methods
     would take for a model."""
     for path in paths:
-        if store.is_basis(path):
+        if not store.is_basis(path):
+            continue
+        folder = Path(path).parent if os.path.isfile(path) else Path(path)
+        if store.is_store(folder.parent) and store.is_zoo(store.read_store_facts(folder.parent)):
             raise UserError(
-                f"model {path} is a basis vector of a store, a difference from its base, and "
-                f"{method} takes models: make one with `tvb export STORE OUT --basis K` or "
-                "`--all-bases`"
+                f"model {path} is a task vector as codes, and {method} takes models: write them "
+                "all with `tvb export STORE --all DIR`, or one with `--task`"
             )
+        raise UserError(
+            f"model {path} is a basis vector of a store, a difference from its base, and "
+            f"{method} takes models: make one with `tvb export STORE OUT --basis K` or "
+            "`--all-bases`"
+        )

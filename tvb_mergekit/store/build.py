@@ -34,8 +34,30 @@ from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
 from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.quantize import (
+    PLAN,
+    RESERVED,
+    Quantize,
+    Vectors,
+    choose,
+    fixed_bytes,
+    from_json,
+    lost,
+    mean_bits,
+    measured_tensors,
+    of_codes,
+    slugs,
+    stored_gram,
+    to_json,
+)
 from tvb_mergekit.store.recipes import write_recipes
-from tvb_mergekit.store.report import folders_of, store_facts, write_tensors
+from tvb_mergekit.store.report import (
+    folders_of,
+    measured_of,
+    store_facts,
+    vectors_of,
+    write_tensors,
+)
 from tvb_mergekit.store.store import (
     Bases,
     dtype_name,
@@ -48,7 +70,14 @@ from tvb_mergekit.store.store import (
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.adapter import MARKER
 from tvb_mergekit.tensors.output import check_disk, check_new_folder
-from tvb_mergekit.tensors.passes import combine_pass, gram_pass, sketch_of
+from tvb_mergekit.tensors.passes import (
+    combine_pass,
+    gram_pass,
+    measure_pass,
+    share_of,
+    sketch_of,
+)
+from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.writing import (
@@ -56,6 +85,7 @@ from tvb_mergekit.tensors.writing import (
     FoldersSink,
     FolderWriter,
     MemorySink,
+    Whole,
     plan_shards,
     read_journal,
     run_of,
@@ -90,6 +120,7 @@ def build_store(
     out: str | os.PathLike[str],
     *,
     dtype: torch.dtype = torch.float32,
+    quantize: Quantize | None = None,
     devices: Sequence[torch.device] = (CPU,),
     resume: bool = False,
     budget: int | None = None,
@@ -100,6 +131,7 @@ def build_store(
 
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
+        quantize: store them as codes instead, which are read as float32.
         devices: where to compute.
         resume: continue `out`.partial, if it is there.
         budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
@@ -110,6 +142,7 @@ def build_store(
             inputs than were there.
     """
     dtype_name(dtype)
+    dtype = torch.float32 if quantize else dtype
     world, budget = ranks.world(), budget or block_budget()
     out = Path(os.path.realpath(out))
     partial = out.with_name(f"{out.name}.partial")
@@ -123,6 +156,7 @@ def build_store(
             "settings": inputs.settings.model_dump(mode="json"),
             "tasks": list(inputs.tasks),
             "processes": world.size,
+            "quantize": [quantize.bits, quantize.size] if quantize else None,
         }
         state = {"inputs": cache.key_of(begun)}
         world.agree([item.name for item in inputs.items], "tensors")
@@ -150,27 +184,48 @@ def build_store(
         every = world.share(lambda: [read_journal(journal) for journal in journals])
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        writers = writers_of(partial, folders_of(basis), items, inputs.folder, every[world.rank])
+        folders, coding = folders_of(basis), None
+        if quantize is not None:
+            if basis.settings.basis == "none":
+                folders = slugs(inputs.tasks, RESERVED)
+            items = [replace(item, out=torch.uint8) for item in inputs.items]
+            coding = _coding(
+                basis, inputs, items, quantize, folders, partial, devices, budget, progress
+            )
+            items = [replace(item, bits=coding.bits(item.name)) for item in items]
+        done = every[world.rank]
+        writers = writers_of(partial, folders, items, inputs.folder, done, coding)
         left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]
-        numel = sum(item.numel for item in chain.from_iterable(left))
-        check_disk(str(partial), numel * dtype.itemsize * len(writers))
-        stored = len(writers) * dtype.itemsize * sum(item.numel for item in items)
+        outputs = range(len(writers))
+        to_write = (i.written(i.numel, k) for i in chain.from_iterable(left) for k in outputs)
+        check_disk(str(partial), sum(to_write))
+        stored = sum(item.written(item.numel, k) for item in items for k in outputs)
         if stored > inputs.model_bytes:
             more = megabytes(stored - inputs.model_bytes)
             warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
                  "--dtype")  # fmt: skip
-        sink = FoldersSink(writers, journals[world.rank])
-        _combine(basis, sink, left[world.rank], devices, budget, progress)
+        sink = FoldersSink(writers, journals[world.rank], coding, [of.measured for of in done])
+        _combine(basis, sink, left[world.rank], devices, budget, progress, coding)
         basis.seconds = {
             "gram": summed - started,
             "encode": encoded - summed,
             "write": time.perf_counter() - encoded,
         }
         files = finish_vectors(writers, inputs.folder)
-        facts, tensors = store_facts(inputs, basis, dtype, files)
+        if coding is None:
+            world.dismiss()
+            facts, tensors = store_facts(inputs, basis, dtype, files)
+        else:
+            every_measured = world.collect(sink.measured)
+            made = _measured(
+                basis, list(chain(*every_measured)), writers, devices, budget, progress
+            )
+            world.dismiss()
+            facts, tensors = store_facts(inputs, basis, dtype, files, "codes", made, folders)
+            facts = of_codes(facts, mean_bits(coding, items))
         facts = finish_store(partial, out, facts, tensors)
         os.rename(partial, out)
-        for name in (STATE, SUMS, *(journal.name for journal in journals)):
+        for name in (STATE, SUMS, PLAN, *(journal.name for journal in journals)):
             (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
         note_files(out, facts.store.files)
         return load(out, verify=False)  # they were hashed while they were written
@@ -257,6 +312,7 @@ def _combine(
     devices: Sequence[torch.device],
     budget: int,
     progress: Progress,
+    coding: Coding | None = None,
 ) -> None:
     if basis.sketch is not None:  # Omega is drawn, not read
         items = [replace(item, base=None, inputs=()) for item in items]
@@ -267,8 +323,73 @@ def _combine(
         devices=devices,
         budget=budget,
         sketch=basis.sketch,
+        coding=coding,
         progress=progress("Bases", sum(item.nbytes for item in items)),
     )
+
+
+# Codes
+
+
+def _coding(
+    basis: Basis,
+    inputs: Inputs,
+    items: Sequence[Item],
+    quantize: Quantize,
+    folders: Sequence[str],
+    partial: Path,
+    devices: Sequence[torch.device],
+    budget: int,
+    progress: Progress,
+) -> Coding:
+    """How the vectors are coded, chosen once: an interrupted build goes on with it."""
+    world = ranks.world()
+    matrix = encoder_matrix(basis)
+    shares = torch.ones(matrix.shape[1], dtype=torch.float64)
+    shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
+    if world.share((partial / PLAN).is_file):
+        return world.share(lambda: from_json(partial / PLAN, shares))
+
+    def measure(units: Sequence[float]) -> Tensor:
+        read = list(items)
+        if basis.sketch is not None:
+            read = [replace(item, base=None, inputs=()) for item in items]
+        mine = read[share_of(read)]
+        found = measure_pass(
+            mine,
+            Linear.of(matrix),
+            units,
+            devices=devices,
+            budget=budget,
+            sketch=basis.sketch,
+            progress=progress("Errors at each width", sum(item.nbytes for item in mine)),
+        )
+        return torch.cat(world.collect(found))
+
+    sizes, _, _ = vectors_of(basis, measured_of(basis, torch.float32)["gram_bases"])
+    plan = plan_shards(items, SHARD_BYTES, world.size)
+    fixed = fixed_bytes(plan, folders, len(inputs.tasks), inputs.left_out, inputs.folder)
+    coding = choose(items, Vectors(sizes.tolist(), shares), quantize, fixed, measure)
+    if world.leads:
+        write_file(partial / PLAN, to_json(coding).encode())
+    return coding
+
+
+def _measured(
+    basis: Basis,
+    measured: Sequence[Sequence[float]],
+    writers: Sequence[FolderWriter],
+    devices: Sequence[torch.device],
+    budget: int,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """What is known of the vectors as their codes give them: see `store_facts`."""
+    tensors = measured_tensors(measured)
+    names = [writer.folder.name for writer in writers[: basis.encoding.num_bases]]
+    vectors = [Codes.open(writers[0].folder.parent / name) for name in names]
+    gram = stored_gram(vectors, names, devices, budget, progress)
+    errors = measured_of(basis, torch.float32, lost(tensors)[: len(writers)])
+    return {**tensors, **errors, "gram_bases": gram}
 
 
 # An unfinished build
@@ -318,13 +439,15 @@ def writers_of(
     names: Sequence[str],
     items: Sequence[Item],
     config: Path | None,
-    hashes: Sequence[Sequence[str]] = (),
+    done: Sequence[Whole] = (),
+    coding: Coding | None = None,
 ) -> list[FolderWriter]:
     """A writer for each vector of a store in `folder`.
 
     Args:
         config: the folder of the base's configuration.
-        hashes: of each item that is written already, and there of each vector (`read_journal`).
+        done: the items that are written already (`read_journal`).
+        coding: of the vectors, if they are coded.
     """
     world = ranks.world()
     if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
@@ -336,8 +459,10 @@ def writers_of(
             folder / name,
             shards,
             {"format": "pt", MARKER: name},
-            [each[index] for each in hashes],
+            [each.hashes[index] for each in done],
             world.rank,
+            index,
+            coding.coded[index] if coding else None,
         )
         for index, name in enumerate(names)
     ]
@@ -348,32 +473,40 @@ def finish_vectors(
 ) -> dict[str, FileRecord]:
     """Complete the folders of vectors, of which the first is B_first; returns their files.
 
-    Of several processes, the leader's work: the others stop here.
+    Of several processes, the leader's work, for which the others wait.
     """
     world = ranks.world()
     records = world.collect([writer.whole() for writer in writers])
-    world.dismiss()
-    files = {}
-    for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
-        for name, record in writer.finish(written).items():
-            files[f"{writer.folder.name}/{name}"] = FileRecord.model_validate(record)
-        files |= copy_config(config, writer.folder, index)
-    return files
+
+    def finish() -> dict[str, FileRecord]:
+        files = {}
+        for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
+            for name, record in writer.finish(written).items():
+                files[f"{writer.folder.name}/{name}"] = FileRecord.model_validate(record)
+            files |= copy_config(config, writer.folder, index, tokenizer=not writer.coded)
+        return files
+
+    return world.share(finish)
 
 
 def copy_config(
-    source: Path | None, folder: Path, index: int | None = None, dtype: torch.dtype | None = None
+    source: Path | None,
+    folder: Path,
+    index: int | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: bool = True,
 ) -> dict[str, FileRecord]:
     """Give a folder the base's configuration, tokenizer and own code; returns these files.
 
     Args:
         index: of the basis in that folder, with which its config.json is marked.
         dtype: of the model in that folder, if it is not the base's.
+        tokenizer: copy more than the configuration and its code.
     """
     if source is None or not (source / "config.json").is_file():
         return {}
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    names = [name for name in COPIED if (source / name).is_file()]
+    names = [name for name in COPIED if tokenizer and (source / name).is_file()]
     names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
     if index is not None:
         config[MARKER] = {"folder": folder.name, "index": index}

@@ -32,7 +32,7 @@ HASH = "xxh3_128"
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Contents = Literal["tensors", "adapters"]
+Contents = Literal["tensors", "adapters", "codes"]
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -123,6 +123,9 @@ class Facts(Record):
     left_out: dict[str, str]
     fingerprints: dict[str, str]
     gram_cached: bool
+    bits: Finite | None = None
+    bytes: Count | None = None
+    relative_error: dict[str, Finite] = {}
     seconds: dict[str, Finite]
     store: StoreRecord | None = None
     errors: dict[str, Bounds] = {}

@@ -15,7 +15,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Holds, Item, Part
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
@@ -109,7 +109,11 @@ class Matched:
 
 
 def match(
-    base: Weights, sources: Sequence[Weights], tasks: Sequence[str], settings: Settings
+    base: Weights,
+    sources: Sequence[Weights],
+    tasks: Sequence[str],
+    settings: Settings,
+    holds: Holds = "weight",
 ) -> Matched:
     """The tensors that take part, of models that name them as the base does.
 
@@ -158,8 +162,8 @@ def match(
             tied[name] = counted[place]
             continue
         counted[place] = name
-        first, *parts = (Part.of(source, its_name) for source, its_name in places)
-        items.append(Item(name, info.shape, first, tuple(parts)))
+        parts = [Part.of(source, its_name, holds) for source, its_name in places[1:]]
+        items.append(Item(name, info.shape, Part.of(base, name), tuple(parts)))
     if not items:
         raise UserError(
             "no tensor takes part: every floating-point tensor is excluded or missing in a model"

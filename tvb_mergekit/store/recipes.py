@@ -7,7 +7,6 @@ paths from the current folder; `located` gives it absolute ones.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import yaml
 
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store.facts import StoreFacts
-from tvb_mergekit.store.store import base_of, basis_folder, is_store, read_store_facts, record_of
+from tvb_mergekit.store.quantize import slugs
+from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts, record_of
 
 FOLDER = "recipes"
 _HEAD = """\
@@ -36,8 +36,8 @@ def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
     """
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
-    config = folder / basis_folder(0) / "config.json"
-    bare = facts.store.contents == "tensors" and not config.is_file()
+    config = folder / facts.store.folders[0] / "config.json"
+    bare = facts.store.contents != "adapters" and not config.is_file()
     command = "mergekit-pytorch" if bare else "mergekit-yaml"
     beside = facts.store.base_beside
     base = os.path.join("..", beside) if beside else facts.base_model
@@ -99,14 +99,7 @@ def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, 
             "The same with less interference: TIES over the bases.",
             _recipe("basis_ties", facts, store, base),
         )
-    used: set[str] = set()
-    for task in facts.tasks:
-        name = slug = re.sub(r"[^\w.-]+", "-", task)[:60]
-        number = 1
-        while name.lower() in used:  # names that differ only in what a file name cannot hold
-            number += 1
-            name = f"{slug}-{number}"
-        used.add(name.lower())
+    for task, name in zip(facts.tasks, slugs(facts.tasks), strict=True):
         made[f"forget-{name}"] = (
             f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
             _recipe("basis_negate", facts, store, base, {"forget": task}),
@@ -132,14 +125,17 @@ def _recipe(
             default = spec.default_for(method)
             value = built.get(key, default) if shared else default
             parameters[key] = ALPHA if value is None else value
+    if is_zoo(facts):
+        parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
     if method == "basis_ties":
         parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
     parameters |= more or {}
+    vectors = facts.store.folders[: facts.num_bases]
     recipe: dict[str, Any] = {
         "merge_method": method,
         "base_model": base,
-        "models": [{"model": f"{store}/{basis_folder(m)}"} for m in range(facts.num_bases)],
+        "models": [{"model": f"{store}/{name}"} for name in vectors],
         "parameters": parameters,
     }
     if facts.dtype:

@@ -112,12 +112,14 @@ def store_facts(
     files: dict[str, FileRecord],
     contents: Contents = "tensors",
     measured: Mapping[str, Tensor] | None = None,
+    folders: Sequence[str] | None = None,
 ) -> tuple[StoreFacts, dict[str, Tensor]]:
     """`basis.json` of a store, less what `finish_store` adds, and its `basis.safetensors`.
 
     Args:
         measured: `gram_bases` [M, M] and `errors` [2, T], bounds of ||tau_hat_i - tau_i|| for exact
             sums, where the Gram matrix of the tasks does not give those of the bases as stored.
+        folders: of the vectors, if they are not `folders_of` the basis.
     """
     merged = facts(
         basis,
@@ -133,7 +135,7 @@ def store_facts(
     store = StoreRecord(
         contents=contents,
         dtype=dtype_name(dtype),
-        folders=folders_of(basis),
+        folders=list(folders or folders_of(basis)),
         budget=count,
         compress=COMPRESSED_BY.get(kind),
         basis_weights=[len(inputs.tasks) / count] * count if holds_sum else None,
@@ -144,8 +146,8 @@ def store_facts(
         added=0,
         files=files,
     )
-    tensors = {**tensors_of(basis), **(measured or _measured(basis, dtype))}
-    sizes, _, table = _vectors(basis, tensors["gram_bases"])
+    tensors = {**tensors_of(basis), **(measured or measured_of(basis, dtype))}
+    sizes, _, table = vectors_of(basis, tensors["gram_bases"])
     errors = reported(inputs.tasks, merged.norms, tensors["errors"], sizes, table)
     parameters = {**merged.parameters, **inputs.varying}
     made = {**merged, "parameters": parameters, "store": store, "errors": errors}
@@ -163,8 +165,12 @@ def local_path(model: str) -> str | None:
     return os.path.abspath(model) if os.path.exists(model) else None
 
 
-def _measured(basis: Basis, dtype: torch.dtype) -> dict[str, Tensor]:
-    """`gram_bases` and `errors` (see `store_facts`) of bases that are stored in `dtype`."""
+def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -> dict[str, Tensor]:
+    """`gram_bases` and `errors` (see `store_facts`) of bases that are stored in `dtype`.
+
+    Args:
+        coded: the norm of what codes leave of each vector, if they are coded instead.
+    """
     encoding, gram = basis.encoding, basis.sums.gram
     if encoding.encoder is None:  # rand_proj: orthonormal
         products = torch.eye(encoding.num_bases, dtype=torch.float64)
@@ -177,14 +183,17 @@ def _measured(basis: Basis, dtype: torch.dtype) -> dict[str, Tensor]:
         assert encoding.reconstruction is not None
         low, high = errors_of(gram, encoding.reconstruction)
     products = (products + products.T) / 2
-    sizes, terms, table = _vectors(basis, products)
-    lost = cast_loss(sizes, dtype, basis.sums.num_parameters) + ARITHMETIC * terms
-    moved = lost @ table.abs()
+    sizes, terms, table = vectors_of(basis, products)
+    if coded is None:
+        coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
+    elif basis.settings.basis == "none":  # each vector is a task's, and nothing else is lost
+        return {"gram_bases": products, "errors": torch.stack([coded, coded])}
+    moved = (coded + ARITHMETIC * terms) @ table.abs()
     errors = torch.stack([(low - moved).clamp(min=0), high + moved])
     return {"gram_bases": products, "errors": errors}
 
 
-def _vectors(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def vectors_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of the bases and PCA's mean: their norms, the norms of what each is summed from, added up,
     and what each is multiplied by in every tau_hat [vectors, T]."""
     encoding, gram = basis.encoding, basis.sums.gram

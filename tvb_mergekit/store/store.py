@@ -40,6 +40,7 @@ from tvb_mergekit.tensors import cache
 from tvb_mergekit.tensors.adapter import MARKER, Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.output import recover_folder, replace_folder, sync
+from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import TensorInfo, Weights
 from tvb_mergekit.tensors.writing import file_record
 
@@ -155,6 +156,11 @@ class Bases:
         return DTYPES[self.facts.store.dtype]
 
     @property
+    def is_zoo(self) -> bool:
+        """Whether the vectors are all task vectors, in folders of their tasks' names."""
+        return is_zoo(self.facts)
+
+    @property
     def settings(self) -> Settings:
         """The settings that built it, those of its size aside."""
         known = set(Settings.model_fields)
@@ -243,7 +249,7 @@ def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"]) -> Bas
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
-        names = map(basis_folder, range(facts.num_bases))
+        names = facts.store.folders[: facts.num_bases]
         vectors = [open_vector(folder / name, facts.store) for name in names]
         mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -298,10 +304,12 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
-def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Adapter:
-    """One basis of a store as named tensors."""
+def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Adapter | Codes:
+    """One vector of a store as named tensors."""
     if store.contents == "tensors":
         return Checkpoint.open(folder)
+    if store.contents == "codes":
+        return Codes.open(folder)
     # Shapes of the whole base: its biases tell in which orientation it stores square matrices.
     shapes, targets = store.shapes or {}, store.targets or []
     base = {name: TensorInfo(tuple(shape), torch.float32, "") for name, shape in shapes.items()}
@@ -335,6 +343,11 @@ def is_store(path: str | os.PathLike[str]) -> bool:
     """
     file = Path(path) / FACTS
     return file.is_file() and isinstance(read_facts(file), StoreFacts)
+
+
+def is_zoo(facts: StoreFacts) -> bool:
+    """Whether a store holds every task vector of its own, as codes."""
+    return facts.store.contents == "codes" and facts.parameters["basis"] == "none"
 
 
 def is_basis(path: str | os.PathLike[str]) -> bool:

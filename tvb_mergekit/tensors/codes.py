@@ -23,11 +23,20 @@ GUESSES = {
 }
 
 
-def encode(values: Tensor, bits: int, unit: float, blocks: Tensor) -> None:
-    """Fill `blocks` (uint8, `block_bytes` of them) with the codes of finite float32 `values`, such
-    that each group's squared error is least, as far as the guesses find it."""
+def encode(
+    values: Tensor, bits: int, unit: float, blocks: Tensor, rest: Tensor
+) -> tuple[float, float]:
+    """The codes of finite float32 `values`, such that each group's squared error is least, as far
+    as the guesses find it; returns the values' squared norm, and the squared error of all.
+
+    Args:
+        blocks: uint8, `block_bytes` of them; empty where the error alone is wanted.
+        rest: [n] for what the codes leave of the values, which it may take the place of; or empty.
+    """
     guesses = np.array(GUESSES[bits], np.float32)
-    _encode(values.numpy(), bits, 1 / unit, guesses, blocks.numpy())
+    found = _encode(values.numpy(), bits, unit, guesses, blocks.numpy(), rest.numpy())
+    square, error = (of * unit**2 for of in found)  # not in float32, which tiny squares underflow
+    return square, error
 
 
 def decode(blocks: Tensor, bits: int, unit: float, start: int, stop: int, out: Tensor) -> None:
@@ -105,11 +114,23 @@ def _pack(levels: Any, bits: int, codes: Any) -> None:
             codes[eight * bits + byte] = (packed >> np.int32(8 * byte)) & 255
 
 
+@_sums
+def _distance(x: Any, count: int, levels: Any, scale: Any, offset: Any) -> Any:
+    """The squared norm of a group, and its squared error."""
+    square = error = np.float32(0)
+    for k in range(GROUP):
+        left = x[k] - scale * (np.float32(levels[k]) + offset)
+        square += x[k] * x[k]
+        error += left * left
+    return square, error - np.float32(GROUP - count) * (scale * offset) ** 2
+
+
 @_compiled
-def _encode(values: Any, bits: int, inverse_unit: float, guesses: Any, blocks: Any) -> None:
-    least, factor = -np.float32(1 << (bits - 1)), np.float32(inverse_unit)
+def _encode(values: Any, bits: int, unit: float, guesses: Any, blocks: Any, rest: Any) -> Any:
+    least, factor = -np.float32(1 << (bits - 1)), np.float32(1 / unit)
     x, levels = np.empty(GROUP, np.float32), np.empty(GROUP, np.int32)
-    block = np.empty(2 + 8 * bits, np.uint8)
+    block, error = np.empty(2 + 8 * bits, np.uint8), 0.0
+    square = 0.0
     for start in range(0, len(values), GROUP):
         count = min(GROUP, len(values) - start)
         for k in range(count):
@@ -120,12 +141,21 @@ def _encode(values: Any, bits: int, inverse_unit: float, guesses: Any, blocks: A
         scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
         inverse = np.float32(1) / scale if scale else np.float32(0)
         _round(x, inverse, offset, least, levels)
+        found = _distance(x, count, levels, scale, offset)
+        square, error = square + found[0], error + found[1]
+        if len(rest):
+            step = scale * np.float32(unit)
+            for k in range(count):
+                rest[start + k] = values[start + k] - step * (np.float32(levels[k]) + offset)
+        if not len(blocks):
+            continue
         block[0], block[1] = word & 255, word >> 8
         _pack(levels, bits, block[2:])
         place = start // GROUP * len(block)
         end = min(place + len(block), len(blocks))
         for k in range(place, end):
             blocks[k] = block[k - place]
+    return square, error
 
 
 @_compiled

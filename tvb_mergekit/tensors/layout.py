@@ -37,11 +37,13 @@ ALIGN = 64  # bytes: where each input begins in a buffer
 
 
 def parse_memory(text: str) -> int:
-    """Bytes in `500MB`, `2GB` or `1.5GiB`.
+    """Bytes in `500MB`, `2GB`, `1.5GiB` or `500000000`.
 
     Raises:
         UserError: it is no such text.
     """
+    if re.fullmatch(r"\d{5,}", text.strip()):
+        return int(text)
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
     if found is None:
         raise UserError(f"memory of `{text}`: expected a number and a unit, such as 500MB or 2GB")

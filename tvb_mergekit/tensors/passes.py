@@ -28,12 +28,14 @@ from tvb_mergekit.core.gram import (
     symmetric,
 )
 from tvb_mergekit.core.merge import Linear, Step, check_output
+from tvb_mergekit.core.quantize import CHOICES
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
+from tvb_mergekit.tensors.quantized import Coding, errors_of_choices
 from tvb_mergekit.tensors.stream import (
     Buffer,
     Chunks,
@@ -41,6 +43,7 @@ from tvb_mergekit.tensors.stream import (
     Item,
     Piece,
     Sink,
+    allocate,
     deliver,
     deltas_of,
     fused,
@@ -93,7 +96,7 @@ def gram_pass(
         raise UserError(
             "no tensor takes part: every floating-point tensor is excluded or missing in a model"
         )
-    mine = read[_share_of(read)]
+    mine = read[share_of(read)]
     each = _sums(mine, tasks, devices, budget, sketch, progress)
     # Of several processes all get all, in the order of the tensors.
     parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
@@ -103,7 +106,7 @@ def gram_pass(
     return sums, False
 
 
-def _share_of(items: Sequence[Item]) -> slice:
+def share_of(items: Sequence[Item]) -> slice:
     """The items that this process reads in a pass, balanced by bytes."""
     world = ranks.world()
     world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
@@ -125,7 +128,7 @@ def _sums(
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        buffer, gram = Buffer(layout), kernels.Gram(len(tasks), deltas_of(items))
+        buffer, gram = Buffer(layout.buffer_bytes), kernels.Gram(len(tasks), deltas_of(items))
 
         def add(piece: Piece) -> list[GramSums]:
             found = buffer.read(piece, copy=True)
@@ -258,43 +261,146 @@ def combine_pass(
     budget: int = DEFAULT_BUDGET,
     sketch: Sketch | None = None,
     counted_as: Mapping[str, str] | None = None,
+    coding: Coding | None = None,
     progress: Update = lambda nbytes: None,
 ) -> None:
     """Give `sink` what the steps make of theta_0 and the task vectors of each item, in order.
 
-    Task vectors are formed and combined in float32 and cast once, to `item.out`.
+    Task vectors are formed and combined in float32 and cast once, to `item.out`, or coded.
 
     Args:
         steps: item -> what is computed of it, all of the same number of outputs; an item without a
             step stays the base's.
         sketch: the rows of Omega stand in the place of the task vectors: items have no inputs.
         counted_as: tensor -> the name under which Omega was drawn for it, where that is another.
+        coding: of the outputs, where the items say that they are written as codes.
         progress: called with the bytes read.
 
     Raises:
         UserError: an output overflows its dtype or is not finite.
     """
-    every = list(steps.values())
-    outputs = every[0].count if every else 1
-    rows = max((len(item.inputs) for item in items), default=0)
-    extra = max((step.rows for step in every), default=1)
-    if sketch is not None:
-        rows, extra = sketch.columns, extra + 2 * sketch.columns
-    fast = sketch is None and all(isinstance(step, Linear) for step in every)
-    fast = fast and fused(items, devices, *(item.out for item in items if item.name in steps))
-    width = outputs * max((item.out.itemsize for item in items), default=4)
-    needs = Needs(rows, read_width(items, fast), width, extra, fused=fast)
-    longest = _longest_piece(items)
-    layout = plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
+    ways = _Ways(items, steps, devices, sketch, counted_as or {}, coding is not None)
+    width = max((-(-ways.outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
+    layout = ways.layout(devices, budget, width)
 
-    def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
+    def checked(device: torch.device) -> Callable[[Piece, Tensor], None]:
+        act = ways.on(device, layout)
+
+        def check(piece: Piece, out: Tensor) -> None:
+            finite = not piece.numel or act(piece, out)
+            if not finite and out.is_floating_point():
+                check_output(piece.item.name, out, out.dtype)
+
+        if coding is None:
+            return check
+        values = ways.scratch(layout)
+
+        def encode(piece: Piece, out: Tensor) -> None:
+            made = values[:, : piece.numel]
+            check(piece, made)
+            coding.encode(piece.item.name, piece.start, made, out)
+
+        return encode
+
+    deliver(items, layout, ways.outputs, checked, sink, progress)
+
+
+def measure_pass(
+    items: Sequence[Item],
+    step: Step,
+    units: Sequence[float],
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int = DEFAULT_BUDGET,
+    sketch: Sketch | None = None,
+    progress: Update = lambda nbytes: None,
+) -> Tensor:
+    """What each output of a step would lose in each tensor: squared errors at each of CHOICES bits,
+    [items, K, 6] float64.
+
+    Args:
+        units: of each output (see `core.quantize`).
+        progress: called with the bytes read.
+    """
+    steps = dict.fromkeys((item.name for item in items), step)
+    ways = _Ways(items, steps, devices, sketch, {}, True)
+    layout = ways.layout(devices, budget, 0)
+
+    def work(device: torch.device) -> Callable[[Piece], Tensor]:
+        act, values = ways.on(device, layout), ways.scratch(layout)
+
+        def measure(piece: Piece) -> Tensor:
+            made = values[:, : piece.numel]
+            if piece.numel:
+                act(piece, made)
+            return errors_of_choices(made, units)
+
+        return measure
+
+    found = torch.zeros(len(items), step.count, len(CHOICES), dtype=torch.float64, device="cpu")
+    places = {item.name: place for place, item in enumerate(items)}
+    for piece, errors in in_order(items, layout, work):
+        found[places[piece.item.name]] += errors
+        progress(piece.nbytes)
+    return found
+
+
+class _Ways:
+    """How the outputs of pieces are computed: by `kernels` where they can, or by PyTorch.
+
+    Args:
+        coded: the outputs are float32 in `scratch`, whatever the items say.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        steps: Mapping[str, Step],
+        devices: Sequence[torch.device],
+        sketch: Sketch | None,
+        counted_as: Mapping[str, str],
+        coded: bool,
+    ) -> None:
+        self._items, self._steps, self._coded = items, steps, coded
+        self._sketch, self._counted_as = sketch, counted_as
+        every = list(steps.values())
+        self.outputs = every[0].count if every else 1
+        self._rows = max((len(item.inputs) for item in items), default=0)
+        self._extra = max((step.rows for step in every), default=1)
+        if sketch is not None:
+            self._rows, self._extra = sketch.columns, self._extra + 2 * sketch.columns
+        self._fused = sketch is None and all(isinstance(step, Linear) for step in every)
+        outs = {torch.float32} if coded else {i.out for i in items if i.name in steps}
+        self._fused = self._fused and fused(items, devices, *outs)
+
+    def layout(self, devices: Sequence[torch.device], budget: int, width: int) -> Layout:
+        """Of a pass whose outputs take `width` bytes for each element, all together."""
+        read = read_width(self._items, self._fused) + 4 * self.outputs * self._coded
+        needs = Needs(self._rows, read, width, self._extra, fused=self._fused)
+        workers, longest = 1 if self._sketch else None, _longest_piece(self._items)
+        return plan_layout(needs, devices, budget, workers=workers, longest=longest)
+
+    def scratch(self, layout: Layout) -> Tensor:
+        """Memory for the outputs [K, n] of one piece after the other."""
+        return allocate(self.outputs, layout.piece, dtype=torch.float32)
+
+    def on(self, device: torch.device, layout: Layout) -> Callable[[Piece, Tensor], bool]:
+        """What fills the outputs [K, n] of a piece, in one thread; false where they must still be
+        looked at for what is not finite."""
+        scratch = 4 * self.outputs * layout.piece * self._coded
+        buffer = Buffer(layout.buffer_bytes - scratch, pinned=device.type == "cuda")
+        return (self._fused_on if self._fused else self._torch_on)(device, layout, buffer)
+
+    def _fused_on(
+        self, device: torch.device, layout: Layout, buffer: Buffer
+    ) -> Callable[[Piece, Tensor], bool]:
         from tvb_mergekit.tensors import kernels
 
-        buffer, deltas = Buffer(layout), deltas_of(items)
-        combining = functools.cache(functools.partial(kernels.Combining, rows, deltas))
+        deltas = deltas_of(self._items)
+        combining = functools.cache(functools.partial(kernels.Combining, self._rows, deltas))
 
         def act(piece: Piece, out: Tensor) -> bool:
-            found, step = buffer.read(piece, copy=True), steps.get(piece.item.name)
+            found, step = buffer.read(piece, copy=True), self._steps.get(piece.item.name)
             if step is None:
                 out.copy_(found[0].expand_as(out))
                 return False
@@ -303,13 +409,15 @@ def combine_pass(
 
         return act
 
-    def work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
-        chunks = Chunks(layout, device)
-        drawn = None if sketch is None else Drawn(sketch, device, counted_as)
+    def _torch_on(
+        self, device: torch.device, layout: Layout, buffer: Buffer
+    ) -> Callable[[Piece, Tensor], bool]:
+        chunks = Chunks(layout, device, buffer)
+        drawn = None if self._sketch is None else Drawn(self._sketch, device, self._counted_as)
         computing = functools.cache(lambda step: step.on(device))
 
         def act(piece: Piece, out: Tensor) -> bool:
-            step = steps.get(piece.item.name)
+            step = self._steps.get(piece.item.name)
             if step is None:
                 out.copy_(chunks.buffer.read(piece)[0].expand_as(out))
                 return False
@@ -320,18 +428,6 @@ def combine_pass(
             return False
 
         return act
-
-    def checked(device: torch.device) -> Callable[[Piece, Tensor], None]:
-        act = (fused_work if fast else work)(device)
-
-        def check(piece: Piece, out: Tensor) -> None:
-            finite = not piece.numel or act(piece, out)
-            if not finite and out.is_floating_point():
-                check_output(piece.item.name, out, out.dtype)
-
-        return check
-
-    deliver(items, layout, outputs, checked, sink, progress)
 
 
 @dataclass(frozen=True)
@@ -356,6 +452,7 @@ def build_basis(
     *,
     devices: Sequence[torch.device] = (CPU,),
     budget: int = DEFAULT_BUDGET,
+    known: GramSums | None = None,
     key: Mapping[str, object] | None = None,
     models: Sequence[str] = (),
     progress: Progress = silent,
@@ -364,22 +461,26 @@ def build_basis(
 
     Args:
         weights: scale of each task vector, [T], none zero.
+        known: the sums, where they are; those of rand_proj's directions never are.
 
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
     sketch = sketch_of(settings, len(tasks))
     started = time.perf_counter()
-    raw, cached = gram_pass(
-        items,
-        tasks,
-        devices=devices,
-        budget=budget,
-        sketch=sketch,
-        key=key,
-        models=models,
-        progress=progress,
-    )
+    if known is not None and sketch is None:
+        raw, cached = known, True
+    else:
+        raw, cached = gram_pass(
+            items,
+            tasks,
+            devices=devices,
+            budget=budget,
+            sketch=sketch,
+            key=key,
+            models=models,
+            progress=progress,
+        )
     summed = time.perf_counter()
     # Solvers are not the same to the bit on any two machines.
     basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
@@ -402,7 +503,7 @@ def count_if_needed(
         return
     started = time.perf_counter()
     read = items()
-    mine = read[_share_of(read)]
+    mine = read[share_of(read)]
     counted = count_pass(
         basis.weighted_encoder,
         mine,

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import Sketch
+from tvb_mergekit.core.quantize import block_bytes
 from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import ALIGN, FUSED, WRITES, Layout
+from tvb_mergekit.tensors.quantized import Codes, Packed
 from tvb_mergekit.tensors.source import StateDict, Weights
 
 CPU = torch.device("cpu")
@@ -38,7 +40,8 @@ class Part:
 
     `holds`: a weight, from which the base's is subtracted, or a delta, a difference already.
     `held`: they are in memory, on any device, and `read` gives a view of them and needs no buffer.
-    ahead(start, stop) asks the disk for elements that will be read soon.
+    ahead(start, stop) asks the disk for elements that will be read soon. `packed`: the codes that
+    they are stored as, which an accelerator decodes itself.
     """
 
     dtype: torch.dtype
@@ -46,6 +49,7 @@ class Part:
     held: bool = False
     ahead: Callable[[int, int], None] = lambda start, stop: None
     holds: Holds = "weight"
+    packed: Packed | None = None
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -57,14 +61,16 @@ class Part:
             return replace(whole, holds=holds)
         held = isinstance(weights, StateDict)
         ahead = partial(weights.ahead, name)
-        return cls(info.dtype, partial(weights.read, name), held, ahead, holds)
+        packed = weights.packed(name) if isinstance(weights, Codes) else None
+        return cls(info.dtype, partial(weights.read, name), held, ahead, holds, packed)
 
 
 @dataclass(frozen=True)
 class Item:
     """One tensor of the stream. `base` may be None where no input needs it.
 
-    `out` is the dtype in which it is given to a sink. An item without `inputs` is the base's own.
+    `out` is the dtype in which it is given to a sink, or uint8 where each output is written as
+    codes of so many `bits`. An item without `inputs` is the base's own.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Item:
     base: Part | None
     inputs: tuple[Part, ...]
     out: torch.dtype = torch.float32
+    bits: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -89,6 +96,16 @@ class Item:
     @property
     def nbytes(self) -> int:
         return self.numel * self.width
+
+    def written(self, numel: int, output: int = 0) -> int:
+        """Bytes that as many elements of an output take."""
+        if self.bits:
+            return block_bytes(numel, self.bits[output])
+        return numel * self.out.itemsize
+
+    def widest(self, numel: int) -> int:
+        """The same of the output that takes the most."""
+        return block_bytes(numel, max(self.bits)) if self.bits else self.written(numel)
 
     def whole(self, part: Part) -> Tensor:
         buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
@@ -164,7 +181,8 @@ class Sink(Protocol):
     """Where `deliver` brings outputs, in order and from one thread of its own."""
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        """`values` [number of outputs, stop - start] in `item.out`, on the CPU."""
+        """`values` [number of outputs, stop - start] in `item.out`, on the CPU; with `item.bits` a
+        row is of bytes, the first of which hold the codes of an output."""
 
 
 def allocate(
@@ -183,17 +201,22 @@ def deltas_of(items: Sequence[Item]) -> int:
 class Buffer:
     """Memory for what is stored of one piece after the other. One instance per thread."""
 
-    def __init__(self, layout: Layout, pinned: bool = False) -> None:
-        self.memory = allocate(layout.buffer_bytes, dtype=torch.uint8, pinned=pinned)
+    def __init__(self, nbytes: int, pinned: bool = False) -> None:
+        self.memory = allocate(nbytes, dtype=torch.uint8, pinned=pinned)
 
-    def read(self, piece: Piece, copy: bool = False) -> list[Tensor]:
+    def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
         """Base and inputs as they are stored; with `copy` also those that are `held` lie in
-        `memory`. Overwritten by the next piece."""
+        `memory`. With `packed` those that have codes are left in them. Overwritten by the next
+        piece."""
         found, place = [], 0
         for part in piece.item.parts:
             size = piece.numel * part.dtype.itemsize if copy or not part.held else 0
-            here = self.memory[place : place + size].view(part.dtype)
-            there = part.read(piece.start, piece.stop, here)
+            room = self.memory[place : place + size]
+            here = room.view(part.dtype)
+            if packed and part.packed is not None:
+                there = here = part.packed.read(piece.start, piece.stop, room)
+            else:
+                there = part.read(piece.start, piece.stop, here)
             if copy and there.data_ptr() != here.data_ptr():
                 there = here.copy_(there)
             found.append(there)
@@ -208,10 +231,12 @@ class Chunks:
     read it.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, buffer: Buffer | None = None) -> None:
         self._chunk, self.device = layout.chunk, device
+        # A CPU decodes faster as it reads; to an accelerator codes are the least traffic.
+        self.packed = device.type != "cpu"
         # from pinned memory the copy to a GPU is fast
-        self.buffer = Buffer(layout, pinned=device.type == "cuda")
+        self.buffer = buffer or Buffer(layout.buffer_bytes, pinned=device.type == "cuda")
         rows = 1 + layout.needs.rows
         self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
 
@@ -221,12 +246,15 @@ class Chunks:
 
         Without a base, which only deltas can do without, theta_0 is zero.
         """
-        item, found = piece.item, self.buffer.read(piece)
+        item, found = piece.item, self.buffer.read(piece, packed=self.packed)
         for start in range(0, piece.numel, self._chunk):
             place = slice(start, min(start + self._chunk, piece.numel))
             rows = self._rows[:, : place.stop - start]
             # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
-            values = [part[place].to(self.device, non_blocking=True) for part in found]
+            values = [
+                self._moved(part, stored, place)
+                for part, stored in zip(item.parts, found, strict=True)
+            ]
             if item.base is None:
                 rows[0].zero_()
             else:
@@ -238,6 +266,14 @@ class Chunks:
             yield place, rows[0], rows[1:]
         if self.device.type != "cpu":  # what was read may still be on its way there
             torch.accelerator.current_stream(self.device).synchronize()
+
+    def _moved(self, part: Part, stored: Tensor, place: slice) -> Tensor:
+        """Elements of a piece on the device; pieces and chunks begin with a group of codes."""
+        if not self.packed or part.packed is None:
+            return stored[place].to(self.device, non_blocking=True)
+        first, last = (block_bytes(at, part.packed.bits) for at in (place.start, place.stop))
+        blocks = stored[first:last].to(self.device, non_blocking=True)
+        return part.packed.decode(blocks, place.stop - place.start)
 
 
 class Drawn:
@@ -334,18 +370,18 @@ def deliver(
     sink: Sink,
     progress: Update,
 ) -> None:
-    """Have `work(device)`'s function fill the outputs of each piece, [outputs, n] in `item.out` on
-    the CPU, and give them to `sink` in order, while the next are computed."""
-    width = max((item.out.itemsize for item in items), default=4)
+    """Have `work(device)`'s function fill the outputs of each piece, as a `Sink` takes them, and
+    give them to `sink` in order, while the next are computed."""
+    width = max((item.widest(layout.piece) for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
-    buffers = [allocate(outputs, layout.piece * width, dtype=torch.uint8) for _ in range(count)]
+    buffers = [allocate(outputs, width, dtype=torch.uint8) for _ in range(count)]
 
     def computing(device: torch.device) -> Callable[[Piece], Tensor]:
         act = work(device)
 
         def fill(piece: Piece) -> Tensor:
-            buffer, dtype = buffers[piece.number % count], piece.item.out
-            out = buffer[:, : piece.numel * dtype.itemsize].view(dtype)
+            buffer, item = buffers[piece.number % count], piece.item
+            out = buffer[:, : item.widest(piece.numel)].view(item.out)
             act(piece, out)
             return out
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import torch
 import xxhash
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES
+from tvb_mergekit.tensors.quantized import KEY, Coded, Coding
 from tvb_mergekit.tensors.ranks import shares
 from tvb_mergekit.tensors.stream import Item
 
@@ -41,25 +42,31 @@ class Shard:
     items: tuple[Item, ...]
     rank: int = 0
 
-    def header(self, metadata: Mapping[str, str]) -> bytes:
+    def header(
+        self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
+    ) -> bytes:
         """The file's first bytes: length, JSON, blanks up to a multiple of 8."""
-        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        said = dict(metadata)
+        if coded is not None:
+            said[KEY] = coded.metadata({item.name: item.shape for item in self.items})
+        entries: dict[str, object] = {"__metadata__": said}
         place = 0
         for item in self.items:
+            size = item.written(item.numel, output)
             entries[item.name] = {
                 "dtype": _NAMES[item.out],
-                "shape": list(item.shape),
-                "data_offsets": [place, place + _written(item)],
+                "shape": [size] if item.bits else list(item.shape),
+                "data_offsets": [place, place + size],
             }
-            place += _written(item)
+            place += size
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
 
-def _written(*items: Item) -> int:
-    """Bytes that the tensors take in a file."""
-    return sum(item.numel * item.out.itemsize for item in items)
+def _written(*items: Item, output: int = 0) -> int:
+    """Bytes that an output's tensors take in a file."""
+    return sum(item.written(item.numel, output) for item in items)
 
 
 def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1) -> list[Shard]:
@@ -69,14 +76,15 @@ def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1)
     are read and written. So there may be more files than one process makes.
     """
     groups: list[tuple[int, list[Item]]] = []
-    for rank, run in enumerate(shares([item.nbytes + _written(item) for item in items], ranks)):
+    work = [item.nbytes + item.widest(item.numel) for item in items]
+    for rank, run in enumerate(shares(work, ranks)):
         size = limit + 1  # no file of another process
         for item in items[run]:
-            if size + _written(item) > limit:
+            if size + item.widest(item.numel) > limit:  # files of all outputs hold the same tensors
                 groups.append((rank, []))
                 size = 0
             groups[-1][1].append(item)
-            size += _written(item)
+            size += item.widest(item.numel)
     groups = groups or [(0, [])]
     total = len(groups)
     names = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" for number in range(total)]
@@ -100,6 +108,8 @@ class FolderWriter:
     Args:
         hashes: of the tensors that are there already, in order: the checksum of what the file that
             they are in held when each was whole. The bytes are read again and compared.
+        output: the number of this vector among those of a pass.
+        coded: how its tensors are coded, if they are.
 
     Raises:
         UserError: what is there is not what `hashes` says.
@@ -112,8 +122,11 @@ class FolderWriter:
         metadata: Mapping[str, str],
         hashes: Sequence[str] = (),
         rank: int = 0,
+        output: int = 0,
+        coded: Coded | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.output, self.coded = output, coded
         self.folder, self.plan, self.metadata = folder, plan, metadata
         self.done = len(hashes)  # tensors that are there already
         self.written: dict[str, dict[str, object]] = {}  # file -> bytes, hash
@@ -129,14 +142,15 @@ class FolderWriter:
     def _open(self, done: int = 0, digest: str = "") -> None:
         """The next file; of one that holds `done` tensors, `digest` is the checksum so far."""
         shard = self._shards.pop(0)
-        path, header = self.folder / shard.name, shard.header(self.metadata)
+        path = self.folder / shard.name
+        header = shard.header(self.metadata, self.output, self.coded)
         self._left = len(shard.items) - done
         self._digest.reset()
         if not done:
             self._file = cast(BinaryIO, path.open("wb", buffering=0))
             self._put(memoryview(header))
             return
-        size = len(header) + _written(*shard.items[:done])
+        size = len(header) + _written(*shard.items[:done], output=self.output)
         if not path.is_file() or path.stat().st_size < size:
             raise UserError(f"{path}: shorter than was written; {ANEW}")
         self._file = cast(BinaryIO, path.open("r+b", buffering=0))
@@ -192,7 +206,7 @@ class FolderWriter:
             self.written |= written
         if len(self.plan) > 1:
             where = {item.name: shard.name for shard in self.plan for item in shard.items}
-            total = sum(_written(*shard.items) for shard in self.plan)
+            total = sum(_written(*shard.items, output=self.output) for shard in self.plan)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             path = self.folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -203,29 +217,53 @@ class FolderWriter:
 class FoldersSink:
     """A `stream.Sink`: output k goes to folder k.
 
-    The journal gets a line for each tensor that is whole: how many there are by then, and the
-    checksum of what each folder's last file holds.
+    The journal gets a line for each tensor that is whole: how many there are by then, the checksum
+    of what each folder's last file holds, and what `coding` has measured of it.
+
+    Attributes:
+        measured: of each tensor that is whole, what `Coding.measured` gives, added up.
     """
 
-    def __init__(self, writers: Sequence[FolderWriter], journal: Path | None = None) -> None:
-        self.writers = writers
-        self.done = writers[0].done
+    def __init__(
+        self,
+        writers: Sequence[FolderWriter],
+        journal: Path | None = None,
+        coding: Coding | None = None,
+        measured: Sequence[Sequence[float]] = (),
+    ) -> None:
+        self.writers, self.coding = writers, coding
+        self.done, self.measured = writers[0].done, [list(each) for each in measured]
         self._journal = journal
+        self._sums: Tensor | None = None
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         last = stop == item.numel
         for writer, row in zip(self.writers, values, strict=True):
-            writer.write(item, last, row)
+            coded = item.written(stop - start, writer.output) if item.bits else len(row)
+            writer.write(item, last, row[:coded])
+        if self.coding is not None:
+            sums = self.coding.measured(item.name, start)
+            self._sums = sums if self._sums is None else self._sums + sums
         if last:
             self.done += 1
+            self.measured.append([] if self._sums is None else self._sums.tolist())
+            self._sums = None
             if self._journal is not None:
-                line = json.dumps([self.done, [writer.digest for writer in self.writers]])
+                hashes = [writer.digest for writer in self.writers]
+                line = json.dumps([self.done, hashes, *([self.measured[-1]] * bool(item.bits))])
                 with self._journal.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
 
 
-def read_journal(path: Path) -> list[list[str]]:
-    """The checksums of a journal: for each tensor that is whole, one for each folder.
+class Whole(NamedTuple):
+    """What a journal says of a tensor that is whole."""
+
+    hashes: list[str]  # one for each folder
+    measured: list[float]
+
+
+def read_journal(path: Path) -> list[Whole]:
+    """What a journal says, tensor by tensor.
 
     A last line that a kill cut is taken out.
 
@@ -236,17 +274,20 @@ def read_journal(path: Path) -> list[list[str]]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
         path.write_bytes(b"".join(lines))
-    hashes: list[list[str]] = []
+    found: list[Whole] = []
     for number, line in enumerate(lines, 1):
         try:
-            done, each = json.loads(line)
+            done, each, *measured = json.loads(line)
+            read = Whole(each, [float(value) for value in measured[0]] if measured else [])
             whole = done == number and all(isinstance(text, str) for text in each)
-        except (ValueError, TypeError):  # what is no JSON, or no pair
-            whole = False
-        if not whole or len(each) != len(hashes[0] if hashes else each):
+            first = found[0] if found else read
+            alike = [len(part) for part in read] == [len(part) for part in first]
+        except (ValueError, TypeError):  # what is no JSON, or no such list
+            whole = alike = False
+        if not (whole and alike):
             raise UserError(f"{path}: line {number} cannot be read; {ANEW}")
-        hashes.append(each)
-    return hashes
+        found.append(read)
+    return found
 
 
 class MemorySink:

@@ -1,0 +1,222 @@
+"""Vectors of a store at few bits an element: who gets how many, and what that loses.
+
+Task vectors stored whole, one folder for each task, make a *zoo*: recipes over it list tasks. See
+`core.quantize` for the codes and `docs/files.md` for the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.quantize import BITS, GROUP, LEAST, allocate, mean_bytes, unit_of
+from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.progress import Progress
+from tvb_mergekit.store.facts import StoreFacts
+from tvb_mergekit.tensors.passes import gram_pass
+from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
+from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.writing import Shard
+
+PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
+RESERVED = ("recipes", "undo", "mean", "basis.json", "basis.safetensors", "readme.md")
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """How many bits the elements of a store get.
+
+    Attributes:
+        bits: one of BITS for all, or a mean, with which tensors get what they need most.
+        size: instead, the most bytes that the whole store may take.
+
+    Raises:
+        UserError: bits that there are not, or both.
+    """
+
+    bits: float | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bits is None) == (self.size is None):
+            raise UserError("give either bits or a size, not both")
+        if self.bits is not None and not LEAST <= self.bits <= BITS[-1]:
+            raise UserError(
+                f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
+                f"from {LEAST} to {BITS[-1]}"
+            )
+
+    @property
+    def uniform(self) -> int | None:
+        """The bits that every tensor gets; None where they differ."""
+        return int(self.bits) if self.bits in BITS else None
+
+    def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
+        """What the codes of all vectors may take.
+
+        Args:
+            fixed: bytes of all else in the store.
+
+        Raises:
+            UserError: the size does not hold the scales alone.
+        """
+        if self.bits is not None:
+            return vectors * mean_bytes(numels, self.bits)
+        assert self.size is not None
+        scales = vectors * sum(2 * -(-numel // GROUP) for numel in numels)
+        if self.size < fixed + scales:
+            raise UserError(
+                f"--size {megabytes(self.size)}: the scales of {vectors} vectors and the files "
+                f"beside them take {megabytes(fixed + scales)} alone; give more, or keep fewer "
+                "tasks or tensors (`exclude`)"
+            )
+        return self.size - fixed
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What is known of K vectors before they are coded.
+
+    Attributes:
+        norms: [K].
+        shares: what each counts in the sum that a merge adds, [K].
+        limits: item -> the most bits that each may get, [K]: those of codes that are there.
+    """
+
+    norms: Sequence[float]
+    shares: Tensor
+    limits: Mapping[str, Sequence[int]] | None = None
+    units: Sequence[float] | None = None
+
+
+def choose(
+    items: Sequence[Item],
+    vectors: Vectors,
+    wanted: Quantize,
+    fixed: int,
+    measure: Callable[[Sequence[float]], Tensor],
+) -> Coding:
+    """How each tensor of each vector is coded.
+
+    Args:
+        fixed: bytes of all else in the store.
+        measure: units -> squared errors at each of CHOICES, [items, K, 6]; called if bits differ.
+    """
+    numels, count = [item.numel for item in items], len(vectors.norms)
+    units = vectors.units or [unit_of(norm, sum(numels)) for norm in vectors.norms]
+    most = wanted.weight_bytes(numels, count, fixed)
+    if wanted.uniform is not None:
+        bits = np.full((len(items), count), wanted.uniform)
+    else:
+        limits = np.full((len(items), count), BITS[-1])
+        if vectors.limits is not None:
+            limits = np.array([vectors.limits[item.name] for item in items])
+        errors = measure(units).reshape(-1, len(BITS) + 1).numpy()
+        each = [numel for numel in numels for _ in range(count)]
+        bits = allocate(errors, each, most, limits.reshape(-1)).reshape(limits.shape)
+    names = [item.name for item in items]
+    return Coding(
+        [
+            Coded(unit, dict(zip(names, column, strict=True)))
+            for unit, column in zip(units, bits.T.tolist(), strict=True)
+        ],
+        vectors.shares,
+    )
+
+
+def to_json(coding: Coding) -> str:
+    """Of STORE.partial/coding.json."""
+    return json.dumps([[coded.unit, coded.bits] for coded in coding.coded])
+
+
+def from_json(file: Path, shares: Tensor) -> Coding:
+    """The coding that an interrupted build has chosen."""
+    try:
+        made = [Coded(float(unit), dict(bits)) for unit, bits in json.loads(file.read_bytes())]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read ({error}); start anew without --resume") from error
+    return Coding(made, shares)
+
+
+def mean_bits(coding: Coding, items: Sequence[Item]) -> float:
+    """Bits of an element in the mean, scales aside."""
+    total = sum(item.numel for item in items) * len(coding.coded)
+    return sum(sum(coding.bits(item.name)) * item.numel for item in items) / total
+
+
+def fixed_bytes(
+    plan: Sequence[Shard],
+    folders: Sequence[str],
+    tasks: int,
+    left_out: Mapping[str, str],
+    config: Path | None,
+) -> int:
+    """The most that all of a store but its codes takes: headers, configurations, facts, recipes."""
+    vectors, items = len(folders), sum(len(shard.items) for shard in plan)
+    names = sum(len(item.name.encode()) for shard in plan for item in shard.items)
+    headers = 512 * len(plan) + 200 * items + 3 * names
+    files = 2000
+    if config is not None and (config / "config.json").is_file():
+        files += (config / "config.json").stat().st_size * 2
+        files += sum(file.stat().st_size for file in config.glob("*.py"))
+    facts = 16_000 + 2000 * tasks + 4 * len(json.dumps(dict(left_out)))
+    numbers = 8 * (6 * tasks**2 + 2 * items * (vectors + 1))
+    recipes = (tasks + 3) * (800 + 120 * vectors)
+    return vectors * (headers + files) + facts + numbers + recipes
+
+
+def stored_gram(
+    vectors: Sequence[Codes],
+    names: Sequence[str],
+    devices: Sequence[torch.device],
+    budget: int,
+    progress: Progress,
+) -> Tensor:
+    """Inner products of vectors as their codes give them, [K, K] float64."""
+    items = [
+        Item(name, info.shape, None, tuple(Part.of(vector, name, "delta") for vector in vectors))
+        for name, info in vectors[0].tensors.items()
+    ]
+    sums, _ = gram_pass(lambda: items, names, devices=devices, budget=budget, progress=progress)
+    return sums.gram
+
+
+def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
+    """`tensor_squares` and `tensor_errors` [items, K + 1], from what the sink has collected."""
+    table = torch.tensor(measured, dtype=torch.float64)
+    squares, errors = table.chunk(2, dim=1)
+    return {"tensor_squares": squares.contiguous(), "tensor_errors": errors.contiguous()}
+
+
+def lost(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The norm of what the codes leave of each vector, and of their sum, [K + 1]."""
+    return tensors["tensor_errors"].sum(0).sqrt()
+
+
+def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """A name for a file or folder for each, which no two share even where case does not count."""
+    used = {name.lower() for name in taken}
+    made = []
+    for name in names:
+        short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].lstrip(".") or "task"
+        number = 1
+        while slug.lower() in used:
+            number += 1
+            slug = f"{short}-{number}"
+        used.add(slug.lower())
+        made.append(slug)
+    return made
+
+
+def of_codes(facts: StoreFacts, bits: float) -> StoreFacts:
+    """The facts of a store whose vectors are codes."""
+    stored = (of.bytes for name, of in facts.store.files.items() if name.endswith(".safetensors"))
+    most = {task: error.at_most or 0.0 for task, error in facts.errors.items()}
+    return facts.but(bits=bits, bytes=sum(stored), relative_error=most)

@@ -1,0 +1,215 @@
+"""Vectors stored as codes (see `core.quantize`): read as float32, and written by `combine_pass`."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.quantize import BITS, CHOICES, GROUP, block_bytes, decode
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
+from tvb_mergekit.tensors.source import TensorInfo, Weights
+
+KEY = "tvb_codes"  # in the metadata of a file of codes
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Coded:
+    """How one vector is coded: what a file of its codes says of itself.
+
+    Attributes:
+        unit: see `core.quantize`.
+        bits: tensor -> how many.
+    """
+
+    unit: float
+    bits: Mapping[str, int]
+
+    def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
+        """Of a file with tensors of these shapes."""
+        tensors = {name: [self.bits[name], list(shape)] for name, shape in shapes.items()}
+        return json.dumps({"version": VERSION, "unit": self.unit, "tensors": tensors})
+
+
+class Codes(Weights):
+    """One vector of a store, kept as codes: its tensors are float32. Thread-safe."""
+
+    def __init__(
+        self, stored: Checkpoint, coded: Coded, shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.stored, self.coded = stored, coded
+        self.folder, self.shards = stored.folder, stored.shards
+        self.tensors = {
+            name: TensorInfo(tuple(shapes[name]), torch.float32, info.shard)
+            for name, info in stored.tensors.items()
+        }
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Codes:
+        """Read the headers of the codes at `path`, a folder or one file.
+
+        Raises:
+            UserError: no such files, or their headers do not say what a reader needs.
+        """
+        stored = Checkpoint.open(path)
+        units, bits, shapes = set[float](), dict[str, int](), dict[str, list[int]]()
+        for shard in stored.shards:
+            file = stored.folder / shard
+            try:
+                said = json.loads(metadata_of(file)[KEY])
+                version = said["version"]
+                if isinstance(version, int) and version > VERSION:
+                    raise UserError(
+                        f"{file}: codes of version {version}, this tvb-mergekit reads up to "
+                        f"{VERSION}; upgrade it: pip install -U tvb-mergekit"
+                    )
+                units.add(float(said["unit"]))
+                for name, (width, shape) in said["tensors"].items():
+                    bits[name], shapes[name] = CHOICES[CHOICES.index(width)], shape
+            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"{file}: its header does not say how it is coded ({error}); restore it, or "
+                    "build the store anew"
+                ) from error
+        for name, info in stored.tensors.items():
+            held = name in bits and block_bytes(torch.Size(shapes[name]).numel(), bits[name])
+            if len(units) > 1 or held is False or info.nbytes != held:
+                raise UserError(
+                    f"{stored.folder / info.shard}: the codes of tensor `{name}` do not fit what "
+                    "its header says; restore it, or build the store anew"
+                )
+        return cls(stored, Coded(units.pop(), bits), shapes)
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        chunk = out[: stop - start]
+        if not (bits := self.coded.bits[name]) or start == stop:
+            return chunk.zero_()
+        from tvb_mergekit.tensors import codes  # imports numba, which takes long
+
+        first = start // GROUP * GROUP
+        low, high = self._place(name, first, stop)
+        blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
+        codes.decode(blocks, bits, self.coded.unit, start - first, stop - first, chunk)
+        return chunk
+
+    def packed(self, name: str) -> Packed:
+        """The codes of a tensor, to be decoded elsewhere."""
+        return Packed(self, name, self.coded.bits[name])
+
+    def read_blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        """The blocks of elements `start`, where a group begins, to `stop`, as a view of `out`."""
+        low, high = self._place(name, start, stop)
+        return self.stored.read(name, low, high, out)
+
+    def _place(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """The bytes with the groups of these elements; the last group may be shorter."""
+        bits = self.coded.bits[name]
+        end = min(-(-stop // GROUP) * GROUP, self.tensors[name].numel)
+        return block_bytes(start, bits), block_bytes(end, bits)
+
+    def tensor(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        flat = torch.empty(info.numel, dtype=torch.float32, device="cpu")
+        return self.read(name, 0, info.numel, flat).view(info.shape)
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        if self.coded.bits[name] and start < stop:
+            self.stored.ahead(name, *self._place(name, start // GROUP * GROUP, stop))
+
+    def stamp(self) -> list[list[int | str]]:
+        return self.stored.stamp()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The codes of one tensor, which an accelerator decodes itself."""
+
+    codes: Codes
+    name: str
+    bits: int
+
+    def read(self, start: int, stop: int, out: Tensor) -> Tensor:
+        """The blocks of these elements in `out`, uint8; `start` begins a group."""
+        return self.codes.read_blocks(self.name, start, stop, out)
+
+    def decode(self, blocks: Tensor, numel: int) -> Tensor:
+        """The elements [numel] float32, where the blocks are."""
+        if not self.bits:
+            return torch.zeros(numel, dtype=torch.float32, device=blocks.device)
+        return decode(blocks, self.bits, self.codes.coded.unit, numel)
+
+
+@dataclass
+class Coding:
+    """How the outputs of a pass are coded, and what is measured of them on the way. Thread-safe.
+
+    Attributes:
+        coded: of each output.
+        shares: what each counts in the sum that a merge adds, [K].
+    """
+
+    coded: Sequence[Coded]
+    shares: Tensor
+    _found: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def bits(self, name: str) -> tuple[int, ...]:
+        """Of each output in one tensor."""
+        return tuple(each.bits[name] for each in self.coded)
+
+    def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
+        """Code a piece of a tensor, which begins at element `start`.
+
+        Args:
+            values: [K, n] float32 on the CPU; overwritten.
+            out: [K, bytes] uint8, of which each row gets as many as its bits take.
+        """
+        from tvb_mergekit.tensors import codes
+
+        count, shares = values.shape[1], self.shares.to(torch.float32)
+        whole = _square(shares @ values)
+        squares, errors = list[float](), list[float]()
+        for row, coded, blocks in zip(values, self.coded, out, strict=True):
+            if bits := coded.bits[name]:
+                blocks = blocks[: block_bytes(count, bits)]
+                square, error = codes.encode(row, bits, coded.unit, blocks, row)
+            else:
+                square = error = _square(row)
+            squares.append(square)
+            errors.append(error)
+        found = [*squares, whole, *errors, _square(shares @ values)]
+        with self._lock:
+            self._found[name, start] = found
+
+    def measured(self, name: str, start: int) -> Tensor:
+        """Of a piece: the squared norms of the outputs and of their sum, then the squares of what
+        their codes leave of each, [2 K + 2] float64."""
+        with self._lock:
+            return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
+
+
+def errors_of_choices(values: Tensor, units: Sequence[float]) -> Tensor:
+    """The squared error of each row of `values` [K, n] float32 at each of CHOICES, [K, 6]."""
+    from tvb_mergekit.tensors import codes
+
+    none = torch.empty(0)
+    found = []
+    for row, unit in zip(values, units, strict=True):
+        at = [codes.encode(row, bits, unit, none.to(torch.uint8), none) for bits in BITS]
+        found.append([at[0][0], *(error for _, error in at)])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _square(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64) ** 2)
