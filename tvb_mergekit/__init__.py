@@ -1,5 +1,5 @@
-"""Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `undo`, `reconstruct`,
-`merge`.
+"""Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `remove`, `undo`,
+`reconstruct`, `merge`.
 
 Importing the package is cheap; the library behind these names is imported when one is used.
 """
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tvb_mergekit.errors import UserError
-    from tvb_mergekit.store.api import add, build, load, merge, reconstruct, undo
+    from tvb_mergekit.store.api import add, build, load, merge, reconstruct, remove, undo
     from tvb_mergekit.store.store import Bases
 
 __version__ = "0.1.0"
-__all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct", "undo"]
+__all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct", "remove", "undo"]
 
 _HOME = {"Bases": "store.store", "UserError": "errors"}
 

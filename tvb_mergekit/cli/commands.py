@@ -283,37 +283,67 @@ def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | N
     help="How a full store makes room: as in the paper, or keeping the sum of all tasks.",
 )
 @click.option("--dtype", type=DTYPES, help=f"Of a new STORE; {OWN}.")
+@click.option("--bits", type=float, help="Of the new task in a store of all tasks; by default its.")
+@click.option("--size", metavar="SIZE", help="Of a store of all tasks: lower the bits to fit.")
 @flag("--force", help="Also a model unlike the others, or an end of the exact sum.")
 def add(
-    store: str, model: str, task: str, weight: float, base: str | None, force: bool, **values: Any
+    store: str,
+    model: str,
+    task: str,
+    weight: float,
+    base: str | None,
+    force: bool,
+    bits: float | None,
+    size: str | None,
+    **values: Any,
 ) -> None:
-    """Add the task of a fine-tuned MODEL to STORE, within its budget of bases.
+    """Add the task of a fine-tuned MODEL to STORE.
 
-    Below the budget the new task vector becomes a basis; at the budget the bases are compressed by
-    one first (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before.
-    A STORE that does not exist is made: give --base and --budget. The store of before is kept until
-    the next `tvb add`: `tvb undo STORE` brings it back.
+    Where STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them; with --size
+    all then take fewer bits. Else, and with --budget, the store holds at most so many bases: below
+    the budget the new task vector becomes one; at the budget the bases are compressed by one first
+    (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before. A STORE
+    that does not exist is made: give --base, and --bits, --size or --budget. The store of before is
+    kept until the next `tvb add`: `tvb undo STORE` brings it back.
 
     \b
-    Example: tvb add ./store ./new-model --task new --budget 4
+    Example:
+      tvb add ./store ./new-model --task new --budget 4
+      tvb add ./zoo ./new-model --task new --size 2GB
     """
     import_mergekit()
+    from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.store.add import Growth, add_to_store
+    from tvb_mergekit.store.build import build_store
+    from tvb_mergekit.store.zoo import add_to_zoo
 
     device, names = device_of(values["device"]), None
     budget, compress, dtype = (values[name] for name in ("budget", "compress", "dtype"))
     parameters: dict[str, Any] = {"num_bases": 1}
+    quantize, bases = _quantize(bits, size), None
+    if quantize and (budget or compress or dtype):
+        raise UserError("--bits and --size go with none of --budget, --compress, --dtype")
     if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
-        if base is None or budget is None:
-            raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
+        if base is None or (budget is None and quantize is None):
+            raise UserError(
+                f"{store}: no such store; a new one needs --base BASE, and --bits B, --size SIZE "
+                "or --budget M"
+            )
         if compress:
             parameters["basis"] = compress
+        if quantize:
+            parameters = {"basis": "none"}
     else:
         bases = _load(store)
         names, own = bases.names, bases.facts.store.dtype
         base = _base_of(bases, base)[0]
-        if dtype not in (None, own):
+        if quantize and not bases.is_zoo:
+            raise UserError(
+                f"--bits and --size are for stores of all tasks (`tvb build --bits`); {store} "
+                f"holds {counted(bases.num_bases, f'{bases.basis} basis vector')}"
+            )
+        if dtype not in (None, own) and not bases.is_zoo:
             raise UserError(
                 f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out"
             )
@@ -323,14 +353,24 @@ def add(
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = _open(from_mapping(recipe | {"parameters": parameters}), values, names)
     doubt = logging.warning if force else _refuse
-    grown = add_to_store(
-        store,
-        inputs,
-        Growth(budget, compress, _dtype(dtype) or inputs.own_dtype, doubt),
-        device=device,
-        budget=values["memory"],
-        progress=bars(values["quiet"]),
-    )
+    growth = Growth(budget, compress, _dtype(dtype) or inputs.own_dtype, doubt, click.echo)
+    memory, progress = values["memory"], bars(values["quiet"])
+    if bases is None and quantize:
+        made = build_store(
+            inputs, store, quantize=quantize, devices=[device], budget=memory, progress=progress
+        )
+        click.echo(f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}")
+        return
+    if bases is not None and bases.is_zoo and budget is None and compress is None:
+        made = add_to_zoo(
+            store, inputs, quantize, growth, device=device, budget=memory, progress=progress
+        )
+        click.echo(
+            f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}; relative error of "
+            f"{task} {made.facts.relative_error[task]:.3f}"
+        )
+        return
+    grown = add_to_store(store, inputs, growth, device=device, budget=memory, progress=progress)
     most = {name: error.at_most for name, error in grown.facts.errors.items()}
     worst, error = max(most.items(), key=lambda pair: math.inf if pair[1] is None else pair[1])
     click.echo(
@@ -347,7 +387,9 @@ def _refuse(doubt: str) -> None:
 @command(main, writes="store")
 @click.argument("store", type=ARGUMENT)
 def undo(store: str) -> None:
-    """Take back the last `tvb add`: STORE is what it was before. One step can be undone.
+    """Take back the last `tvb add` or `tvb remove`: STORE is what it was before.
+
+    One step can be undone.
 
     \b
     Example: tvb undo ./store
@@ -359,42 +401,89 @@ def undo(store: str) -> None:
     click.echo(f"{bases.path}: {tasks} in {count}, as before")
 
 
+@command(main, writes="store")
+@click.argument("store", type=ARGUMENT)
+@click.option("--task", required=True, help="The task's name.")
+@flag("--force", help="Also one that a recipe of yours in STORE names.")
+def remove(store: str, task: str, force: bool) -> None:
+    """Take a task out of a STORE that keeps all of them (`tvb build --bits`).
+
+    The store of before is kept until the next change: `tvb undo STORE` brings it back.
+
+    \b
+    Example: tvb remove ./store --task math
+    """
+    from tvb_mergekit.cli.inspect import Inspection, size_line
+    from tvb_mergekit.store.zoo import remove_task
+
+    bases = remove_task(store, task, force)
+    click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}")
+
+
 @command(main, "base", "device", "memory", "quiet", writes="out")
 @click.argument("store", type=ARGUMENT)
-@click.argument("out", type=ARGUMENT)
+@click.argument("out", type=ARGUMENT, required=False)
 @click.option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
 @click.option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
 @flag("--all-bases", help="A model for each basis, OUT/basis-000 ...")
+@click.option(
+    "--all",
+    "every",
+    metavar="DIR",
+    is_flag=False,
+    flag_value="",
+    help="A model for each task, in DIR.",
+)
 @click.option("--dtype", type=DTYPES, help="Of the model; the base's by default.")
 def export(
-    store: str, out: str, task: str | None, basis: int | None, all_bases: bool, **values: Any
+    store: str,
+    out: str | None,
+    task: str | None,
+    basis: int | None,
+    all_bases: bool,
+    every: str | None,
+    **values: Any,
 ) -> None:
-    """Write full Hugging Face models from the bases in STORE, for any use and any merge method.
+    """Write full Hugging Face models from STORE into OUT, for any use and any merge method.
 
     \b
-    Example: tvb export ./store ./math --task math
+    Example:
+      tvb export ./store ./math --task math
+      tvb export ./store --all ./models           ./models/math, ./models/code ...
     """
-    from tvb_mergekit.store import export as exporting
-    from tvb_mergekit.store.store import basis_folder
+    import torch
 
-    if (task is not None) + (basis is not None) + all_bases != 1:
-        raise UserError("give one of --task NAME, --basis K and --all-bases")
+    from tvb_mergekit.store import export as exporting
+    from tvb_mergekit.store.quantize import slugs
+
+    if (task is not None) + (basis is not None) + all_bases + (every is not None) != 1:
+        raise UserError("give one of --task NAME, --basis K, --all-bases and --all DIR")
+    if (out is None) != bool(every):
+        raise UserError("say once where to write: OUT, or --all DIR")
+    out = every or str(out)
     device = device_of(values["device"])
     bases = _load(store)
     folders = [""]
-    if task is not None:
-        matrix, weight = exporting.task_column(bases, task), float(bases.weights[bases.index(task)])
-        what = [f"{task}, reconstructed" + f" (without its weight of {weight:g})" * (weight != 1)]
+    if task is not None or every is not None:
+        tasks = bases.tasks if task is None else [task]
+        matrix = torch.cat([exporting.task_column(bases, each) for each in tasks], 1)
+        weights = [float(bases.weights[bases.index(each)]) for each in tasks]
+        what = [
+            f"{each}, reconstructed" + f" (without its weight of {weight:g})" * (weight != 1)
+            for each, weight in zip(tasks, weights, strict=True)
+        ]
+        if task is None:
+            folders = bases.facts.store.folders if bases.is_zoo else slugs(tasks)
     else:
         indices = list(range(bases.num_bases)) if basis is None else [basis]
         matrix = exporting.basis_columns(bases, indices)
         what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
         if all_bases:
-            folders = [basis_folder(m) for m in indices]
-    _, weights, folder = _base_of(bases, values["base"])
+            folders = [bases.facts.store.folders[m] for m in indices]
+    _, base, folder = _base_of(bases, values["base"])
     exporting.export(
         bases,
-        weights,
+        base,
         folder,
         matrix,
         folders,

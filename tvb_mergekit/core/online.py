@@ -53,6 +53,8 @@ class Buffer:
         basis_weights: w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
         norms: [T], ||tau_i||.
         errors: [2, T], bounds of ||tau_hat_i - tau_i||.
+        exact: the bases are B = T E but for rounding; or else codes of the task vectors, which may
+            be more than the budget.
     """
 
     dtype: torch.dtype
@@ -63,11 +65,14 @@ class Buffer:
     basis_weights: Tensor | None
     norms: Tensor
     errors: Tensor
+    exact: bool = True
 
     @property
     def single(self) -> bool:
         """Whether every basis is a task vector, so that the Gram matrix of all tasks is theirs."""
-        return torch.equal(self.encoder, torch.eye(len(self.encoder), dtype=torch.float64))
+        return self.exact and torch.equal(
+            self.encoder, torch.eye(len(self.encoder), dtype=torch.float64)
+        )
 
     def rounding(self, norms: Tensor, terms: Tensor) -> Tensor:
         """The most that vectors of these norms, as they are stored, are off; `terms`: the norms of
@@ -105,22 +110,22 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
             over bases whose weighted sum is not that of the tasks.
     """
     count = len(products) - 1
-    check_budget(budget, count)
+    check_budget(budget, count if buffer.exact else 0)
     products = (products + products.T) / 2
     old, norms = products[:count, :count], _norms(products)
-    compressed = count == budget
+    compressed = count >= budget
     inner = torch.eye(count, dtype=torch.float64)
     encoder, decoder, errors = buffer.encoder, buffer.decoder, buffer.errors
     weights = buffer.basis_weights
     if compressed:
-        encoding = _compress(old, weights, how, settings)
+        encoding = _compress(old, weights, how, settings, budget - 1)
         assert encoding.encoder is not None and encoding.reconstruction is not None
         errors = _moved(buffer, old, encoding.reconstruction @ decoder)
         inner = encoding.encoder
         encoder, decoder = encoder @ inner, encoding.decoder @ decoder
         if weights is not None:
-            share = float(weights.sum()) / (count - 1)
-            weights = torch.full_like(weights[1:], share) if how == "balanced" else None
+            share = float(weights.sum()) / (budget - 1)
+            weights = torch.full_like(weights[: budget - 1], share) if how == "balanced" else None
     if weights is not None:
         weights = torch.cat([weights, torch.ones(1, dtype=torch.float64)])
     matrix, encoder, decoder = _joined(inner), _joined(encoder), _joined(decoder)
@@ -133,7 +138,7 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     high = torch.minimum(errors[1], limits[1])
     errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
     lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
-    if not compressed:
+    if not compressed and buffer.exact:
         lost[:-1] = 0  # the bases of before are not written anew
     return Step(
         matrix=matrix,
@@ -159,9 +164,10 @@ def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
     return _widened(errors_of(gram, buffer.encoder @ rebuilt), lost)
 
 
-def _compress(gram: Tensor, weights: Tensor | None, how: str, settings: Settings) -> Encoding:
-    """M - 1 bases for the M whose Gram matrix this is."""
-    count = len(gram) - 1
+def _compress(
+    gram: Tensor, weights: Tensor | None, how: str, settings: Settings, count: int
+) -> Encoding:
+    """`count` bases for those whose Gram matrix this is."""
     if how != "balanced":
         chosen = {"num_bases": count, "basis_ratio": None, "energy": None}
         return encode(gram, settings.model_copy(update=chosen))

@@ -117,7 +117,7 @@ def _hull(sizes: Sequence[int], errors: Sequence[float]) -> list[tuple[int, floa
     """The lower convex hull, falling, of errors over bytes: (bytes, error, place)."""
     hull: list[tuple[int, float, int]] = []
     for place, point in enumerate(zip(sizes, errors, strict=False)):
-        if hull and point[1] >= hull[-1][1]:  # more bytes for no gain
+        if hull and (point[1] >= hull[-1][1] or point[0] == hull[-1][0]):  # no gain; empty
             continue
         while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
             hull.pop()

@@ -20,6 +20,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import report, store
 from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.quantize import sums_of
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.passes import build_basis, count_if_needed
 from tvb_mergekit.tensors.stream import Holds, Part
@@ -165,19 +166,10 @@ class ZooRecipe(Stored):
 
     def known_sums(self, plan: Plan) -> GramSums | None:
         """G of the listed tasks, which the store has where the same tensors count."""
-        facts, order = self.bases.facts, list(self.order)
         counted = list(plan.counted.values())
         same = {each.names[1] for each in counted} == set(self.bases.names)
         as_stored = all(each.whole is None for each in counted)
-        if not (same and as_stored) or "base" in facts.tasks:  # whose norm hides the base's
-            return None
-        sizes = [facts.matrix_norms[name] for name in ("base", *self.tasks)]
-        return GramSums(
-            self.bases.tensors["gram_bases"][order][:, order],
-            facts.norms["base"] ** 2,
-            num_parameters=facts.num_parameters,
-            matrix_squares=torch.tensor(sizes, dtype=torch.float64) ** 2,
-        )
+        return sums_of(self.bases, self.order) if same and as_stored else None
 
     def report(self, plan: Plan, **about: Any) -> tuple[Facts, dict[str, Tensor]]:
         facts, tensors = super().report(plan, **about)

@@ -10,7 +10,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.settings import VARYING_KEYS, check_tasks
 from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
@@ -78,12 +78,14 @@ class Growth:
         dtype: of a store that is new.
         doubt: called with what speaks against it: a model that seems to be of another base, the
             end of an exact sum. It raises to refuse.
+        tell: called with what becomes of the tasks that are there, before anything is written.
     """
 
     budget: int | None = None
     compress: str | None = None
     dtype: torch.dtype = torch.float32
     doubt: Callable[[str], object] = LOG.warning
+    tell: Callable[[str], object] = LOG.info
 
 
 def add_to_store(
@@ -127,8 +129,8 @@ def undo_addition(path: str | os.PathLike[str]) -> Bases:
         facts = read_store_facts(store)
         if not (store / UNDO).is_dir():
             raise UserError(f"{path}: nothing to undo: no `tvb add` since it was made, or undone")
-        _link_own(load(store / UNDO), work)
-        _keep_others(store, facts, work)
+        link_own(load(store / UNDO), work)
+        keep_others(store, facts, work)
     return load(store)
 
 
@@ -202,18 +204,14 @@ class _Addition:
         self.started = time.perf_counter()
         self.where = str(bases.path or "these bases")
         (self.task,), (self.model,), (self.weight,) = inputs.tasks, inputs.models, inputs.weights
-        if self.task in bases.tasks:
-            raise UserError(
-                f"the task {self.task!r} is in {self.where} already: give another name with --task"
-            )
-        check_tasks([*bases.tasks, self.task], [*bases.facts.models, self.task])
+        check_new(bases, inputs)
+        self.dtype = growth.dtype if bases.is_zoo else bases.dtype
         self.how = self._how()
         budget = bases.facts.store.budget if growth.budget is None else growth.budget
         if budget is None:
             raise UserError("a new store needs --budget M, the most bases that it may hold")
         self.budget = operator.index(budget)
-        online.check_budget(self.budget, bases.num_bases)
-        bases.check_base(inputs.base, inputs.base_model)
+        online.check_budget(self.budget, 0 if bases.is_zoo else bases.num_bases)
         settings = bases.settings if bases.vectors else inputs.settings
         self.settings = settings.model_copy(update={"basis": self.how})
         self.items = self._items()
@@ -221,14 +219,15 @@ class _Addition:
         self.norm = float(self.sums.gram[-1, -1]) ** 0.5
         held = bases.tensors
         buffer = online.Buffer(
-            bases.dtype,
+            self.dtype,
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            held.get("gram"),
+            None if bases.is_zoo else held.get("gram"),  # which its vectors no longer have
             held.get("basis_weights"),
             held["norms"],
             held["errors"],
+            exact=not bases.is_zoo,
         )
         self.step = online.add_task(buffer, self.sums.gram, self.budget, self.how, self.settings)
 
@@ -238,6 +237,11 @@ class _Addition:
             raise UserError(
                 f"{self.where} holds adapters, whose ranks would grow with every task: build "
                 "a store of tensors (without --adapters) to add to"
+            )
+        if store.contents == "codes" and not self.bases.is_zoo:
+            raise UserError(
+                f"{self.where} holds bases at {self.bases.facts.bits:g} bits, which would lose "
+                "more with every task: build a store without --bits, or with `basis: none`"
             )
         if store.compress is None and self.bases.vectors:
             raise UserError(
@@ -264,29 +268,8 @@ class _Addition:
 
     def _items(self) -> list[Item]:
         """The store's tensors, with the bases and the new model as inputs."""
-        bases, given = self.bases, {item.name: item for item in self.inputs.items}
-        if not bases.vectors:
-            return [replace(item, out=bases.dtype) for item in self.inputs.items]
-        left_out = bases.facts.left_out
-        for name in given:
-            if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
-                raise UserError(
-                    f"tensor `{name}` of model {self.model} takes no part in {self.where} "
-                    f"({left_out.get(name, 'not in the store')}), so that what was trained there "
-                    "would be lost: build a store with it"
-                )
-        items = []
-        for name in bases.names:
-            if name not in given:
-                reason = self.inputs.left_out.get(name, "not in it")
-                raise UserError(
-                    f"tensor `{name}` is in {self.where}, and model {self.model} does not give it "
-                    f"({reason}): a store holds one set of tensors"
-                )
-            parts = [Part.of(vector, name, "delta") for vector in bases.vectors]
-            inputs = (*parts, *given[name].inputs)
-            items.append(replace(given[name], inputs=inputs, out=bases.dtype))
-        return items
+        items = given_items(self.bases, self.inputs) if self.bases.vectors else self.inputs.items
+        return [replace(item, out=self.dtype) for item in with_vectors(self.bases, items)]
 
     def _sums(self) -> GramSums:
         """The Gram matrix of the bases and the new task vector, weighted."""
@@ -300,17 +283,7 @@ class _Addition:
                 budget=self.memory,
                 progress=self.progress,
             )
-        if float(sums.gram[-1, -1]) == 0.0:
-            raise UserError(
-                f"task `{self.task}`: its task vector is zero: the model is identical to the base"
-            )
-        base, *sizes = sums.sizes
-        others = bases.tensors["matrix_norms"] / bases.weights.abs()
-        if reason := unlike(sizes[-1], base, others.tolist(), UNRELATED_RATIO):
-            self.growth.doubt(
-                f"model {self.model}: {reason}: is it fine-tuned from this base? A task that was "
-                "added cannot be taken out of the bases later"
-            )
+        check_size(bases, inputs, sums, self.growth.doubt)
         return sums.scaled([*[1.0] * bases.num_bases, self.weight])
 
     def _combine(self, items: list[Item], matrix: Tensor, sink: FoldersSink | MemorySink) -> None:
@@ -336,31 +309,37 @@ class _Addition:
     def write(self, work: Path, store: Path) -> None:
         """Write the new store into `work`; `store` is where it will lie."""
         bases, items, matrix = self.bases, self.items, self.step.matrix
-        same = 0 if self.step.compressed else bases.num_bases
+        same = 0 if self.step.compressed or bases.is_zoo else bases.num_bases
         if same:  # nothing but the new vector is written, the others are the same files
             items = [replace(item, inputs=item.inputs[-1:]) for item in items]
             matrix = matrix[-1:, -1:]
         outputs = matrix.shape[1]
-        check_disk(str(work), outputs * sum(i.numel for i in items) * bases.dtype.itemsize)
+        check_disk(str(work), outputs * sum(i.numel for i in items) * self.dtype.itemsize)
         files: dict[str, FileRecord] = {}
         for name in map(basis_folder, range(same)):
             assert bases.path is not None
-            shutil.copytree(bases.path / name, work / name, copy_function=_link)
+            shutil.copytree(bases.path / name, work / name, copy_function=link)
             old = bases.facts.store.files
             files |= {file: record for file, record in old.items() if file.startswith(f"{name}/")}
         names = [basis_folder(m) for m in range(same, same + outputs)]
         config = self.inputs.folder
-        if bases.path is not None:
+        if bases.path is not None and not bases.is_zoo:  # whose folders lack the tokenizer
             folder = bases.path / basis_folder(0)
             config = folder if (folder / "config.json").is_file() else None
+        if bases.is_zoo:
+            self.growth.tell(
+                f"{counted(outputs, 'basis')} by Algorithm 1 ({self.how}) in the place of "
+                f"{bases.num_bases} vectors at {bases.facts.bits:.3g} bits; "
+                + costs(bases.facts.relative_error, _most(self._facts({})))
+            )
         writers = writers_of(work, names, items, config)
         self._combine(items, matrix, FoldersSink(writers))
         files |= finish_vectors(writers, config, first=same)
         finish_store(work, store, self._facts(files), self._tensors())
         if bases.path is not None:
-            _keep_others(bases.path, bases.facts, work)
+            keep_others(bases.path, bases.facts, work)
             (work / UNDO).mkdir()
-            _link_own(bases, work / UNDO)
+            link_own(bases, work / UNDO)
 
     def _tensors(self) -> dict[str, Tensor]:
         step = self.step
@@ -400,6 +379,8 @@ class _Addition:
         weights = step.basis_weights
         store = {
             **old.store,
+            "contents": "tensors",
+            "dtype": dtype_name(self.dtype),
             "folders": [basis_folder(m) for m in range(count)],
             "budget": self.budget,
             "compress": self.how,
@@ -424,7 +405,89 @@ class _Addition:
             "store": store,
             "errors": online.reported(tasks, norms, step.errors, lengths, step.decoder),
         }
-        return StoreFacts.model_validate({**old, **new})
+        kept = {key: old[key] for key in old if key not in ("bits", "bytes", "relative_error")}
+        return StoreFacts.model_validate({**kept, **new})
+
+
+# What any addition looks at
+
+
+def check_new(bases: Bases, inputs: Inputs) -> None:
+    """Raise UserError unless the one model of `inputs` is a new task for the base of `bases`."""
+    ((task,), where) = inputs.tasks, bases.path or "these bases"
+    if task in bases.tasks:
+        raise UserError(f"the task {task!r} is in {where} already: give another name with --task")
+    check_tasks([*bases.tasks, task], [*bases.facts.models, task])
+    bases.check_base(inputs.base, inputs.base_model)
+
+
+def given_items(bases: Bases, inputs: Inputs) -> list[Item]:
+    """The store's tensors, with the new model as input.
+
+    Raises:
+        UserError: it does not give one, or gives one that was trained and takes no part.
+    """
+    given, left_out = {item.name: item for item in inputs.items}, bases.facts.left_out
+    where, (model,) = bases.path or "these bases", inputs.models
+    for name in given:
+        if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
+            raise UserError(
+                f"tensor `{name}` of model {model} takes no part in {where} "
+                f"({left_out.get(name, 'not in the store')}), so that what was trained there "
+                "would be lost: build a store with it"
+            )
+    for name in bases.names:
+        if name not in given:
+            reason = inputs.left_out.get(name, "not in it")
+            raise UserError(
+                f"tensor `{name}` is in {where}, and model {model} does not give it ({reason}): a "
+                "store holds one set of tensors"
+            )
+    return [given[name] for name in bases.names]
+
+
+def with_vectors(bases: Bases, items: Sequence[Item]) -> list[Item]:
+    """The items with the vectors of a store as inputs before their own."""
+    made = []
+    for item in items:
+        parts = (Part.of(vector, item.name, "delta") for vector in bases.vectors)
+        made.append(replace(item, inputs=(*parts, *item.inputs)))
+    return made
+
+
+def check_size(
+    bases: Bases, inputs: Inputs, sums: GramSums, doubt: Callable[[str], object]
+) -> None:
+    """Doubt a new task vector, the last of `sums`, that is unlike those that are there.
+
+    Raises:
+        UserError: it is zero.
+    """
+    (task,), (model,) = inputs.tasks, inputs.models
+    if float(sums.gram[-1, -1]) == 0.0:
+        raise UserError(
+            f"task `{task}`: its task vector is zero: the model is identical to the base"
+        )
+    base, *sizes = sums.sizes
+    others = bases.tensors["matrix_norms"] / bases.weights.abs()
+    if reason := unlike(sizes[-1], base, others.tolist(), UNRELATED_RATIO):
+        more = (
+            "" if bases.is_zoo else "? A task that was added cannot be taken out of the bases later"
+        )
+        doubt(f"model {model}: {reason}: is it fine-tuned from this base{more or '?'}")
+
+
+def _most(facts: StoreFacts) -> dict[str, float]:
+    return {task: error.at_most or 0.0 for task, error in facts.errors.items()}
+
+
+def costs(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """What becomes of the relative error of each task."""
+    told = [
+        f"{task} {f'{before[task]:.3f} -> ' if task in before else ''}{error:.3f}"
+        for task, error in after.items()
+    ]
+    return f"relative error at most: {', '.join(told)}"
 
 
 def _times(setting: Any, factor: float) -> Any:
@@ -436,17 +499,17 @@ def _times(setting: Any, factor: float) -> Any:
     return float(setting) * factor
 
 
-def _link_own(bases: Bases, target: Path) -> None:
+def link_own(bases: Bases, target: Path) -> None:
     """All that a store holds of its own, in another folder: the same files."""
     assert bases.path is not None
     for name in (FACTS, TENSORS):
-        _link(bases.path / name, target / name)
+        link(bases.path / name, target / name)
     for name in (FOLDER, *bases.facts.store.folders):
         if (bases.path / name).is_dir():
-            shutil.copytree(bases.path / name, target / name, copy_function=_link)
+            shutil.copytree(bases.path / name, target / name, copy_function=link)
 
 
-def _keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
+def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
     """What a user has put into a store stays in it: notes, other recipes, edited ones."""
     recipes, changed = {f"{FOLDER}/{name}" for name in facts.store.recipes}, edited(old, facts)
     own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders, *recipes.difference(changed)}
@@ -463,7 +526,7 @@ def _keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
         shutil.copy2(entry, work / name)
 
 
-def _link(file: str | Path, target: str | Path) -> None:
+def link(file: str | Path, target: str | Path) -> None:
     """The same file under another name, or a copy where the file system has no hard links."""
     try:
         os.link(file, target)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import StoredBases, Tunables
+from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import (
@@ -30,9 +30,11 @@ from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.build import build_in_memory, build_store
 from tvb_mergekit.store.inputs import Inputs, match
+from tvb_mergekit.store.quantize import Quantize, sums_of, zoo_settings
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.store.zoo import add_to_zoo, remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.passes import Job, count_if_needed, merge_items
+from tvb_mergekit.tensors.passes import Job, build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.writing import MemorySink
 
@@ -47,10 +49,12 @@ def build(
     *,
     weights: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
+    bits: float | None = None,
+    size: int | None = None,
     device: torch.device = CPU,
     **settings: Any,
 ) -> Bases:
-    """Compress T task vectors into M bases.
+    """Compress T task vectors into M bases, or keep each at a few bits an element.
 
     Args:
         base: theta_0.
@@ -58,6 +62,9 @@ def build(
         out: write a store there; without it the bases are state dicts in memory.
         weights: task -> scale of its task vector; 1 by default.
         dtype: float32, bfloat16 or float16, of the bases.
+        bits: of the store `out`, in the place of `dtype`: 8, 4, 3, 2, 1, or a mean. Unless
+            `settings` say something of bases, it holds all task vectors.
+        size: instead of `bits`, the most bytes that it may take.
         device: where to compute.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
 
@@ -81,10 +88,17 @@ def build(
     """
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
-    if out is None:
-        built = build_in_memory(inputs, dtype=dtype, device=device, warn=told.append)
+    quantize = None if bits is None and size is None else Quantize(bits, size)
+    if quantize and not inputs.settings.names_a_basis:
+        inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
+    if out is not None:
+        built = build_store(
+            inputs, out, dtype=dtype, quantize=quantize, devices=[device], warn=told.append
+        )
+    elif quantize:
+        raise UserError("`bits` and `size` are for a store on disk: give `out`")
     else:
-        built = build_store(inputs, out, dtype=dtype, devices=[device], warn=told.append)
+        built = build_in_memory(inputs, dtype=dtype, device=device, warn=told.append)
     for line in told:
         warnings.warn(line, stacklevel=2)
     return built
@@ -109,10 +123,14 @@ def add(
     budget: int | None = None,
     compress: str | None = None,
     dtype: torch.dtype = torch.float32,
+    bits: float | None = None,
+    size: int | None = None,
     device: torch.device = CPU,
     **settings: Any,
 ) -> Bases:
     """One more task (Algorithm 1): at the budget M the bases are compressed to M - 1 first.
+
+    A store of all tasks at a few bits takes one more of them, unless a budget is given.
 
     Args:
         bases: a store's path, which is updated (and made if it does not exist); or bases in
@@ -124,6 +142,8 @@ def add(
         budget: the most bases there may be; by default what it was before.
         compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
         dtype: of new bases; of existing ones it stays as it is.
+        bits: of the new task in a store of all tasks; by default the store's.
+        size: instead, the most bytes that such a store may take; the others get fewer bits.
         settings: the recipe's keys, for bases that do not exist yet.
 
     Warns:
@@ -147,7 +167,13 @@ def add(
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
     told: list[str] = []
     growth = grow.Growth(budget, compress, dtype, told.append)
-    if where is not None:
+    quantize = None if bits is None and size is None else Quantize(bits, size)
+    zoo = found is not None and found.is_zoo
+    if quantize and (not zoo or budget is not None or compress is not None):
+        raise UserError("`bits` and `size` are for a store of all tasks, without budget")
+    if zoo and where is not None and budget is None and compress is None:
+        grown = add_to_zoo(where, inputs, quantize, growth, device=device)
+    elif where is not None:
         grown = grow.add_to_store(where, inputs, growth, device=device)
     else:
         grown = grow.add_in_memory(found, inputs, growth, device=device)
@@ -156,8 +182,17 @@ def add(
     return grown
 
 
+def remove(path: str | os.PathLike[str], task: str) -> Bases:
+    """The store of all tasks at `path` without one of them.
+
+    Raises:
+        UserError: see `zoo.remove_task`.
+    """
+    return remove_task(path, task)
+
+
 def undo(path: str | os.PathLike[str]) -> Bases:
-    """The store at `path` as it was before the last `add`, of which one step is kept.
+    """The store at `path` as it was before the last `add` or `remove`; one step is kept.
 
     Raises:
         UserError: no store, or nothing to undo.
@@ -198,13 +233,17 @@ def merge(
         dtype: of the floating-point tensors; the base's own by default.
         device: where to compute.
         parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
-            name), `lambda_scale`, `density`, `trim`, `merge_func`, `forget`, `alpha`, `exclude`.
+            name), `lambda_scale`, `density`, `trim`, `merge_func`, `forget`, `alpha`, `exclude`;
+            over a store of all tasks also those of the bases to merge by, such as `basis`.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
     """
     given = {key.rstrip("_"): value for key, value in parameters.items()}
-    settings = bases.merge_settings(method, given)
+    if bases.is_zoo:
+        settings = zoo_settings(method, given, bases.tasks)
+    else:
+        settings = bases.merge_settings(method, given)
     tunables = Tunables.of(
         {
             key: check_value(key, given[key]) if key in given else spec.default_for(method)
@@ -213,16 +252,22 @@ def merge(
     )
     found = _base_of(bases, base, dtype)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
-    table = bases.reconstruction(bases.tasks)[: len(sources)]
-    stored = StoredBases(settings, bases.tasks, bases.shares, table)
     items = exporting.items_of(bases, found, dtype, sources, settings.excludes)
     held = {item.name: bases.stored_name(item.name) for item in items if item.inputs}
     counted = [item for item in items if held.get(item.name) == item.name]
     jobs = {name: Job(each, tunables) for name, each in held.items() if each is not None}
     means: dict[str, Any] = {"devices": [torch.device(device)], "budget": block_budget()}
-    count_if_needed(stored, lambda: counted, **means)
+    combined: Combination
+    if bases.is_zoo:
+        known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
+        ones = [1.0] * bases.num_bases
+        combined = build_basis(settings, bases.tasks, ones, lambda: counted, known=known, **means)
+    else:
+        table = bases.reconstruction(bases.tasks)[: len(sources)]
+        combined = StoredBases(settings, bases.tasks, bases.shares, table)
+        count_if_needed(combined, lambda: counted, **means)
     sink = MemorySink(1)
-    merge_items(stored, items, jobs, sink, **means)
+    merge_items(combined, items, jobs, sink, **means)
     return sink.states[0]
 
 

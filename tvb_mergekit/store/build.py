@@ -146,6 +146,10 @@ def build_store(
     world, budget = ranks.world(), budget or block_budget()
     out = Path(os.path.realpath(out))
     partial = out.with_name(f"{out.name}.partial")
+    if quantize is not None:
+        least = inputs.settings.bases_of(len(inputs.tasks)) or 1
+        numels = [item.numel for item in inputs.items]
+        quantize.weight_bytes(numels, least, _fixed(inputs, least))
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
@@ -367,12 +371,16 @@ def _coding(
         return torch.cat(world.collect(found))
 
     sizes, _, _ = vectors_of(basis, measured_of(basis, torch.float32)["gram_bases"])
-    plan = plan_shards(items, SHARD_BYTES, world.size)
-    fixed = fixed_bytes(plan, folders, len(inputs.tasks), inputs.left_out, inputs.folder)
+    fixed = _fixed(inputs, len(folders))
     coding = choose(items, Vectors(sizes.tolist(), shares), quantize, fixed, measure)
     if world.leads:
         write_file(partial / PLAN, to_json(coding).encode())
     return coding
+
+
+def _fixed(inputs: Inputs, vectors: int) -> int:
+    tasks = len(inputs.tasks)
+    return fixed_bytes(inputs.items, vectors, tasks, inputs.left_out, inputs.folder)
 
 
 def _measured(

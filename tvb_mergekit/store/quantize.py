@@ -11,19 +11,23 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import BITS, GROUP, LEAST, allocate, mean_bytes, unit_of
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress
+from tvb_mergekit.settings import Settings, resolve_settings
 from tvb_mergekit.store.facts import StoreFacts
+from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.writing import Shard
+from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
 RESERVED = ("recipes", "undo", "mean", "basis.json", "basis.safetensors", "readme.md")
@@ -152,22 +156,22 @@ def mean_bits(coding: Coding, items: Sequence[Item]) -> float:
 
 
 def fixed_bytes(
-    plan: Sequence[Shard],
-    folders: Sequence[str],
+    items: Sequence[Item],
+    vectors: int,
     tasks: int,
     left_out: Mapping[str, str],
     config: Path | None,
 ) -> int:
     """The most that all of a store but its codes takes: headers, configurations, facts, recipes."""
-    vectors, items = len(folders), sum(len(shard.items) for shard in plan)
-    names = sum(len(item.name.encode()) for shard in plan for item in shard.items)
-    headers = 512 * len(plan) + 200 * items + 3 * names
+    shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
+    names = sum(len(item.name.encode()) for item in items)
+    headers = 1024 * shards + 200 * len(items) + 3 * names
     files = 2000
     if config is not None and (config / "config.json").is_file():
         files += (config / "config.json").stat().st_size * 2
         files += sum(file.stat().st_size for file in config.glob("*.py"))
     facts = 16_000 + 2000 * tasks + 4 * len(json.dumps(dict(left_out)))
-    numbers = 8 * (6 * tasks**2 + 2 * items * (vectors + 1))
+    numbers = 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
     recipes = (tasks + 3) * (800 + 120 * vectors)
     return vectors * (headers + files) + facts + numbers + recipes
 
@@ -198,6 +202,28 @@ def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
 def lost(tensors: Mapping[str, Tensor]) -> Tensor:
     """The norm of what the codes leave of each vector, and of their sum, [K + 1]."""
     return tensors["tensor_errors"].sum(0).sqrt()
+
+
+def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
+    """G of the vectors of a zoo as their codes give them; None where that of the base is hidden."""
+    facts, order = bases.facts, list(order)
+    if "base" in facts.tasks:  # whose norm stands in the place of the base's
+        return None
+    sizes = [facts.matrix_norms[name] for name in ("base", *(facts.tasks[k] for k in order))]
+    return GramSums(
+        bases.tensors["gram_bases"][order][:, order],
+        facts.norms["base"] ** 2,
+        num_parameters=facts.num_parameters,
+        matrix_squares=torch.tensor(sizes, dtype=torch.float64) ** 2,
+    )
+
+
+def zoo_settings(method: str, given: Mapping[str, Any], tasks: Sequence[str]) -> Settings:
+    """The settings of a merge over a zoo: of all task vectors, unless a basis is named."""
+    settings = resolve_settings(method, given, tasks)
+    if settings.names_a_basis:
+        return settings
+    return settings.model_copy(update={"basis": "none"})
 
 
 def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:

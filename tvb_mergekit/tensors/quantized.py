@@ -157,10 +157,12 @@ class Coding:
     Attributes:
         coded: of each output.
         shares: what each counts in the sum that a merge adds, [K].
+        copied: codes that an output is, but where its bits are others; they are not coded anew.
     """
 
     coded: Sequence[Coded]
     shares: Tensor
+    copied: Sequence[Codes | None] = ()
     _found: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -180,8 +182,14 @@ class Coding:
         count, shares = values.shape[1], self.shares.to(torch.float32)
         whole = _square(shares @ values)
         squares, errors = list[float](), list[float]()
-        for row, coded, blocks in zip(values, self.coded, out, strict=True):
-            if bits := coded.bits[name]:
+        copied = self.copied or [None] * len(self.coded)
+        for row, coded, same, blocks in zip(values, self.coded, copied, out, strict=True):
+            bits = coded.bits[name]
+            if same is not None and same.coded.bits[name] == bits:
+                square, error = _square(row), 0.0
+                same.read_blocks(name, start, start + count, blocks)
+                row.zero_()
+            elif bits:
                 blocks = blocks[: block_bytes(count, bits)]
                 square, error = codes.encode(row, bits, coded.unit, blocks, row)
             else:

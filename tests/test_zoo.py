@@ -1,0 +1,628 @@
+"""Stores of codes: their files, merges over them, and how a store of all tasks changes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import merge, recipe, refused, run, tvb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from test_quantize import decoded
+from tiny import TASKS, family, gpt2, llama, load
+from torch import Tensor
+
+import tvb_mergekit
+from tvb_mergekit.core.quantize import BITS, CHOICES, allocate, block_bytes, mean_bytes
+from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.layout import Needs, plan_layout
+from tvb_mergekit.tensors.quantized import Codes
+from tvb_mergekit.tensors.stream import Chunks, Item, Part, Piece
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"make": gpt2},
+    "tied": {"make": functools.partial(llama, tie_word_embeddings=True)},
+    "bf16": {"max_shard_size": "30KB", "dtypes": (torch.bfloat16,), "scale": 0.002},
+}
+SIX = (*TASKS, "poems")
+State = dict[str, Tensor]
+
+
+@dataclass
+class Family:
+    base: Path
+    models: dict[str, Path]
+
+    def build(self, out: Path, *words: object, tasks: Sequence[str] = TASKS, **keys: Any) -> Bases:
+        own = {0: {"weight": 2.0}}
+        made = recipe("basis_ta", self.base, [self.models[t] for t in tasks], own, **keys)
+        file = out.with_suffix(".yml")
+        file.write_text(yaml.safe_dump(made))
+        tvb("build", file, out, "--quiet", *words)
+        return stores.load(out)
+
+    def tau(self, task: str) -> State:
+        base, model = load(self.base), load(self.models[task])
+        scale = 2.0 if task == TASKS[0] else 1.0
+        return {name: scale * (model[name].double() - base[name].double()) for name in base}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    made = {}
+    for name, options in FAMILIES.items():
+        base, models = family(tmp_path_factory.mktemp(name), tasks=SIX, **options)
+        made[name] = Family(base, dict(zip(SIX, models, strict=True)))
+    return made
+
+
+@pytest.fixture
+def llamas(families: dict[str, Family]) -> Family:
+    return families["llama"]
+
+
+def by_the_format(folder: Path) -> dict[str, NDArray[np.float64]]:
+    """The tensors of a vector, by docs/files.md alone."""
+    made = {}
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        said = json.loads(header["__metadata__"]["tvb_codes"])
+        assert said["version"] == 1
+        for name, (bits, shape) in said["tensors"].items():
+            assert header[name]["dtype"] == "U8"
+            start, stop = (8 + length + place for place in header[name]["data_offsets"])
+            blocks = torch.tensor(list(data[start:stop]), dtype=torch.uint8)
+            count = int(np.prod(shape))
+            flat = decoded(blocks, bits, said["unit"], count) if bits else np.zeros(count)
+            made[name] = flat.reshape(shape)
+    return made
+
+
+def flat(state: Mapping[str, Any], names: Sequence[str]) -> Tensor:
+    return torch.cat([torch.as_tensor(state[name]).double().reshape(-1) for name in names])
+
+
+def dense(bases: Bases) -> Tensor:
+    """The vectors as their files say, [d, K] float64."""
+    assert bases.path is not None
+    folders = bases.facts.store.folders
+    states = [by_the_format(bases.path / name) for name in folders]
+    for state, vector in zip(states, bases.sources, strict=True):
+        for name in bases.names:
+            np.testing.assert_allclose(vector.tensor(name).numpy(), state[name], rtol=1e-6)
+    return torch.stack([flat(state, bases.names) for state in states], 1)
+
+
+def close(found: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        *(("llama", b) for b in (8, 4, 3, 2, 1, 0.5, 1.5, 0.1)),
+        ("gpt2", 2),
+        ("tied", 2),
+        ("bf16", 1),
+    ],
+)
+def test_a_zoo_holds_what_it_says(
+    families: dict[str, Family], name: str, bits: float, tmp_path: Path
+) -> None:
+    """Codes, errors, Gram matrix and bytes, against float64 from the files; the same twice."""
+    given = families[name]
+    bases = given.build(tmp_path / "zoo", "--bits", bits)
+    facts, tensors = bases.facts, bases.tensors
+    assert bases.is_zoo and facts.store.folders == list(TASKS)
+    found, tau = dense(bases), torch.stack([flat(given.tau(t), bases.names) for t in TASKS], 1)
+    if name == "tied":
+        assert "lm_head.weight" not in bases.names
+    for task, error in zip(
+        TASKS, ((found - tau).norm(dim=0) / tau.norm(dim=0)).tolist(), strict=True
+    ):
+        assert facts.relative_error[task] == pytest.approx(error, rel=1e-4)
+    torch.testing.assert_close(tensors["gram_bases"], found.T @ found, rtol=1e-5, atol=1e-9)
+    ends = np.cumsum([bases.vectors[0].tensors[n].numel for n in bases.names])[:-1]
+    with_sum = [torch.cat([m, m.sum(1, keepdim=True)], 1) for m in (tau, found - tau)]
+    for tensor, want in zip(("tensor_squares", "tensor_errors"), with_sum, strict=True):
+        squares = torch.stack([part.square().sum(0) for part in want.tensor_split(ends.tolist())])
+        torch.testing.assert_close(tensors[tensor], squares, rtol=2e-4, atol=1e-12)
+    numels = [bases.vectors[0].tensors[n].numel for n in bases.names]
+    codes = sum(v.nbytes for v in bases.vectors)
+    assert codes <= len(TASKS) * mean_bytes(numels, bits)
+    if bits in BITS:
+        assert facts.bits == bits and codes == len(TASKS) * mean_bytes(numels, bits)
+    stored = [f.stat().st_size for f in (tmp_path / "zoo").glob("*/*.safetensors")]
+    assert facts.bytes == sum(stored)
+    again = given.build(tmp_path / "again", "--bits", bits)
+    assert again.path is not None and files(again.path) == files(tmp_path / "zoo")
+
+
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=5), st.integers(0, 2**16), st.floats(0, 9),
+    st.booleans(),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_no_point_of_the_hull_is_better(
+    numels: list[int], seed: int, mean: float, limited: bool
+) -> None:
+    """Bits that are chosen fit, and have the least error for some price of a byte."""
+    draw = np.random.default_rng(seed)
+    errors = -np.sort(-(draw.random((len(numels), len(CHOICES))) ** 4), axis=1)
+    limits = draw.choice(CHOICES, len(numels)) if limited else np.full(len(numels), 8)
+    most = mean_bytes(numels, min(mean, 8.0))
+    bits = allocate(errors, numels, most, limits)
+    sizes = np.array([[block_bytes(n, b) for b in CHOICES] for n in numels])
+    places = [CHOICES.index(b) for b in bits]
+    taken = sizes[range(len(numels)), places].sum()
+    assert taken <= most and (bits <= limits).all()
+    # Lagrange: no choice in as many bytes has an error lower than this one by more than what the
+    # bytes that were left over could have bought.
+    price = draw.random(200)[:, None, None] ** 8
+    cost = errors + price * sizes
+    cost = np.where(np.array(CHOICES) <= limits[:, None], cost, np.inf)
+    bound = (cost.min(2).sum(1) - price[:, 0, 0] * most).max()
+    ours = errors[range(len(numels)), places].sum()
+    assert ours >= bound - 1e-12
+
+
+def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_path: Path) -> None:
+    """In as many bytes, squared error summed over tasks and tensors."""
+    lost = {}
+    for bits in (0.5, 1, 1.5, 2, 4):
+        bases = llamas.build(tmp_path / f"at-{bits}", "--bits", bits)
+        lost[bits] = float(bases.tensors["tensor_errors"][:, :-1].sum())
+        if bits in (1, 2, 4):
+            size = sum(f.stat().st_size for f in (tmp_path / f"at-{bits}").rglob("*"))
+            mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size + 60_000)
+            assert float(mixed.tensors["tensor_errors"][:, :-1].sum()) <= lost[bits]
+            whole = (f.stat().st_size for f in (tmp_path / f"sized-{bits}").rglob("*"))
+            assert sum(whole) <= size + 60_000
+    total = float(bases.tensors["tensor_squares"][:, :-1].sum())
+    assert lost[0.5] < (lost[1] + total) / 2 and lost[1.5] < (lost[1] + lost[2]) / 2
+
+
+# Merges over a zoo are merges over models with the decoded task vectors. The base is zero, so that
+# such models hold them exactly.
+BASES: dict[str, dict[str, Any]] = {
+    "none": {"basis": "none"},
+    "ae": {"num_bases": 2, "steps": 50},
+    "exact": {"solver": "exact", "num_bases": 2},
+    "balanced": {"basis": "balanced", "num_bases": 2},
+    "energy": {"basis": "balanced", "energy": 0.7},
+    "linear_ae": {"basis": "linear_ae", "steps": 50},
+    "pca": {"basis": "pca", "num_bases": 2},
+    "rand_select": {"basis": "rand_select", "num_bases": 3},
+    "rand_proj": {"basis": "rand_proj", "num_bases": 3},
+    "excluded": {"basis": "balanced", "exclude": "mlp"},
+}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "add": ("basis_ta", {"lambda": 0.3, "lambda_scale": "tasks"}),
+    "ties": ("basis_ties", {"density": 0.4}),
+    "ties-tensor": ("basis_ties", {"trim": "tensor", "merge_func": "mean"}),
+    "negate": ("basis_negate", {"forget": "code", "alpha": 0.7, "lambda": 0.2}),
+}
+
+
+@dataclass
+class Pair:
+    zoo: Family
+    models: Family
+    path: Path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    base, models = family(folder, functools.partial(llama, num_hidden_layers=1), TASKS)
+    start = load(base)
+    for model in models:
+        changed = {name: value - start[name] for name, value in load(model).items()}
+        save_file(changed, model / "model.safetensors", {"format": "pt"})
+    zeros = {name: torch.zeros_like(value) for name, value in start.items()}
+    save_file(zeros, base / "model.safetensors", {"format": "pt"})
+    zoo = Family(base, dict(zip(TASKS, models, strict=True)))
+    bases = zoo.build(folder / "zoo", "--bits", 2)
+    replaced = {}
+    for task, vector in zip(TASKS, bases.vectors, strict=True):
+        replaced[task] = folder / "decoded" / task
+        shutil.copytree(zoo.models[task], replaced[task])
+        state = {name: vector.tensor(name) for name in bases.names}
+        save_file(state, replaced[task] / "model.safetensors", {"format": "pt"})
+    return Pair(zoo, Family(base, replaced), folder / "zoo")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("basis", BASES)
+def test_merges_over_a_zoo(pair: Pair, method: str, basis: str, tmp_path: Path) -> None:
+    name, keys = METHODS[method]
+    if basis == "rand_proj" and name != "basis_negate":
+        pytest.skip("rand_proj is for negation")
+    keys = {**keys, **BASES[basis]}
+    tasks = TASKS if basis != "balanced" else TASKS[1:4]  # any of its tasks, weighted
+    own = {1: {"weight": 0.5}}
+    over = [
+        merge(recipe(name, pair.zoo.base, [where(t) for t in tasks], own, **keys), tmp_path / out)
+        for out, where in (("zoo", lambda t: pair.path / t), ("models", pair.models.models.get))
+    ]
+    for tensor, value in over[1].tensors.items():
+        torch.testing.assert_close(over[0].tensors[tensor], value, rtol=1e-5, atol=1e-8)
+    assert over[0].facts["tasks"] == list(tasks)
+    assert over[0].facts["from_store"] == str(pair.path)
+    summed = basis in ("rand_proj", "excluded")  # of which the store does not know G
+    assert over[0].facts["gram_cached"] is not summed
+
+
+def test_templates_the_library_and_exports(llamas: Family, tmp_path: Path) -> None:
+    """A store's own recipes, `tvb merge`, `merge` and `export` agree with float64."""
+    bases = llamas.build(tmp_path / "zoo", "--bits", 2)
+    names, found, base = bases.names, dense(bases), load(llamas.base)
+    start = flat(base, names)
+    for method, want in (
+        ("add", start + 0.4 * found.sum(1)),
+        ("forget-code", start - found[:, 1]),
+    ):
+        tvb("merge", tmp_path / "zoo", tmp_path / method, "--method", method, "--quiet")
+        close(flat(load(tmp_path / method), names), want)
+    tvb("merge", tmp_path / "zoo" / "recipes" / "ties.yml", tmp_path / "ties", "--quiet")
+    ties = tvb_mergekit.merge(bases, llamas.base, "basis_ties", density=0.2)
+    for name, value in load(tmp_path / "ties").items():
+        torch.testing.assert_close(ties[name], value, rtol=1e-5, atol=1e-7)
+    three = tvb_mergekit.merge(
+        bases, llamas.base, basis="balanced", num_bases=3, lambda_scale="tasks"
+    )
+    close(flat(three, names), start + 0.4 * found.sum(1))
+    tvb("export", tmp_path / "zoo", "--all", tmp_path / "all", "--quiet")
+    tvb("export", tmp_path / "zoo", tmp_path / "one", "--task", "math", "--quiet")
+    assert sorted(p.name for p in (tmp_path / "all").iterdir()) == sorted(TASKS)
+    for k, task in enumerate(TASKS):
+        want = start + found[:, k] / float(bases.weights[k])
+        torch.testing.assert_close(
+            flat(load(tmp_path / "all" / task), names), want, rtol=1e-5, atol=1e-6
+        )
+    one = load(tmp_path / "one")
+    assert all(torch.equal(v, one[n]) for n, v in load(tmp_path / "all" / "math").items())
+    assert (tmp_path / "one" / "tokenizer.json").is_file()
+    tvb("build", _over(tmp_path, bases, llamas), tmp_path / "bases", "--quiet")
+    assert stores.load(tmp_path / "bases").num_bases == 2  # bases of a zoo's tasks
+
+
+def _over(folder: Path, bases: Bases, given: Family) -> Path:
+    listed = [bases.path / task for task in TASKS if bases.path]
+    made = recipe("basis_ta", given.base, listed, basis="balanced", num_bases=2)
+    (folder / "over.yml").write_text(yaml.safe_dump(made))
+    return folder / "over.yml"
+
+
+@pytest.mark.parametrize("basis", ["balanced", "pca", "ae"])
+def test_bases_at_few_bits(llamas: Family, basis: str, tmp_path: Path) -> None:
+    """Of any basis; errors of tasks are bounded, and merges use the bases as they are."""
+    keys = {"basis": basis, "num_bases": 2, **({"solver": "exact"} if basis == "ae" else {})}
+    bases = llamas.build(tmp_path / "s", "--bits", 3, **keys)
+    assert not bases.is_zoo and bases.facts.store.folders[:2] == ["basis-000", "basis-001"]
+    found, tau = dense(bases), torch.stack([flat(llamas.tau(t), bases.names) for t in TASKS], 1)
+    table = bases.reconstruction(TASKS)
+    for k, task in enumerate(TASKS):
+        error = float((found @ table[:, k] - tau[:, k]).norm() / tau[:, k].norm())
+        known = bases.facts.errors[task]
+        assert known.at_least is not None and known.at_most is not None
+        assert known.at_least <= error <= known.at_most < error + 0.5
+    tvb("merge", tmp_path / "s", tmp_path / "out", "--method", "add", "--quiet")
+    want = flat(load(llamas.base), bases.names) + 0.4 * found[:, :2].sum(1)
+    torch.testing.assert_close(
+        flat(load(tmp_path / "out"), bases.names), want, rtol=1e-5, atol=1e-6
+    )
+    said = refused("add", tmp_path / "s", llamas.models["poems"], "--task", "poems", "--quiet")
+    assert "holds bases at 3 bits" in said
+
+
+def test_a_task_joins_and_leaves(llamas: Family, tmp_path: Path) -> None:
+    """As if the store had been built so; `undo` takes either back."""
+    zoo, model = tmp_path / "zoo", llamas.models["poems"]
+    first = llamas.build(zoo, "--bits", 2)
+    before = files(zoo)
+    done = tvb("add", zoo, model, "--task", "poems", "--quiet")
+    assert "joins 5 tasks" in done.output and "stay as they are" in done.output
+    six = llamas.build(tmp_path / "six", "--bits", 2, tasks=SIX)
+    grown = stores.load(zoo)
+    codes = {n: v for n, v in files(zoo).items() if "/" in n and not n.startswith("undo/")}
+    assert codes == {n: v for n, v in files(tmp_path / "six").items() if "/" in n}
+    for name in ("gram_bases", "errors", "norms", "weights", "matrix_norms", "decoder"):
+        torch.testing.assert_close(grown.tensors[name], six.tensors[name], rtol=1e-6, atol=1e-12)
+    assert grown.facts.relative_error == pytest.approx(six.facts.relative_error, rel=1e-6)
+    assert (grown.facts.bits, grown.facts.bytes) == (six.facts.bits, six.facts.bytes)
+    assert "gram" not in grown.tensors and grown.tasks == list(SIX)
+    (zoo / "notes.txt").write_text("mine")
+    tvb("remove", zoo, "--task", "code")
+    rest = [task for task in SIX if task != "code"]
+    small, want = stores.load(zoo), llamas.build(tmp_path / "five", "--bits", 2, tasks=rest)
+    assert small.tasks == rest and not (zoo / "code").exists() and (zoo / "notes.txt").exists()
+    for name in ("gram_bases", "errors", "norms", "weights"):
+        torch.testing.assert_close(small.tensors[name], want.tensors[name], rtol=1e-6, atol=1e-12)
+    assert sorted(p.name for p in (zoo / "recipes").iterdir()) == sorted(
+        p.name for p in (tmp_path / "five" / "recipes").iterdir()
+    )
+    tvb("merge", zoo, tmp_path / "out", "--method", "add", "--quiet")
+    total = 0.4 * dense(small).sum(1) + flat(load(llamas.base), small.names)
+    torch.testing.assert_close(
+        flat(load(tmp_path / "out"), small.names), total, rtol=1e-5, atol=1e-6
+    )
+    tvb("undo", zoo)
+    assert stores.load(zoo).tasks == list(SIX)
+    assert first.path is not None and before.keys() <= files(zoo).keys()
+
+
+def test_a_size_lowers_the_bits_of_all(llamas: Family, tmp_path: Path) -> None:
+    """What it costs is told before; the truth lies within what the store says then."""
+    zoo = tmp_path / "zoo"
+    llamas.build(zoo, "--bits", 4)
+    shutil.copytree(zoo, tmp_path / "before")
+    old = stores.load(tmp_path / "before")
+    exact = [flat(llamas.tau(task), old.names) for task in TASKS]
+    size = 170_000
+    done = tvb("add", zoo, llamas.models["poems"], "--task", "poems", "--size", size, "--quiet")
+    assert "bits in the mean; relative error at most: math 0.0" in done.output
+    shutil.rmtree(zoo / "undo")
+    assert sum(f.stat().st_size for f in zoo.rglob("*") if f.is_file()) <= size
+    bases = stores.load(zoo)
+    tau = torch.stack([*exact, flat(llamas.tau("poems"), old.names)], 1)
+    error = (dense(bases) - tau).norm(dim=0) / tau.norm(dim=0)
+    for task, value in zip(SIX, error.tolist(), strict=True):
+        known = bases.facts.errors[task]
+        assert known.at_least is not None and known.at_most is not None
+        assert known.at_least <= value <= known.at_most
+    kept = 0
+    for before, after in zip(old.vectors, bases.vectors, strict=False):
+        assert isinstance(before, Codes) and isinstance(after, Codes)
+        for name, bits in after.coded.bits.items():
+            assert bits <= before.coded.bits[name]
+            if bits == before.coded.bits[name]:  # not a bit of it is another
+                kept += 1
+                assert torch.equal(after.stored.tensor(name), before.stored.tensor(name))
+    assert kept
+
+
+@pytest.mark.parametrize("compress", ["ae", "balanced"])
+@pytest.mark.parametrize("budget", [3, 5, 9])
+def test_a_zoo_goes_over_to_algorithm_1(
+    llamas: Family, budget: int, compress: str, tmp_path: Path
+) -> None:
+    zoo = tmp_path / "zoo"
+    old = llamas.build(zoo, "--bits", 2)
+    found = dense(old)
+    words = ("--task", "poems", "--budget", budget, "--compress", compress, "--quiet")
+    done = tvb("add", zoo, llamas.models["poems"], *words)
+    assert "by Algorithm 1" in done.output and "relative error at most: math" in done.output
+    grown = stores.load(zoo)
+    count = min(budget, 6)
+    assert grown.num_bases == count and not grown.is_zoo and grown.facts.bits is None
+    made = torch.stack(
+        [flat({n: v.tensor(n) for n in old.names}, old.names) for v in grown.vectors], 1
+    )
+    poems = flat(llamas.tau("poems"), old.names)
+    if compress == "balanced":
+        assert grown.basis_weights is not None
+        torch.testing.assert_close(
+            made @ grown.basis_weights, found.sum(1) + poems, rtol=1e-4, atol=1e-6
+        )
+    tau = torch.stack([*(flat(llamas.tau(t), old.names) for t in TASKS), poems], 1)
+    error = (made @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
+    for task, value in zip(SIX, error.tolist(), strict=True):
+        known = grown.facts.errors[task]
+        assert known.at_least is not None and known.at_most is not None
+        assert known.at_least - 1e-6 <= value <= known.at_most + 1e-6
+
+
+def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
+    """A store of one task, and the library's way to the same."""
+    zoo = tmp_path / "zoo"
+    words = ("--base", llamas.base, "--bits", 2, "--quiet")
+    tvb("add", zoo, llamas.models["math"], "--task", "math", "--weight", 2, *words)
+    tvb_mergekit.add(zoo, llamas.base, llamas.models["code"], "code")
+    two = llamas.build(tmp_path / "two", "--bits", 2, tasks=TASKS[:2])
+    assert {n: v for n, v in files(zoo).items() if n.split("/")[0] in TASKS} == {
+        n: v for n, v in files(tmp_path / "two").items() if "/" in n
+    }
+    torch.testing.assert_close(stores.load(zoo).tensors["gram_bases"], two.tensors["gram_bases"])
+    models = {task: llamas.models[task] for task in TASKS[:2]}
+    made = tvb_mergekit.build(llamas.base, models, tmp_path / "lib", weights={"math": 2.0}, bits=2)
+    assert made.is_zoo and files(tmp_path / "lib").keys() == files(tmp_path / "two").keys()
+    gone = tvb_mergekit.remove(tmp_path / "lib", "math")
+    assert gone.tasks == ["code"]
+
+
+def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None:
+    """PyTorch's operations on the codes of a piece, where a CPU decodes as it reads."""
+    bases = llamas.build(tmp_path / "zoo", "--bits", 0.5)
+    name = "model.embed_tokens.weight"
+    parts = tuple(Part.of(vector, name, "delta") for vector in bases.vectors)
+    item = Item(name, bases.vectors[0].tensors[name].shape, None, parts)
+    layout = plan_layout(Needs(len(parts), 4 * len(parts)), [torch.device("cpu")], 2**26)
+    chunks = Chunks(layout, torch.device("cpu"))
+    chunks.packed = True
+    for start, stop in ((0, item.numel), (1024, 2500)):
+        for place, _, tau in chunks.walk(Piece(item, start, stop, 0)):
+            for row, vector in zip(tau, bases.vectors, strict=True):
+                want = vector.tensor(name).view(-1)[start + place.start : start + place.stop]
+                assert torch.equal(row, want)
+
+
+# Mistakes
+
+
+def _cut(zoo: Path) -> None:
+    file = zoo / "math" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def _flip(zoo: Path) -> None:
+    file = zoo / "math" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 255
+    file.write_bytes(data)
+
+
+def _other(zoo: Path) -> None:
+    shutil.copy(zoo / "code" / "model.safetensors", zoo / "math" / "model.safetensors")
+
+
+def _header(zoo: Path) -> None:
+    file = zoo / "math" / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'\\"version\\": 1', b'\\"version\\": 7'))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut short": (_cut, "math/model.safetensors: .* bytes, its store says"),
+    "one bit": (_flip, "checksum is not the one"),
+    "of another task": (_other, "checksum is not the one"),
+    "of a later version": (_header, "checksum is not the one"),
+    "gone": (lambda zoo: shutil.rmtree(zoo / "math"), "math/.*: missing from its store"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_codes_are_refused(llamas: Family, case: str, tmp_path: Path) -> None:
+    llamas.build(tmp_path / "zoo", "--bits", 1)
+    damage, wants = DAMAGE[case]
+    damage(tmp_path / "zoo")
+    said = refused("merge", tmp_path / "zoo", tmp_path / "out", "--method", "add", "--quiet")
+    assert re.search(wants, said), said
+
+
+MISTAKES: dict[str, tuple[str, str]] = {
+    "bits": ("build {r} {o} --bits 9", "--bits 9: expected 8, 4, 3, 2, 1, or a mean from 0.1 to 8"),
+    "no bits": ("build {r} {o} --bits 0", "--bits 0: expected"),
+    "not a number": ("build {r} {o} --bits nan", "--bits nan: expected"),
+    "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
+    "too small": ("build {r} {o} --size 60KB", "the scales of 5 vectors and the files beside"),
+    "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "go with neither"),
+    "same task": ("add {z} {m} --task math", "'math' is in"),
+    "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
+    "add too small": ("add {z} {m} --task new --size 60KB", "the scales of 6 vectors"),
+    "another base": ("add {z} {m} --task new --base {m}", "belongs to the base"),
+    "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
+    "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
+    "where": ("export {z} {o} --all {o}", "say once where to write"),
+    "nowhere": ("export {z} --task math", "say once where to write"),
+    "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
+}
+
+
+@pytest.fixture(scope="module")
+def made(families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    families["llama"].build(folder / "zoo", "--bits", 2)
+    return folder
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(
+    families: dict[str, Family], made: Path, case: str, tmp_path: Path
+) -> None:
+    words, wants = MISTAKES[case]
+    places = {
+        "r": made / "zoo.yml", "z": made / "zoo", "o": tmp_path / "out",
+        "m": families["llama"].models["poems"],
+    }  # fmt: skip
+    before = files(made)
+    assert wants in refused(*words.format(**places).split())
+    assert files(made) == before and not (tmp_path / "out").exists()
+
+
+def test_recipes_that_name_a_removed_task(llamas: Family, tmp_path: Path) -> None:
+    zoo = tmp_path / "zoo"
+    llamas.build(zoo, "--bits", 1)
+    mine = {"merge_method": "basis_ta", "base_model": "x", "models": [{"model": "../code"}]}
+    (zoo / "recipes" / "mine.yml").write_text(yaml.safe_dump(mine))
+    assert "mine.yml names the task 'code'" in refused("remove", zoo, "--task", "code")
+    tvb("remove", zoo, "--task", "code", "--force")
+    listed = [zoo / task for task in TASKS]
+    made = recipe("basis_ta", llamas.base, listed, basis="none")
+    assert "no such task" in merge(made, tmp_path / "out", fails=True).output
+    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
+    assert "(removed?), which holds math, safety" in refused("inspect", tmp_path / "r.yml")
+    for task in ("math", "safety", "chat"):
+        tvb("remove", zoo, "--task", task)
+    assert "its only task" in refused("remove", zoo, "--task", "legal")
+    other = llamas.build(tmp_path / "bases", basis="balanced", num_bases=2)
+    assert "combined in 2 bases" in refused("remove", other.path, "--task", "math")
+
+
+def test_mergekits_own_methods_are_told_the_way_out(
+    made: Path, families: Any, tmp_path: Path
+) -> None:
+    listed = [made / "zoo" / task for task in TASKS]
+    for method in ("task_arithmetic", "linear"):
+        its = recipe(method, families["llama"].base, listed, weight=1.0)
+        said = merge(its, tmp_path / "out", fails=True).output
+        assert "is a task vector as codes" in said and "tvb export STORE --all DIR" in said
+    mixed = [*listed[:2], families["llama"].models["poems"]]
+    said = merge(recipe("basis_ta", families["llama"].base, mixed), tmp_path / "out", fails=True)
+    assert "is no vector of a store" in said.output
+    named = recipe("basis_ta", families["llama"].base, listed, {0: {"task": "x"}})
+    assert "its store knows the name" in merge(named, tmp_path / "out", fails=True).output
+
+
+def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:
+    """NaN is refused as ever; what is zero stays exactly zero."""
+    base = load(llamas.base)
+    model = {n: v.clone() for n, v in base.items()}
+    model["model.norm.weight"] += torch.randn(32) * 0.01
+    bad = {n: v.clone() for n, v in model.items()}
+    bad["model.norm.weight"][3] = float("nan")
+    with pytest.raises(tvb_mergekit.UserError, match="1 NaN"):
+        tvb_mergekit.build(base, {"a": model, "b": bad}, tmp_path / "bad", bits=2)
+    for bits in (8, 2, 1, 0.5):
+        bases = tvb_mergekit.build(base, {"a": model}, tmp_path / f"at-{bits}", bits=bits)
+        for name in bases.names:
+            if name != "model.norm.weight":
+                assert not bases.vectors[0].tensor(name).any()
+
+
+def test_weight_files(tmp_path: Path) -> None:
+    """mergekit-pytorch takes a zoo's files by their paths."""
+    torch.manual_seed(0)
+    states = [{"a": torch.randn(30, 70), "b": torch.randn(5)} for _ in range(4)]
+    for k, state in enumerate(states):
+        save_file(state, tmp_path / f"{k}.safetensors", {"format": "pt"})
+    base, *listed = (tmp_path / f"{k}.safetensors" for k in range(4))
+    made = recipe("basis_ta", base, listed, dtype=None, lambda_=0.5)
+    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
+    tvb("build", tmp_path / "r.yml", tmp_path / "zoo", "--bits", 4, "--quiet")
+    bases = stores.load(tmp_path / "zoo")
+    assert sorted(p.name for p in (tmp_path / "zoo" / "1.safetensors").iterdir()) == [
+        "model.safetensors"
+    ]
+    done = run(
+        [
+            "mergekit-pytorch",
+            str(tmp_path / "zoo" / "recipes" / "add.yml"),
+            str(tmp_path / "out"),
+            "--quiet",
+        ],
+        tmp_path / "out",
+    )
+    assert done.returncode == 0, done.stderr
+    want = flat(states[0], ["a", "b"]) + 0.5 * dense(bases).sum(1)
+    close(flat(load(tmp_path / "out"), ["a", "b"]), want)
