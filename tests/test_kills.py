@@ -49,7 +49,7 @@ class Command:
 
     words: str
     target: str = "s[1]"
-    grows: bool = False  # the target is a store of three tasks before
+    start: str = ""  # what the target is before: a `store` of three tasks, or a `zoo` of them
     then: str = ""  # works once the target is there, and tidies up
     keeps: str = ""  # what an error leaves, for `--resume`
 
@@ -58,13 +58,24 @@ ADD = "tvb add s[1] {}/law --task law --quiet --budget"
 NEXT = "tvb add s[1] {}/poems --task poems --quiet"
 COMMANDS = {
     "build": Command("tvb build {}/recipe.yml s[1] --quiet", then=NEXT, keeps="s[1].partial"),
-    "add to a full store": Command(f"{ADD} 2", grows=True, then=NEXT),
-    "add below the budget": Command(f"{ADD} 3", grows=True, then=NEXT),
+    "add to a full store": Command(f"{ADD} 2", start="store", then=NEXT),
+    "add below the budget": Command(f"{ADD} 3", start="store", then=NEXT),
     "first add": Command(f"{ADD} 2 --base {{}}/base", then=NEXT),
+    "build of codes": Command(
+        "tvb build {}/zoo.yml s[1] --bits 1.5 --quiet", then=NEXT, keeps="s[1].partial"
+    ),
+    "add to a zoo": Command("tvb add s[1] {}/law --task law --quiet", start="zoo", then=NEXT),
+    "add in a size": Command(
+        "tvb add s[1] {}/law --task law --size 90KB --quiet", start="zoo", then=NEXT
+    ),
+    "remove": Command("tvb remove s[1] --task code", start="zoo", then=NEXT),
     "export": Command("tvb export {}/store out --task math --quiet", "out"),
     "merge": Command("tvb merge {}/recipe.yml out --quiet", "out"),
     "mergekit-yaml": Command("mergekit-yaml {}/recipe.yml out --quiet", "out"),
 }
+
+
+SMALL = ("first add", "build of codes", "add to a zoo", "add in a size", "remove")  # their files
 
 
 @dataclass
@@ -94,8 +105,8 @@ class Place:
     def reset(self, command: Command) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        if command.grows:
-            shutil.copytree(self.models / "store", self.store)
+        if command.start:
+            shutil.copytree(self.models / command.start, self.store)
 
     def hidden(self, target: str = "s[1]") -> list[str]:
         """What lies beside the target, but for the lock that a kill may leave."""
@@ -123,8 +134,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base, listed = tiny.family(folder, small, TASKS, scale=0.01)
     made = recipe("basis_ta", base, listed[:3], basis="balanced", num_bases=2)
     (folder / "recipe.yml").write_text(yaml.safe_dump(made))
-    ended = run(["tvb", "build", "recipe.yml", "store", "--quiet"], folder)
-    assert ended.code == 0, ended
+    del made["parameters"]
+    (folder / "zoo.yml").write_text(yaml.safe_dump(made))
+    for words in (["recipe.yml", "store"], ["zoo.yml", "zoo", "--bits", "2"]):
+        ended = run(["tvb", "build", *words, "--quiet"], folder)
+        assert ended.code == 0, ended
     return folder
 
 
@@ -236,7 +250,7 @@ def test_ended(name: str, act: str, count: int, place: Place, courses: dict[str,
     end(place, COMMANDS[name], course_of(name, place, courses), act, count)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "first add"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SMALL])
 def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
     """Real writes fail here, in the middle of a file of weights."""
     command = COMMANDS[name]

@@ -113,6 +113,8 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         {"basis": "rand_proj", "num_bases": 2, "forget": "code", "alpha": 0.7},
     ),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
+    "codes": (2, "build --bits 1.5", "tied", "basis_ta", {"basis": "none"}),
+    "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2}),
 }
 
 
