@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import GROUP
-from tvb_mergekit.tensors.kernels import _from_float16, _to_float16
+from tvb_mergekit.tensors.kernels import _entry, _from_float16, _inner, _to_float16
 
 # Of the largest magnitude, the first guesses at the end of the levels: the least squares scale is
 # found from each, and the best is kept. More gain less than a hundredth of the error.
@@ -23,19 +23,18 @@ GUESSES = {
 }
 
 
-def encode(
-    values: Tensor, bits: int, unit: float, blocks: Tensor, rest: Tensor
-) -> tuple[float, float]:
-    """The codes of finite float32 `values`, such that each group's squared error is least, as far
-    as the guesses find it; returns the values' squared norm, and the squared error of all.
+def encode(values: Tensor, bits: int, blocks: Tensor, rest: Tensor) -> tuple[float, float]:
+    """The codes of finite float32 `values`, in units, such that each group's squared error is
+    least, as far as the guesses find it; returns the values' squared norm and the squared error.
 
     Args:
         blocks: uint8, `block_bytes` of them; empty where the error alone is wanted.
         rest: [n] for what the codes leave of the values, which it may take the place of; or empty.
     """
-    guesses = np.array(GUESSES[bits], np.float32)
-    found = _encode(values.numpy(), bits, unit, guesses, blocks.numpy(), rest.numpy())
-    square, error = (of * unit**2 for of in found)  # not in float32, which tiny squares underflow
+    least = -float(1 << (bits - 1))
+    offsets = np.array([0, 0.5], np.float32)  # the longer side to the larger elements; symmetric
+    inverses = (least + offsets) / np.array(GUESSES[bits], np.float32)[:, None]
+    square, error = _encode(values.numpy(), bits, inverses, blocks.numpy(), rest.numpy())
     return square, error
 
 
@@ -45,7 +44,7 @@ def decode(blocks: Tensor, bits: int, unit: float, start: int, stop: int, out: T
     _decode(blocks.numpy(), bits, unit, start, stop, out.numpy())
 
 
-_compiled = numba.njit(nogil=True, error_model="numpy", cache=True)
+_compiled = numba.njit(nogil=True, error_model="numpy")
 # Sums in any order, of finite numbers; a loop of GROUP steps is vectorized whole.
 _sums = numba.njit(nogil=True, error_model="numpy", fastmath=True)
 
@@ -59,135 +58,157 @@ def _ends(x: Any) -> Any:
 
 
 @_sums
-def _fit(x: Any, count: int, guess: Any, offset: Any, least: Any) -> Any:
-    """(what the squared error of x falls by, the scale that does it) for the levels that the
-    scale `guess` gives: (sum x l)^2 / sum l^2 and sum x l / sum l^2. x is 0 from `count` on."""
-    inverse, most = np.float32(1) / guess, -least - np.float32(1)
-    product = square = np.float32(0)
+def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
+    """For the levels that x gets by `one`, the inverse of a scale, and by `two` with half-integer
+    levels, the sums that tell the best scale: x l and l l of either. `padding`: zeros at the end.
+    """
+    half, most = np.float32(0.5), -least - np.float32(1)
+    product = square = products = squares = np.float32(0)
     for k in range(GROUP):
-        level = min(max(np.rint(x[k] * inverse - offset), least), most) + offset
+        level = min(max(np.rint(x[k] * one), least), most)
         product += x[k] * level
         square += level * level
-    square -= np.float32(GROUP - count) * offset * offset
-    return (product * product / square, product / square) if square > 0 else (square, square)
+        level = min(max(np.rint(x[k] * two - half), least), most) + half
+        products += x[k] * level
+        squares += level * level
+    return product, square, products, squares - padding * half * half
 
 
 @_sums
 def _round(x: Any, inverse: Any, offset: Any, least: Any, levels: Any) -> None:
     most = -least - np.float32(1)
     for k in range(GROUP):
-        levels[k] = np.int32(min(max(np.rint(x[k] * inverse - offset), least), most))
+        levels[k] = np.int8(min(max(np.rint(x[k] * inverse - offset), least), most))
 
 
 @_compiled
-def _scale_of(x: Any, count: int, bits: int, guesses: Any) -> Any:
-    """The scale of one group as the bits of a float16, of which the lowest chooses the levels."""
-    least = -np.float32(1 << (bits - 1))
+def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
+    """The scale of one group as the bits of a float16, of which the lowest chooses the levels.
+
+    Levels l with the scale sum x l / sum l l lower the squared error by (sum x l)^2 / sum l l.
+    """
     high, low = _ends(x)
     end = high if high >= -low else low
     if end == 0:
         return np.uint16(0)
-    gain, scale, odd = np.float32(0), np.float32(0), np.uint16(0)
-    for guess in guesses:
-        for way in range(2):  # the longer side to the larger elements; or symmetric levels
-            offset = np.float32(0.5) * np.float32(way)
-            found, fit = _fit(x, count, guess * end / (least + offset), offset, least)
-            if found > gain:
-                gain, scale, odd = found, fit, np.uint16(way)
+    gain, scale, odd, inverse = np.float32(0), np.float32(0), np.uint16(0), np.float32(1) / end
+    for k in range(len(inverses)):
+        one, two = inverses[k, 0] * inverse, inverses[k, 1] * inverse
+        product, square, products, squares = _fit(x, padding, one, two, least)
+        fit = product / square if square > 0 else np.float32(0)
+        if product * fit > gain:
+            gain, scale, odd = product * fit, fit, np.uint16(0)
+        fit = products / squares
+        if products * fit > gain:
+            gain, scale, odd = products * fit, fit, np.uint16(1)
     size = min(_to_float16(abs(scale)), np.uint16(0x7BFE)) & np.uint16(0x7FFE)
     return np.uint16(size | odd | np.uint16(0x8000) * np.uint16(scale < 0))
 
 
+@_inner
+def _masks(bits: int) -> Any:
+    """Of fields of `bits`, 2 `bits` and 4 `bits` in every 8, 16 and 32."""
+    one = np.uint64((1 << bits) - 1) * np.uint64(0x0101010101010101)
+    two = np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)
+    return one, two, np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
+
+
 @_compiled
-def _pack(levels: Any, bits: int, codes: Any) -> None:
-    """The lowest bits of 64 integers, eight of which take `bits` bytes."""
-    if bits == 8:
-        for k in range(GROUP):
-            codes[k] = levels[k] & 255
-        return
-    mask = np.int32((1 << bits) - 1)
+def _pack(words: Any, bits: int, codes: Any) -> None:
+    """Each word holds eight codes, the lowest bits of its bytes, which take `bits` bytes. Bytes are
+    put together to pairs, those to fours, and those to eights."""
+    one, two, four = _masks(bits)
+    first, second, third = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
     for eight in range(8):
-        packed = np.int32(0)
-        for k in range(8):
-            packed |= (levels[8 * eight + k] & mask) << np.int32(bits * k)
+        word = words[eight] & one
+        word = (word | word >> first) & two
+        word = (word | word >> second) & four
+        word |= word >> third
         for byte in range(bits):
-            codes[eight * bits + byte] = (packed >> np.int32(8 * byte)) & 255
+            codes[eight * bits + byte] = word >> np.uint64(8 * byte) & np.uint64(255)
+
+
+@_compiled
+def _unpack(codes: Any, bits: int, words: Any) -> None:
+    """The same backwards."""
+    one, two, four = _masks(bits)
+    first, second, third = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
+    for eight in range(8):
+        word = np.uint64(0)
+        for byte in range(bits):
+            word |= np.uint64(codes[eight * bits + byte]) << np.uint64(8 * byte)
+        if bits < 8:
+            word = (word | word << third) & four
+            word = (word | word << second) & two
+            word = (word | word << first) & one
+        words[eight] = word
 
 
 @_sums
-def _distance(x: Any, count: int, levels: Any, scale: Any, offset: Any) -> Any:
-    """The squared norm of a group, and its squared error."""
+def _leave(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
+    """rest = what is left of a group; its squared norm, and that of x."""
     square = error = np.float32(0)
     for k in range(GROUP):
-        left = x[k] - scale * (np.float32(levels[k]) + offset)
         square += x[k] * x[k]
-        error += left * left
-    return square, error - np.float32(GROUP - count) * (scale * offset) ** 2
-
-
-@_compiled
-def _encode(values: Any, bits: int, unit: float, guesses: Any, blocks: Any, rest: Any) -> Any:
-    least, factor = -np.float32(1 << (bits - 1)), np.float32(1 / unit)
-    x, levels = np.empty(GROUP, np.float32), np.empty(GROUP, np.int32)
-    block, error = np.empty(2 + 8 * bits, np.uint8), 0.0
-    square = 0.0
-    for start in range(0, len(values), GROUP):
-        count = min(GROUP, len(values) - start)
-        for k in range(count):
-            x[k] = values[start + k] * factor
-        for k in range(count, GROUP):
-            x[k] = 0
-        word = _scale_of(x, count, bits, guesses)
-        scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
-        inverse = np.float32(1) / scale if scale else np.float32(0)
-        _round(x, inverse, offset, least, levels)
-        found = _distance(x, count, levels, scale, offset)
-        square, error = square + found[0], error + found[1]
-        if len(rest):
-            step = scale * np.float32(unit)
-            for k in range(count):
-                rest[start + k] = values[start + k] - step * (np.float32(levels[k]) + offset)
-        if not len(blocks):
-            continue
-        block[0], block[1] = word & 255, word >> 8
-        _pack(levels, bits, block[2:])
-        place = start // GROUP * len(block)
-        end = min(place + len(block), len(blocks))
-        for k in range(place, end):
-            blocks[k] = block[k - place]
+        rest[k] = x[k] - scale * (np.float32(levels[k]) + offset)
+        error += rest[k] * rest[k]
     return square, error
 
 
-@_compiled
-def _decode_block(block: Any, bits: int, unit: float, made: Any) -> None:
-    """made [64] = the elements of a group."""
-    word = np.uint16(block[0]) | np.uint16(block[1]) << np.uint16(8)
-    step, offset = _from_float16(word) * np.float32(unit), np.float32(word & 1) / np.float32(2)
-    half = np.int32(1 << (bits - 1))
-    mask = np.int32(2 * half - 1)
-    if bits == 8:
-        for k in range(GROUP):
-            made[k] = step * (np.float32(np.int8(block[2 + k])) + offset)
-        return
-    for eight in range(8):
-        packed = np.int32(0)
-        for byte in range(bits):
-            packed |= np.int32(block[2 + eight * bits + byte]) << np.int32(8 * byte)
-        for k in range(8):
-            level = (((packed >> np.int32(bits * k)) & mask) ^ half) - half
-            made[8 * eight + k] = step * (np.float32(level) + offset)
+@_entry
+def _encode(values: Any, bits: int, inverses: Any, blocks: Any, rest: Any) -> Any:
+    least, square, error = -np.float32(1 << (bits - 1)), 0.0, 0.0
+    last, left = np.zeros(GROUP, np.float32), np.empty(GROUP, np.float32)
+    levels, size = np.empty(GROUP, np.int8), 2 + 8 * bits
+    words, block = levels.view(np.uint64), np.empty(size, np.uint8)
+    for start in range(0, len(values), GROUP):
+        count = min(GROUP, len(values) - start)
+        x = values[start : start + GROUP]
+        if count < GROUP:
+            last[:count], x = x, last
+        word = _scale_of(x, np.float32(GROUP - count), least, inverses)
+        scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
+        _round(x, np.float32(1) / scale if scale else np.float32(0), offset, least, levels)
+        own = rest[start : start + GROUP] if len(rest) >= start + GROUP else left
+        norm, lost = _leave(x, levels, scale, offset, own)
+        lost -= np.float32(GROUP - count) * (scale * offset) ** 2
+        square, error = square + norm, error + lost
+        if count < GROUP and len(rest):
+            rest[start:] = own[:count]
+        if not len(blocks):
+            continue
+        place = start // GROUP * size
+        whole = blocks[place : place + size] if count == GROUP else block
+        whole[0], whole[1] = word & 255, word >> 8
+        _pack(words, bits, whole[2:])
+        if count < GROUP:
+            blocks[place:] = block[: len(blocks) - place]
+    return square, error
 
 
-@_compiled
+@_inner  # not as sums: the same to the bit as `core.quantize.decode`
+def _elements(levels: Any, half: Any, step: Any, offset: Any, made: Any) -> None:
+    for k in range(GROUP):
+        made[k] = step * (np.float32(np.int8((levels[k] ^ half) - half)) + offset)
+
+
+@_entry
 def _decode(blocks: Any, bits: int, unit: float, start: int, stop: int, out: Any) -> None:
-    size = 2 + 8 * bits
-    made, padded = np.empty(GROUP, np.float32), np.zeros(size, np.uint8)
+    size, half = 2 + 8 * bits, np.int8(-128) if bits == 8 else np.int8(1 << (bits - 1))
+    last, padded = np.empty(GROUP, np.float32), np.zeros(size, np.uint8)
+    levels = np.empty(GROUP, np.int8)
+    words = levels.view(np.uint64)
     for group in range(start // GROUP, -(-stop // GROUP)):
         first, block = group * GROUP, blocks[group * size : (group + 1) * size]
         low, high = max(start, first), min(stop, first + GROUP)
-        if high - low == GROUP and len(block) == size:
-            _decode_block(block, bits, unit, out[low - start : high - start])
-        else:
+        if len(block) < size:
             padded[: len(block)] = block
-            _decode_block(padded, bits, unit, made)
-            out[low - start : high - start] = made[low - first : high - first]
+            block = padded
+        word = np.uint16(block[0]) | np.uint16(block[1]) << np.uint16(8)
+        step, offset = _from_float16(word) * np.float32(unit), np.float32(word & 1) / np.float32(2)
+        _unpack(block[2:], bits, words)
+        if high - low == GROUP:
+            _elements(levels, half, step, offset, out[low - start : high - start])
+        else:
+            _elements(levels, half, step, offset, last)
+            out[low - start : high - start] = last[low - first : high - first]

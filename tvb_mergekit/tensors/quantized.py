@@ -180,7 +180,9 @@ class Coding:
         from tvb_mergekit.tensors import codes
 
         count, shares = values.shape[1], self.shares.to(torch.float32)
+        units = torch.tensor([coded.unit for coded in self.coded], dtype=torch.float32)
         whole = _square(shares @ values)
+        values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
         copied = self.copied or [None] * len(self.coded)
         for row, coded, same, blocks in zip(values, self.coded, copied, out, strict=True):
@@ -190,13 +192,12 @@ class Coding:
                 same.read_blocks(name, start, start + count, blocks)
                 row.zero_()
             elif bits:
-                blocks = blocks[: block_bytes(count, bits)]
-                square, error = codes.encode(row, bits, coded.unit, blocks, row)
+                square, error = codes.encode(row, bits, blocks[: block_bytes(count, bits)], row)
             else:
                 square = error = _square(row)
-            squares.append(square)
-            errors.append(error)
-        found = [*squares, whole, *errors, _square(shares @ values)]
+            squares.append(square * coded.unit**2)
+            errors.append(error * coded.unit**2)
+        found = [*squares, whole, *errors, _square((shares * units) @ values)]
         with self._lock:
             self._found[name, start] = found
 
@@ -208,14 +209,18 @@ class Coding:
 
 
 def errors_of_choices(values: Tensor, units: Sequence[float]) -> Tensor:
-    """The squared error of each row of `values` [K, n] float32 at each of CHOICES, [K, 6]."""
+    """The squared error of each row of `values` [K, n] float32 at each of CHOICES, [K, 6].
+
+    They are overwritten.
+    """
     from tvb_mergekit.tensors import codes
 
     none = torch.empty(0)
     found = []
     for row, unit in zip(values, units, strict=True):
-        at = [codes.encode(row, bits, unit, none.to(torch.uint8), none) for bits in BITS]
-        found.append([at[0][0], *(error for _, error in at)])
+        row /= unit
+        at = [codes.encode(row, bits, none.to(torch.uint8), none) for bits in BITS]
+        found.append([unit**2 * error for error in (at[0][0], *(error for _, error in at))])
     return torch.tensor(found, dtype=torch.float64)
 
 
