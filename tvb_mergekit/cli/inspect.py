@@ -1,7 +1,7 @@
 """What the task vectors of a merge or a basis store are like, and what its bases lose.
 
 From `basis.json` (`facts`) and `basis.safetensors` (`tensors`) to numbers, tables on the terminal
-and plain JSON. `plot` draws the same.
+and plain JSON; with `--bits`, from what `store.choices` has measured. `plot` draws the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
-from tvb_mergekit.store.facts import TENSORS, Facts, check_shapes
+from tvb_mergekit.store.choices import Comparison, Kept
+from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
+from tvb_mergekit.store.quantize import Loss, Losses, losses
 from tvb_mergekit.store.report import WIDE, cosine_sheet, cosines, measures, row_sums
+from tvb_mergekit.store.store import Bases, is_zoo
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy, whose smallest M are told
@@ -63,6 +66,7 @@ class Inspection:
         tensors: float64 on the CPU, as `docs/files.md` describes them. A store that has grown
             online has no `gram` and no `eigenvalues`.
         built: false where the facts tell what a recipe would give.
+        codes: what the codes of a quantized store lose.
 
     Raises:
         UserError: a shape does not fit the facts, a tensor is not finite, or there are neither
@@ -72,6 +76,12 @@ class Inspection:
     facts: Facts
     tensors: Mapping[str, Tensor]
     built: bool = True
+    codes: Losses | None = None
+
+    @classmethod
+    def of(cls, bases: Bases) -> Inspection:
+        """Of a store."""
+        return cls(bases.facts, bases.tensors, codes=losses(bases))
 
     def __post_init__(self) -> None:
         check_shapes(TENSORS, len(self.tasks), self.num_bases, self.tensors)
@@ -95,6 +105,11 @@ class Inspection:
     @property
     def basis(self) -> str:
         return str(self.facts.parameters.get("basis", "ae"))
+
+    @property
+    def is_zoo(self) -> bool:
+        """Whether a store holds all task vectors, as codes."""
+        return isinstance(self.facts, StoreFacts) and is_zoo(self.facts)
 
     @property
     def what(self) -> str:
@@ -236,6 +251,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "base_norm": inspection.base_norm,
         "norms": inspection.norms,
         "sizes": None if sizes is None else sizes._asdict(),
+        "codes": _codes_json(inspection.codes),
         "cosines": values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
@@ -252,6 +268,13 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     }
 
 
+def _codes_json(codes: Losses | None) -> dict[str, Any] | None:
+    if codes is None:
+        return None
+    vectors, groups = ([each._asdict() for each in part] for part in (codes.vectors, codes.groups))
+    return {"vectors": vectors, "sum": codes.sum, "groups": groups}
+
+
 def print_inspection(inspection: Inspection, console: Console) -> None:
     """Tables and sentences as wide as the terminal; ASCII where its encoding asks for it."""
     ascii_only, most = console.options.ascii_only, max(console.width // 4, 10)
@@ -261,18 +284,24 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     show(remarks(inspection), console)
     for part in (
         [_task_sheet(inspection, names)],
+        _vectors_told(inspection),
+        _groups_told(inspection.codes),
         [cosine_sheet(of, names, cosines)],
-        _encoder_told(inspection, names),
+        [] if inspection.is_zoo else _encoder_told(inspection, names),
         _choices_told(inspection),
     ):
-        console.print()
-        show(part, console)
+        if part:
+            console.print()
+            show(part, console)
 
 
 def headline(inspection: Inspection) -> str:
     """What this is, in one line: kind, M of T, dtype, base."""
     facts, store = inspection.facts, inspection.facts.store
-    dtype = facts.dtype if store is None else store.dtype
+    dtype = facts.dtype if store is None else _stored_as(facts)
+    if inspection.is_zoo:
+        tasks = counted(len(inspection.tasks), "task vector")
+        return f"Zoo: T = {tasks} at {dtype}, base {facts.base_model}"
     kind = {
         "store": "Basis store",
         "merge": f"Merge by {facts.method}",
@@ -292,12 +321,17 @@ def remarks(inspection: Inspection) -> list[str]:
     if store is not None:
         lines.append(size_line(inspection))
         if store.added:
-            within = "" if store.budget is None else f" within a budget of {store.budget}"
+            whole = store.budget is None or inspection.is_zoo
+            within = "" if whole else f" within a budget of {store.budget}"
             lines.append(f"{counted(store.added, 'task')} added online{within}")
-        if store.basis_weights:
+        if store.basis_weights and not inspection.is_zoo:
             terms = [f"{weight:.4g} B{m}" for m, weight in enumerate(store.basis_weights)]
             lines.append(f"The sum of all task vectors is {' + '.join(terms)}")
-    lines += [f"{facts.num_parameters:,} parameters in each task vector", *measures(facts)]
+    if facts.relative_error:
+        line = f"{error_line(facts)}{_sum_told(inspection.codes)}"
+        lines.append(line[0].upper() + line[1:])
+    lines.append(f"{facts.num_parameters:,} parameters in each task vector")
+    lines += [] if inspection.is_zoo else measures(facts)
     if facts.left_out:
         lines.append(f"{counted(len(facts.left_out), 'tensor')} left out: see basis.json")
     return lines
@@ -307,17 +341,33 @@ def size_line(inspection: Inspection) -> str:
     """How many bases and bytes of a store replace how many models and bytes."""
     facts, store, sizes = inspection.facts, inspection.facts.store, inspection.sizes
     assert store is not None and sizes is not None
-    bases = counted(
-        inspection.num_bases, "adapter basis" if store.contents == "adapters" else "basis"
-    )
-    if store.contents == "codes":
-        bases = counted(inspection.num_bases, "vector")
-    stored = store.dtype if facts.bits is None else f"{facts.bits:.3g} bits"
+    kind = "adapter basis" if store.contents == "adapters" else "basis"
+    held = f"{counted(inspection.num_bases, kind)} of {counted(len(inspection.tasks), 'task')}"
+    if inspection.is_zoo:
+        held = counted(len(inspection.tasks), "task vector")
     return (
-        f"{bases} of {counted(len(inspection.tasks), 'task')}: {megabytes(sizes.store)} in "
-        f"{stored}, {megabytes(abs(sizes.saved))} {'less' if sizes.saved >= 0 else 'more'} "
-        f"than the models' {megabytes(sizes.models)}"
+        f"{held}: {megabytes(sizes.store)} in {_stored_as(facts)}, "
+        f"{megabytes(abs(sizes.saved))} {'less' if sizes.saved >= 0 else 'more'} than the "
+        f"models' {megabytes(sizes.models)}"
     )
+
+
+def error_line(facts: Facts) -> str:
+    """Of a quantized store, the largest relative error of a task, and whose it is."""
+    worst = max(facts.relative_error, key=lambda task: facts.relative_error[task])
+    return f"largest relative error of a task: {facts.relative_error[worst]:.3g} ({worst})"
+
+
+def _sum_told(codes: Losses | None) -> str:
+    if codes is None or codes.sum is None:
+        return ""
+    return f"; the codes change the sum that addition adds by {codes.sum:.3g} of its norm"
+
+
+def _stored_as(facts: Facts) -> str:
+    """The dtype of a store, or the bits of its codes."""
+    assert facts.store is not None
+    return facts.store.dtype if facts.bits is None else f"{round(facts.bits, 2):g} bits"
 
 
 def smallest_line(inspection: Inspection) -> str:
@@ -326,12 +376,41 @@ def smallest_line(inspection: Inspection) -> str:
     return f"Smallest M that can retain {found}"
 
 
+def _vectors_told(inspection: Inspection) -> list[Sheet | str]:
+    """What the codes keep of each basis; a zoo's are in the table of tasks."""
+    if inspection.codes is None or inspection.is_zoo:
+        return []
+    rows = [_kept(each) for each in inspection.codes.vectors]
+    return [Sheet("Codes of the bases", ("", "bytes", "bits", "error"), rows)]
+
+
+def _groups_told(codes: Losses | None) -> list[Sheet | str]:
+    """What the codes keep of each group of tensors, in all vectors."""
+    if codes is None:
+        return []
+    every = sum(group.bytes for group in codes.groups) or 1
+    rows = [
+        (group.name, f"{100 * group.bytes / every:.1f}", *_kept(group)[2:])
+        for group in codes.groups
+    ]
+    return [Sheet("Codes by kind of tensor", ("", "bytes %", "bits", "error"), rows)]
+
+
+def _kept(loss: Loss) -> tuple[str, str, str, str]:
+    error = "?" if loss.relative_error is None else f"{loss.relative_error:.3g}"
+    return loss.name, megabytes(loss.bytes), f"{loss.bits:.3g}", error
+
+
 def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
-    base, unknown = inspection.base_norm, [None] * len(names)
-    sums = inspection.row_sums or unknown
+    """Of each task; in a zoo its codes take the place of its weight in the sum of the bases."""
+    base, unknown, codes = inspection.base_norm, [None] * len(names), inspection.codes
+    weights, last = inspection.row_sums or unknown, ["row sum"]
+    cells = [["?" if weight is None else f"{round(weight, 3) + 0.0:.3f}"] for weight in weights]
+    if inspection.is_zoo and codes is not None:
+        last, cells = ["bits", "bytes"], [list(_kept(each)[2:0:-1]) for each in codes.vectors]
     rows = []
-    for task, name, model, norm, weight in zip(
-        inspection.tasks, names, inspection.facts.models, inspection.norms, sums, strict=True
+    for task, name, model, norm, cell in zip(
+        inspection.tasks, names, inspection.facts.models, inspection.norms, cells, strict=True
     ):
         error = inspection.errors.get(task)
         rows.append(
@@ -340,11 +419,11 @@ def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
                 "?" if norm is None else f"{norm:.4g}",
                 "?" if norm is None or not base else f"{100 * norm / base:.2f} %",
                 "?" if error is None else error_text(*error),
-                "?" if weight is None else f"{round(weight, 3) + 0.0:.3f}",
+                *cell,
                 model,
             )
         )
-    head = ("task", "||tau||", "of base", "error", "row sum", "model")
+    head = ("task", "||tau||", "of base", "error", *last, "model")
     return Sheet("Tasks", head, rows, left=("model",))
 
 
@@ -367,9 +446,10 @@ def _choices_told(inspection: Inspection) -> list[Sheet | str]:
     """What each M would retain."""
     if not inspection.choices:
         return [f"What other M would retain: {inspection.why_unknown('gram')}"]
+    current = None if inspection.is_zoo else inspection.num_bases
     rows = [
         (
-            f"{'>' if choice.num_bases == inspection.num_bases else ' '} {choice.num_bases}",
+            f"{'>' if choice.num_bases == current else ' '} {choice.num_bases}",
             f"{100 * choice.retained_energy:.2f}",
             "?" if choice.balanced_energy is None else f"{100 * choice.balanced_energy:.2f}",
             f"{choice.spectral_bound:.4g}",
@@ -380,6 +460,90 @@ def _choices_told(inspection: Inspection) -> list[Sheet | str]:
     head = ("M", "best %", "balanced %", "loss >=", "lambda_{M+1}")
     sheet = Sheet("Energy that M bases can retain", head, rows)
     return [sheet, smallest_line(inspection), CRITERION]
+
+
+# Before a build: `--bits`
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """What each way to keep the tasks would take and lose, in plain JSON types.
+
+    `sum_error` is null for codes, of which only the most that it can be is known before a build.
+    """
+    return {
+        "what": "recipe",
+        "tasks": list(comparison.tasks),
+        "base_model": comparison.base_model,
+        "model_bytes": comparison.model_bytes,
+        "basis": comparison.basis,
+        "dtype": comparison.dtype,
+        "kept": [
+            {
+                "bits": kept.bits,
+                "num_bases": kept.num_bases,
+                "bytes": kept.bytes,
+                "relative_error": kept.errors,
+                "mean_error": kept.mean_error,
+                "largest_error": kept.errors[kept.worst],
+                "sum_error": None if kept.bits else kept.sum_error,
+                "sum_error_at_most": kept.sum_error,
+            }
+            for kept in comparison.kept
+        ],
+    }
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """One table of all ways to keep the tasks, and what its numbers are."""
+    ascii_only, most = console.options.ascii_only, max(console.width // 4, 10)
+    rows = []
+    for kept in comparison.kept:
+        largest = round(kept.errors[kept.worst], 9)
+        worst = shortened(printable(kept.worst, ascii_only), most, ascii_only) if largest else ""
+        of_sum = "?"
+        if kept.sum_error is not None:
+            of_sum = f"{'<= ' if kept.bits else ''}{round(kept.sum_error, 9):.3g}"
+        rows.append(
+            (
+                kept_name(comparison, kept),
+                megabytes(kept.bytes),
+                f"{100 * kept.bytes / max(comparison.model_bytes, 1):.1f}",
+                f"{round(kept.mean_error, 9):.3g}",
+                f"{largest:.3g}",
+                worst,
+                of_sum,
+            )
+        )
+    show([comparison_headline(comparison)], console, "bold")
+    head = ("kept", "bytes", "models %", "mean error", "largest", "of", "of the sum")
+    show([Sheet("", head, rows, left=("of",)), *comparison_notes(comparison)], console)
+
+
+def comparison_headline(comparison: Comparison) -> str:
+    """What is compared, in one line."""
+    tasks = counted(len(comparison.tasks), "task vector")
+    size = megabytes(comparison.model_bytes)
+    return f"Ways to keep {tasks} of models of {size}, base {comparison.base_model}"
+
+
+def comparison_notes(comparison: Comparison) -> list[str]:
+    """What the numbers are; a line each."""
+    bases = f"Errors of bases follow from the Gram matrix, without rounding to {comparison.dtype}."
+    if comparison.basis is None:
+        bases = "No bases: what those of rand_proj lose depends on the directions drawn."
+    return [
+        "Errors are relative to the norms of the task vectors and of their sum. Those of codes are "
+        "measured; of their sum only a bound is known before a build, which measures it.",
+        bases,
+    ]
+
+
+def kept_name(comparison: Comparison, kept: Kept) -> str:
+    """`2 bits`, `1.5 bits, mixed`, `4 balanced bases`."""
+    if kept.bits is None:
+        return counted(kept.num_bases or 0, f"{comparison.basis} basis")
+    mixed = "" if kept.bits == int(kept.bits) else ", mixed"
+    return f"{counted(1, 'bit') if kept.bits == 1 else f'{kept.bits:g} bits'}{mixed}"
 
 
 def error_text(low: float, high: float) -> str:

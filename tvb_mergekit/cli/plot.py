@@ -1,5 +1,7 @@
 """`tvb inspect --plot`: cosines, encoder, eigenvalues, energy and errors as one picture.
 
+With `--bits` it is errors over bytes.
+
 matplotlib (the extra `plot`) is imported inside functions, where a figure is made.
 """
 
@@ -10,7 +12,8 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +21,19 @@ import numpy as np
 from rich.console import Console
 
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.cli.inspect import Inspection, headline, print_inspection
+from tvb_mergekit.cli.inspect import (
+    Inspection,
+    comparison_headline,
+    headline,
+    kept_name,
+    print_comparison,
+    print_inspection,
+)
 from tvb_mergekit.core.encoders.linear import Array
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, rendered
+from tvb_mergekit.store.choices import Comparison
+from tvb_mergekit.store.quantize import Losses
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 
@@ -51,11 +63,22 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: another suffix, no matplotlib, or the file cannot be written.
     """
+    _draw(path, lambda: _figure(inspection), partial(print_inspection, inspection))
+
+
+def plot_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+    """Draw errors over bytes of each way to keep the tasks into `path`; see `plot`."""
+    _draw(path, lambda: _compared(comparison), partial(print_comparison, comparison))
+
+
+def _draw(
+    path: str | os.PathLike[str], make: Callable[[], Figure], tell: Callable[[Console], None]
+) -> None:
     check_plot(path)
     target = Path(path)
     kind = target.suffix.lower()[1:]
-    data = rendered(lambda: _figure(inspection), "svg" if kind == "html" else kind)
-    write_file(target, _page(inspection, data.decode()).encode() if kind == "html" else data)
+    data = rendered(make, "svg" if kind == "html" else kind)
+    write_file(target, _page(tell, data.decode()).encode() if kind == "html" else data)
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -74,12 +97,12 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
 
 
-def _page(inspection: Inspection, svg: str) -> str:
+def _page(tell: Callable[[Console], None], svg: str) -> str:
     """One HTML file that refers to no other: the figure, and the tables of the terminal."""
     console = Console(
         file=io.StringIO(), record=True, width=TEXT_COLUMNS, highlight=False, no_color=True
     )
-    print_inspection(inspection, console)
+    tell(console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     picture = re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return f"{PAGE}{picture}\n{tables}\n</body></html>\n"
@@ -107,7 +130,10 @@ def _figure(inspection: Inspection) -> Figure:
     top = rows[0].subgridspec(1, 2, width_ratios=[square, encoder])
     middle = rows[1].subgridspec(1, 2)
     _draw_cosines(figure.add_subplot(top[0]), inspection, names)
-    _draw_encoder(figure.add_subplot(top[1]), inspection, names)
+    if inspection.is_zoo:
+        _draw_groups(figure.add_subplot(top[1]), inspection.codes)
+    else:
+        _draw_encoder(figure.add_subplot(top[1]), inspection, names)
     _draw_eigenvalues(figure.add_subplot(middle[0]), inspection)
     _draw_energy(figure.add_subplot(middle[1]), inspection)
     _draw_errors(figure.add_subplot(rows[2]), inspection, names)
@@ -188,7 +214,7 @@ def _draw_energy(axes: Axes, inspection: Inspection) -> None:
         balanced = [100 * (choice.balanced_energy or 0.0) for choice in choices]
         axes.plot(places, balanced, "--", color=ORANGE, label="balanced bases")
         lowest = min(lowest, *balanced)
-    if inspection.facts.retained_energy is not None:
+    if inspection.facts.retained_energy is not None and not inspection.is_zoo:
         energy = 100 * inspection.facts.retained_energy
         label = f"these ({inspection.basis}): {energy:.1f} %"
         axes.plot([current], [energy], "D", color=DARK, markerfacecolor="none", label=label)
@@ -221,6 +247,61 @@ def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str]) -> No
     axes.set_xlim(-0.7, len(names) - 0.3)
     _label_x(axes, names)
     axes.set_ylabel("‖τ̂ − τ‖ / ‖τ‖")
+
+
+def _draw_groups(axes: Axes, codes: Losses | None) -> None:
+    """Bars: what the codes of a zoo lose in each group of tensors."""
+    axes.set_title("Error by kind of tensor")
+    groups = [] if codes is None else codes.groups
+    names = [f"{group.name}, {group.bits:.3g} bits" for group in groups]
+    places = range(len(groups))
+    axes.barh(places, [group.relative_error or 0.0 for group in groups], 0.7, color=BLUE)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("relative error over all tasks")
+
+
+def _compared(comparison: Comparison) -> Figure:
+    """One panel: the mean relative error of a task over bytes."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    title = textwrap.fill(printable(comparison_headline(comparison)), 90, max_lines=3)
+    figure.suptitle(title, x=0.01, ha="left", size="large")
+    axes = figure.add_subplot()
+    codes = [kept for kept in comparison.kept if kept.bits is not None]
+    bases = [kept for kept in comparison.kept if kept.bits is None]
+    families = (
+        (codes, "o-", BLUE, "all task vectors, as codes"),
+        (bases, "s--", ORANGE, f"{comparison.basis} bases in {comparison.dtype}"),
+    )
+    for family, style, colour, label in families:
+        if not family:
+            continue
+        sizes, errors = zip(*((kept.bytes, kept.mean_error) for kept in family), strict=True)
+        axes.plot(sizes, errors, style, color=colour, markersize=5, label=label)
+        for kept in family:
+            axes.annotate(
+                f"M = {kept.num_bases}" if kept.bits is None else kept_name(comparison, kept),
+                (kept.bytes, kept.mean_error),
+                xytext=(6, 3),
+                textcoords="offset points",
+                color=colour,
+                size=8,
+            )
+    axes.axvline(comparison.model_bytes, color=DARK, linewidth=1, linestyle=":", zorder=0)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda size, _: megabytes(int(size)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=-0.02)
+    axes.set_xlabel("bytes (dotted: the models)")
+    axes.set_ylabel("relative error of a task, in the mean")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.legend(loc="best")
+    return figure
 
 
 def _count_x(axes: Axes, count: int, name: str, bases: int, right: float = 0.0) -> None:

@@ -85,6 +85,7 @@ from tvb_mergekit.tensors.writing import (
     FoldersSink,
     FolderWriter,
     MemorySink,
+    Shard,
     Whole,
     plan_shards,
     read_journal,
@@ -457,11 +458,7 @@ def writers_of(
         done: the items that are written already (`read_journal`).
         coding: of the vectors, if they are coded.
     """
-    world = ranks.world()
-    if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
-        shards = plan_shards(items, sys.maxsize)
-    else:
-        shards = plan_shards(items, SHARD_BYTES, world.size)
+    world, shards = ranks.world(), plan_of(items, config)
     return [
         FolderWriter(
             folder / name,
@@ -474,6 +471,13 @@ def writers_of(
         )
         for index, name in enumerate(names)
     ]
+
+
+def plan_of(items: Sequence[Item], config: Path | None) -> list[Shard]:
+    """The files of each vector; `config` as for `writers_of`."""
+    if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
+        return plan_shards(items, sys.maxsize)
+    return plan_shards(items, SHARD_BYTES, ranks.world().size)
 
 
 def finish_vectors(

@@ -7,18 +7,28 @@ Task vectors stored whole, one folder for each task, make a *zoo*: recipes over 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import BITS, GROUP, LEAST, allocate, mean_bytes, unit_of
+from tvb_mergekit.core.quantize import (
+    BITS,
+    GROUP,
+    LEAST,
+    allocate,
+    block_bytes,
+    mean_bytes,
+    unit_of,
+)
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings, resolve_settings
@@ -31,6 +41,15 @@ from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
 RESERVED = ("recipes", "undo", "mean", "basis.json", "basis.safetensors", "readme.md")
+# Of tensors' names: the first that is found tells the group, and without any it is OTHER.
+GROUPS = {
+    "norms": r"norm|\bln_|\bln\d?\b",
+    "output layer": r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b",
+    "embeddings": r"embed|\bwte\b|\bwpe\b|^shared\.",
+    "attention": r"att(entio)?n|\b[qkvo]_proj\b|query_key_value|\bqkv\b",
+    "MLP": r"mlp|ffn|feed_?forward|experts|moe|intermediate|output\.dense|\bfc_?\d|densereludense",
+}
+OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -246,3 +265,78 @@ def of_codes(facts: StoreFacts, bits: float) -> StoreFacts:
     stored = (of.bytes for name, of in facts.store.files.items() if name.endswith(".safetensors"))
     most = {task: error.at_most or 0.0 for task, error in facts.errors.items()}
     return facts.but(bits=bits, bytes=sum(stored), relative_error=most)
+
+
+class Loss(NamedTuple):
+    """What codes keep of a vector, or of a group of tensors in all vectors.
+
+    `bits` are those of an element in the mean. `relative_error` is None where the norm is zero.
+    """
+
+    name: str
+    bytes: int
+    bits: float
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the codes of a store lose.
+
+    Attributes:
+        vectors: of the tasks of a zoo, or of B0, B1 ... and PCA's mean.
+        sum: the relative error of the sum of the vectors, which addition adds; None where it is not
+            known: in a zoo after `tvb add` or `tvb remove`.
+        groups: of tensors, as GROUPS names them; those that there are.
+    """
+
+    vectors: list[Loss]
+    sum: float | None
+    groups: list[Loss]
+
+
+def losses(bases: Bases) -> Losses | None:
+    """What the codes of a store lose; None if it has none."""
+    facts, tensors = bases.facts, bases.tensors
+    vectors = [vector for vector in bases.sources if isinstance(vector, Codes)]
+    if not vectors or "tensor_errors" not in tensors:
+        return None
+    squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
+    bits = np.array([[vector.coded.bits[name] for vector in vectors] for name in bases.names])
+    each = np.array([vectors[0].tensors[name].numel for name in bases.names])
+    numels = np.broadcast_to(each[:, None], bits.shape)
+
+    def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
+        elements = max(int(numels[rows, columns].sum()), 1)
+        mean = float((bits * numels)[rows, columns].sum()) / elements
+        return Loss(name, nbytes, mean, _ratio(errors[rows, columns], squares[rows, columns]))
+
+    every, of_vectors = slice(None), []
+    stored = [each for each in facts.store.files.items() if each[0].endswith(".safetensors")]
+    names = [f"B{m}" for m in range(bases.num_bases)] + ["mean"]
+    for place, folder in enumerate(facts.store.folders):
+        name = facts.tasks[place] if bases.is_zoo else names[place]
+        files = (of.bytes for path, of in stored if path.startswith(f"{folder}/"))
+        of_vectors.append(loss(name, sum(files), every, place))
+    of_groups = []
+    for group in (*GROUPS, OTHER):
+        rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
+        sizes = (block_bytes(int(each[row]), b) for row in rows for b in bits[row].tolist())
+        if rows:
+            of_groups.append(loss(group, sum(sizes), rows, slice(len(vectors))))
+    known = errors.shape[1] > len(vectors)
+    return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
+
+
+def group_of(name: str) -> str:
+    """Which of GROUPS a tensor of this name belongs to."""
+    for group, pattern in GROUPS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return group
+    return OTHER
+
+
+def _ratio(errors: NDArray[np.float64], squares: NDArray[np.float64]) -> float | None:
+    """The norm of what is lost over that of what was there, from their squares."""
+    whole = float(squares.sum())
+    return math.sqrt(float(errors.sum()) / whole) if whole > 0 else None

@@ -63,6 +63,12 @@ class Shard:
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
+    def nbytes(
+        self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
+    ) -> int:
+        """The size of the file."""
+        return len(self.header(metadata, output, coded)) + _written(*self.items, output=output)
+
 
 def _written(*items: Item, output: int = 0) -> int:
     """Bytes that an output's tensors take in a file."""
