@@ -1,5 +1,5 @@
 """Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `remove`, `undo`,
-`reconstruct`, `merge`.
+`reconstruct`, `merge`, `attach`.
 
 Importing the package is cheap; the library behind these names is imported when one is used.
 """
@@ -12,12 +12,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tvb_mergekit.errors import UserError
     from tvb_mergekit.store.api import add, build, load, merge, reconstruct, remove, undo
+    from tvb_mergekit.store.live import attach
     from tvb_mergekit.store.store import Bases
 
 __version__ = "0.1.0"
-__all__ = ["Bases", "UserError", "add", "build", "load", "merge", "reconstruct", "remove", "undo"]
+__all__ = [
+    "Bases",
+    "UserError",
+    "add",
+    "attach",
+    "build",
+    "load",
+    "merge",
+    "reconstruct",
+    "remove",
+    "undo",
+]
 
-_HOME = {"Bases": "store.store", "UserError": "errors"}
+_HOME = {"Bases": "store.store", "UserError": "errors", "attach": "store.live"}
 
 
 def __getattr__(name: str) -> Any:

@@ -143,5 +143,5 @@ def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
         return
     raise UserError(
         f"tensor `{name}`: values overflow {str(dtype).removeprefix('torch.')} in the output; "
-        "set `dtype: bfloat16` or `float32`, or a smaller lambda or alpha"
+        "take a wider `dtype` (bfloat16, float32), or smaller coefficients (lambda, alpha, scales)"
     )

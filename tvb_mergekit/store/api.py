@@ -275,8 +275,8 @@ def _base_of(bases: Bases, base: Model, dtype: torch.dtype | None) -> Weights:
     """The base, opened; raises UserError where it is another, or `dtype` is no type of weights."""
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
-    found = _open(base)
-    bases.check_base(found, _name(base))
+    found = open_model(base)
+    bases.check_base(found, name_of(base))
     return found
 
 
@@ -286,10 +286,10 @@ def _inputs(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> Inputs:
-    found = _open(base)
-    sources = [_open(model) for model in models.values()]
+    found = open_model(base)
+    sources = [open_model(model) for model in models.values()]
     tasks = list(models)
-    names = [_name(model, task) for task, model in models.items()]
+    names = [name_of(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
     for task in weights:
         if task not in models:
@@ -307,7 +307,7 @@ def _inputs(
     return Inputs(
         resolved,
         found,
-        _name(base, "base"),
+        name_of(base, "base"),
         tasks,
         names,
         scales,
@@ -319,7 +319,12 @@ def _inputs(
     )
 
 
-def _open(model: Model) -> Weights:
+def open_model(model: Model) -> Weights:
+    """A model's tensors.
+
+    Raises:
+        UserError: nothing there, a basis vector of a store, or tensors without data.
+    """
     if isinstance(model, Mapping):
         for name, value in model.items():
             if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
@@ -336,5 +341,6 @@ def _open(model: Model) -> Weights:
     return Checkpoint.open(model)
 
 
-def _name(model: Model, otherwise: str = "the given state dict") -> str:
+def name_of(model: Model, otherwise: str = "the given state dict") -> str:
+    """The path of a model, or what to call one in memory."""
     return otherwise if isinstance(model, Mapping) else os.fspath(model)

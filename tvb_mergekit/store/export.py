@@ -26,7 +26,7 @@ from tvb_mergekit.tensors.output import (
 )
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, MemorySink, plan_shards
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def state_dict_of(
         column: [len(bases.sources)].
     """
     sink = MemorySink(1)
-    _run(items_of(bases, base, dtype, bases.sources), column[:, None], sink, CPU, None, silent)
+    combine(items_of(bases, base, dtype, bases.sources), column[:, None], sink)
     return sink.states[0]
 
 
@@ -109,7 +109,14 @@ def export(
     try:
         shards = plan_shards(items)
         writers = [FolderWriter(stage.path / name, shards, {"format": "pt"}) for name in folders]
-        _run(items, matrix, FoldersSink(writers), device, budget, progress)
+        combine(
+            items,
+            matrix,
+            FoldersSink(writers),
+            device=device,
+            budget=budget,
+            progress=progress,
+        )
         for writer, line in zip(writers, what, strict=True):
             writer.finish()
             copy_config(base_folder, writer.folder, dtype=dtype)
@@ -139,14 +146,25 @@ def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
     return torch.eye(len(bases.sources), dtype=torch.float64)[:, list(indices)]
 
 
-def _run(
+def combine(
     items: Sequence[Item],
     matrix: Tensor,
-    sink: FoldersSink | MemorySink,
-    device: torch.device,
-    budget: int | None,
-    progress: Progress,
+    sink: Sink,
+    *,
+    device: torch.device = CPU,
+    budget: int | None = None,
+    progress: Progress = silent,
 ) -> None:
+    """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item, theta_0 itself to the
+    bit where a column is the only one and zero.
+
+    Args:
+        items: of `items_of`, for the sources that `matrix` [len(sources), K] is over.
+        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+
+    Raises:
+        UserError: an output overflows its dtype.
+    """
     # An input with no part in any output is not read.
     used = [k for k, row in enumerate(matrix.tolist()) if any(row)]
     items = [replace(i, inputs=tuple(i.inputs[k] for k in used) if i.inputs else ()) for i in items]

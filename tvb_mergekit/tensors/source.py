@@ -83,16 +83,17 @@ class Weights:
         Depends on the contents alone, not on the path, the sharding or the file format.
         """
         digest = hashlib.sha256()
-        for name, start, stop in self._samples():  # a cold disk answers all requests together
+        for name, start, stop in self.samples():  # a cold disk answers all requests together
             self.ahead(name, start, stop)
-        for name, start, stop in self._samples():
+        for name, start, stop in self.samples():
             info = self.tensors[name]
             sample = self.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
             digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def _samples(self) -> Iterator[tuple[str, int, int]]:
+    def samples(self) -> Iterator[tuple[str, int, int]]:
+        """What enters the fingerprint: (name, start, stop) of flattened elements."""
         for name in sorted(self.tensors):
             numel = self.tensors[name].numel
             last = max(0, numel - SAMPLE)

@@ -18,6 +18,7 @@ from torch import Tensor
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import bars
+from tvb_mergekit.store.live import live_tensors
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -67,19 +68,19 @@ class Line:
                 yield name, place, value
 
 
-def live_tensors(
+def flattened(
     model: torch.nn.Module, folder: Path
 ) -> tuple[dict[str, tuple[Tensor, torch.dtype]], list[str]]:
     """The tensors of a loaded model, flattened, under the names and with the dtypes of its files,
-    and the parameters that have no such name."""
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if t.is_contiguous()}
-    live = {
-        name: (state[name].detach().view(-1), info.dtype)
-        for name, info in Checkpoint.open(folder).tensors.items()
-        if name in state and tuple(state[name].shape) == info.shape
+    and those that have no such name or are not laid out as there."""
+    files = Checkpoint.open(folder)
+    live, others = live_tensors(model, files)
+    flat = {
+        name: (tensor.view(-1), files.tensors[name].dtype)
+        for name, tensor in live.items()
+        if tensor.is_contiguous() and tuple(tensor.shape) == files.tensors[name].shape
     }
-    reached = {tensor.data_ptr() for tensor, _ in live.values()}
-    return live, [n for n, p in model.named_parameters() if p.data_ptr() not in reached]
+    return flat, [*others, *(name for name in live if name not in flat)]
 
 
 class Model:
@@ -128,7 +129,7 @@ class Model:
         if not recipe.linear:
             return f"{recipe.method} draws at random and is not linear in {recipe.key}"
         self._reload(self.begin)
-        live, lost = live_tensors(self._lm.model, self.work / "model")
+        live, lost = flattened(self._lm.model, self.work / "model")
         if lost:
             return f"in memory the model names {listed(lost)} otherwise than its files"
         start, direction = self.work / "start", self.work / "direction"

@@ -168,6 +168,17 @@ def test_the_gram_pass_beside_a_read(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("models-*"))
 
 
+@pytest.mark.slow
+def test_a_change_of_tasks_beside_a_copy(tmp_path: Path) -> None:
+    words = ("--tasks", 2, "--megabytes", 1, "--rounds", 2, "--threads", 1)
+    said = run("attach.py", *words, "--work", tmp_path)
+    *_, head, _line, row = said.strip().splitlines()
+    assert head.startswith("| copy, s | use, s | ratio |")
+    cells = [float(cell.split()[0]) for cell in row.strip("| ").split(" | ")]
+    assert len(cells) == 8 and min(cells[:2]) >= 0
+    assert not list(tmp_path.glob("models-*seed0-v1*/"))
+
+
 # ------------------------------------------------------------------------------- whole comparisons
 
 

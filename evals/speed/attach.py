@@ -1,0 +1,122 @@
+"""A live model that changes tasks, against a plain copy of its weights: see README.md.
+
+The copy has every specialist in memory already: `copy_` from a second state dict, tensor by tensor.
+Ours reads the base and the codes of one task from the page cache, in turn with it in one process.
+What numba compiles is loaded before. Let nothing else run: PyTorch's threads share a copy and wait
+for each other, so beside other processes a copy takes many times as long; not with `--threads 1`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import measure
+import models
+import torch
+import yaml
+from compare import prepared, shared, tell
+from tables import between, spread, table
+from transformers import AutoModelForCausalLM
+
+import tvb_mergekit as tvb
+
+HEAD = (
+    "copy, s",
+    "use, s",
+    "ratio",
+    "copy, CPU s",
+    "use, CPU s",
+    "ratio, CPU",
+    "reset, s",
+    "attach, s",
+)
+
+
+def zoo(folder: Path, tasks: int, bits: float) -> Path:
+    """The store of all task vectors, built unless it is there."""
+    store = folder.with_name(f"{folder.name}-{bits:g}bit")
+    if not store.is_dir():
+        recipe = folder.with_name(f"{store.name}.yml")
+        document = {
+            "merge_method": "basis_ta",
+            "base_model": str(folder / "base"),
+            "models": [{"model": str(folder / f"task-{index}")} for index in range(tasks)],
+            "parameters": {"basis": "none"},
+        }
+        recipe.write_text(yaml.safe_dump(document))
+        command = [sys.executable, "-m", "tvb_mergekit", "build", recipe, store, "--bits", bits]
+        log = folder.with_name(f"{store.name}.log")
+        measure.run([*map(str, command), "--quiet"], measure.environment(), log)
+    return store
+
+
+@click.command(epilog="Example: python evals/speed/attach.py --tasks 2 --megabytes 8 --rounds 2")
+@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
+@click.option("--megabytes", type=click.IntRange(1), default=500, show_default=True)
+@click.option("--dtype", default="bfloat16", show_default=True, help="Of the models.")
+@click.option("--bits", default=2.0, show_default=True, help="Of the store.")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@shared
+def main(
+    tasks: int,
+    megabytes: int,
+    dtype: str,
+    bits: float,
+    rounds: int,
+    threads: int | None,
+    work: Path,
+    keep: bool,
+) -> None:
+    """Seconds of both, files in the page cache: a copy, a change of tasks, and a copy again."""
+    folder = models.ensure(prepared(work), tasks, megabytes, dtype=dtype)
+    store = zoo(folder, tasks, bits)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, dtype))
+    state = model.state_dict()
+    other = {name: tensor.clone() for name, tensor in state.items()}
+    torch.set_num_threads(threads or torch.get_num_threads())
+
+    def copy() -> None:
+        for name, tensor in state.items():
+            tensor.copy_(other[name])
+
+    def timed(action: Callable[..., object], *given: object) -> tuple[float, float]:
+        """Seconds by the clock, and of processors."""
+        clock, processors = time.perf_counter(), time.process_time()
+        action(*given)
+        return time.perf_counter() - clock, time.process_time() - processors
+
+    columns: dict[str, list[float]] = {key: [] for key in HEAD}
+    try:
+        live = tvb.attach(model, store)
+        for name in live.tasks:  # into the cache, and compiled
+            live.use(name)
+        for number in range(rounds):
+            before = timed(copy)
+            ours = timed(live.use, live.tasks[number % tasks])
+            after = timed(copy)
+            found: list[float] = []
+            for first, middle, last in zip(before, ours, after, strict=True):
+                found += [(first + last) / 2, middle, 2 * middle / (first + last)]
+            found += [timed(live.reset)[0], timed(tvb.attach, model, store)[0]]
+            for key, value in zip(HEAD, found, strict=True):
+                columns[key].append(value)
+            tell(f"round {number + 1} of {rounds}: {found[2]:.2f}")
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(store, ignore_errors=True)
+    size = sum(tensor.nbytes for tensor in other.values()) / 1e9
+    click.echo(
+        f"A model of {size:.2f} GB in {dtype}, {tasks} tasks of {bits:g} bits, "
+        f"{torch.get_num_threads()} threads; medians.\n"
+    )
+    click.echo(table(HEAD, [[between(spread(columns[key])) for key in HEAD]], 0))
+
+
+if __name__ == "__main__":
+    main()
