@@ -34,7 +34,7 @@ from tvb_mergekit.errors import megabytes
 from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
-COMMANDS = "build inspect add undo export merge check score tune cache".split()
+COMMANDS = "build inspect add undo remove export merge check score tune cache".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -165,6 +165,11 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             shutil.rmtree(here / "merged")
         if name in ("inspect", "add", "undo", "export", "tune"):
             shutil.copytree(here / "built", here / "store")
+        if name in ("add", "remove"):
+            made = yaml.safe_load((here / "recipe.yml").read_text())
+            (here / "models.yml").write_text(yaml.safe_dump({**made, "parameters": {}}))
+            shutil.rmtree(here / "zoo", ignore_errors=True)
+            run("build", "models.yml", "zoo", "--bits", "4", "--quiet")
         if name == "undo":
             run("add", "store", "new-model", "--task", "new", "--quiet")
         lines = examples(command)
@@ -249,8 +254,8 @@ def test_no_recipe(here: Path) -> None:
             assert re.search(want, refused(*words)), want
 
 
-ONE = "give one of --task NAME, --basis K and --all-bases"
-NEW = "a new one needs --base BASE and --budget M"
+ONE = "give one of --task NAME, --basis K, --all-bases and --all DIR"
+NEW = "a new one needs --base BASE, and --bits B"
 REFUSED: dict[str, str] = {
     # files for folders and folders for files
     "inspect nope": "nope: no such folder",

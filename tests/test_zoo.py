@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from test_quantize import decoded
 from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor
 
@@ -76,9 +75,14 @@ def llamas(families: dict[str, Family]) -> Family:
     return families["llama"]
 
 
+DOCS = Path(__file__).parent.parent / "docs"
+(PROGRAM,) = re.findall("```python\n(def decode.*?)```", (DOCS / "files.md").read_text(), re.DOTALL)
+
+
 def by_the_format(folder: Path) -> dict[str, NDArray[np.float64]]:
-    """The tensors of a vector, by docs/files.md alone."""
-    made = {}
+    """The tensors of a vector, by docs/files.md alone, with the program there."""
+    made, names = {}, dict[str, Any](np=np)
+    exec(PROGRAM, names)
     for file in folder.glob("*.safetensors"):
         data = file.read_bytes()
         length = int.from_bytes(data[:8], "little")
@@ -88,10 +92,9 @@ def by_the_format(folder: Path) -> dict[str, NDArray[np.float64]]:
         for name, (bits, shape) in said["tensors"].items():
             assert header[name]["dtype"] == "U8"
             start, stop = (8 + length + place for place in header[name]["data_offsets"])
-            blocks = torch.tensor(list(data[start:stop]), dtype=torch.uint8)
-            count = int(np.prod(shape))
-            flat = decoded(blocks, bits, said["unit"], count) if bits else np.zeros(count)
-            made[name] = flat.reshape(shape)
+            blocks = np.frombuffer(data[start:stop], np.uint8)
+            zeros = np.zeros(shape)
+            made[name] = names["decode"](blocks, bits, shape, said["unit"]) if bits else zeros
     return made
 
 

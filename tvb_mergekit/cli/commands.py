@@ -109,7 +109,7 @@ def build(
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build recipe.yml ./store --bits 2
+      tvb build recipe.yml ./zoo --bits 2
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
     from tvb_mergekit.tensors import ranks
@@ -450,7 +450,7 @@ def remove(store: str, task: str, force: bool) -> None:
     The store of before is kept until the next change: `tvb undo STORE` brings it back.
 
     \b
-    Example: tvb remove ./store --task math
+    Example: tvb remove ./zoo --task math
     """
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.store.zoo import remove_task
