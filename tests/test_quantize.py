@@ -31,7 +31,7 @@ def decoded(blocks: Tensor, bits: int, unit: float, numel: int) -> np.ndarray:
 
 def encoded(x: Tensor, bits: int, unit: float) -> Tensor:
     blocks = torch.full((quantize.block_bytes(len(x), bits),), 255, dtype=torch.uint8)
-    codes.encode(x / unit, bits, blocks, torch.empty(0))
+    codes.encode(x / unit, bits, torch.empty_like(x), blocks)
     return blocks
 
 

@@ -192,7 +192,7 @@ class Coding:
                 same.read_blocks(name, start, start + count, blocks)
                 row.zero_()
             elif bits:
-                square, error = codes.encode(row, bits, blocks[: block_bytes(count, bits)], row)
+                square, error = codes.encode(row, bits, row, blocks[: block_bytes(count, bits)])
             else:
                 square = error = _square(row)
             squares.append(square * coded.unit**2)
@@ -215,11 +215,10 @@ def errors_of_choices(values: Tensor, units: Sequence[float]) -> Tensor:
     """
     from tvb_mergekit.tensors import codes
 
-    none = torch.empty(0)
-    found = []
+    found, rest = [], torch.empty_like(values[0])
     for row, unit in zip(values, units, strict=True):
         row /= unit
-        at = [codes.encode(row, bits, none.to(torch.uint8), none) for bits in BITS]
+        at = [codes.encode(row, bits, rest) for bits in BITS]
         found.append([unit**2 * error for error in (at[0][0], *(error for _, error in at))])
     return torch.tensor(found, dtype=torch.float64)
 
