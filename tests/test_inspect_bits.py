@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_lora import train
 
 import tvb_mergekit
-from tvb_mergekit.store.quantize import group_of
+from tvb_mergekit.store.bits import group_of
 
 WEIGHTS = {0: {"weight": 0.5}, 2: {"weight": -1.0}}
 WIDTHS = (8, 4, 3, 2, 1.5, 1, 0.5)

@@ -24,7 +24,7 @@ from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor
 
 import tvb_mergekit
-from tvb_mergekit.core.quantize import BITS, CHOICES, allocate, block_bytes, mean_bytes
+from tvb_mergekit.core.quantize import BITS, CHOICES, block_bytes, choose_bits, mean_bytes
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.layout import Needs, plan_layout
@@ -175,7 +175,7 @@ def test_no_point_of_the_hull_is_better(
     errors = -np.sort(-(draw.random((len(numels), len(CHOICES))) ** 4), axis=1)
     limits = draw.choice(CHOICES, len(numels)) if limited else np.full(len(numels), 8)
     most = mean_bytes(numels, min(mean, 8.0))
-    bits = allocate(errors, numels, most, limits)
+    bits = choose_bits(errors, numels, most, limits)
     sizes = np.array([[block_bytes(n, b) for b in CHOICES] for n in numels])
     places = [CHOICES.index(b) for b in bits]
     taken = sizes[range(len(numels)), places].sum()

@@ -37,10 +37,10 @@ from tvb_mergekit.progress import bars, phase
 if TYPE_CHECKING:
     from tvb_mergekit.cli.inspect import Inspection
     from tvb_mergekit.plugin.document import Document
+    from tvb_mergekit.store.bits import Quantize
     from tvb_mergekit.store.choices import Comparison
     from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.inputs import Inputs
-    from tvb_mergekit.store.quantize import Quantize
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
@@ -163,7 +163,7 @@ def build(
 def _quantize(bits: float | None, size: str | None) -> Quantize | None:
     if bits is None and size is None:
         return None
-    from tvb_mergekit.store.quantize import Quantize
+    from tvb_mergekit.store.bits import Quantize
     from tvb_mergekit.tensors.layout import parse_memory
 
     return Quantize(bits, parse_memory(size) if size else None)
@@ -493,7 +493,7 @@ def export(
     import torch
 
     from tvb_mergekit.store import export as exporting
-    from tvb_mergekit.store.quantize import slugs
+    from tvb_mergekit.store.bits import slugs
 
     if (task is not None) + (basis is not None) + all_bases + (every is not None) != 1:
         raise UserError("give one of --task NAME, --basis K, --all-bases and --all DIR")

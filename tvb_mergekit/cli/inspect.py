@@ -20,9 +20,9 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.store.bits import Loss, Losses, losses
 from tvb_mergekit.store.choices import Comparison, Kept
 from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
-from tvb_mergekit.store.quantize import Loss, Losses, losses
 from tvb_mergekit.store.report import WIDE, cosine_sheet, cosines, measures, row_sums
 from tvb_mergekit.store.store import Bases, is_zoo
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show

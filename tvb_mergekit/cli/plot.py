@@ -32,8 +32,8 @@ from tvb_mergekit.cli.inspect import (
 from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, rendered
+from tvb_mergekit.store.bits import Losses
 from tvb_mergekit.store.choices import Comparison
-from tvb_mergekit.store.quantize import Losses
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 

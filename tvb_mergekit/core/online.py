@@ -70,7 +70,7 @@ class Buffer:
     @property
     def single(self) -> bool:
         """Whether every basis is a task vector, so that the Gram matrix of all tasks is theirs."""
-        return self.exact and torch.equal(
+        return self.gram is not None and torch.equal(
             self.encoder, torch.eye(len(self.encoder), dtype=torch.float64)
         )
 

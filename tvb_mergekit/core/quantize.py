@@ -14,7 +14,6 @@ of n elements takes 2 + ceil(n b / 8). `tensors.codes` has the same compiled for
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from torch import Tensor
 GROUP = 64  # elements to a scale
 BITS = (1, 2, 3, 4, 8)
 CHOICES = (0, *BITS)  # of each tensor where bits are mixed
-LEAST = 0.1  # bits in the mean
+LEAST_BITS = 0.1  # in the mean
 
 
 def block_bytes(numel: int, bits: int) -> int:
@@ -78,7 +77,7 @@ def mean_bytes(numels: Sequence[int], bits: float) -> int:
     return int(below + more * (above - below))
 
 
-def allocate(
+def choose_bits(
     errors: NDArray[np.float64], numels: Sequence[int], most: int, limits: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The bits of each tensor [K] with the least sum of errors in `most` bytes, as far as one
@@ -101,16 +100,23 @@ def allocate(
     for tensor, hull in enumerate(hulls):
         for (size, error, _), (more, less, place) in itertools.pairwise(hull):
             steps.append(((less - error) / (more - size), tensor, CHOICES[place], more - size))
-    heapq.heapify(steps)
-    full = set[int]()  # a later step of a tensor builds on the one before
-    while steps:
-        _, tensor, choice, size = heapq.heappop(steps)
-        if tensor in full or size > most:
+    full, left = set[int](), most  # a later step of a tensor builds on the one before
+    for _, tensor, choice, size in sorted(steps):
+        if tensor in full or size > left:
             full.add(tensor)
             continue
-        most -= size
+        left -= size
         bits[tensor] = choice
-    return bits
+    # What was left over, too little for the next step, may make one width for all the better.
+    sizes = {width: sum(block_bytes(n, width) for n in numels) for width in CHOICES}
+    width = max(w for w, size in sizes.items() if size <= most and w <= min(limits, default=0))
+    uniform = np.full(len(numels), width)
+    return min((bits, uniform), key=lambda each: _total(errors, each))
+
+
+def _total(errors: NDArray[np.float64], bits: NDArray[np.int64]) -> float:
+    places = np.searchsorted(CHOICES, bits)
+    return float(np.take_along_axis(errors, places[:, None], 1).sum())
 
 
 def _hull(sizes: Sequence[int], errors: Sequence[float]) -> list[tuple[int, float, int]]:

@@ -19,8 +19,8 @@ from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import report, store
+from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.quantize import sums_of
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.passes import build_basis, count_if_needed
 from tvb_mergekit.tensors.stream import Holds, Part

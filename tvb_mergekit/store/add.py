@@ -223,7 +223,7 @@ class _Addition:
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            None if bases.is_zoo else held.get("gram"),  # which its vectors no longer have
+            None if bases.is_zoo else held.get("gram"),  # which codes no longer have
             held.get("basis_weights"),
             held["norms"],
             held["errors"],

@@ -28,9 +28,9 @@ from tvb_mergekit.settings import (
 from tvb_mergekit.store import add as grow
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
+from tvb_mergekit.store.bits import Quantize, sums_of, zoo_settings
 from tvb_mergekit.store.build import build_in_memory, build_store
 from tvb_mergekit.store.inputs import Inputs, match
-from tvb_mergekit.store.quantize import Quantize, sums_of, zoo_settings
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.zoo import add_to_zoo, remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint

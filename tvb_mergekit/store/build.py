@@ -32,9 +32,7 @@ from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
-from tvb_mergekit.store.inputs import Inputs
-from tvb_mergekit.store.quantize import (
+from tvb_mergekit.store.bits import (
     PLAN,
     RESERVED,
     Quantize,
@@ -50,6 +48,8 @@ from tvb_mergekit.store.quantize import (
     stored_gram,
     to_json,
 )
+from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
+from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import write_recipes
 from tvb_mergekit.store.report import (
     folders_of,
@@ -353,7 +353,7 @@ def _coding(
     shares = torch.ones(matrix.shape[1], dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
     if world.share((partial / PLAN).is_file):
-        return world.share(lambda: from_json(partial / PLAN, shares))
+        return from_json(partial / PLAN, shares)
 
     def measure(units: Sequence[float]) -> Tensor:
         read = list(items)

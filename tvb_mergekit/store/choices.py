@@ -22,10 +22,10 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.quantize import BITS, CHOICES, unit_of
 from tvb_mergekit.progress import Progress, phase, silent
 from tvb_mergekit.settings import Settings
+from tvb_mergekit.store.bits import RESERVED, Quantize, Vectors, choose, slugs
 from tvb_mergekit.store.build import CPU, LOG, Warn, plan_of
 from tvb_mergekit.store.facts import DtypeName
 from tvb_mergekit.store.inputs import Inputs
-from tvb_mergekit.store.quantize import RESERVED, Quantize, Vectors, choose, slugs
 from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name
 from tvb_mergekit.tensors.adapter import MARKER
 from tvb_mergekit.tensors.passes import build_basis, measure_pass

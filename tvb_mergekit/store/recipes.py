@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from tvb_mergekit.settings import VARYING_KEYS
+from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
-from tvb_mergekit.store.quantize import slugs
 from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts, record_of
 
 FOLDER = "recipes"

@@ -22,7 +22,7 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import reported
-from tvb_mergekit.core.quantize import BITS, CHOICES, LEAST, unit_of
+from tvb_mergekit.core.quantize import BITS, CHOICES, LEAST_BITS, unit_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
@@ -37,10 +37,7 @@ from tvb_mergekit.store.add import (
     link_own,
     with_vectors,
 )
-from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
-from tvb_mergekit.store.facts import Bounds, FileRecord, StoreFacts
-from tvb_mergekit.store.inputs import Inputs
-from tvb_mergekit.store.quantize import (
+from tvb_mergekit.store.bits import (
     RESERVED,
     Quantize,
     Vectors,
@@ -51,12 +48,15 @@ from tvb_mergekit.store.quantize import (
     slugs,
     stored_gram,
 )
+from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
+from tvb_mergekit.store.facts import Bounds, FileRecord, StoreFacts
+from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import Bases, load, staged
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass
-from tvb_mergekit.tensors.quantized import Coded, Codes
+from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.writing import FoldersSink
 
@@ -88,7 +88,7 @@ def add_to_zoo(
     with staged(store) as work:
         bases = load(store)
         passes = {"devices": [device], "budget": budget or block_budget()}
-        _Addition(bases, inputs, quantize, growth, passes, progress).write(work, store)
+        _Joining(bases, inputs, quantize, growth, passes, progress).write(work, store)
         _keep(bases, work)
     return load(store)
 
@@ -161,7 +161,7 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
     return load(store)
 
 
-class _Addition:
+class _Joining:
     """One task more, from the checks to the new facts."""
 
     def __init__(
@@ -193,7 +193,7 @@ class _Addition:
         self.norm = float(self.sums.gram[0, 0]) ** 0.5
         self._table = torch.zeros(0)
         made = choose(self.items, self._known(), wanted, self._fixed(), self._measured)
-        self.coding = replace(made, copied=[*self.old, None])
+        self.coding = Coding(made.coded, made.shares, [*self.old, None])
 
     def _known(self) -> Vectors:
         unit = unit_of(self.norm, sum(item.numel for item in self.items))
@@ -363,7 +363,7 @@ def _as_now(bases: Bases) -> Quantize:
     found = {bits for vector in _vectors(bases) for bits in vector.coded.bits.values()}
     if len(found) == 1 and (bits := found.pop()):
         return Quantize(bits=bits)
-    return Quantize(bits=max(LEAST, bases.facts.bits or 0.0))
+    return Quantize(bits=max(LEAST_BITS, bases.facts.bits or 0.0))
 
 
 def _apart(bounds: Tensor, lost: Tensor) -> Tensor:

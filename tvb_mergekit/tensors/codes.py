@@ -56,7 +56,8 @@ def encode(
     last, left, block = torch.zeros(GROUP), torch.empty(GROUP), torch.empty(size, dtype=torch.uint8)
     last[:ragged] = values[whole:]
     padding = GROUP - ragged
-    more = _encode(last.numpy(), padding, bits, inverses, write, block.numpy(), left.numpy())
+    _encode(last.numpy(), padding, bits, inverses, write, block.numpy(), left.numpy())
+    more = [float(part[:ragged].double().square().sum()) for part in (last, left)]
     rest[whole:] = left[:ragged]
     if blocks is not None:
         blocks[len(codes) :] = block[: len(blocks) - len(codes)]
@@ -139,6 +140,8 @@ def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
         if products * fit > gain:
             gain, scale, odd = products * fit, fit, np.uint16(1)
     size = min(_to_float16(abs(scale)), np.uint16(0x7BFE)) & np.uint16(0x7FFE)
+    if not size:  # too small for a scale
+        return np.uint16(0)
     return np.uint16(size | odd | np.uint16(0x8000) * np.uint16(scale < 0))
 
 
@@ -206,7 +209,7 @@ def _encode(
         scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
         _round(x, np.float32(1) / scale if scale else np.float32(0), offset, least, levels)
         norm, lost = _leave(x, levels, scale, offset, rest[start : start + GROUP])
-        square, error = square + norm, error + lost - zeros * (scale * offset) ** 2
+        square, error = square + norm, error + lost
         if write:
             blocks[place], blocks[place + 1] = word & 255, word >> 8
             _pack(words, bits, blocks[place + 2 : place + size])

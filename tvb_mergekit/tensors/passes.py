@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
-from tvb_mergekit.tensors.quantized import Coding, errors_of_choices
+from tvb_mergekit.tensors.quantized import Coding, Measuring
 from tvb_mergekit.tensors.stream import (
     Buffer,
     Chunks,
@@ -261,7 +262,7 @@ def combine_pass(
     budget: int = DEFAULT_BUDGET,
     sketch: Sketch | None = None,
     counted_as: Mapping[str, str] | None = None,
-    coding: Coding | None = None,
+    coding: Coding | Measuring | None = None,
     progress: Update = lambda nbytes: None,
 ) -> None:
     """Give `sink` what the steps make of theta_0 and the task vectors of each item, in order.
@@ -279,128 +280,31 @@ def combine_pass(
     Raises:
         UserError: an output overflows its dtype or is not finite.
     """
-    ways = _Ways(items, steps, devices, sketch, counted_as or {}, coding is not None)
-    width = max((-(-ways.outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
-    layout = ways.layout(devices, budget, width)
+    every = list(steps.values())
+    outputs = every[0].count if every else 1
+    rows = max((len(item.inputs) for item in items), default=0)
+    extra = max((step.rows for step in every), default=1)
+    if sketch is not None:
+        rows, extra = sketch.columns, extra + 2 * sketch.columns
+    fast = sketch is None and all(isinstance(step, Linear) for step in every)
+    outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
+    fast = fast and fused(items, devices, *outs)
+    width = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
+    # Outputs that are coded are float32 first, and two rows more while they are measured.
+    first = 0 if coding is None else 4 * (outputs + 2)
+    needs = Needs(rows, read_width(items, fast) + first, width, extra, fused=fast)
+    longest = _longest_piece(items)
+    layout = plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
+    buffer_bytes = layout.buffer_bytes - layout.piece * first
 
-    def checked(device: torch.device) -> Callable[[Piece, Tensor], None]:
-        act = ways.on(device, layout)
-
-        def check(piece: Piece, out: Tensor) -> None:
-            finite = not piece.numel or act(piece, out)
-            if not finite and out.is_floating_point():
-                check_output(piece.item.name, out, out.dtype)
-
-        if coding is None:
-            return check
-        values = ways.scratch(layout)
-
-        def encode(piece: Piece, out: Tensor) -> None:
-            made = values[:, : piece.numel]
-            check(piece, made)
-            coding.encode(piece.item.name, piece.start, made, out)
-
-        return encode
-
-    deliver(items, layout, ways.outputs, checked, sink, progress)
-
-
-def measure_pass(
-    items: Sequence[Item],
-    step: Step,
-    units: Sequence[float],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    sketch: Sketch | None = None,
-    progress: Update = lambda nbytes: None,
-) -> Tensor:
-    """What each output of a step would lose in each tensor: squared errors at each of CHOICES bits,
-    [items, K, 6] float64.
-
-    Args:
-        units: of each output (see `core.quantize`).
-        progress: called with the bytes read.
-    """
-    steps = dict.fromkeys((item.name for item in items), step)
-    ways = _Ways(items, steps, devices, sketch, {}, True)
-    layout = ways.layout(devices, budget, 0)
-
-    def work(device: torch.device) -> Callable[[Piece], Tensor]:
-        act, values = ways.on(device, layout), ways.scratch(layout)
-
-        def measure(piece: Piece) -> Tensor:
-            made = values[:, : piece.numel]
-            if piece.numel:
-                act(piece, made)
-            return errors_of_choices(made, units)
-
-        return measure
-
-    found = torch.zeros(len(items), step.count, len(CHOICES), dtype=torch.float64, device="cpu")
-    places = {item.name: place for place, item in enumerate(items)}
-    for piece, errors in in_order(items, layout, work):
-        found[places[piece.item.name]] += errors
-        progress(piece.nbytes)
-    return found
-
-
-class _Ways:
-    """How the outputs of pieces are computed: by `kernels` where they can, or by PyTorch.
-
-    Args:
-        coded: the outputs are float32 in `scratch`, whatever the items say.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[Item],
-        steps: Mapping[str, Step],
-        devices: Sequence[torch.device],
-        sketch: Sketch | None,
-        counted_as: Mapping[str, str],
-        coded: bool,
-    ) -> None:
-        self._items, self._steps, self._coded = items, steps, coded
-        self._sketch, self._counted_as = sketch, counted_as
-        every = list(steps.values())
-        self.outputs = every[0].count if every else 1
-        self._rows = max((len(item.inputs) for item in items), default=0)
-        self._extra = max((step.rows for step in every), default=1)
-        if sketch is not None:
-            self._rows, self._extra = sketch.columns, self._extra + 2 * sketch.columns
-        self._fused = sketch is None and all(isinstance(step, Linear) for step in every)
-        outs = {torch.float32} if coded else {i.out for i in items if i.name in steps}
-        self._fused = self._fused and fused(items, devices, *outs)
-
-    def layout(self, devices: Sequence[torch.device], budget: int, width: int) -> Layout:
-        """Of a pass whose outputs take `width` bytes for each element, all together."""
-        read = read_width(self._items, self._fused) + 4 * self.outputs * self._coded
-        needs = Needs(self._rows, read, width, self._extra, fused=self._fused)
-        workers, longest = 1 if self._sketch else None, _longest_piece(self._items)
-        return plan_layout(needs, devices, budget, workers=workers, longest=longest)
-
-    def scratch(self, layout: Layout) -> Tensor:
-        """Memory for the outputs [K, n] of one piece after the other."""
-        return allocate(self.outputs, layout.piece, dtype=torch.float32)
-
-    def on(self, device: torch.device, layout: Layout) -> Callable[[Piece, Tensor], bool]:
-        """What fills the outputs [K, n] of a piece, in one thread; false where they must still be
-        looked at for what is not finite."""
-        scratch = 4 * self.outputs * layout.piece * self._coded
-        buffer = Buffer(layout.buffer_bytes - scratch, pinned=device.type == "cuda")
-        return (self._fused_on if self._fused else self._torch_on)(device, layout, buffer)
-
-    def _fused_on(
-        self, device: torch.device, layout: Layout, buffer: Buffer
-    ) -> Callable[[Piece, Tensor], bool]:
+    def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
         from tvb_mergekit.tensors import kernels
 
-        deltas = deltas_of(self._items)
-        combining = functools.cache(functools.partial(kernels.Combining, self._rows, deltas))
+        buffer, deltas = Buffer(buffer_bytes), deltas_of(items)
+        combining = functools.cache(functools.partial(kernels.Combining, rows, deltas))
 
         def act(piece: Piece, out: Tensor) -> bool:
-            found, step = buffer.read(piece, copy=True), self._steps.get(piece.item.name)
+            found, step = buffer.read(piece, copy=True), steps.get(piece.item.name)
             if step is None:
                 out.copy_(found[0].expand_as(out))
                 return False
@@ -409,15 +313,13 @@ class _Ways:
 
         return act
 
-    def _torch_on(
-        self, device: torch.device, layout: Layout, buffer: Buffer
-    ) -> Callable[[Piece, Tensor], bool]:
-        chunks = Chunks(layout, device, buffer)
-        drawn = None if self._sketch is None else Drawn(self._sketch, device, self._counted_as)
+    def work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
+        chunks = Chunks(layout, device, buffer_bytes)
+        drawn = None if sketch is None else Drawn(sketch, device, counted_as)
         computing = functools.cache(lambda step: step.on(device))
 
         def act(piece: Piece, out: Tensor) -> bool:
-            step = self._steps.get(piece.item.name)
+            step = steps.get(piece.item.name)
             if step is None:
                 out.copy_(chunks.buffer.read(piece)[0].expand_as(out))
                 return False
@@ -428,6 +330,52 @@ class _Ways:
             return False
 
         return act
+
+    def checked(device: torch.device) -> Callable[[Piece, Tensor], None]:
+        act = (fused_work if fast else work)(device)
+
+        def check(piece: Piece, out: Tensor) -> None:
+            finite = not piece.numel or act(piece, out)
+            if not finite and out.is_floating_point():
+                check_output(piece.item.name, out, out.dtype)
+
+        if coding is None:
+            return check
+        values = allocate(outputs, layout.piece, dtype=torch.float32)
+
+        def encode(piece: Piece, out: Tensor) -> None:
+            made = values[:, : piece.numel]
+            check(piece, made)
+            coding.encode(piece.item.name, piece.start, made, out)
+
+        return encode
+
+    deliver(items, layout, outputs, checked, sink, progress)
+
+
+def measure_pass(
+    items: Sequence[Item], step: Step, units: Sequence[float], **passed: Any
+) -> Tensor:
+    """What each output of a step would lose in each tensor: squared errors at each of CHOICES bits,
+    [items, K, 6] float64. A `combine_pass` that writes nothing.
+
+    Args:
+        units: of each output (see `core.quantize`).
+        passed: devices, budget, sketch and progress, as there.
+    """
+    sums: dict[str, Tensor] = {}
+    measuring = Measuring(units)
+
+    class Sums:
+        def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+            found = measuring.measured(item.name, start)
+            sums[item.name] = sums.get(item.name, torch.zeros_like(found)) + found
+
+    coded = [replace(item, out=torch.uint8, bits=(0,) * step.count) for item in items]
+    steps = dict.fromkeys((item.name for item in items), step)
+    combine_pass(coded, steps, Sums(), coding=measuring, **passed)
+    shape = (len(items), step.count, len(CHOICES))
+    return torch.stack([sums[item.name] for item in items]).view(shape)
 
 
 @dataclass(frozen=True)

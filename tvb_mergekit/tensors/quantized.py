@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from tvb_mergekit.tensors.source import TensorInfo, Weights
 
 KEY = "tvb_codes"  # in the metadata of a file of codes
 VERSION = 1
+SLICE = 2**14  # elements that are widened together
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Codes(Weights):
             UserError: no such files, or their headers do not say what a reader needs.
         """
         stored = Checkpoint.open(path)
-        units, bits, shapes = set[float](), dict[str, int](), dict[str, list[int]]()
+        units, bits, shapes = set[float](), dict[str, int](), dict[str, torch.Size]()
         for shard in stored.shards:
             file = stored.folder / shard
             try:
@@ -72,14 +72,15 @@ class Codes(Weights):
                     )
                 units.add(float(said["unit"]))
                 for name, (width, shape) in said["tensors"].items():
-                    bits[name], shapes[name] = CHOICES[CHOICES.index(width)], shape
-            except (KeyError, ValueError, TypeError, AttributeError) as error:
+                    bits[name] = CHOICES[CHOICES.index(width)]
+                    shapes[name] = torch.Size(shape)
+            except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
                 raise UserError(
                     f"{file}: its header does not say how it is coded ({error}); restore it, or "
                     "build the store anew"
                 ) from error
         for name, info in stored.tensors.items():
-            held = name in bits and block_bytes(torch.Size(shapes[name]).numel(), bits[name])
+            held = name in bits and block_bytes(shapes[name].numel(), bits[name])
             if len(units) > 1 or held is False or info.nbytes != held:
                 raise UserError(
                     f"{stored.folder / info.shard}: the codes of tensor `{name}` do not fit what "
@@ -150,9 +151,22 @@ class Packed:
         return decode(blocks, self.bits, self.codes.coded.unit, numel)
 
 
-@dataclass
-class Coding:
-    """How the outputs of a pass are coded, and what is measured of them on the way. Thread-safe.
+class Measured:
+    """Numbers found of pieces in many threads, and taken in the order of the pieces."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], list[float]] = {}  # each is set once, and taken once
+
+    def measured(self, name: str, start: int) -> Tensor:
+        """What was found of the piece of a tensor that begins at an element, float64."""
+        return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
+
+
+class Coding(Measured):
+    """How the outputs of a pass are coded.
+
+    `measured` gives of a piece the squared norms of the outputs and of their sum, then the squares
+    of what their codes leave of each, [2 K + 2].
 
     Attributes:
         coded: of each output.
@@ -160,11 +174,12 @@ class Coding:
         copied: codes that an output is, but where its bits are others; they are not coded anew.
     """
 
-    coded: Sequence[Coded]
-    shares: Tensor
-    copied: Sequence[Codes | None] = ()
-    _found: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self, coded: Sequence[Coded], shares: Tensor, copied: Sequence[Codes | None] = ()
+    ) -> None:
+        super().__init__()
+        self.coded, self.shares = coded, shares
+        self.copied = copied or [None] * len(coded)
 
     def bits(self, name: str) -> tuple[int, ...]:
         """Of each output in one tensor."""
@@ -184,8 +199,7 @@ class Coding:
         whole = _square(shares @ values)
         values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
-        copied = self.copied or [None] * len(self.coded)
-        for row, coded, same, blocks in zip(values, self.coded, copied, out, strict=True):
+        for row, coded, same, blocks in zip(values, self.coded, self.copied, out, strict=True):
             bits = coded.bits[name]
             if same is not None and same.coded.bits[name] == bits:
                 square, error = _square(row), 0.0
@@ -198,30 +212,30 @@ class Coding:
             squares.append(square * coded.unit**2)
             errors.append(error * coded.unit**2)
         found = [*squares, whole, *errors, _square((shares * units) @ values)]
-        with self._lock:
-            self._found[name, start] = found
-
-    def measured(self, name: str, start: int) -> Tensor:
-        """Of a piece: the squared norms of the outputs and of their sum, then the squares of what
-        their codes leave of each, [2 K + 2] float64."""
-        with self._lock:
-            return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
+        self._found[name, start] = found
 
 
-def errors_of_choices(values: Tensor, units: Sequence[float]) -> Tensor:
-    """The squared error of each row of `values` [K, n] float32 at each of CHOICES, [K, 6].
+class Measuring(Measured):
+    """The same without codes: `measured` gives the squared error of each output at each of CHOICES,
+    [6 K]."""
 
-    They are overwritten.
-    """
-    from tvb_mergekit.tensors import codes
+    def __init__(self, units: Sequence[float]) -> None:
+        super().__init__()
+        self.units = units
 
-    found, rest = [], torch.empty_like(values[0])
-    for row, unit in zip(values, units, strict=True):
-        row /= unit
-        at = [codes.encode(row, bits, rest) for bits in BITS]
-        found.append([unit**2 * error for error in (at[0][0], *(error for _, error in at))])
-    return torch.tensor(found, dtype=torch.float64)
+    def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
+        """Of a piece; as `Coding` does."""
+        from tvb_mergekit.tensors import codes
+
+        found, rest = list[float](), torch.empty(values.shape[1], dtype=torch.float32)
+        for row, unit in zip(values, self.units, strict=True):
+            row /= unit
+            at = [codes.encode(row, bits, rest) for bits in BITS]
+            found += [unit**2 * error for error in (at[0][0], *(error for _, error in at))]
+        self._found[name, start] = found
 
 
 def _square(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64) ** 2)
+    """The squared norm, in float64 and little memory."""
+    parts = values.split(SLICE)
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2) for part in parts)

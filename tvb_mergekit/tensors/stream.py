@@ -231,12 +231,15 @@ class Chunks:
     read it.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, buffer: Buffer | None = None) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, buffer_bytes: int | None = None
+    ) -> None:
         self._chunk, self.device = layout.chunk, device
         # A CPU decodes faster as it reads; to an accelerator codes are the least traffic.
         self.packed = device.type != "cpu"
         # from pinned memory the copy to a GPU is fast
-        self.buffer = buffer or Buffer(layout.buffer_bytes, pinned=device.type == "cuda")
+        nbytes = layout.buffer_bytes if buffer_bytes is None else buffer_bytes
+        self.buffer = Buffer(nbytes, pinned=device.type == "cuda")
         rows = 1 + layout.needs.rows
         self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
 
@@ -300,9 +303,11 @@ def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torc
 
 
 def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes of one element in all parts that are read, or `held` in memory, of the widest item."""
+    """Bytes of one element in all parts that are read, or `held` in memory, of the widest item;
+    and of its codes, of one part at a time."""
     read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
-    return max(map(sum, read), default=0)
+    coded = any(part.packed is not None for item in items for part in item.inputs)
+    return max(map(sum, read), default=0) + 2 * coded
 
 
 def in_order(

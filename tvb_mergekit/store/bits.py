@@ -23,9 +23,9 @@ from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import (
     BITS,
     GROUP,
-    LEAST,
-    allocate,
+    LEAST_BITS,
     block_bytes,
+    choose_bits,
     mean_bytes,
     unit_of,
 )
@@ -42,7 +42,7 @@ from tvb_mergekit.tensors.writing import SHARD_BYTES
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
 RESERVED = ("recipes", "undo", "mean", "basis.json", "basis.safetensors", "readme.md")
 # Of tensors' names: the first that is found tells the group, and without any it is OTHER.
-GROUPS = {
+KINDS_OF_TENSORS = {
     "norms": r"norm|\bln_|\bln\d?\b",
     "output layer": r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b",
     "embeddings": r"embed|\bwte\b|\bwpe\b|^shared\.",
@@ -70,10 +70,10 @@ class Quantize:
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.size is None):
             raise UserError("give either bits or a size, not both")
-        if self.bits is not None and not LEAST <= self.bits <= BITS[-1]:
+        if self.bits is not None and not LEAST_BITS <= self.bits <= BITS[-1]:
             raise UserError(
                 f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
-                f"from {LEAST} to {BITS[-1]}"
+                f"from {LEAST_BITS} to {BITS[-1]}"
             )
 
     @property
@@ -143,7 +143,7 @@ def choose(
             limits = np.array([vectors.limits[item.name] for item in items])
         errors = measure(units).reshape(-1, len(BITS) + 1).numpy()
         each = [numel for numel in numels for _ in range(count)]
-        bits = allocate(errors, each, most, limits.reshape(-1)).reshape(limits.shape)
+        bits = choose_bits(errors, each, most, limits.reshape(-1)).reshape(limits.shape)
     names = [item.name for item in items]
     return Coding(
         [
@@ -287,7 +287,7 @@ class Losses:
         vectors: of the tasks of a zoo, or of B0, B1 ... and PCA's mean.
         sum: the relative error of the sum of the vectors, which addition adds; None where it is not
             known: in a zoo after `tvb add` or `tvb remove`.
-        groups: of tensors, as GROUPS names them; those that there are.
+        groups: of tensors, as KINDS_OF_TENSORS names them; those that there are.
     """
 
     vectors: list[Loss]
@@ -319,7 +319,7 @@ def losses(bases: Bases) -> Losses | None:
         files = (of.bytes for path, of in stored if path.startswith(f"{folder}/"))
         of_vectors.append(loss(name, sum(files), every, place))
     of_groups = []
-    for group in (*GROUPS, OTHER):
+    for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
         sizes = (block_bytes(int(each[row]), b) for row in rows for b in bits[row].tolist())
         if rows:
@@ -329,8 +329,8 @@ def losses(bases: Bases) -> Losses | None:
 
 
 def group_of(name: str) -> str:
-    """Which of GROUPS a tensor of this name belongs to."""
-    for group, pattern in GROUPS.items():
+    """Which of KINDS_OF_TENSORS a tensor of this name belongs to."""
+    for group, pattern in KINDS_OF_TENSORS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return group
     return OTHER
