@@ -292,7 +292,7 @@ REFUSED: dict[str, str] = {
     "export store out --task math --base some/body": "base some/body: no such",
     "build recipe.yml out --rank 3": "--rank belongs to --adapters",
     "build recipe.yml out --adapters": "all models listed as BASE+ADAPTER",
-    "build recipe.yml out --memory lots": "memory of `lots`: expected a number and a unit",
+    "build recipe.yml out --memory lots": "a size of `lots`: expected a number and a unit",
     "add store new-model --task math": "already",
     "add store new-model --task ''": "empty",
     "add store new-model --task a,b": "comma",

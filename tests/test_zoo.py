@@ -25,7 +25,10 @@ from torch import Tensor
 
 import tvb_mergekit
 from tvb_mergekit.core.quantize import BITS, CHOICES, block_bytes, choose_bits, mean_bytes
+from tvb_mergekit.plugin.document import read_document
+from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.bits import fixed_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.layout import Needs, plan_layout
 from tvb_mergekit.tensors.quantized import Codes
@@ -163,31 +166,34 @@ def test_a_zoo_holds_what_it_says(
 
 
 @given(
-    st.lists(st.integers(0, 500), min_size=1, max_size=5), st.integers(0, 2**16), st.floats(0, 9),
+    st.lists(st.integers(0, 500), min_size=1, max_size=6), st.integers(0, 2**16), st.floats(0, 9),
     st.booleans(),
 )  # fmt: skip
-@settings(max_examples=100, deadline=None)
-def test_no_point_of_the_hull_is_better(
+@settings(max_examples=150, deadline=None)
+def test_bits_are_chosen_nearly_as_well_as_can_be(
     numels: list[int], seed: int, mean: float, limited: bool
 ) -> None:
-    """Bits that are chosen fit, and have the least error for some price of a byte."""
+    """They fit; no choice in as many bytes is better by more than one step; none of a width is."""
     draw = np.random.default_rng(seed)
     errors = -np.sort(-(draw.random((len(numels), len(CHOICES))) ** 4), axis=1)
+    errors[np.array(numels) == 0] = 0
     limits = draw.choice(CHOICES, len(numels)) if limited else np.full(len(numels), 8)
     most = mean_bytes(numels, min(mean, 8.0))
-    bits = choose_bits(errors, numels, most, limits)
+    owners = [0] * len(numels)
+    bits = choose_bits(errors, numels, most, limits, owners)
     sizes = np.array([[block_bytes(n, b) for b in CHOICES] for n in numels])
-    places = [CHOICES.index(b) for b in bits]
-    taken = sizes[range(len(numels)), places].sum()
-    assert taken <= most and (bits <= limits).all()
-    # Lagrange: no choice in as many bytes has an error lower than this one by more than what the
-    # bytes that were left over could have bought.
-    price = draw.random(200)[:, None, None] ** 8
-    cost = errors + price * sizes
-    cost = np.where(np.array(CHOICES) <= limits[:, None], cost, np.inf)
+    rows, places = range(len(numels)), [CHOICES.index(b) for b in bits]
+    ours = errors[rows, places].sum()
+    assert sizes[rows, places].sum() <= most and (bits <= limits).all()
+    # Weak duality: for any price of a byte this is no more than what any choice that fits loses.
+    price = np.concatenate([draw.random(200) ** 8, 10.0 ** np.linspace(-8, 1, 400)])[:, None, None]
+    cost = np.where(np.array(CHOICES) <= limits[:, None], errors + price * sizes, np.inf)
     bound = (cost.min(2).sum(1) - price[:, 0, 0] * most).max()
-    ours = errors[range(len(numels)), places].sum()
-    assert ours >= bound - 1e-12
+    step = (errors[:, :1] - np.where(np.array(CHOICES) <= limits[:, None], errors, np.inf)).max()
+    assert bound - 1e-9 <= ours <= bound + step + 0.02 * errors.sum()
+    for width in CHOICES:
+        if sizes[:, CHOICES.index(width)].sum() <= most and width <= limits.min():
+            assert ours <= errors[:, CHOICES.index(width)].sum() + 1e-12
 
 
 def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_path: Path) -> None:
@@ -196,12 +202,16 @@ def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_pa
     for bits in (0.5, 1, 1.5, 2, 4):
         bases = llamas.build(tmp_path / f"at-{bits}", "--bits", bits)
         lost[bits] = float(bases.tensors["tensor_errors"][:, :-1].sum())
-        if bits in (1, 2, 4):
-            size = sum(f.stat().st_size for f in (tmp_path / f"at-{bits}").rglob("*"))
-            mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size + 60_000)
-            assert float(mixed.tensors["tensor_errors"][:, :-1].sum()) <= lost[bits]
-            whole = (f.stat().st_size for f in (tmp_path / f"sized-{bits}").rglob("*"))
-            assert sum(whole) <= size + 60_000
+        files = {name: vector.nbytes for name, vector in zip(TASKS, bases.vectors, strict=True)}
+        inputs = read_inputs(
+            read_document((tmp_path / f"at-{bits}").with_suffix(".yml")), Options()
+        )
+        fixed = fixed_bytes(inputs.items, 5, 5, inputs.left_out, inputs.folder)
+        size = sum(files.values()) + fixed
+        mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size)
+        assert float(mixed.tensors["tensor_errors"][:, :-1].sum()) <= lost[bits]
+        whole = (f.stat().st_size for f in (tmp_path / f"sized-{bits}").rglob("*") if f.is_file())
+        assert sum(whole) <= size
     total = float(bases.tensors["tensor_squares"][:, :-1].sum())
     assert lost[0.5] < (lost[1] + total) / 2 and lost[1.5] < (lost[1] + lost[2]) / 2
 
@@ -289,7 +299,7 @@ def test_templates_the_library_and_exports(llamas: Family, tmp_path: Path) -> No
         tvb("merge", tmp_path / "zoo", tmp_path / method, "--method", method, "--quiet")
         close(flat(load(tmp_path / method), names), want)
     tvb("merge", tmp_path / "zoo" / "recipes" / "ties.yml", tmp_path / "ties", "--quiet")
-    ties = tvb_mergekit.merge(bases, llamas.base, "basis_ties", density=0.2)
+    ties = tvb_mergekit.merge(bases, llamas.base, "basis_ties", basis="none", density=0.2)
     for name, value in load(tmp_path / "ties").items():
         torch.testing.assert_close(ties[name], value, rtol=1e-5, atol=1e-7)
     three = tvb_mergekit.merge(
@@ -430,11 +440,19 @@ def test_a_zoo_goes_over_to_algorithm_1(
             made @ grown.basis_weights, found.sum(1) + poems, rtol=1e-4, atol=1e-6
         )
     tau = torch.stack([*(flat(llamas.tau(t), old.names) for t in TASKS), poems], 1)
-    error = (made @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
-    for task, value in zip(SIX, error.tolist(), strict=True):
-        known = grown.facts.errors[task]
-        assert known.at_least is not None and known.at_most is not None
-        assert known.at_least - 1e-6 <= value <= known.at_most + 1e-6
+    for count in range(6, 9):  # the bounds hold later, too, when bases are compressed
+        names = [*SIX, "chat-6", "chat-7"][:count]
+        states = [{name: vector.tensor(name) for name in old.names} for vector in grown.vectors]
+        made = torch.stack([flat(state, old.names) for state in states], 1)
+        error = (made @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
+        for task, value in zip(names, error.tolist(), strict=True):
+            known = grown.facts.errors[task]
+            assert known.at_least is not None and known.at_most is not None
+            assert known.at_least - 1e-6 <= value <= known.at_most + 1e-6, (task, count)
+        model, task = llamas.models["chat"], f"chat-{count}"
+        tvb("add", zoo, model, "--task", task, "--weight", count, "--force", "--quiet")
+        grown = stores.load(zoo)
+        tau = torch.cat([tau, count * flat(llamas.tau("chat"), old.names)[:, None]], 1)
 
 
 def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
@@ -518,11 +536,16 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "no bits": ("build {r} {o} --bits 0", "--bits 0: expected"),
     "not a number": ("build {r} {o} --bits nan", "--bits nan: expected"),
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
-    "too small": ("build {r} {o} --size 60KB", "the scales of 5 vectors and the files beside"),
+    "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "go with neither"),
+    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M makes bases"),
+    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M makes bases"),
     "same task": ("add {z} {m} --task math", "'math' is in"),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
-    "add too small": ("add {z} {m} --task new --size 60KB", "the scales of 6 vectors"),
+    "add too small": (
+        "add {z} {m} --task new --size 60000",
+        "60,000 bytes: the scales",
+    ),
     "another base": ("add {z} {m} --task new --base {m}", "belongs to the base"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
     "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
@@ -585,6 +608,82 @@ def test_mergekits_own_methods_are_told_the_way_out(
     assert "is no vector of a store" in said.output
     named = recipe("basis_ta", families["llama"].base, listed, {0: {"task": "x"}})
     assert "its store knows the name" in merge(named, tmp_path / "out", fails=True).output
+
+
+def test_weights_go_through_generations(llamas: Family, tmp_path: Path) -> None:
+    """A zoo's own times a recipe's: exports are of the task as it was trained."""
+    zoo = llamas.build(tmp_path / "zoo", "--bits", 8)
+    made = recipe("basis_ta", llamas.base, [tmp_path / "zoo" / "math"], {0: {"weight": 3.0}})
+    (tmp_path / "r.yml").write_text(yaml.safe_dump({**made, "parameters": {"basis": "none"}}))
+    for name, words in (("dense", ()), ("coded", ("--bits", "8"))):
+        tvb("build", tmp_path / "r.yml", tmp_path / name, *words, "--quiet")
+        assert stores.load(tmp_path / name).facts.parameters["weights"] == {"math": 6.0}
+        tvb("export", tmp_path / name, tmp_path / f"{name}-math", "--task", "math", "--quiet")
+        tau = flat(llamas.tau("math"), zoo.names) / 2
+        found = flat(load(tmp_path / f"{name}-math"), zoo.names) - flat(
+            load(llamas.base), zoo.names
+        )
+        assert float((found - tau).norm() / tau.norm()) < 0.02
+
+
+def test_a_task_called_base_and_a_damaged_one(llamas: Family, tmp_path: Path) -> None:
+    """Either can be taken out, and the others are merged as ever."""
+    listed = [llamas.models[task] for task in TASKS[:3]]
+    made = recipe("basis_ta", llamas.base, listed, {0: {"task": "base"}})
+    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
+    zoo = tmp_path / "zoo"
+    tvb("build", tmp_path / "r.yml", zoo, "--bits", 2, "--quiet")
+    tvb("merge", zoo, tmp_path / "before", "--method", "add", "--quiet")
+    shutil.rmtree(zoo / "code")
+    assert "take it out with `tvb remove`" in refused("inspect", zoo)
+    modules = {"merge_method": "basis_ta", "modules": {"x": {"models": [{"model": "../code"}]}}}
+    (zoo / "recipes" / "mine.yml").write_text(yaml.safe_dump(modules))
+    (zoo / "recipes" / "odd.yml").write_text("- 1")
+    assert "mine.yml names the task" in refused("remove", zoo, "--task", "code")
+    tvb("remove", zoo, "--task", "code", "--force")
+    tvb("add", zoo, llamas.models["legal"], "--task", "legal", "--quiet")
+    tvb("remove", zoo, "--task", "base")
+    tvb("merge", zoo, tmp_path / "after", "--method", "add", "--quiet")
+    bases = stores.load(zoo)
+    want = flat(load(llamas.base), bases.names) + 0.4 * dense(bases).sum(1)
+    close(flat(load(tmp_path / "after"), bases.names), want)
+
+
+def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
+    """Errors of a few elements are as exact as those of many, and no task is lost at few bits."""
+    torch.manual_seed(0)
+    shapes = {f"s{k}": (1 + k % 5,) for k in range(40)} | {"w": (300, 50), "v": (200, 50)}
+    base = {name: torch.randn(shape) for name, shape in shapes.items()}
+    models = {
+        task: {n: v + size * torch.randn_like(v) for n, v in base.items()}
+        for task, size in (("a", 0.01), ("b", 0.02), ("small", 0.0002))
+    }
+    bases = tvb_mergekit.build(base, models, tmp_path / "zoo", bits=2)
+    for row, name in enumerate(bases.names):
+        for k, (task, vector) in enumerate(zip(models, bases.vectors, strict=True)):
+            tau = models[task][name] - base[name]
+            left = float((tau - vector.tensor(name)).double().square().sum())
+            found = float(bases.tensors["tensor_errors"][row, k])
+            assert found == pytest.approx(left, rel=1e-3, abs=1e-6 * float(tau.square().sum()))
+    few = tvb_mergekit.build(base, models, tmp_path / "few", bits=0.6)
+    assert all(error < 1 for error in few.facts.relative_error.values())
+    tvb_mergekit.merge(few, base, basis="balanced", num_bases=2)
+    grown = tvb_mergekit.add(tmp_path / "zoo", base, models["b"], "again", size=70_000)
+    assert all(t.isfinite().all() for t in grown.tensors.values())
+    tvb("inspect", tmp_path / "zoo")
+    for task, error in grown.facts.relative_error.items():
+        assert error <= 1.0001 or task == "b"
+    text = (tmp_path / "few" / "a" / "model.safetensors").read_bytes()
+    (tmp_path / "later.safetensors").write_bytes(text.replace(b'version\\": 1', b'version\\": 7'))
+    with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
+        Codes.open(tmp_path / "later.safetensors")
+    (tmp_path / "odd.safetensors").write_bytes(text.replace(b'"w\\": [1', b'"w\\": [7'))
+    with pytest.raises(tvb_mergekit.UserError, match="does not say how it is coded"):
+        Codes.open(tmp_path / "odd.safetensors")
+    for wrong in ("two", [2]):
+        with pytest.raises(tvb_mergekit.UserError, match="`bits` is .*: expected a number"):
+            tvb_mergekit.build(base, models, tmp_path / "no", bits=wrong)  # type: ignore[arg-type]
+    tvb_mergekit.build(base, models, tmp_path / "numpy", bits=np.float32(2))  # type: ignore[arg-type]
 
 
 def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:

@@ -382,6 +382,11 @@ def add(
                 f"--bits and --size are for stores of all tasks (`tvb build --bits`); {store} "
                 f"holds {counted(bases.num_bases, f'{bases.basis} basis vector')}"
             )
+        if bases.is_zoo and budget is None and (compress or dtype):
+            raise UserError(
+                f"--compress and --dtype: {store} keeps all tasks as codes; --budget M makes bases "
+                "of them"
+            )
         if dtype not in (None, own) and not bases.is_zoo:
             raise UserError(
                 f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out"
@@ -400,7 +405,7 @@ def add(
         )
         click.echo(f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}")
         return
-    if bases is not None and bases.is_zoo and budget is None and compress is None:
+    if bases is not None and bases.is_zoo and budget is None:
         made = add_to_zoo(
             store, inputs, quantize, growth, device=device, budget=memory, progress=progress
         )

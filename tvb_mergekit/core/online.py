@@ -134,7 +134,7 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     errors = torch.cat([errors, torch.zeros(2, 1, dtype=torch.float64)], dim=1)
     tasks = torch.cat([buffer.norms, norms[-1:]])
     sides = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
-    limits = _of_sum(_lengths(products, matrix @ decoder), sides)
+    limits = of_sum(_lengths(products, matrix @ decoder), sides)
     high = torch.minimum(errors[1], limits[1])
     errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
     lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
@@ -156,7 +156,7 @@ def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
     """Bounds [2, T] of the errors once tau_hat is B `rebuilt` [M, T]; `old` is B^T B."""
     gram = old if buffer.single else buffer.gram
     if gram is None:
-        return _of_sum(buffer.errors, _lengths(old, rebuilt - buffer.decoder))
+        return of_sum(buffer.errors, _lengths(old, rebuilt - buffer.decoder))
     # Both the bases and the vectors of which `gram` is known may have been rounded.
     norms = _norms(gram)
     lost = buffer.rounding(_norms(old), norms @ buffer.encoder.abs()) @ rebuilt.abs()
@@ -240,7 +240,7 @@ def _lengths(gram: Tensor, columns: Tensor) -> Tensor:
     return torch.stack([squares - noise, squares + noise]).clamp(min=0).sqrt()
 
 
-def _of_sum(one: Tensor, two: Tensor) -> Tensor:
+def of_sum(one: Tensor, two: Tensor) -> Tensor:
     """Bounds [2, T] of ||x + y|| and ||x - y|| from those of ||x|| and ||y||."""
     low = torch.maximum(one[0] - two[1], two[0] - one[1]).clamp(min=0)
     return torch.stack([low, one[1] + two[1]])
@@ -248,7 +248,7 @@ def _of_sum(one: Tensor, two: Tensor) -> Tensor:
 
 def _widened(bounds: Tensor, most: Tensor) -> Tensor:
     """Bounds [2, T] of ||x + y|| from those of ||x|| and the most that ||y|| can be."""
-    return _of_sum(bounds, torch.stack([torch.zeros_like(most), most]))
+    return of_sum(bounds, torch.stack([torch.zeros_like(most), most]))
 
 
 def _joined(square: Tensor) -> Tensor:

@@ -78,18 +78,24 @@ def mean_bytes(numels: Sequence[int], bits: float) -> int:
 
 
 def choose_bits(
-    errors: NDArray[np.float64], numels: Sequence[int], most: int, limits: NDArray[np.int64]
+    errors: NDArray[np.float64],
+    numels: Sequence[int],
+    most: int,
+    limits: NDArray[np.int64],
+    owners: Sequence[int],
 ) -> NDArray[np.int64]:
     """The bits of each tensor [K] with the least sum of errors in `most` bytes, as far as one
     Lagrange multiplier finds it; deterministic.
 
     A multiplier chooses points on the lower convex hull of each tensor's errors over bytes. So the
-    hulls' steps are taken in the order of the error that a byte saves, each as long as it fits.
+    hulls' steps are taken in the order of the error that a byte saves, each as long as it fits; but
+    first, if it fits, the best step of each vector, so that none is lost beside larger ones.
 
     Args:
         errors: the squared error of each tensor at each of CHOICES, [K, 6].
         numels: [K].
         limits: the most bits that each may get, [K].
+        owners: the vector that each is of, [K].
     """
     bits = np.zeros(len(numels), np.int64)
     steps: list[tuple[float, int, int, int]] = []  # (-error saved by a byte, tensor, bits, bytes)
@@ -100,8 +106,15 @@ def choose_bits(
     for tensor, hull in enumerate(hulls):
         for (size, error, _), (more, less, place) in itertools.pairwise(hull):
             steps.append(((less - error) / (more - size), tensor, CHOICES[place], more - size))
-    full, left = set[int](), most  # a later step of a tensor builds on the one before
-    for _, tensor, choice, size in sorted(steps):
+    steps.sort()
+    firsts: dict[int, tuple[float, int, int, int]] = {}  # of each vector
+    for step in steps:
+        _, tensor, choice, size = step
+        if size == block_bytes(numels[tensor], choice) <= most:
+            firsts.setdefault(owners[tensor], step)
+    chosen = set(firsts.values())
+    left, full = most, set[int]()  # a later step of a tensor builds on the one before
+    for _, tensor, choice, size in (*firsts.values(), *(s for s in steps if s not in chosen)):
         if tensor in full or size > left:
             full.add(tensor)
             continue

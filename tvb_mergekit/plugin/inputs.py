@@ -105,6 +105,7 @@ def _inputs(document: Document, base: Any, sources: Sequence[Any], matched: Matc
         matched.left_out,
         matched.tied,
         dtype=document.config.out_dtype or document.config.dtype,
+        built=recipe.inputs.built,
     )
 
 

@@ -21,8 +21,10 @@ from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
 from tvb_mergekit.store.facts import FACTS, read_facts
-from tvb_mergekit.store.store import is_basis, is_store, open_vector
-from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.store.store import is_store, open_vector
+from tvb_mergekit.tensors.adapter import CONFIG
+from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
+from tvb_mergekit.tensors.quantized import KEY, Codes
 
 
 class MappedLoader(LazyTensorLoader):
@@ -83,12 +85,14 @@ def install_loader(model: ModelReference) -> MappedLoader:
 
 def open_model(path: str) -> Checkpoint:
     """The weights at `path`, a folder or a file; a vector of a store as what it stands for."""
-    folder = Path(path).parent if os.path.isfile(path) else Path(path)
-    if not (is_basis(path) and is_store(folder.parent)):
-        return Checkpoint.open(path)
-    facts = read_facts(folder.parent / FACTS)
+    folder = Path(path)
     # Adapters as dense updates, and codes, have all of a checkpoint that a merge asks for.
-    return cast(Checkpoint, open_vector(folder, facts["store"]))
+    if os.path.isfile(folder / CONFIG) and is_store(folder.parent):
+        facts = read_facts(folder.parent / FACTS)
+        return cast(Checkpoint, open_vector(folder, facts["store"]))
+    opened = Checkpoint.open(path)
+    coded = KEY in metadata_of(opened.folder / opened.shards[0])
+    return cast(Checkpoint, Codes.open(path)) if coded else opened
 
 
 @contextmanager

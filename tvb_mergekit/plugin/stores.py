@@ -20,7 +20,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import report, store
 from tvb_mergekit.store.bits import sums_of
-from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.facts import FACTS, Facts
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.passes import build_basis, count_if_needed
 from tvb_mergekit.tensors.stream import Holds, Part
@@ -63,6 +63,11 @@ class FineTuned:
     """What a merge needs of a recipe's models where they are fine-tuned models."""
 
     holds: ClassVar[Holds] = "weight"
+
+    @property
+    def built(self) -> Sequence[float]:
+        """The scales that the task vectors have already."""
+        return ()
 
     def check(self, base: ModelReference, opened: Checkpoint) -> None:
         """Raise UserError where the base is not one for these models."""
@@ -113,6 +118,7 @@ class FineTuned:
             base_model=str(recipe.base),
             models=recipe.model_names,
             fingerprints=plan.fingerprints,
+            built=self.built,
             **about,
         )
         return facts, report.tensors_of(basis)
@@ -163,6 +169,11 @@ class ZooRecipe(Stored):
     def tasks(self) -> tuple[str, ...]:
         """Of the recipe's models."""
         return tuple(self.bases.tasks[index] for index in self.order)
+
+    @property
+    def built(self) -> Sequence[float]:
+        scales: list[float] = self.bases.weights[list(self.order)].tolist()
+        return scales
 
     def known_sums(self, plan: Plan) -> GramSums | None:
         """G of the listed tasks, which the store has where the same tensors count."""
@@ -285,7 +296,7 @@ def folder_of(path: str) -> Path | None:
     if not store.is_basis(place):
         return None
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
-    if not store.is_store(folder.parent):
+    if not (folder.parent / FACTS).is_file():  # which is read once for all
         raise UserError(
             f"{path} is a basis vector of a store (a difference from its base), and the store's "
             f"basis.json is not in {folder.parent}; keep a store together"

@@ -128,7 +128,9 @@ def undo_addition(path: str | os.PathLike[str]) -> Bases:
     with staged(store) as work:
         facts = read_store_facts(store)
         if not (store / UNDO).is_dir():
-            raise UserError(f"{path}: nothing to undo: no `tvb add` since it was made, or undone")
+            raise UserError(
+                f"{path}: nothing to undo: no task was added or removed since, or that is undone"
+            )
         link_own(load(store / UNDO), work)
         keep_others(store, facts, work)
     return load(store)

@@ -28,7 +28,7 @@ from tvb_mergekit.settings import (
 from tvb_mergekit.store import add as grow
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
-from tvb_mergekit.store.bits import Quantize, sums_of, zoo_settings
+from tvb_mergekit.store.bits import Quantize, sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
 from tvb_mergekit.store.inputs import Inputs, match
 from tvb_mergekit.store.store import Bases
@@ -169,9 +169,16 @@ def add(
     growth = grow.Growth(budget, compress, dtype, told.append)
     quantize = None if bits is None and size is None else Quantize(bits, size)
     zoo = found is not None and found.is_zoo
-    if quantize and (not zoo or budget is not None or compress is not None):
+    if quantize and found is None and where is not None and budget is None:
+        own = {task: weight}
+        return build(
+            base, {task: model}, where, weights=own, bits=bits, size=size, device=device, **settings
+        )
+    if quantize and (not zoo or budget is not None):
         raise UserError("`bits` and `size` are for a store of all tasks, without budget")
-    if zoo and where is not None and budget is None and compress is None:
+    if zoo and budget is None and compress is not None:
+        raise UserError("`compress` of a store of all tasks needs a budget")
+    if zoo and where is not None and budget is None:
         grown = add_to_zoo(where, inputs, quantize, growth, device=device)
     elif where is not None:
         grown = grow.add_to_store(where, inputs, growth, device=device)
@@ -234,14 +241,15 @@ def merge(
         device: where to compute.
         parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
             name), `lambda_scale`, `density`, `trim`, `merge_func`, `forget`, `alpha`, `exclude`;
-            over a store of all tasks also those of the bases to merge by, such as `basis`.
+            over a store of all tasks also those of the bases to merge by, such as `basis`, with
+            the same defaults as over models.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
     """
     given = {key.rstrip("_"): value for key, value in parameters.items()}
     if bases.is_zoo:
-        settings = zoo_settings(method, given, bases.tasks)
+        settings = resolve_settings(method, given, bases.tasks)
     else:
         settings = bases.merge_settings(method, given)
     tunables = Tunables.of(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,8 @@ from tvb_mergekit.core.quantize import (
     mean_bytes,
     unit_of,
 )
-from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress
-from tvb_mergekit.settings import Settings, resolve_settings
 from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.passes import gram_pass
@@ -40,7 +39,8 @@ from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
-RESERVED = ("recipes", "undo", "mean", "basis.json", "basis.safetensors", "readme.md")
+RESERVED: tuple[str, ...] = ("recipes", "undo", "mean", "basis.json", "basis.safetensors")
+RESERVED += ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # while it is written
 # Of tensors' names: the first that is found tells the group, and without any it is OTHER.
 KINDS_OF_TENSORS = {
     "norms": r"norm|\bln_|\bln\d?\b",
@@ -70,6 +70,14 @@ class Quantize:
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.size is None):
             raise UserError("give either bits or a size, not both")
+        for name in ("bits", "size"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "__float__"):
+                raise UserError(f"`{name}` is {value!r}: expected a number")
+        if self.bits is not None:
+            object.__setattr__(self, "bits", float(self.bits))
+        if self.size is not None:
+            object.__setattr__(self, "size", int(self.size))
         if self.bits is not None and not LEAST_BITS <= self.bits <= BITS[-1]:
             raise UserError(
                 f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
@@ -96,9 +104,9 @@ class Quantize:
         scales = vectors * sum(2 * -(-numel // GROUP) for numel in numels)
         if self.size < fixed + scales:
             raise UserError(
-                f"--size {megabytes(self.size)}: the scales of {vectors} vectors and the files "
-                f"beside them take {megabytes(fixed + scales)} alone; give more, or keep fewer "
-                "tasks or tensors (`exclude`)"
+                f"--size {self.size:,} bytes: the scales of all vectors and what is allowed for "
+                f"the files beside them take {fixed + scales:,}; give more, or keep fewer tasks or "
+                "tensors (`exclude`)"
             )
         return self.size - fixed
 
@@ -143,7 +151,8 @@ def choose(
             limits = np.array([vectors.limits[item.name] for item in items])
         errors = measure(units).reshape(-1, len(BITS) + 1).numpy()
         each = [numel for numel in numels for _ in range(count)]
-        bits = choose_bits(errors, each, most, limits.reshape(-1)).reshape(limits.shape)
+        owners = [*range(count)] * len(numels)
+        bits = choose_bits(errors, each, most, limits.reshape(-1), owners).reshape(limits.shape)
     names = [item.name for item in items]
     return Coding(
         [
@@ -184,14 +193,15 @@ def fixed_bytes(
     """The most that all of a store but its codes takes: headers, configurations, facts, recipes."""
     shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
     names = sum(len(item.name.encode()) for item in items)
-    headers = 1024 * shards + 200 * len(items) + 3 * names
-    files = 2000
+    headers = 600 * shards + 150 * len(items) + 2 * names
+    files = 0
     if config is not None and (config / "config.json").is_file():
-        files += (config / "config.json").stat().st_size * 2
+        files += (config / "config.json").stat().st_size + 500
         files += sum(file.stat().st_size for file in config.glob("*.py"))
-    facts = 16_000 + 2000 * tasks + 4 * len(json.dumps(dict(left_out)))
-    numbers = 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
-    recipes = (tasks + 3) * (800 + 120 * vectors)
+    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(left_out)))
+    numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
+    listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
+    recipes = 2 * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
     return vectors * (headers + files) + facts + numbers + recipes
 
 
@@ -226,23 +236,22 @@ def lost(tensors: Mapping[str, Tensor]) -> Tensor:
 def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
     """G of the vectors of a zoo as their codes give them; None where that of the base is hidden."""
     facts, order = bases.facts, list(order)
-    if "base" in facts.tasks:  # whose norm stands in the place of the base's
+    if "base" in facts.tasks or "base" not in facts.norms:  # its norm takes the base's place
         return None
+    gram = bases.tensors["gram_bases"][order][:, order]
+    for k, square in zip(order, gram.diagonal().tolist(), strict=True):
+        if not square:
+            raise UserError(
+                f"task `{facts.tasks[k]}` of {bases.path} got no bits when it was stored, beside "
+                "larger task vectors: leave it out, or build the store with more bits"
+            )
     sizes = [facts.matrix_norms[name] for name in ("base", *(facts.tasks[k] for k in order))]
     return GramSums(
-        bases.tensors["gram_bases"][order][:, order],
+        gram,
         facts.norms["base"] ** 2,
         num_parameters=facts.num_parameters,
         matrix_squares=torch.tensor(sizes, dtype=torch.float64) ** 2,
     )
-
-
-def zoo_settings(method: str, given: Mapping[str, Any], tasks: Sequence[str]) -> Settings:
-    """The settings of a merge over a zoo: of all task vectors, unless a basis is named."""
-    settings = resolve_settings(method, given, tasks)
-    if settings.names_a_basis:
-        return settings
-    return settings.model_copy(update={"basis": "none"})
 
 
 def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:

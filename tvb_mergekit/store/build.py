@@ -197,6 +197,9 @@ def build_store(
             coding = _coding(
                 basis, inputs, items, quantize, folders, partial, devices, budget, progress
             )
+            for folder, coded in zip(folders, coding.coded, strict=True):
+                if not any(coded.bits.values()):
+                    warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
             items = [replace(item, bits=coding.bits(item.name)) for item in items]
         done = every[world.rank]
         writers = writers_of(partial, folders, items, inputs.folder, done, coding)
@@ -205,7 +208,7 @@ def build_store(
         to_write = (i.written(i.numel, k) for i in chain.from_iterable(left) for k in outputs)
         check_disk(str(partial), sum(to_write))
         stored = sum(item.written(item.numel, k) for item in items for k in outputs)
-        if stored > inputs.model_bytes:
+        if stored > inputs.model_bytes and quantize is None:
             more = megabytes(stored - inputs.model_bytes)
             warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
                  "--dtype")  # fmt: skip
@@ -435,8 +438,8 @@ def _check_same(partial: Path, state: Mapping[str, str]) -> None:
         raise UserError(f"--resume: {partial} cannot be continued; delete it") from error
     if not same:
         raise UserError(
-            f"--resume: {partial} was begun with other models, settings, --dtype or number of "
-            "processes, or with another PyTorch; start anew without --resume"
+            f"--resume: {partial} was begun with other models, settings, --dtype, --bits, --size "
+            "or number of processes, or with another PyTorch; start anew without --resume"
         )
 
 

@@ -33,6 +33,7 @@ class Inputs:
         folder: the base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
         dtype: the recipe's output dtype.
+        built: the scales that the task vectors have already, of a zoo.
         changed: what else than the files decides the tensors: how a tokenizer aligns them.
     """
 
@@ -52,6 +53,7 @@ class Inputs:
     varying: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     changed: Sequence[str] = ()
+    built: Sequence[float] = ()
 
     @property
     def nbytes(self) -> int:

@@ -62,6 +62,8 @@ class Live:
                 is); an overflow of the model's dtype, a file that was changed (it is the base
                 again).
         """
+        if not isinstance(tasks, str | Mapping):
+            raise UserError(f"`use` got {tasks!r}: expected a task, or a mapping of task to scale")
         scales = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
         if not scales:
             raise UserError("`use` got no task; `reset` brings the base back")

@@ -132,6 +132,8 @@ def _recipe(
         parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
     parameters |= more or {}
     vectors = facts.store.folders[: facts.num_bases]
+    if is_zoo(facts) and more and not parameters.get("lambda"):  # it needs no other
+        vectors = [vectors[facts.tasks.index(more["forget"])]]
     recipe: dict[str, Any] = {
         "merge_method": method,
         "base_model": base,

@@ -70,10 +70,17 @@ def facts(
     fingerprints: Mapping[str, str],
     tunables: Mapping[str, set[float]],
     dtype: str | None,
+    built: Sequence[float] = (),
 ) -> Facts:
-    """All of a merge's `basis.json`; null where a number is undefined."""
+    """All of a merge's `basis.json`; null where a number is undefined.
+
+    Args:
+        built: the scales that the task vectors of a zoo have already, [T].
+    """
     settings, encoding = basis.settings, basis.encoding
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
+    for task, scale in zip(basis.tasks, built, strict=False):
+        weights[task] *= scale
     losses = encoding.decoder_losses
     norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
     return Facts(
@@ -129,6 +136,7 @@ def store_facts(
         fingerprints=inputs.fingerprints,
         tunables={},
         dtype=inputs.dtype,
+        built=inputs.built,
     )
     kind, count = basis.settings.basis, basis.encoding.num_bases
     holds_sum = kind in ("balanced", "none")

@@ -222,10 +222,13 @@ class Bases:
             )
 
 
-def load(path: str | os.PathLike[str], verify: bool | Literal["all"] = True) -> Bases:
+def load(
+    path: str | os.PathLike[str], verify: bool | Literal["all"] = True, without: str = ""
+) -> Bases:
     """Open a store.
 
     Args:
+        without: a folder of a vector that is not looked at, and not among the `vectors`.
         verify: compare the checksum of every file that has changed since it was last compared
             on this machine; "all": of every file.
 
@@ -235,21 +238,24 @@ def load(path: str | os.PathLike[str], verify: bool | Literal["all"] = True) -> 
     folder = Path(path)
     facts = read_store_facts(folder)
     try:
-        return _load(folder, facts, verify)
+        return _load(folder, facts, verify, without)
     except UserError:
         if folder.is_dir() and (now := read_store_facts(folder)) != facts:  # `tvb add` replaced it
-            return _load(folder, now, verify)
+            return _load(folder, now, verify, without)
         raise
 
 
-def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"]) -> Bases:
+def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"], without: str) -> Bases:
     try:
-        _check_files(folder, facts.store.files, verify)
+        files = facts.store.files
+        own = {name: of for name, of in files.items() if name.partition("/")[0] != without}
+        more = ", or take it out with `tvb remove`" if is_zoo(facts) else ""
+        _check_files(folder, own, verify, more)
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
-        names = facts.store.folders[: facts.num_bases]
+        names = [name for name in facts.store.folders[: facts.num_bases] if name != without]
         vectors = [open_vector(folder / name, facts.store) for name in names]
         mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -381,9 +387,9 @@ def read_store_facts(folder: Path) -> StoreFacts:
 
 
 def _check_files(
-    folder: Path, files: Mapping[str, FileRecord], verify: bool | Literal["all"]
+    folder: Path, files: Mapping[str, FileRecord], verify: bool | Literal["all"], more: str
 ) -> None:
-    remedy = "restore it, or build the store anew"
+    remedy = f"restore it, or build the store anew{more}"
     for name, record in files.items():
         path = folder / name
         if not path.is_file():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,9 @@ from torch import Tensor
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.online import reported
+from tvb_mergekit.core.online import of_sum, reported
 from tvb_mergekit.core.quantize import BITS, CHOICES, LEAST_BITS, unit_of
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
     UNDO,
@@ -43,6 +43,7 @@ from tvb_mergekit.store.bits import (
     Vectors,
     choose,
     fixed_bytes,
+    mean_bits,
     measured_tensors,
     of_codes,
     slugs,
@@ -53,11 +54,10 @@ from tvb_mergekit.store.facts import Bounds, FileRecord, StoreFacts
 from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
-from tvb_mergekit.store.store import Bases, load, staged
+from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
-from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.writing import FoldersSink
 
 CPU = torch.device("cpu")
@@ -105,22 +105,23 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
     store = Path(os.path.realpath(path))
     started = time.perf_counter()
     with staged(store) as work:
-        bases = load(store)
-        if not bases.is_zoo:
+        facts = read_store_facts(store)
+        if not is_zoo(facts):
             raise UserError(
-                f"{path}: its tasks are combined in {bases.num_bases} bases, and none can be taken "
+                f"{path}: its tasks are combined in {facts.num_bases} bases, and none can be taken "
                 "out; `tvb undo` takes back the last addition"
             )
-        index, facts = bases.index(task), bases.facts
-        if len(bases.tasks) == 1:
+        if len(facts.tasks) == 1 and task in facts.tasks:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
+        index = facts.tasks.index(task) if task in facts.tasks else load(store).index(task)
         gone = facts.store.folders[index]
+        bases = load(store, without=gone)  # which may be damaged
         if not force and (recipe := _naming(store, facts, gone)):
             raise UserError(
                 f"{recipe} names the task {task!r}: change or delete it first; --force removes the "
                 "task all the same"
             )
-        rest = [k for k in range(len(bases.tasks)) if k != index]
+        rest = [k for k in range(len(facts.tasks)) if k != index]
         for name in (facts.store.folders[k] for k in rest):
             shutil.copytree(store / name, work / name, copy_function=link)
 
@@ -149,7 +150,7 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
             "fingerprints": {n: v for n, v in facts.fingerprints.items() if n in known},
             "seconds": {"remove": round(time.perf_counter() - started, 3)},
         }
-        coded = [vector.coded for k, vector in enumerate(_vectors(bases)) if k != index]
+        coded = [vector.coded for vector in _vectors(bases)]
         model_bytes = facts.store.model_bytes * len(rest) // len(bases.tasks)
         stored = {
             "folders": [facts.store.folders[k] for k in rest],
@@ -263,9 +264,7 @@ class _Joining:
         errors = bases.tensors["tensor_errors"][:, :count]
         bounds = bases.tensors["errors"]
         if self.old:
-            more = found["tensor_errors"][:, :count]
-            errors = (errors.sqrt() + more.sqrt()).square()  # at most
-            bounds = _apart(bounds, more.sum(0).sqrt())
+            bounds, errors = self._lowered(found["tensor_errors"][:, :count])
         own = found["tensor_errors"][:, -2:-1]
         lost = own.sum(0).sqrt().expand(2, 1)
         tensors = {
@@ -297,23 +296,32 @@ class _Joining:
         coded = [vector.coded for vector in vectors]
         _finish(work, store, bases, changed, stored, tensors, coded)
 
+    def _lowered(self, more: Tensor) -> tuple[Tensor, Tensor]:
+        """`errors` and `tensor_errors` of the tasks that are there once their codes lose `more`
+        [items, T], squared."""
+        held, count = self.bases.tensors, self.bases.num_bases
+        most = (held["tensor_errors"][:, :count].sqrt() + more.sqrt()).square()
+        gone = torch.tensor([self.coding.bits(item.name)[:count] for item in self.items]) == 0
+        most = torch.where(gone, held["tensor_squares"][:, :count], most)  # what is zero lost all
+        bounds = of_sum(held["errors"], more.sum(0).sqrt().expand(2, -1))
+        high = torch.minimum(bounds[1], most.sum(0).sqrt())
+        return torch.stack([torch.minimum(bounds[0], high), high]), most
+
     def _tell(self) -> None:
         """What becomes of the tasks that are there."""
         count, facts = self.bases.num_bases, self.bases.facts
-        bits = _mean_bits(self.coding.coded, self.items)
+        bits = mean_bits(self.coding, self.items)
         if not self.old:
             self.growth.tell(
-                f"{self.task} joins {count} tasks, at {bits:.3g} bits; they stay as they are"
+                f"{self.task} joins {counted(count, 'task')} at {bits:.3g} bits; they stay as "
+                "they are"
             )
             return
         chosen = [[CHOICES.index(b) for b in self.coding.bits(item.name)] for item in self.items]
-        lost = self._table.gather(2, torch.tensor(chosen)[:, :, None]).sum(0).sqrt().view(-1)
-        known = torch.cat([self.bases.tensors["errors"][1], torch.zeros(1, dtype=torch.float64)])
+        lost = self._table.gather(2, torch.tensor(chosen)[:, :, None])[:, :, 0]
+        most = torch.cat([self._lowered(lost[:, :count])[0][1], lost[:, count:].sum(0).sqrt()])
         norms = [*(facts.norms[task] for task in facts.tasks), self.norm]
-        after = [
-            (old + more) / norm
-            for old, more, norm in zip(known.tolist(), lost.tolist(), norms, strict=True)
-        ]
+        after = [error / norm for error, norm in zip(most.tolist(), norms, strict=True)]
         told = costs(facts.relative_error, dict(zip([*facts.tasks, self.task], after, strict=True)))
         self.growth.tell(f"all {count + 1} tasks at {bits:.3g} bits in the mean; {told}")
 
@@ -353,23 +361,12 @@ def _vectors(bases: Bases) -> list[Codes]:
     return [vector for vector in bases.vectors if isinstance(vector, Codes)]
 
 
-def _mean_bits(coded: Sequence[Coded], items: Sequence[Item]) -> float:
-    total = sum(item.numel for item in items) * len(coded)
-    return sum(item.numel * each.bits[item.name] for item in items for each in coded) / total
-
-
 def _as_now(bases: Bases) -> Quantize:
     """The bits of a zoo, for one task more."""
     found = {bits for vector in _vectors(bases) for bits in vector.coded.bits.values()}
     if len(found) == 1 and (bits := found.pop()):
         return Quantize(bits=bits)
     return Quantize(bits=max(LEAST_BITS, bases.facts.bits or 0.0))
-
-
-def _apart(bounds: Tensor, lost: Tensor) -> Tensor:
-    """Bounds [2, T] of ||x + y|| from those of ||x|| and from ||y||."""
-    low = torch.maximum(bounds[0] - lost, lost - bounds[1]).clamp(min=0)
-    return torch.stack([low, bounds[1] + lost])
 
 
 def _keep(bases: Bases, work: Path) -> None:
@@ -386,8 +383,21 @@ def _naming(store: Path, facts: StoreFacts, folder: str) -> Path | None:
     for file in sorted((store / FOLDER).glob("*.y*ml")):
         if file.name in facts.store.recipes and file.name not in changed:
             continue
-        with suppress(OSError, yaml.YAMLError, AttributeError, TypeError):
-            for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["models"]:
-                if Path(str(entry["model"])).name == folder:
-                    return file
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            if folder in map(_last, _listed(yaml.safe_load(file.read_text(encoding="utf-8")))):
+                return file
     return None
+
+
+def _listed(part: object) -> Iterator[str]:
+    """The models that a recipe lists, wherever in it."""
+    if isinstance(part, Mapping):
+        yield from (str(value) for key, value in part.items() if key == "model")
+    inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
+    for each in inner:
+        yield from _listed(each)
+
+
+def _last(path: str) -> str:
+    place = Path(path)
+    return place.parent.name if place.suffix == ".safetensors" else place.name

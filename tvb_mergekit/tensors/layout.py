@@ -46,7 +46,7 @@ def parse_memory(text: str) -> int:
         return int(text)
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise UserError(f"memory of `{text}`: expected a number and a unit, such as 500MB or 2GB")
+        raise UserError(f"a size of `{text}`: expected a number and a unit, such as 500MB or 2GB")
     number, unit, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
 

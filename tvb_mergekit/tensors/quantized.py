@@ -64,12 +64,7 @@ class Codes(Weights):
             file = stored.folder / shard
             try:
                 said = json.loads(metadata_of(file)[KEY])
-                version = said["version"]
-                if isinstance(version, int) and version > VERSION:
-                    raise UserError(
-                        f"{file}: codes of version {version}, this tvb-mergekit reads up to "
-                        f"{VERSION}; upgrade it: pip install -U tvb-mergekit"
-                    )
+                version = int(said["version"])
                 units.add(float(said["unit"]))
                 for name, (width, shape) in said["tensors"].items():
                     bits[name] = CHOICES[CHOICES.index(width)]
@@ -79,6 +74,11 @@ class Codes(Weights):
                     f"{file}: its header does not say how it is coded ({error}); restore it, or "
                     "build the store anew"
                 ) from error
+            if version > VERSION:
+                raise UserError(
+                    f"{file}: codes of version {version}, this tvb-mergekit reads up to {VERSION}; "
+                    "upgrade it: pip install -U tvb-mergekit"
+                )
         for name, info in stored.tensors.items():
             held = name in bits and block_bytes(shapes[name].numel(), bits[name])
             if len(units) > 1 or held is False or info.nbytes != held:
