@@ -681,7 +681,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     with pytest.raises(tvb_mergekit.UserError, match="does not say how it is coded"):
         Codes.open(tmp_path / "odd.safetensors")
     for wrong in ("two", [2]):
-        with pytest.raises(tvb_mergekit.UserError, match="`bits` is .*: expected a number"):
+        with pytest.raises(tvb_mergekit.UserError, match=r"`bits` is .*: expected a number"):
             tvb_mergekit.build(base, models, tmp_path / "no", bits=wrong)  # type: ignore[arg-type]
     tvb_mergekit.build(base, models, tmp_path / "numpy", bits=np.float32(2))  # type: ignore[arg-type]
 

@@ -227,7 +227,8 @@ def _gram(
 @numba.njit(nogil=True, fastmath={"contract"})
 def _weigh(rows: Any, weights: Any, made: Any) -> None:
     """made = weights @ task vectors, in the order of the tasks; TILE of them at a time."""
-    made[:] = 0
+    for k in range(len(made)):
+        made[k] = 0
     for i in range(0, len(weights), TILE):
         w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
         x0, x1, x2, x3 = rows[1 + i], rows[2 + i], rows[3 + i], rows[4 + i]
@@ -272,17 +273,17 @@ def _store(row: Any, out: Any, kind: int) -> bool:
         words = out.view(np.uint32)
         for k in range(len(row)):
             words[k] = _bits_of(row[k])
-            worst = max(worst, words[k] & np.uint32(0x7F800000))
+            worst = max(worst, np.uint32(words[k] & np.uint32(0x7F800000)))
         return worst == np.uint32(0x7F800000)
     halves = out.view(np.uint16)
     if kind == BFLOAT16:
         for k in range(len(row)):
             halves[k] = _to_bfloat16(row[k])
-            worst = max(worst, halves[k] & np.uint32(0x7F80))
+            worst = max(worst, np.uint32(halves[k] & np.uint16(0x7F80)))
         return worst == np.uint32(0x7F80)
     for k in range(len(row)):
         halves[k] = _to_float16(row[k])
-        worst = max(worst, halves[k] & np.uint32(0x7C00))
+        worst = max(worst, np.uint32(halves[k] & np.uint16(0x7C00)))
     return worst == np.uint32(0x7C00)
 
 
@@ -308,9 +309,9 @@ def _combine(
         made, total = rows[len(rows) - 3][:count], rows[len(rows) - 2][:count]
         step = 0
         for number in range(len(ends)):
-            total[:] = 0
-            if with_base:
-                total[:] = rows[0][:count]
+            start = rows[0] if with_base else rows[len(rows) - 1]  # zeros
+            for k in range(count):  # assigning a slice takes ten times as long
+                total[k] = start[k]
             while step < ends[number]:
                 _weigh(rows, weights[step], made)
                 _add(made, scales[step], total)
