@@ -30,6 +30,38 @@ MERGING = "test_core_properties.py"
 SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
+    "test_quantize.py": [
+        ("core/quantize.py", "(scales.view(torch.int16) & 1)", "(scales.view(torch.int16) & 0)"),
+        ("core/quantize.py", "-(-rest * bits // 8)", "rest * bits // 8"),
+        ("core/quantize.py", "(values ^ half) - half", "values - half"),
+        ("core/quantize.py", "math.sqrt(numel))) + 4", "math.sqrt(numel))) + 40"),
+        ("tensors/codes.py", "if products * fit > gain:", "if False:"),
+        ("tensors/codes.py", "half * 0x0101010101010101", "0 * 0x0101010101010101"),
+    ],
+    "test_zoo.py -k 'chosen_nearly or holds_what or short_tensors'": [
+        ("core/quantize.py", "if tensor in full or size > left:", "if size > left:"),
+        ("core/quantize.py", "        left -= size\n", ""),
+        ("core/quantize.py", "steps.sort()", "steps.sort(reverse=True)"),
+        ("core/quantize.py", "more * (above - below)", "(above - below)"),
+        ("core/quantize.py", "firsts.setdefault(owners[tensor], step)", "pass"),
+        ("core/quantize.py", "return min((bits, uniform), key", "return max((bits, uniform), key"),
+        ("tensors/quantized.py", "square * coded.unit**2", "square * coded.unit"),
+        ("tensors/quantized.py", "(shares * units) @ values", "shares @ values"),
+        (
+            "store/report.py",
+            '"errors": torch.stack([coded, coded])',
+            '"errors": 2 * torch.stack([coded, coded])',
+        ),
+    ],
+    "test_zoo.py -k 'joins or size_lowers or over_to or generations'": [
+        ("core/online.py", "self.gram is not None and", "True and"),
+        (
+            "store/zoo.py",
+            "more.sum(0).sqrt().expand(2, -1)",
+            "0 * more.sum(0).sqrt().expand(2, -1)",
+        ),
+        ("store/report.py", "weights[task] *= scale", "pass"),
+    ],
     SUMS: [
         ("core/gram.py", "left[:, whole:] @ right[:, whole:].T", "left[:, :0] @ right[:, :0].T"),
         ("core/gram.py", "1.0 if len(shape) > 1", "1.0 if len(shape) > 2"),

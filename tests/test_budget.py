@@ -33,6 +33,7 @@ from tvb_mergekit.tensors import passes as engine
 from tvb_mergekit.tensors import stream
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
 from tvb_mergekit.tensors.passes import Job, build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.quantized import Coded, Coding
 from tvb_mergekit.tensors.stream import Item, Part
 
 CPU = torch.device("cpu")
@@ -159,6 +160,27 @@ def test_combining(case: Case, outputs: int, drawn: bool) -> None:
     if drawn:
         items = [replace(item, base=None, inputs=()) for item in items]
     work = lambda: combine(items, matrix, Nowhere(), budget=budget, sketch=sketch)  # noqa: E731
+    held_within(budget, threads, work)
+
+
+class Blocks(Nowhere):
+    def __init__(self, coding: Coding) -> None:
+        self.coding = coding
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        assert self.coding.measured(item.name, start).isfinite().all()
+
+
+@each_case
+@pytest.mark.parametrize("bits", [1, 8])
+def test_coding(case: Case, bits: int) -> None:
+    tasks, megabytes, threads, dtypes = case
+    items = items_of(tasks, numel_for(tasks), dtypes)
+    coded = [Coded(1.0, {item.name: bits for item in items})] * tasks
+    coding, matrix = Coding(coded, torch.ones(tasks)), torch.eye(tasks, dtype=torch.float64)
+    items = [replace(i, out=torch.uint8, bits=coding.bits(i.name)) for i in items]
+    budget = megabytes * MB
+    work = lambda: combine(items, matrix, Blocks(coding), coding=coding, budget=budget)  # noqa: E731
     held_within(budget, threads, work)
 
 
