@@ -131,6 +131,19 @@ def test_bases_are_the_dense_combinations(
     )
 
 
+def test_adapters_at_few_bits(world: World, build: Callable[..., Path], tmp_path: Path) -> None:
+    """Their dense updates, with the errors that are told; one more joins them."""
+    made_of = {**world.recipe("math", "code"), "parameters": {}}
+    folder = Path(shutil.copytree(build(made_of, "--bits", "2"), tmp_path / "zoo"))
+    tvb("add", folder, f"{world.base}+{world.root / 'safety'}", "--task", "safety", "--quiet")
+    bases, dense = store.load(folder), world.dense()
+    for k, vector in enumerate(bases.vectors):
+        found = world.flat({name: vector.tensor(name) for name in bases.names})
+        error = float((found - dense[:, k]).norm() / dense[:, k].norm())
+        assert bases.facts.relative_error[TASKS[k]] == pytest.approx(error, rel=1e-4)
+        assert 0 < error < 0.5
+
+
 def test_weight_and_exclude(world: World, build: Callable[..., Path]) -> None:
     made_of = world.recipe(exclude="mlp")
     made_of["models"][1]["parameters"] = {"weight": -2.0}

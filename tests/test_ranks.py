@@ -142,6 +142,14 @@ def test_a_death_ends_all_and_a_build_resumes(models: dict[str, Folders], tmp_pa
         assert "Traceback" not in said[1 - dying]
         assert not (tmp_path / "merged").exists()
     assert run(tmp_path, "tvb build recipe.yml one --quiet")[0] == [0]
+    write(recipe("basis_ta", *models["tied"], basis="none"), tmp_path / "whole")
+    coded = "tvb build whole.yml zoo --bits 1.5 --quiet"
+    assert run(tmp_path, coded.replace("zoo", "alone"))[0] == [0]
+    codes, _ = run(tmp_path, *[coded] * 2, rank_1=dies)
+    assert codes == [1, -9] and not (tmp_path / "zoo").exists()
+    codes, said = run(tmp_path, *[f"{coded} --resume"] * 2)
+    assert codes == [0, 0], said
+    same(tmp_path / "alone", tmp_path / "zoo")
     build = "tvb build recipe.yml out --quiet"
     codes, _ = run(tmp_path, *[build] * 3, rank_1=dies)
     assert codes == [1, -9, 1] and not (tmp_path / "out").exists()
