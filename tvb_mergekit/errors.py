@@ -45,11 +45,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 basis`, `2 bases`, `3 tasks`."""
+def counted(count: float, noun: str) -> str:
+    """`1 basis`, `2 bases`, `3 tasks`, `1.52 bits`."""
     if count != 1:
         noun = f"{noun.removesuffix('is')}es" if noun.endswith("basis") else f"{noun}s"
-    return f"{count} {noun}"
+    return f"{count:.3g} {noun}" if isinstance(count, float) else f"{count} {noun}"
 
 
 def megabytes(nbytes: int) -> str:

@@ -442,7 +442,7 @@ def undo(store: str) -> None:
 
     bases = undo_addition(store)
     tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
-    click.echo(f"{bases.path}: {tasks} in {count}, as before")
+    click.echo(f"{bases.path}: {tasks}{'' if bases.is_zoo else f' in {count}'}, as before")
 
 
 @command(main, writes="store")

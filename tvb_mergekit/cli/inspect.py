@@ -367,7 +367,7 @@ def _sum_told(codes: Losses | None) -> str:
 def _stored_as(facts: Facts) -> str:
     """The dtype of a store, or the bits of its codes."""
     assert facts.store is not None
-    return facts.store.dtype if facts.bits is None else f"{round(facts.bits, 2):g} bits"
+    return facts.store.dtype if facts.bits is None else counted(facts.bits, "bit")
 
 
 def smallest_line(inspection: Inspection) -> str:
@@ -543,7 +543,7 @@ def kept_name(comparison: Comparison, kept: Kept) -> str:
     if kept.bits is None:
         return counted(kept.num_bases or 0, f"{comparison.basis} basis")
     mixed = "" if kept.bits == int(kept.bits) else ", mixed"
-    return f"{counted(1, 'bit') if kept.bits == 1 else f'{kept.bits:g} bits'}{mixed}"
+    return f"{counted(float(kept.bits), 'bit')}{mixed}"
 
 
 def error_text(low: float, high: float) -> str:

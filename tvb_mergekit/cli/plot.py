@@ -30,7 +30,7 @@ from tvb_mergekit.cli.inspect import (
     print_inspection,
 )
 from tvb_mergekit.core.encoders.linear import Array
-from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, rendered
 from tvb_mergekit.store.bits import Losses
 from tvb_mergekit.store.choices import Comparison
@@ -253,7 +253,7 @@ def _draw_groups(axes: Axes, codes: Losses | None) -> None:
     """Bars: what the codes of a zoo lose in each group of tensors."""
     axes.set_title("Error by kind of tensor")
     groups = [] if codes is None else codes.groups
-    names = [f"{group.name}, {group.bits:.3g} bits" for group in groups]
+    names = [f"{group.name}, {counted(group.bits, 'bit')}" for group in groups]
     places = range(len(groups))
     axes.barh(places, [group.relative_error or 0.0 for group in groups], 0.7, color=BLUE)
     axes.set_yticks(places, names)

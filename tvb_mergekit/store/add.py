@@ -241,9 +241,10 @@ class _Addition:
                 "a store of tensors (without --adapters) to add to"
             )
         if store.contents == "codes" and not self.bases.is_zoo:
+            bits = counted(self.bases.facts.bits or 0.0, "bit")
             raise UserError(
-                f"{self.where} holds bases at {self.bases.facts.bits:g} bits, which would lose "
-                "more with every task: build a store without --bits, or with `basis: none`"
+                f"{self.where} holds bases at {bits}, which would lose more with every task: build "
+                "a store without --bits, or with `basis: none`"
             )
         if store.compress is None and self.bases.vectors:
             raise UserError(
@@ -331,7 +332,7 @@ class _Addition:
         if bases.is_zoo:
             self.growth.tell(
                 f"{counted(outputs, 'basis')} by Algorithm 1 ({self.how}) in the place of "
-                f"{bases.num_bases} vectors at {bases.facts.bits:.3g} bits; "
+                f"{bases.num_bases} vectors at {counted(bases.facts.bits or 0.0, 'bit')}; "
                 + costs(bases.facts.relative_error, _most(self._facts({})))
             )
         writers = writers_of(work, names, items, config)

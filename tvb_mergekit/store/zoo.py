@@ -313,8 +313,8 @@ class _Joining:
         bits = mean_bits(self.coding, self.items)
         if not self.old:
             self.growth.tell(
-                f"{self.task} joins {counted(count, 'task')} at {bits:.3g} bits; they stay as "
-                "they are"
+                f"{self.task} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they "
+                "stay as they are"
             )
             return
         chosen = [[CHOICES.index(b) for b in self.coding.bits(item.name)] for item in self.items]
@@ -323,7 +323,7 @@ class _Joining:
         norms = [*(facts.norms[task] for task in facts.tasks), self.norm]
         after = [error / norm for error, norm in zip(most.tolist(), norms, strict=True)]
         told = costs(facts.relative_error, dict(zip([*facts.tasks, self.task], after, strict=True)))
-        self.growth.tell(f"all {count + 1} tasks at {bits:.3g} bits in the mean; {told}")
+        self.growth.tell(f"all {count + 1} tasks at {counted(bits, 'bit')} in the mean; {told}")
 
 
 def _finish(
