@@ -260,17 +260,16 @@ def find_store(models: Sequence[ModelReference]) -> Stored | None:
     bases = store.load(place, verify=False)
     names = [folder.name for folder in known]
     expected = bases.facts.store.folders[: bases.num_bases]
-    if lost := next((name for name in names if name not in expected), None):
-        raise UserError(f"{place / lost} is no vector of {place}: {', '.join(expected)}")
-    order = tuple(expected.index(name) for name in names)
     if bases.is_zoo:
-        return ZooRecipe(bases, order)
+        if lost := next((name for name in names if name not in expected), None):
+            raise UserError(f"{place / lost} is no task of {place}: {', '.join(expected)}")
+        return ZooRecipe(bases, tuple(expected.index(name) for name in names))
     if sorted(names) != sorted(expected):
         raise UserError(
             f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
             f"else, {', '.join(expected)}"
         )
-    return StoreRecipe(bases, order)
+    return StoreRecipe(bases, tuple(expected.index(name) for name in names))
 
 
 def _check_there(model: ModelReference) -> None:
