@@ -103,17 +103,17 @@ def _addition(run: Run, cell: Cell) -> dict[str, Any]:
             held = sum(info.nbytes for vector in bases.vectors for info in vector.tensors.values())
         else:
             held = sum(file.stat().st_size for file in bases.path.glob("basis-*/*.safetensors"))
-        mixture = torch.ones(bases.num_bases, dtype=torch.float64)
-        if cell["basis"].endswith("_mixed"):
-            mixture = _mixture(bases.num_bases, cell["seed"])
+        mixed = cell["basis"].endswith("_mixed")
+        mixture = _mixture(bases.num_bases, cell["seed"]) if mixed else None
+        summed = torch.ones(bases.num_bases, dtype=torch.float64) if mixture is None else mixture
         encoder = bases.encoder
         facts = {key: bases.facts.get(key) for key in FACTS}
         return {
             "bytes": held,
             "facts": facts,
-            "row_sums": None if encoder is None else (encoder @ mixture).tolist(),
+            "row_sums": None if encoder is None else (encoder @ summed).tolist(),
             "seconds": {"build": built},
-            "merges": {merge: _merged(run, cell, bases, merge, mixture)
+            "merges": {merge: merged(run, cell, bases, merge, mixture)
                        for merge in cell["merges"]},
         }  # fmt: skip
 
@@ -133,27 +133,27 @@ def _mixture(count: int, seed: int) -> Tensor:
     return mixture
 
 
-def _merged(
-    run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, mixture: Tensor
+def merged(
+    run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, mixture: Tensor | None = None
 ) -> dict[str, Any]:
-    """One merge, its coefficient searched on three scales.
+    """One merge, or a mixture of the bases, its coefficient searched on three scales.
 
     `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is no merge of the paper's: it
     adds up the reconstructed task vectors, sum_i tau_hat_i = B (W_d 1), so that the encoder's row
     sums do not matter; PCA has its mean in it.
     """
     start = time.perf_counter()
-    if cell["basis"].endswith("_mixed"):
+    if mixture is not None:
         vector = _combined(run, mixture, bases.vectors)
     else:
         moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
         vector = difference(moved, run.base)
     seconds = time.perf_counter() - start
-    merged = Direction(run, vector)
-    directions = {"bases": (1.0, merged), "tasks": (T / bases.num_bases, merged)}
+    moving = Direction(run, vector)
+    directions = {"bases": (1.0, moving), "tasks": (T / bases.num_bases, moving)}
     if merge == "ta":
         rebuilt = _combined(run, bases.reconstruction(TASKS).sum(1), bases.sources)
-        directions["decoder"] = (1.0, merged if bases.basis == "none" else Direction(run, rebuilt))
+        directions["decoder"] = (1.0, moving if bases.basis == "none" else Direction(run, rebuilt))
     scales = {}
     for scale, (factor, direction) in directions.items():
         start = time.perf_counter()
@@ -179,7 +179,11 @@ def _combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
 
 
 def _negation(run: Run, cell: Cell) -> dict[str, Any]:
-    """Each task forgotten out of the sum of all.
+    return forget(run, cell, _forgetting(run, cell))
+
+
+def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> dict[str, Any]:
+    """Each task forgotten out of the sum of all, by gradient ascent or a vector to subtract.
 
     The paper forgets from the pretrained model, and asks a control task to keep 95 %. This base
     answers wrong to begin with, so what is to forget is taken out of a shipped model: the base and
@@ -187,7 +191,6 @@ def _negation(run: Run, cell: Cell) -> dict[str, Any]:
     """
     shipped = run.shifted(*((cell["lambda"], run.task_vector(task)) for task in TASKS))
     start = run.accuracy(shipped, "test", TASKS, cell["tested"])
-    vector_of = _forgetting(run, cell)
     tasks = {}
     for task in TASKS:
         others = [other for other in TASKS if other != task]

@@ -1,0 +1,471 @@
+#!/usr/bin/env python
+"""Do bits or bases keep many models small? Measured on the small benchmark (`evals/mini`).
+
+    python evals/store/bits.py --preset small --seeds 0,1,2 --out mini-runs \\
+        --report evals/mini/results --page evals/mini/RESULTS.md
+
+On the float32 task vectors of ten specialists: stores of all of them at a few bits an element,
+bases in bfloat16, and what others do (`rivals.py`). Of each way: its bytes, its error, how well
+the reconstructed specialists do, and what addition, TIES and forgetting reach with them, measured
+as `evals/mini` measures it. A way and a seed make a cell with a file in
+OUT/PRESET-seedSEED/cells/full, so that the same command goes on after an interruption; models that
+are missing are trained.
+
+Bytes: of ours, whole `.safetensors` files with their headers; of others, codes and scales alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "mini"))
+
+import cells
+import click
+import compare
+import data
+import pictures
+import rivals
+import torch
+import train
+from plan import GRID, PLANS, Cell, Plan, reference, settings
+from report import bare
+from runs import Run, Weights, difference
+from sheets import Column, Record, Runs, Sheet, forgotten, grid, name, spread, tested, value_of
+from tqdm import tqdm
+from transformers.utils import logging
+
+import tvb_mergekit
+from tvb_mergekit.atomic import write_file
+from tvb_mergekit.core.quantize import mean_bytes
+
+TASKS = tuple(data.TASKS)
+WIDTHS = (0, 1, 2, 3, 4, 8)  # of a tensor in a store; of 0 nothing is kept
+LEAST = 0.1  # bits that a store may have in the mean
+ZOOS = (8, 4, 3, 2, 1, 0.5, 0.25)
+SIZES = (2, 5, 8)
+MIXED = (2, 1.5, 1, 0.5)
+JUST = 1e-9  # bits more: the bytes of one width for all, but each tensor may have another
+
+RIVALS: dict[str, Callable[[Sequence[rivals.Vector]], rivals.Kept]] = {
+    "tvq_4": partial(rivals.tvq, bits=4),
+    "tvq_3": partial(rivals.tvq, bits=3),
+    "tvq_2": partial(rivals.tvq, bits=2),
+    "rtvq": partial(rivals.rtvq, base_bits=3, bits=2),
+    "bitdelta": rivals.bitdelta,
+    "bitdelta_projections": partial(rivals.bitdelta, coded=rivals.is_projection),
+    "deltatensors_sparse": partial(rivals.deltatensors, strategy="sparse"),
+    "deltatensors_int4": partial(rivals.deltatensors, strategy="int4"),
+    "deltatensors_quantized": partial(rivals.deltatensors, strategy="quantized"),
+    "zstd": rivals.zstd,
+}
+MERGED = [how for how in RIVALS if how not in ("zstd", "deltatensors_sparse")]  # and forgotten
+BASES = {f"{label}_{m}": (label, m) for label in ("balanced", "pca", "ae_exact") for m in SIZES}
+KEPT = ("all", *(f"zoo_{bits}" for bits in ZOOS), *BASES)
+NAMES = {
+    "all": "all task vectors, float32",
+    **{f"zoo_{bits}": f"{bits:g} bit{'s' * (bits > 1)}" for bits in ZOOS},
+    **{how: f"{name(label)}, M = {m}, bfloat16" for how, (label, m) in BASES.items()},
+    **{f"tvq_{bits}": f"TVQ, {bits} bits" for bits in (4, 3, 2)},
+    "rtvq": "RTVQ, mean at 3 bits, offsets at 2",
+    "bitdelta": "BitDelta, not distilled",
+    "bitdelta_projections": "the same, embeddings and norms in bfloat16",
+    "deltatensors_sparse": "deltatensors, sparse",
+    "deltatensors_int4": "deltatensors, int4",
+    "deltatensors_quantized": "deltatensors, quantized",
+    "zstd": "bfloat16, zstd",
+    **{f"mixed_{bits}": f"{bits:g} bit{'s' * (bits > 1)}" for bits in MIXED},
+}
+
+
+# ------------------------------------------------------------------------------------------- cells
+
+
+def cells_of(plan: Plan, shipped: float | None) -> list[Cell]:
+    """The first of them without `shipped`; all with it. Of rivals first the errors alone.
+
+    Args:
+        shipped: the lambda of the model that tasks are forgotten from, the sum of all of them.
+    """
+    counts = {"kind": "bits", "items": plan.items, "tested": plan.tested, "grid": len(GRID)}
+
+    def cell(how: str, *merges: str) -> Cell:
+        made = counts | {"how": how, "merges": [*merges], "lambda": shipped if merges else None}
+        return made | ({"num_bases": BASES[how][1]} if how in BASES else {})
+
+    if shipped is None:
+        return [cell("sum", "ta")]
+    kept = [cell(how, "ta", "ties") for how in KEPT]
+    errors = [*(f"mixed_{bits}" for bits in MIXED), *RIVALS]
+    return [*kept, *map(cell, errors), *(cell(f"merged_{how}", "ta") for how in MERGED)]
+
+
+def measure(run: Run, cell: Cell) -> dict[str, Any]:
+    """What a cell measures; raises rivals.Missing."""
+    how = cell["how"].removeprefix("merged_")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        if how.startswith("mixed"):
+            return _mixed(run, float(how.removeprefix("mixed_")), place)
+        bases, nbytes = _theirs(run, how) if how in RIVALS else _ours(run, how, place / "store")
+        result = facts(run, bases, nbytes)
+        if not cell["merges"]:
+            return result | ours_within(run, nbytes, place)
+        result["specialists"] = {
+            task: run.accuracy(model, "test", [task], cell["tested"])[task]
+            for task in TASKS
+            for model in [run.shifted((1.0, decoded(bases, task)))]
+        }
+        result["merges"] = {m: cells.merged(run, cell, bases, m) for m in cell["merges"]}
+        if cell["lambda"] is not None:
+            result |= cells.forget(run, cell, partial(decoded, bases))
+        return result
+
+
+def _theirs(run: Run, how: str) -> tuple[tvb_mergekit.Bases, int]:
+    """What comes back, as if it were of ten other models; and its bytes."""
+    kept = RIVALS[how]([run.task_vector(task) for task in TASKS])
+    models = {
+        task: run.shifted((1.0, vector)) for task, vector in zip(TASKS, kept.vectors, strict=True)
+    }
+    return tvb_mergekit.build(run.base, models, basis="none"), kept.nbytes
+
+
+def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
+    if how in ("sum", "all"):
+        return tvb_mergekit.build(run.base, run.models, basis="none"), 4 * elements(run)
+    if how in BASES:
+        label, count = BASES[how]
+        bases = tvb_mergekit.build(
+            run.base, run.models, place, dtype=torch.bfloat16, num_bases=count, **settings(label)
+        )
+    else:
+        bases = zoo(run, float(how.removeprefix("zoo_")), place)
+    return bases, file_bytes(bases)
+
+
+def zoo(run: Run, bits: float, place: Path) -> tvb_mergekit.Bases:
+    """A store of all task vectors as codes."""
+    return tvb_mergekit.build(run.base, run.models, place, bits=bits)
+
+
+def ours_within(run: Run, most: int, place: Path) -> dict[str, Any]:
+    """Stores that take at most so many bytes: as files, and by codes and scales alone."""
+    files = zoo_within(run, most, place)
+    alike = zoo(run, bits_within(sizes(run), most / len(TASKS)), place / "alike")
+    return {
+        "ours": files and facts(run, files, file_bytes(files)),
+        "ours_alone": facts(run, alike, code_bytes(alike)),
+    }
+
+
+def zoo_within(run: Run, most: int, place: Path) -> tvb_mergekit.Bases | None:
+    """A store whose files take at most so many bytes; None if their headers leave no room."""
+    room = most
+    for attempt in range(5):
+        bits = bits_within(sizes(run), room / len(TASKS))
+        bases = zoo(run, bits, place / f"within-{attempt}")
+        if (size := file_bytes(bases)) <= most:
+            return bases
+        # headers; and a whole tensor, where one less is needed
+        room -= size - most + 64 + most // 500 * attempt
+    return None
+
+
+def bits_within(numels: Sequence[int], room: float) -> float:
+    """The mean width whose codes take `room` bytes: the inverse of `mean_bytes`."""
+    steps = [(bits, mean_bytes(numels, bits)) for bits in WIDTHS]
+    for (low, below), (high, above) in pairwise(steps):
+        if room < above:
+            return max(LEAST, low + (high - low) * (room - below) / (above - below))
+    return WIDTHS[-1]
+
+
+def _mixed(run: Run, bits: float, place: Path) -> dict[str, Any]:
+    """Widths chosen by error, against one width for all that takes the same bytes.
+
+    Where the mean is no width, the two widths around it share each task vector in the proportion
+    that makes the bytes equal, so squared errors are interpolated. At 0 bits nothing is kept, and
+    the error is 1.
+    """
+    low = max(width for width in WIDTHS if width <= bits)
+    high = min(width for width in WIDTHS if width >= bits)
+    part = 0.0 if high == low else (bits - low) / (high - low)
+    mixed = zoo(run, bits + JUST if bits in WIDTHS else bits, place / "mixed")
+    found = list[dict[str, Any]]()
+    for width in (low, high):
+        if width == 0:
+            none = {"bytes": 0.0, "error": 1.0, "errors": dict.fromkeys(TASKS, 1.0)}
+            found.append(none)
+        else:
+            one = zoo(run, width, place / f"one-{width}-{len(found)}")
+            found.append(facts(run, one, code_bytes(one)))
+
+    def shared(below: float, above: float) -> float:
+        return math.sqrt((1 - part) * below**2 + part * above**2)
+
+    below, above = found
+    errors = {task: shared(below["errors"][task], above["errors"][task]) for task in TASKS}
+    uniform = {
+        "bytes": (1 - part) * below["bytes"] + part * above["bytes"],
+        "mean_error": statistics.fmean(errors.values()),
+        "error": shared(below["error"], above["error"]),
+    }
+    return facts(run, mixed, code_bytes(mixed)) | {"uniform": uniform}
+
+
+def decoded(bases: tvb_mergekit.Bases, task: str) -> Weights:
+    """The task vector as the bases, or the codes, give it; float32."""
+    column = bases.reconstruction([task])[:, 0].tolist()
+    total: Weights = {}
+    for by, vector in zip(column, bases.sources, strict=True):
+        if by:
+            for each in vector.tensors:
+                term = by * vector.tensor(each).double()
+                total[each] = total[each] + term if each in total else term
+    return {each: tensor.float() for each, tensor in total.items()}
+
+
+def sizes(run: Run) -> list[int]:
+    """How many elements the tensors of a task vector have."""
+    return [tensor.numel() for tensor in run.base.values()]
+
+
+def elements(run: Run) -> int:
+    """Of all task vectors."""
+    return len(TASKS) * sum(sizes(run))
+
+
+def file_bytes(bases: tvb_mergekit.Bases) -> int:
+    assert bases.path is not None
+    return sum(file.stat().st_size for file in bases.path.glob("*/*.safetensors"))
+
+
+def code_bytes(bases: tvb_mergekit.Bases) -> int:
+    """Without the headers."""
+    return sum(info.nbytes for v in bases.vectors for info in v.stored.tensors.values())  # type: ignore[attr-defined]
+
+
+def facts(run: Run, bases: tvb_mergekit.Bases, nbytes: int) -> dict[str, Any]:
+    """What a way takes, and what it loses: of each task vector, and of all together."""
+    errors, lost, whole = {}, 0.0, 0.0
+    for task in TASKS:
+        true = run.task_vector(task)
+        off, size = cells.norm(difference(decoded(bases, task), true)), cells.norm(true)
+        errors[task] = off / size
+        lost, whole = lost + off**2, whole + size**2
+    return {
+        "bytes": nbytes,
+        "share": nbytes / (2 * elements(run)),
+        "bits": 8 * nbytes / elements(run),
+        "errors": errors,
+        "mean_error": statistics.fmean(errors.values()),
+        "error": math.sqrt(lost / whole),
+    }
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+WAYS = {
+    "MB": Column(value_of("bytes", per=1e6), ".2f", sd=False),
+    "of bfloat16": Column(value_of("share"), ".1%", sd=False),
+    "error": Column(value_of("mean_error")),
+}
+
+
+def quality(runs: Runs) -> dict[str, Column]:
+    return {
+        "specialists": Column(runs.normal("specialists")),
+        "addition": Column(runs.normal(*tested("ta", "tasks"))),
+        "TIES": Column(runs.normal(*tested("ties", "tasks"))),
+        "forgetting": Column(forgotten("target")),
+    }
+
+
+def sheets(runs: Runs) -> dict[str, list[Sheet]]:
+    def rows(hows: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return {NAMES[how]: {"how": how} for how in hows}
+
+    caption = (
+        "Ten task vectors kept as codes and as bases: bytes (of files, headers included), mean "
+    )
+    caption += "relative error of a task vector, normalized accuracy of the reconstructed "
+    caption += "specialists, of task arithmetic and of TIES, and accuracy on a task after it was "
+    caption += "forgotten (low is good)"
+    others = "The same of what others do (bytes of codes and scales alone), without TIES"
+    against = "What others do, and stores of ours that take no more bytes, as whole files and by "
+    against += "codes and scales alone as the others: bits a parameter, mean relative error of a "
+    against += "task vector"
+    merged = {key: of for key, of in quality(runs).items() if key != "TIES"}
+    mixed = "Widths chosen by error against one width for all, at the same bytes of codes and "
+    mixed += "scales: relative errors, mean over the tasks, and of all task vectors together"
+    return {
+        "kept": grid(runs, caption, "bits", WAYS | quality(runs), rows(KEPT), corner="kept as"),
+        "rivals": grid(runs, against, "bits", {
+            "bits": Column(value_of("bits"), ".2f", sd=False),
+            "error": Column(value_of("mean_error")),
+            "our files: bits": Column(value_of("ours", "bits"), ".2f", sd=False),
+            "our files: error": Column(value_of("ours", "mean_error")),
+            "our codes: bits": Column(value_of("ours_alone", "bits"), ".2f", sd=False),
+            "our codes: error": Column(value_of("ours_alone", "mean_error")),
+        }, rows([*RIVALS])),
+        "rivals_kept": grid(runs, others, "bits", WAYS | merged,
+                            {NAMES[how]: {"how": f"merged_{how}"} for how in MERGED}),
+        "mixed": grid(runs, mixed, "bits", {
+            "bits, scales included": Column(value_of("bits"), ".3f", sd=False),
+            "one width": Column(value_of("uniform", "mean_error")),
+            "mixed": Column(value_of("mean_error")),
+            "one width, together": Column(value_of("uniform", "error")),
+            "mixed, together": Column(value_of("error")),
+        }, rows([f"mixed_{bits}" for bits in MIXED]), corner="width"),
+    }  # fmt: skip
+
+
+def picture(runs: Runs) -> bytes:
+    """Error against bits a parameter, a line for each family."""
+    families = {
+        "task vectors as codes": ("balanced", [f"zoo_{bits}" for bits in ZOOS]),
+        **{f"bases: {name(label)}": (looks, [f"{label}_{m}" for m in SIZES])
+           for label, looks in (("balanced", "ae_adam_5"), ("pca", "pca"),
+                                ("ae_exact", "ae_exact"))},
+        "TVQ": ("ae_adam_1", ["tvq_2", "tvq_3", "tvq_4"]),
+        "RTVQ": ("rand_select", ["rtvq"]),
+        "BitDelta, not distilled": ("ae_annealed", ["bitdelta", "bitdelta_projections"]),
+        "deltatensors": ("linear_ae", ["deltatensors_quantized", "deltatensors_int4",
+                                       "deltatensors_sparse"]),
+        "bfloat16, zstd": ("none", ["zstd"]),
+    }  # fmt: skip
+    with pictures.styled():
+        figure, (axes,) = pictures.page(1, 1, 4.6)
+        for text, (looks, hows) in families.items():
+            points = []
+            for how in hows:
+                records = runs.find("bits", how=how)
+                size = spread(map(value_of("bits"), records))
+                error = spread(map(value_of("mean_error"), records))
+                points += [(size.mean, error)] if size and error else []
+            joined = text not in ("deltatensors", "BitDelta, not distilled")  # of one kind
+            for some in [points] if joined else [[point] for point in points]:
+                pictures.line(axes, looks, some, text)
+        axes.set(xscale="log", yscale="log", xlabel="bits a parameter",
+                 ylabel="relative error of a task vector")  # fmt: skip
+        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["0.25", "0.5", "1", "2", "4", "8", "16"])
+        levels = [1, 0.3, 0.1, 0.03, 0.01, 0.003]
+        axes.set_yticks(levels, [str(level) for level in levels])
+        axes.minorticks_off()
+        pictures.legend(figure, [axes], 3)
+        figure.suptitle(f"Bits and bases: error against bytes ({runs.what})", x=0.01, ha="left")
+        return pictures.svg(figure)
+
+
+def write(records: Sequence[Record], preset: str, folder: Path, page: Path | None) -> list[Path]:
+    """bits.json and the picture into FOLDER, and the tables that PAGE marks into PAGE."""
+    runs = Runs(records, preset, "full")
+    made = sheets(runs)
+    tables = {title: [each.plain() for each in some] for title, some in made.items()}
+    numbers = json.dumps({"tables": tables}, indent=1, sort_keys=True).removesuffix("\n}")
+    lines = [json.dumps(bare({k: v for k, v in r.items() if k != "seconds"})) for r in runs.records]
+    numbers += ',\n "cells": [\n' + ",\n".join(lines) + "\n ]\n}\n"  # a cell a line
+    files = {
+        folder / "bits.json": numbers.encode(),
+        folder / f"{preset}-full-bits.svg": picture(runs),
+    }
+    texts = {title: "\n".join(each.markdown() for each in some) for title, some in made.items()}
+    if page is not None:
+        files[page] = filled(page.read_text(encoding="utf-8"), texts).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        write_file(path, content)
+    return list(files)
+
+
+def filled(text: str, tables: Mapping[str, str]) -> str:
+    """The page with the tables between `<!-- bits: NAME -->` and `<!-- end -->`."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"{found[1]}\n\n{tables[found[2]]}\n{found[3]}"
+
+    return re.sub(r"(<!-- bits: (\w+) -->).*?(<!-- end -->)", table, text, flags=re.DOTALL)
+
+
+# ----------------------------------------------------------------------------------------- command
+
+
+def records_of(
+    preset: str, seed: int, out: Path, device: str, hows: Sequence[str], as_is: bool
+) -> list[Record]:
+    """What is there of a seed, after what is missing was measured."""
+    folder = train.run_folder(out, preset, seed)
+    if not as_is:
+        train.train_run(preset, "full", seed, out, device)
+    models, plan = compare.fingerprint(folder, "full"), PLANS[preset]
+
+    def done(wanted: Sequence[Cell], label: str) -> list[Record]:
+        works = [compare.work_of(folder, "full", device, models, cell) for cell in wanted]
+        for work in tqdm(works, desc=label, unit="cell", disable=as_is):
+            if not (as_is or work.file.exists()):
+                try:
+                    compare.compute(work)
+                except rivals.Missing as error:
+                    click.echo(error, err=True)
+        return [json.loads(work.file.read_text()) for work in works if work.file.exists()]
+
+    about = {"preset": preset, "method": "full", "train_seed": seed}
+    first = done([reference(plan)[0], *cells_of(plan, None)], f"{folder.name} reference")
+    if len(first) < 2:
+        return []
+    shipped = first[1]["result"]["merges"]["ta"]["scales"]["tasks"]["lambda"]
+    wanted = [cell for cell in cells_of(plan, shipped) if not hows or cell["how"] in hows]
+    return [about | record for record in (first[0], *done(wanted, folder.name))]
+
+
+cells.KINDS["bits"] = measure
+
+
+@click.command(epilog="Example: python evals/store/bits.py --preset tiny --seeds 0")
+@click.option("--preset", type=click.Choice(list(PLANS)), default="tiny", show_default=True)
+@click.option("--seeds", callback=compare._numbers, default="0", show_default=True,
+              help="Of the trainings, comma-separated.")  # fmt: skip
+@click.option("--how", "hows", multiple=True, help="Only these cells, such as zoo_2 or tvq_3; may "
+              "be repeated. By default all.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
+              show_default=True, help="Runs of evals/mini are in OUT/PRESET-seedSEED.")  # fmt: skip
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+              show_default=True, help="auto: a GPU where there is one.")  # fmt: skip
+@click.option("--report", "folder", type=click.Path(file_okay=False, path_type=Path),
+              help="Where numbers and the picture go; OUT/report-PRESET by default.")  # fmt: skip
+@click.option("--as-is", is_flag=True, help="Compute nothing: report what is there.")
+@click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="A Markdown page whose marked tables are renewed.")  # fmt: skip
+def main(
+    preset: str,
+    seeds: list[int],
+    hows: tuple[str, ...],
+    out: Path,
+    device: str,
+    folder: Path | None,
+    as_is: bool,
+    page: Path | None,
+) -> None:
+    """Measure what bits and bases keep of ten task vectors, and report it."""
+    logging.disable_progress_bar()
+    on = train.chosen_device(device)
+    records = [r for seed in seeds for r in records_of(preset, seed, out, on, hows, as_is)]
+    if not records:
+        raise click.ClickException(f"{out} has no results of {preset}: leave out --as-is")
+    for path in write(records, preset, folder or out / f"report-{preset}", page):
+        click.echo(path)
+
+
+if __name__ == "__main__":
+    main()

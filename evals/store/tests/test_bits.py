@@ -1,0 +1,220 @@
+"""evals/store: rivals against their formulas in NumPy, what a store takes, the whole command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gets no bits beside larger vectors")
+STORE = Path(__file__).resolve().parent.parent
+# of evals/mini, which are no names to leave in sys.modules for other tests
+NAMES = "data plan model score train runs cells sheets report pictures compare bits rivals".split()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[SimpleNamespace]:
+    """Imported afresh, and gone again afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STORE)
+        for name in NAMES:
+            patch.delitem(sys.modules, name, raising=False)
+        names = ("bits", "rivals", "data")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+def vectors(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    shapes = {"model.embed.weight": (7, 9), "a.mlp.up_proj.weight": (5, 13), "norm": (11,)}
+    return [
+        {name: torch.randn(shape) ** 3 + 0.1 for name, shape in shapes.items()}
+        for _ in range(count)
+    ]
+
+
+def min_max(x: np.ndarray, bits: int) -> np.ndarray:
+    """Element by element, in float64."""
+    low, high = float(x.min()), float(x.max())
+    step = (high - low) / (2**bits - 1)
+    zero = -round(low / step)
+    codes = [min(max(round(float(e) / step) + zero, 0), 2**bits - 1) for e in x.reshape(-1)]
+    return np.array([step * (code - zero) for code in codes]).reshape(x.shape)
+
+
+def close(found: torch.Tensor, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_tvq(store: SimpleNamespace, bits: int) -> None:
+    given = vectors()
+    kept = store.rivals.tvq(given, bits)
+    for before, after in zip(given, kept.vectors, strict=True):
+        for name, tensor in before.items():
+            close(after[name], min_max(tensor.numpy(), bits))
+    assert kept.nbytes == 3 * sum(-(-n * bits // 8) + 8 for n in (63, 65, 11))
+
+
+def test_rtvq(store: SimpleNamespace) -> None:
+    given = vectors()
+    kept = store.rivals.rtvq(given, base_bits=3, bits=2)
+    for name in given[0]:
+        arrays = [vector[name].double().numpy() for vector in given]
+        mean = min_max(sum(arrays) / 3, 3)
+        for vector, array in zip(kept.vectors, arrays, strict=True):
+            close(vector[name], mean + min_max(array - mean, 2))
+    sizes = {bits: sum(-(-n * bits // 8) + 8 for n in (63, 65, 11)) for bits in (2, 3)}
+    assert kept.nbytes == sizes[3] + 3 * sizes[2]
+
+
+def test_bitdelta(store: SimpleNamespace) -> None:
+    given = vectors()
+    given[0]["norm"][0] = 0.0  # has a sign all the same
+    every = store.rivals.bitdelta(given)
+    some = store.rivals.bitdelta(given, store.rivals.is_projection)
+    for before, after, partly in zip(given, every.vectors, some.vectors, strict=True):
+        for name, tensor in before.items():
+            x = tensor.double().numpy()
+            close(after[name], np.where(x >= 0, 1, -1) * abs(x).mean())
+            coded = name == "a.mlp.up_proj.weight"
+            assert torch.equal(partly[name], after[name] if coded else tensor.bfloat16().float())
+    assert every.nbytes == 3 * (8 + 9 + 2 + 3 * 4)
+    assert some.nbytes == 3 * (9 + 4 + 2 * (63 + 11))
+
+
+def test_a_tensor_of_one_value(store: SimpleNamespace) -> None:
+    given = [{"w": torch.zeros(5)}]
+    assert torch.equal(store.rivals.tvq(given, 2).vectors[0]["w"], torch.zeros(5))
+
+
+def test_zstd(store: SimpleNamespace) -> None:
+    pytest.importorskip("zstandard")
+    given = vectors()
+    kept = store.rivals.zstd(given)
+    for before, after in zip(given, kept.vectors, strict=True):
+        assert all(torch.equal(after[n], before[n].bfloat16().float()) for n in before)
+    assert 0 < kept.nbytes < 3 * 139 * 4
+
+
+def test_what_is_not_installed(store: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deltatensors.compress", None)
+    with pytest.raises(store.rivals.Missing, match=r"pip install.*'deltatensors==0\.2\.\*'"):
+        store.rivals.deltatensors(vectors(), "int4")
+
+
+def run_of(store: SimpleNamespace) -> SimpleNamespace:
+    """Of ten models; in the second tensor task vectors are small, in the third there are none."""
+    torch.manual_seed(1)
+    base = {name: 30 * torch.randn(100, 64) for name in ("large", "small", "none")}
+    sizes = {"large": 1.0, "small": 0.03, "none": 0.0}
+    models = {
+        task: {name: w + sizes[name] * torch.randn(w.shape) for name, w in base.items()}
+        for task in store.data.TASKS
+    }
+
+    def task_vector(task: str) -> dict[str, torch.Tensor]:
+        return {name: models[task][name] - base[name] for name in base}
+
+    return SimpleNamespace(base=base, models=models, task_vector=task_vector)
+
+
+def test_facts(store: SimpleNamespace, tmp_path: Path) -> None:
+    run = run_of(store)
+    zoo = store.bits.zoo(run, 2, tmp_path / "zoo")
+    facts = store.bits.facts(run, zoo, store.bits.code_bytes(zoo))
+    assert facts["bytes"] == 10 * 3 * 100 * (2 + 16)
+    assert facts["bits"] == 2.25 and facts["share"] == 2.25 / 16
+    headers = store.bits.file_bytes(zoo) - facts["bytes"]
+    assert 10 * 100 < headers < 10 * 2000
+
+    off, size = [], []
+    for task, vector in zip(run.models, zoo.vectors, strict=True):
+        true = [tensor.double().numpy() for tensor in run.task_vector(task).values()]
+        held = [vector.tensor(name).double().numpy() for name in run.base]
+        off.append(np.linalg.norm(np.subtract(held, true)))
+        size.append(np.linalg.norm(true))
+        assert facts["errors"][task] == pytest.approx(off[-1] / size[-1])
+    assert facts["mean_error"] == pytest.approx(np.mean(np.divide(off, size)))
+    assert facts["error"] == pytest.approx(np.linalg.norm(off) / np.linalg.norm(size))
+
+
+@pytest.mark.parametrize("most", [30_000, 60_000, 100_000])
+def test_the_store_that_fits(store: SimpleNamespace, tmp_path: Path, most: int) -> None:
+    run = run_of(store)
+    found = store.bits.zoo_within(run, most, tmp_path)
+    assert 0.9 * most < store.bits.file_bytes(found) <= most
+    assert store.bits.zoo_within(run, 3000, tmp_path / "headers") is None
+
+
+@pytest.mark.parametrize("bits", [2, 1.5, 0.5])
+def test_mixed_widths(store: SimpleNamespace, tmp_path: Path, bits: float) -> None:
+    """Where tensors differ as these do, a third of the bits of one width for all is enough."""
+    run = run_of(store)
+    found = store.bits._mixed(run, bits, tmp_path)
+    assert found["bytes"] <= found["uniform"]["bytes"]
+    assert found["error"] < 0.8 * found["uniform"]["error"]
+    if bits == 0.5:  # half of the time nothing is kept
+        one = store.bits.zoo(run, 1, tmp_path / "one")
+        alone = store.bits.facts(run, one, 0)["error"]
+        assert found["uniform"]["error"] == pytest.approx((0.5 + alone**2 / 2) ** 0.5)
+
+
+def test_bits_within_is_the_inverse(store: SimpleNamespace) -> None:
+    bits: ModuleType = store.bits
+    numels = [6400, 100, 3]
+    for wanted in (0.25, 0.5, 1, 1.7, 2, 5, 8):
+        room = bits.mean_bytes(numels, wanted)
+        assert bits.bits_within(numels, room) == pytest.approx(wanted, abs=1e-3)
+    assert bits.bits_within(numels, 10**9) == 8 and bits.bits_within(numels, 1) == bits.LEAST
+
+
+def test_the_page(store: SimpleNamespace) -> None:
+    page = "a\n<!-- bits: kept -->\nold\n<!-- end -->\nb <!-- table: x y z -->\nc\n<!-- end -->\n"
+    made = store.bits.filled(page, {"kept": "| new |\n"})
+    assert made == page.replace("old\n", "\n| new |\n\n")
+    assert store.bits.filled(made, {"kept": "| new |\n"}) == made
+
+
+def test_the_shipped_tables_are_of_the_shipped_cells(store: SimpleNamespace) -> None:
+    mini = STORE.parent / "mini"
+    shipped = json.loads((mini / "results" / "bits.json").read_text())
+    made = store.bits.sheets(store.bits.Runs(shipped["cells"], "small", "full"))
+    texts = {name: "\n".join(each.markdown() for each in some) for name, some in made.items()}
+    page = (mini / "RESULTS.md").read_text()
+    assert page.count("<!-- bits: ") == 4 and store.bits.filled(page, texts) == page
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """Trains models that learn nothing, measures them, and finds all that it measured again."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(STORE / "bits.py"), "--preset", "micro", "--out", str(tmp_path)]
+    hows = ("all", "zoo_2", "balanced_5", "tvq_2", "merged_tvq_2", "mixed_1.5")
+    report = tmp_path / "report-micro" / "bits.json"
+    for more in ([word for how in hows for word in ("--how", how)], ["--as-is"]):
+        done = subprocess.run([*command, *more], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        tables = {
+            name: made[0]["rows"] for name, made in json.loads(report.read_text())["tables"].items()
+        }
+        assert len(tables["kept"]) == 3 and len(tables["mixed"]) == 1
+        kept = tables["kept"]["2 bits"]
+        assert 0 < kept["error"]["mean"] < 0.6 and 0.14 < kept["of bfloat16"]["mean"]
+        assert tables["kept"]["all task vectors, float32"]["error"]["mean"] < 1e-6
+        assert (
+            tables["rivals"]["TVQ, 2 bits"]["error"]
+            == tables["rivals_kept"]["TVQ, 2 bits"]["error"]
+        )
+        assert (report.parent / "micro-full-bits.svg").read_text().startswith("<?xml")
+        report.unlink()
