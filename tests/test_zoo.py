@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,6 +195,38 @@ def test_bits_are_chosen_nearly_as_well_as_can_be(
     for width in CHOICES:
         if sizes[:, CHOICES.index(width)].sum() <= most and width <= limits.min():
             assert ours <= errors[:, CHOICES.index(width)].sum() + 1e-12
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 150)), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([1, 1.2, 1.7, 2, 3, 4, 8]), st.integers(0, 2**16), st.integers(-12, 3),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of models unlike the base
+def test_any_shapes_and_dtypes(
+    shapes: list[tuple[int, int]], dtype: torch.dtype, bits: float, seed: int, size: int
+) -> None:
+    """Files read by the manual's program are what is merged, and lose what is told."""
+    torch.manual_seed(seed)
+    base = {f"w{k}": torch.randn(shape) for k, shape in enumerate(shapes)} | {"v": torch.randn(900)}
+    models = {
+        task: {name: (value + 10.0 ** (size / 3) * torch.randn_like(value)).to(dtype)
+               for name, value in base.items()}
+        for task in ("a", "b")
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        bases = tvb_mergekit.build(base, models, Path(folder) / "zoo", bits=bits)
+        found = dense(bases)
+        merged = tvb_mergekit.merge(bases, base, basis="none", lambda_=1.0)
+        start = flat(base, bases.names)
+        want = start + found.sum(1)
+        atol = 1e-6 * float(want.abs().max())
+        torch.testing.assert_close(flat(merged, bases.names), want, rtol=1e-5, atol=atol)
+        for k, task in enumerate(models):
+            tau = flat({n: models[task][n].float() - base[n] for n in bases.names}, bases.names)
+            error = float((found[:, k] - tau).norm() / tau.norm())
+            assert bases.facts.relative_error[task] == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
 def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_path: Path) -> None:
