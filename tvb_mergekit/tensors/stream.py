@@ -185,6 +185,14 @@ class Sink(Protocol):
         row is of bytes, the first of which hold the codes of an output."""
 
 
+class Placing(Sink, Protocol):
+    """A sink that may have memory of its own for outputs, which then are not copied."""
+
+    def place(self, item: Item, start: int, stop: int) -> Tensor | None:
+        """Where the outputs of a piece belong, [number of outputs, stop - start] in `item.out` on
+        the CPU; None: they are given to `write`. Of a pass that fails some of it is written."""
+
+
 def allocate(
     *shape: int, dtype: torch.dtype, device: torch.device = CPU, pinned: bool = False
 ) -> Tensor:
@@ -372,7 +380,7 @@ def deliver(
     layout: Layout,
     outputs: int,
     work: Callable[[torch.device], Callable[[Piece, Tensor], None]],
-    sink: Sink,
+    sink: Sink | Placing,
     progress: Update,
 ) -> None:
     """Have `work(device)`'s function fill the outputs of each piece, as a `Sink` takes them, and
@@ -380,15 +388,17 @@ def deliver(
     width = max((item.widest(layout.piece) for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
     buffers = [allocate(outputs, width, dtype=torch.uint8) for _ in range(count)]
+    place = getattr(sink, "place", lambda item, start, stop: None)
 
-    def computing(device: torch.device) -> Callable[[Piece], Tensor]:
+    def computing(device: torch.device) -> Callable[[Piece], Tensor | None]:
         act = work(device)
 
-        def fill(piece: Piece) -> Tensor:
+        def fill(piece: Piece) -> Tensor | None:
             buffer, item = buffers[piece.number % count], piece.item
-            out = buffer[:, : item.widest(piece.numel)].view(item.out)
+            own = place(item, piece.start, piece.stop)
+            out = buffer[:, : item.widest(piece.numel)].view(item.out) if own is None else own
             act(piece, out)
-            return out
+            return out if own is None else None
 
         return fill
 
@@ -406,7 +416,8 @@ def deliver(
         for piece, out in in_order(items, layout, computing):
             if len(writes) == WRITES:  # also where an error of the writer surfaces
                 writes.popleft().result()
-            writes.append(writer.submit(write, piece, out))
+            if out is not None:
+                writes.append(writer.submit(write, piece, out))
             progress(piece.nbytes)
         while writes:
             writes.popleft().result()
