@@ -299,19 +299,19 @@ def test_uses_that_are_refused_leave_right_weights(
     refused("; the model has the base's weights again", lambda: live.use({"code": 1e9}))
 
     # Interrupted in the middle, after tensors have moved.
-    usual, written = live_.LiveSink.write, []
+    usual, written = live_.LiveSink.place, []
 
-    def stopped(sink: Any, *given: Any) -> None:
-        usual(sink, *given)
+    def stopped(sink: Any, *given: Any) -> Any:
         written.append(given)
         if len(written) == 5:
             raise KeyboardInterrupt
+        return usual(sink, *given)
 
     live.use("safety")
-    monkeypatch.setattr(live_.LiveSink, "write", stopped)
+    monkeypatch.setattr(live_.LiveSink, "place", stopped)
     with pytest.raises(KeyboardInterrupt):
         live.use({"math": 3.0})
-    assert len(written) == 5 and live.current is None
+    assert len(written) >= 5 and live.current is None
     live.use("code")
     assert_bits(model, want)
     live.reset()
