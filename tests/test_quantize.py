@@ -51,6 +51,13 @@ def elements(kind: str, numel: int, size: float, seed: int) -> Tensor:
     return x * size
 
 
+@given(st.floats(1e-30, 1e30), st.integers(1, 2**40))
+def test_scales_fit_float16(norm: float, numel: int) -> None:
+    """The unit is a power of two, such that scales of the size of the elements are about 1/16."""
+    unit = quantize.unit_of(norm, numel)
+    assert np.frexp(unit)[0] == 0.5 and 1 / 32 < norm / numel**0.5 / unit < 1 / 8
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(KINDS), st.integers(1, 300), st.sampled_from(quantize.BITS),

@@ -246,6 +246,7 @@ def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_pa
         whole = (f.stat().st_size for f in (tmp_path / f"sized-{bits}").rglob("*") if f.is_file())
         assert sum(whole) <= size
     total = float(bases.tensors["tensor_squares"][:, :-1].sum())
+    assert [mean_bytes([640], bits) for bits in (1, 1.5, 2, 0.1)] == [100, 140, 180, 10]
     assert lost[0.5] < (lost[1] + total) / 2 and lost[1.5] < (lost[1] + lost[2]) / 2
 
 
@@ -426,7 +427,7 @@ def test_a_size_lowers_the_bits_of_all(llamas: Family, tmp_path: Path) -> None:
     shutil.copytree(zoo, tmp_path / "before")
     old = stores.load(tmp_path / "before")
     exact = [flat(llamas.tau(task), old.names) for task in TASKS]
-    size = 170_000
+    size = 125_000
     done = tvb("add", zoo, llamas.models["poems"], "--task", "poems", "--size", size, "--quiet")
     assert "bits in the mean; relative error at most: math 0.0" in done.output
     shutil.rmtree(zoo / "undo")
@@ -438,6 +439,7 @@ def test_a_size_lowers_the_bits_of_all(llamas: Family, tmp_path: Path) -> None:
         known = bases.facts.errors[task]
         assert known.at_least is not None and known.at_most is not None
         assert known.at_least <= value <= known.at_most
+    assert bases.facts.bits is not None and bases.facts.bits < 3.5
     kept = 0
     for before, after in zip(old.vectors, bases.vectors, strict=False):
         assert isinstance(before, Codes) and isinstance(after, Codes)

@@ -194,6 +194,8 @@ def fixed_bytes(
     shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
     names = sum(len(item.name.encode()) for item in items)
     headers = 600 * shards + 150 * len(items) + 2 * names
+    if shards > 1:  # and an index
+        headers += 60 * len(items) + names
     files = 0
     if config is not None and (config / "config.json").is_file():
         files += (config / "config.json").stat().st_size + 500
