@@ -26,6 +26,7 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.settings import VARYING_KEYS, check_tasks
+from tvb_mergekit.store.bits import largest_errors
 from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
 from tvb_mergekit.store.facts import (
     FACTS,
@@ -333,16 +334,14 @@ class _Addition:
             self.growth.tell(
                 f"{counted(outputs, 'basis')} by Algorithm 1 ({self.how}) in the place of "
                 f"{bases.num_bases} vectors at {counted(bases.facts.bits or 0.0, 'bit')}; "
-                + costs(bases.facts.relative_error, _most(self._facts({})))
+                + costs(bases.facts.relative_error, largest_errors(self._facts({})))
             )
         writers = writers_of(work, names, items, config)
         self._combine(items, matrix, FoldersSink(writers))
         files |= finish_vectors(writers, config, first=same)
         finish_store(work, store, self._facts(files), self._tensors())
         if bases.path is not None:
-            keep_others(bases.path, bases.facts, work)
-            (work / UNDO).mkdir()
-            link_own(bases, work / UNDO)
+            keep_before(bases, work)
 
     def _tensors(self) -> dict[str, Tensor]:
         step = self.step
@@ -480,10 +479,6 @@ def check_size(
         doubt(f"model {model}: {reason}: is it fine-tuned from this base{more or '?'}")
 
 
-def _most(facts: StoreFacts) -> dict[str, float]:
-    return {task: error.at_most or 0.0 for task, error in facts.errors.items()}
-
-
 def costs(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """What becomes of the relative error of each task."""
     told = [
@@ -527,6 +522,14 @@ def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
             LOG.warning("%s was edited: it stays as it is (--method takes the new one)", name)
         (work / name).unlink(missing_ok=True)  # it may be a link to the file of another store
         shutil.copy2(entry, work / name)
+
+
+def keep_before(bases: Bases, work: Path) -> None:
+    """Put into a new store what else lies in the old one, and that one as `undo`."""
+    assert bases.path is not None
+    keep_others(bases.path, bases.facts, work)
+    (work / UNDO).mkdir()
+    link_own(bases, work / UNDO)
 
 
 def link(file: str | Path, target: str | Path) -> None:

@@ -177,10 +177,10 @@ def from_json(file: Path, shares: Tensor) -> Coding:
     return Coding(made, shares)
 
 
-def mean_bits(coding: Coding, items: Sequence[Item]) -> float:
-    """Bits of an element in the mean, scales aside."""
-    total = sum(item.numel for item in items) * len(coding.coded)
-    return sum(sum(coding.bits(item.name)) * item.numel for item in items) / total
+def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
+    """Bits of an element in the mean, scales aside; `numels`: tensor -> its elements."""
+    total = sum(numels.values()) * len(coded)
+    return sum(numel * each.bits[name] for name, numel in numels.items() for each in coded) / total
 
 
 def fixed_bytes(
@@ -274,8 +274,12 @@ def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
 def of_codes(facts: StoreFacts, bits: float) -> StoreFacts:
     """The facts of a store whose vectors are codes."""
     stored = (of.bytes for name, of in facts.store.files.items() if name.endswith(".safetensors"))
-    most = {task: error.at_most or 0.0 for task, error in facts.errors.items()}
-    return facts.but(bits=bits, bytes=sum(stored), relative_error=most)
+    return facts.but(bits=bits, bytes=sum(stored), relative_error=largest_errors(facts))
+
+
+def largest_errors(facts: StoreFacts) -> dict[str, float]:
+    """Task -> the most that its relative error can be."""
+    return {task: error.at_most or 0.0 for task, error in facts.errors.items()}
 
 
 class Loss(NamedTuple):

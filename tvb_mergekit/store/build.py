@@ -230,7 +230,9 @@ def build_store(
             )
             world.dismiss()
             facts, tensors = store_facts(inputs, basis, dtype, files, "codes", made, folders)
-            facts = of_codes(facts, mean_bits(coding, items))
+            facts = of_codes(
+                facts, mean_bits(coding.coded, {item.name: item.numel for item in items})
+            )
         facts = finish_store(partial, out, facts, tensors)
         os.rename(partial, out)
         for name in (STATE, SUMS, PLAN, *(journal.name for journal in journals)):

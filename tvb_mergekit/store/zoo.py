@@ -26,15 +26,13 @@ from tvb_mergekit.core.quantize import BITS, CHOICES, LEAST_BITS, unit_of
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
-    UNDO,
     Growth,
     check_new,
     check_size,
     costs,
     given_items,
-    keep_others,
+    keep_before,
     link,
-    link_own,
     with_vectors,
 )
 from tvb_mergekit.store.bits import (
@@ -89,7 +87,7 @@ def add_to_zoo(
         bases = load(store)
         passes = {"devices": [device], "budget": budget or block_budget()}
         _Joining(bases, inputs, quantize, growth, passes, progress).write(work, store)
-        _keep(bases, work)
+        keep_before(bases, work)
     return load(store)
 
 
@@ -158,7 +156,7 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
             "model_bytes": model_bytes,
         }
         _finish(work, store, bases, changed, stored, tensors, coded)
-        _keep(bases, work)
+        keep_before(bases, work)
     return load(store)
 
 
@@ -310,7 +308,7 @@ class _Joining:
     def _tell(self) -> None:
         """What becomes of the tasks that are there."""
         count, facts = self.bases.num_bases, self.bases.facts
-        bits = mean_bits(self.coding, self.items)
+        bits = mean_bits(self.coding.coded, {i.name: i.numel for i in self.items})
         if not self.old:
             self.growth.tell(
                 f"{self.task} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they "
@@ -352,9 +350,8 @@ def _finish(
         errors={task: Bounds.model_validate(of) for task, of in errors.items()},
         gram_cached=False,
     )
-    items = [bases.vectors[0].tensors[name].numel for name in bases.names]
-    bits = sum(n * c.bits[name] for n, name in zip(items, bases.names, strict=True) for c in coded)
-    finish_store(work, store, of_codes(facts, bits / (sum(items) * count)), whole)
+    numels = {name: bases.vectors[0].tensors[name].numel for name in bases.names}
+    finish_store(work, store, of_codes(facts, mean_bits(coded, numels)), whole)
 
 
 def _vectors(bases: Bases) -> list[Codes]:
@@ -367,14 +364,6 @@ def _as_now(bases: Bases) -> Quantize:
     if len(found) == 1 and (bits := found.pop()):
         return Quantize(bits=bits)
     return Quantize(bits=max(LEAST_BITS, bases.facts.bits or 0.0))
-
-
-def _keep(bases: Bases, work: Path) -> None:
-    """What else lies in a store, and the store of before."""
-    assert bases.path is not None
-    keep_others(bases.path, bases.facts, work)
-    (work / UNDO).mkdir()
-    link_own(bases, work / UNDO)
 
 
 def _naming(store: Path, facts: StoreFacts, folder: str) -> Path | None:
