@@ -32,7 +32,7 @@ SUMS = f"{MERGING} -k sums_equal"
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_quantize.py": [
         ("core/quantize.py", "(scales.view(torch.int16) & 1)", "(scales.view(torch.int16) & 0)"),
-        ("core/quantize.py", "-(-rest * bits // 8)", "rest * bits // 8"),
+        ("core/quantize.py", "-(-rest * width.bits // 8)", "rest * width.bits // 8"),
         ("core/quantize.py", "(values ^ half) - half", "values - half"),
         ("core/quantize.py", "math.sqrt(numel))) + 4", "math.sqrt(numel))) + 40"),
         ("tensors/codes.py", "if products * fit > gain:", "if False:"),
@@ -44,8 +44,14 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/quantize.py", "steps.sort()", "steps.sort(reverse=True)"),
         ("core/quantize.py", "more * (above - below)", "(above - below)"),
         ("core/quantize.py", "firsts.setdefault(owners[tensor], step)", "pass"),
-        ("core/quantize.py", "return min((bits, uniform), key", "return max((bits, uniform), key"),
+        ("core/quantize.py", "(chosen, *alike), key", "(chosen,), key"),
         ("tensors/quantized.py", "square * coded.unit**2", "square * coded.unit"),
+        (
+            "tensors/quantized.py",
+            "start // width.group * width.group\n        low",
+            "start // 64 * 64\n        low",
+        ),
+        ("tensors/quantized.py", "list(shape), group], VERSION", "list(shape), group], 1"),
         ("tensors/quantized.py", "(shares * units) @ values", "shares @ values"),
         (
             "store/report.py",

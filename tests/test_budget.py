@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import Sketch
+from tvb_mergekit.core.quantize import LONG, Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import passes as engine
@@ -172,13 +173,13 @@ class Blocks(Nowhere):
 
 
 @each_case
-@pytest.mark.parametrize("bits", [1, 8])
-def test_coding(case: Case, bits: int) -> None:
+@pytest.mark.parametrize("width", [Width(1, LONG), Width(8)])
+def test_coding(case: Case, width: Width) -> None:
     tasks, megabytes, threads, dtypes = case
     items = items_of(tasks, numel_for(tasks), dtypes)
-    coded = [Coded(1.0, {item.name: bits for item in items})] * tasks
+    coded = [Coded(1.0, {item.name: width for item in items})] * tasks
     coding, matrix = Coding(coded, torch.ones(tasks)), torch.eye(tasks, dtype=torch.float64)
-    items = [replace(i, out=torch.uint8, bits=coding.bits(i.name)) for i in items]
+    items = [item.coded(coding.widths(item.name)) for item in items]
     budget = megabytes * MB
     work = lambda: combine(items, matrix, Blocks(coding), coding=coding, budget=budget)  # noqa: E731
     held_within(budget, threads, work)

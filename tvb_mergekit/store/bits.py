@@ -22,10 +22,12 @@ from torch import Tensor
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import (
     BITS,
+    CHOICES,
     GROUP,
     LEAST_BITS,
+    Width,
     block_bytes,
-    choose_bits,
+    choose_widths,
     mean_bytes,
     unit_of,
 )
@@ -85,9 +87,9 @@ class Quantize:
             )
 
     @property
-    def uniform(self) -> int | None:
-        """The bits that every tensor gets; None where they differ."""
-        return int(self.bits) if self.bits in BITS else None
+    def uniform(self) -> Width | None:
+        """The width of every tensor; None where they differ."""
+        return Width(int(self.bits)) if self.bits in BITS else None
 
     def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
         """What the codes of all vectors may take.
@@ -118,12 +120,12 @@ class Vectors:
     Attributes:
         norms: [K].
         shares: what each counts in the sum that a merge adds, [K].
-        limits: item -> the most bits that each may get, [K]: those of codes that are there.
+        limits: item -> the widest that each may get, [K]: those of codes that are there.
     """
 
     norms: Sequence[float]
     shares: Tensor
-    limits: Mapping[str, Sequence[int]] | None = None
+    limits: Mapping[str, Sequence[Width]] | None = None
     units: Sequence[float] | None = None
 
 
@@ -138,26 +140,28 @@ def choose(
 
     Args:
         fixed: bytes of all else in the store.
-        measure: units -> squared errors at each of CHOICES, [items, K, 6]; called if bits differ.
+        measure: units -> squared errors at each of CHOICES, [items, K, 9]; called if widths differ.
     """
     numels, count = [item.numel for item in items], len(vectors.norms)
     units = vectors.units or [unit_of(norm, sum(numels)) for norm in vectors.norms]
     most = wanted.weight_bytes(numels, count, fixed)
     if wanted.uniform is not None:
-        bits = np.full((len(items), count), wanted.uniform)
+        places = np.full((len(items), count), CHOICES.index(wanted.uniform))
     else:
-        limits = np.full((len(items), count), BITS[-1])
+        limits = np.full((len(items), count), len(CHOICES) - 1)
         if vectors.limits is not None:
-            limits = np.array([vectors.limits[item.name] for item in items])
-        errors = measure(units).reshape(-1, len(BITS) + 1).numpy()
+            widest = [vectors.limits[item.name] for item in items]
+            limits = np.array([[CHOICES.index(width) for width in each] for each in widest])
+        errors = measure(units).reshape(-1, len(CHOICES)).numpy()
         each = [numel for numel in numels for _ in range(count)]
         owners = [*range(count)] * len(numels)
-        bits = choose_bits(errors, each, most, limits.reshape(-1), owners).reshape(limits.shape)
+        places = choose_widths(errors, each, most, limits.reshape(-1), owners)
+        places = places.reshape(limits.shape)
     names = [item.name for item in items]
     return Coding(
         [
-            Coded(unit, dict(zip(names, column, strict=True)))
-            for unit, column in zip(units, bits.T.tolist(), strict=True)
+            Coded(unit, {name: CHOICES[k] for name, k in zip(names, column, strict=True)})
+            for unit, column in zip(units, places.T.tolist(), strict=True)
         ],
         vectors.shares,
     )
@@ -165,14 +169,17 @@ def choose(
 
 def to_json(coding: Coding) -> str:
     """Of STORE.partial/coding.json."""
-    return json.dumps([[coded.unit, coded.bits] for coded in coding.coded])
+    return json.dumps([[coded.unit, coded.widths] for coded in coding.coded])
 
 
 def from_json(file: Path, shares: Tensor) -> Coding:
     """The coding that an interrupted build has chosen."""
     try:
-        made = [Coded(float(unit), dict(bits)) for unit, bits in json.loads(file.read_bytes())]
-    except (OSError, ValueError, TypeError) as error:
+        made = [
+            Coded(float(unit), {name: Width(*each) for name, each in widths.items()})
+            for unit, widths in json.loads(file.read_bytes())
+        ]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: cannot be read ({error}); start anew without --resume") from error
     return Coding(made, shares)
 
@@ -180,7 +187,8 @@ def from_json(file: Path, shares: Tensor) -> Coding:
 def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
     """Bits of an element in the mean, scales aside; `numels`: tensor -> its elements."""
     total = sum(numels.values()) * len(coded)
-    return sum(numel * each.bits[name] for name, numel in numels.items() for each in coded) / total
+    bits = (n * each.widths[name].bits for name, n in numels.items() for each in coded)
+    return sum(bits) / total
 
 
 def fixed_bytes(
@@ -317,7 +325,8 @@ def losses(bases: Bases) -> Losses | None:
     if not vectors or "tensor_errors" not in tensors:
         return None
     squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
-    bits = np.array([[vector.coded.bits[name] for vector in vectors] for name in bases.names])
+    widths = {name: [vector.coded.widths[name] for vector in vectors] for name in bases.names}
+    bits = np.array([[width.bits for width in widths[name]] for name in bases.names])
     each = np.array([vectors[0].tensors[name].numel for name in bases.names])
     numels = np.broadcast_to(each[:, None], bits.shape)
 
@@ -336,7 +345,7 @@ def losses(bases: Bases) -> Losses | None:
     of_groups = []
     for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
-        sizes = (block_bytes(int(each[row]), b) for row in rows for b in bits[row].tolist())
+        sizes = (block_bytes(int(each[r]), w) for r in rows for w in widths[bases.names[r]])
         if rows:
             of_groups.append(loss(group, sum(sizes), rows, slice(len(vectors))))
     known = errors.shape[1] > len(vectors)

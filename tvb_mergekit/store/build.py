@@ -198,9 +198,9 @@ def build_store(
                 basis, inputs, items, quantize, folders, partial, devices, budget, progress
             )
             for folder, coded in zip(folders, coding.coded, strict=True):
-                if not any(coded.bits.values()):
+                if not any(width.bits for width in coded.widths.values()):
                     warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
-            items = [replace(item, bits=coding.bits(item.name)) for item in items]
+            items = [item.coded(coding.widths(item.name)) for item in items]
         done = every[world.rank]
         writers = writers_of(partial, folders, items, inputs.folder, done, coding)
         left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]

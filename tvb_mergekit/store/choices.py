@@ -146,13 +146,13 @@ def compare(
 
 def _as_codes(inputs: Inputs, bits: float, coding: Coding, measured: Tensor, gram: Tensor) -> Kept:
     places = torch.tensor(
-        [[CHOICES.index(width) for width in coding.bits(item.name)] for item in inputs.items]
+        [[CHOICES.index(width) for width in coding.widths(item.name)] for item in inputs.items]
     )
     lost = measured.gather(2, places[:, :, None])[:, :, 0]  # squared, [items, T]
     errors = (lost.sum(0) / gram.diagonal()).sqrt()
     # In each tensor no more than the norms of what its vectors lose, added up.
     most = lost.sqrt().sum(1).square().sum().sqrt()
-    items = [replace(item, out=torch.uint8, bits=coding.bits(item.name)) for item in inputs.items]
+    items = [item.coded(coding.widths(item.name)) for item in inputs.items]
     nbytes = _file_bytes(inputs, items, slugs(inputs.tasks, RESERVED), coding)
     named = dict(zip(inputs.tasks, errors.tolist(), strict=True))
     return Kept(bits, None, nbytes, named, _share(float(most), gram))

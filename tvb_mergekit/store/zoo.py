@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import of_sum, reported
-from tvb_mergekit.core.quantize import BITS, CHOICES, LEAST_BITS, unit_of
+from tvb_mergekit.core.quantize import CHOICES, GROUP, LEAST_BITS, unit_of
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
@@ -200,7 +199,7 @@ class _Joining:
         if not self.old:
             return Vectors([self.norm], shares, units=[unit])
         coded = [vector.coded for vector in self.old]
-        limits = {i.name: [*(c.bits[i.name] for c in coded), BITS[-1]] for i in self.items}
+        limits = {i.name: [*(c.widths[i.name] for c in coded), CHOICES[-1]] for i in self.items}
         units = [*(each.unit for each in coded), unit]
         return Vectors([0.0] * len(units), shares, limits, units)
 
@@ -224,7 +223,7 @@ class _Joining:
         found = measure_pass(self.items, self._step, units, **self.passes, progress=update)
         for place, item in enumerate(self.items):
             for k, vector in enumerate(self.old):  # codes that stay as they are lose nothing
-                found[place, k, CHOICES.index(vector.coded.bits[item.name])] = 0
+                found[place, k, CHOICES.index(vector.coded.widths[item.name])] = 0
         self._table = found
         return found
 
@@ -232,9 +231,11 @@ class _Joining:
         """Write the new store into `work`; `store` is where it will lie."""
         bases, coding = self.bases, self.coding
         facts, count = bases.facts, bases.num_bases
-        items = [replace(item, out=torch.uint8, bits=coding.bits(item.name)) for item in self.items]
+        items = [item.coded(coding.widths(item.name)) for item in self.items]
         self._tell()
-        check_disk(str(work), sum(i.written(i.numel, k) for i in items for k in range(len(i.bits))))
+        check_disk(
+            str(work), sum(i.written(i.numel, k) for i in items for k in range(len(i.widths)))
+        )
         files: dict[str, FileRecord] = {}
         if not self.old:
             for name in facts.store.folders:
@@ -299,7 +300,8 @@ class _Joining:
         [items, T], squared."""
         held, count = self.bases.tensors, self.bases.num_bases
         most = (held["tensor_errors"][:, :count].sqrt() + more.sqrt()).square()
-        gone = torch.tensor([self.coding.bits(item.name)[:count] for item in self.items]) == 0
+        widths = [self.coding.widths(item.name)[:count] for item in self.items]
+        gone = torch.tensor([[not width.bits for width in each] for each in widths])
         most = torch.where(gone, held["tensor_squares"][:, :count], most)  # what is zero lost all
         bounds = of_sum(held["errors"], more.sum(0).sqrt().expand(2, -1))
         high = torch.minimum(bounds[1], most.sum(0).sqrt())
@@ -315,7 +317,7 @@ class _Joining:
                 "stay as they are"
             )
             return
-        chosen = [[CHOICES.index(b) for b in self.coding.bits(item.name)] for item in self.items]
+        chosen = [[CHOICES.index(b) for b in self.coding.widths(item.name)] for item in self.items]
         lost = self._table.gather(2, torch.tensor(chosen)[:, :, None])[:, :, 0]
         most = torch.cat([self._lowered(lost[:, :count])[0][1], lost[:, count:].sum(0).sqrt()])
         norms = [*(facts.norms[task] for task in facts.tasks), self.norm]
@@ -360,9 +362,9 @@ def _vectors(bases: Bases) -> list[Codes]:
 
 def _as_now(bases: Bases) -> Quantize:
     """The bits of a zoo, for one task more."""
-    found = {bits for vector in _vectors(bases) for bits in vector.coded.bits.values()}
-    if len(found) == 1 and (bits := found.pop()):
-        return Quantize(bits=bits)
+    found = {width for vector in _vectors(bases) for width in vector.coded.widths.values()}
+    if len(found) == 1 and (width := found.pop()).bits and width.group == GROUP:
+        return Quantize(bits=width.bits)
     return Quantize(bits=max(LEAST_BITS, bases.facts.bits or 0.0))
 
 

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Quantizing and decoding groups of 64 elements on a CPU, compiled by numba: see core.quantize."""
+"""Quantizing and decoding groups of elements on a CPU, compiled by numba: see core.quantize.
+
+The loops are over 64 elements, of which a group has one run or more.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.quantize import GROUP
+from tvb_mergekit.core.quantize import GROUP, Width
 from tvb_mergekit.tensors.kernels import (
     _bits_of,
     _entry,
@@ -33,7 +36,7 @@ GUESSES = {
 
 
 def encode(
-    values: Tensor, bits: int, rest: Tensor, blocks: Tensor | None = None
+    values: Tensor, width: Width, rest: Tensor, blocks: Tensor | None = None
 ) -> tuple[float, float]:
     """The codes of finite float32 `values`, in units, such that each group's squared error is
     least, as far as the guesses find it; returns the values' squared norm and the squared error.
@@ -42,21 +45,22 @@ def encode(
         rest: [n] for what the codes leave of the values, which it may take the place of.
         blocks: uint8, `block_bytes` of them; None where the errors alone are wanted.
     """
+    bits, group, size = *width, width.block
     least = -float(1 << (bits - 1))
     offsets = np.array([0, 0.5], np.float32)  # the longer side to the larger elements; symmetric
     inverses = (least + offsets) / np.array(GUESSES[bits], np.float32)[:, None]
-    ragged, size, write = len(values) % GROUP, 2 + 8 * bits, blocks is not None
+    ragged, write = len(values) % group, blocks is not None
     whole = len(values) - ragged
-    codes = torch.empty(0, dtype=torch.uint8) if blocks is None else blocks[: whole // GROUP * size]
+    codes = torch.empty(0, dtype=torch.uint8) if blocks is None else blocks[: whole // group * size]
     # In and out of the compiled loop go whole groups: it may not choose between two arrays, whose
     # counts of references would take as long as all else.
-    found = _encode(values[:whole].numpy(), 0, bits, inverses, write, codes.numpy(), rest.numpy())
+    run = functools.partial(_encode, bits, group, inverses, write)
+    found = run(values[:whole].numpy(), 0, codes.numpy(), rest.numpy())
     if not ragged:
         return found[0], found[1]
-    last, left, block = torch.zeros(GROUP), torch.empty(GROUP), torch.empty(size, dtype=torch.uint8)
+    last, left, block = torch.zeros(group), torch.empty(group), torch.empty(size, dtype=torch.uint8)
     last[:ragged] = values[whole:]
-    padding = GROUP - ragged
-    _encode(last.numpy(), padding, bits, inverses, write, block.numpy(), left.numpy())
+    run(last.numpy(), group - ragged, block.numpy(), left.numpy())
     more = [float(part[:ragged].double().square().sum()) for part in (last, left)]
     rest[whole:] = left[:ragged]
     if blocks is not None:
@@ -64,21 +68,21 @@ def encode(
     return found[0] + more[0], found[1] + more[1]
 
 
-def decode(blocks: Tensor, bits: int, unit: float, start: int, stop: int, out: Tensor) -> None:
+def decode(blocks: Tensor, width: Width, unit: float, start: int, stop: int, out: Tensor) -> None:
     """Fill `out` [stop - start] float32 with elements `start` to `stop`, counted from the first of
     the blocks."""
-    size, run = 2 + 8 * bits, _decoder(bits)
-    first, last = -(-start // GROUP), stop // GROUP
+    group, size, run = width.group, width.block, _decoder(width)
+    first, last = -(-start // group), stop // group
     if first < last:
-        within = out[first * GROUP - start : last * GROUP - start]
+        within = out[first * group - start : last * group - start]
         run(blocks[first * size : last * size].numpy(), unit, within.numpy())
-    for group in {start // GROUP, last} if start % GROUP or stop % GROUP else ():
-        low, high = max(start, group * GROUP), min(stop, (group + 1) * GROUP)
-        if low < high and high - low < GROUP:
-            there, made = blocks[group * size : (group + 1) * size], torch.empty(GROUP)
+    for place in {start // group, last} if start % group or stop % group else ():
+        low, high = max(start, place * group), min(stop, (place + 1) * group)
+        if low < high and high - low < group:
+            there, made = blocks[place * size : (place + 1) * size], torch.empty(group)
             padded = torch.nn.functional.pad(there, (0, size - len(there)))
             run(padded.numpy(), unit, made.numpy())
-            out[low - start : high - start] = made[low - group * GROUP : high - group * GROUP]
+            out[low - start : high - start] = made[low - place * group : high - place * group]
 
 
 # Sums in any order, of finite numbers; a loop of GROUP steps is vectorized whole.
@@ -90,17 +94,17 @@ def _end(x: Any) -> Any:
     """The element of the largest magnitude: by its bits, the sign below the others. Integers are
     compared in vectors, floats one by one."""
     most = np.uint32(0)
-    for k in range(GROUP):
-        bits = _bits_of(x[k])
-        most = max(most, np.uint32(bits << np.uint32(1) | bits >> np.uint32(31)))
+    for start in range(0, len(x), GROUP):
+        run = x[start : start + GROUP]
+        for k in range(GROUP):
+            bits = _bits_of(run[k])
+            most = max(most, np.uint32(bits << np.uint32(1) | bits >> np.uint32(31)))
     return _float_of(np.uint32(most >> np.uint32(1) | most << np.uint32(31)))
 
 
 @_sums
-def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
-    """For the levels that x gets by `one`, the inverse of a scale, and by `two` with half-integer
-    levels, the sums that tell the best scale: x l and l l of either. `padding`: zeros at the end.
-    """
+def _sums_of(x: Any, one: Any, two: Any, least: Any) -> Any:
+    """Of a run of GROUP elements, for `_fit`."""
     half, most = np.float32(0.5), -least - np.float32(1)
     product = square = products = squares = np.float32(0)
     for k in range(GROUP):
@@ -110,7 +114,21 @@ def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
         level = min(max(np.rint(x[k] * two - half), least), most) + half
         products += x[k] * level
         squares += level * level
-    return product, square, products, squares - padding * half * half
+    return product, square, products, squares
+
+
+@_inner
+def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
+    """For the levels that x gets by `one`, the inverse of a scale, and by `two` with half-integer
+    levels, the sums that tell the best scale: x l and l l of either. `padding`: zeros at the end.
+    """
+    product, square, products, squares = _sums_of(x[:GROUP], one, two, least)
+    for start in range(GROUP, len(x), GROUP):
+        run = _sums_of(x[start : start + GROUP], one, two, least)
+        product, square, products, squares = (
+            product + run[0], square + run[1], products + run[2], squares + run[3],
+        )  # fmt: skip
+    return product, square, products, squares - padding * np.float32(0.25)
 
 
 @_sums
@@ -197,22 +215,27 @@ def _leave(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
 
 @_entry
 def _encode(
-    values: Any, padding: int, bits: int, inverses: Any, write: bool, blocks: Any, rest: Any
-) -> Any:
-    least, square, error = -np.float32(1 << (bits - 1)), 0.0, 0.0
-    levels, size, zeros = np.empty(GROUP, np.int8), 2 + 8 * bits, np.float32(padding)
+    bits: int, group: int, inverses: Any, write: bool, values: Any, padding: int, blocks: Any,
+    rest: Any,
+) -> Any:  # fmt: skip
+    least, square, error, place = -np.float32(1 << (bits - 1)), 0.0, 0.0, 0
+    levels, zeros = np.empty(GROUP, np.int8), np.float32(padding)
     words = levels.view(np.uint64)
-    for group in range(len(values) // GROUP):
-        start, place = group * GROUP, group * size
-        x = values[start : start + GROUP]
-        word = _scale_of(x, zeros, least, inverses)
+    for first in range(0, len(values), group):
+        word = _scale_of(values[first : first + group], zeros, least, inverses)
         scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
-        _round(x, np.float32(1) / scale if scale else np.float32(0), offset, least, levels)
-        norm, lost = _leave(x, levels, scale, offset, rest[start : start + GROUP])
-        square, error = square + norm, error + lost
+        inverse = np.float32(1) / scale if scale else np.float32(0)
         if write:
             blocks[place], blocks[place + 1] = word & 255, word >> 8
-            _pack(words, bits, blocks[place + 2 : place + size])
+            place += 2
+        for start in range(first, first + group, GROUP):
+            x = values[start : start + GROUP]
+            _round(x, inverse, offset, least, levels)
+            norm, lost = _leave(x, levels, scale, offset, rest[start : start + GROUP])
+            square, error = square + norm, error + lost
+            if write:
+                _pack(words, bits, blocks[place : place + 8 * bits])
+                place += 8 * bits
     return square, error
 
 
@@ -223,22 +246,24 @@ def _elements(levels: Any, step: Any, zero: Any, made: Any) -> None:
 
 
 @functools.cache
-def _decoder(bits: int) -> Any:
-    """Decoding, compiled for so many bits: known shifts take half the time."""
-    size, half = 2 + 8 * bits, 1 << (bits - 1)
+def _decoder(width: Width) -> Any:
+    """Decoding, compiled for one width: known shifts take half the time."""
+    bits, group, half = *width, 1 << (width.bits - 1)
     # With its highest bit turned a code is its integer and `half` more, and not negative.
     turned = np.uint64(half * 0x0101010101010101)
 
     @_entry
     def decode(blocks: Any, unit: float, out: Any) -> None:
         levels = np.empty(GROUP, np.uint8)
-        words = levels.view(np.uint64)
-        for group in range(len(out) // GROUP):
-            place = group * size
+        words, place = levels.view(np.uint64), 0
+        for first in range(0, len(out), group):
             word = np.uint16(blocks[place]) | np.uint16(blocks[place + 1]) << np.uint16(8)
             zero = np.float32(half) - np.float32(word & 1) / np.float32(2)
-            _unpack(blocks[place + 2 : place + size], bits, turned, words)
-            made = out[group * GROUP : (group + 1) * GROUP]
-            _elements(levels, _from_float16(word) * np.float32(unit), zero, made)
+            step = _from_float16(word) * np.float32(unit)
+            place += 2
+            for start in range(first, first + group, GROUP):
+                _unpack(blocks[place : place + 8 * bits], bits, turned, words)
+                _elements(levels, step, zero, out[start : start + GROUP])
+                place += 8 * bits
 
     return decode

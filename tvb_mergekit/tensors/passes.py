@@ -29,7 +29,7 @@ from tvb_mergekit.core.gram import (
     symmetric,
 )
 from tvb_mergekit.core.merge import Linear, Step, check_output
-from tvb_mergekit.core.quantize import CHOICES
+from tvb_mergekit.core.quantize import CHOICES, Width
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, Update, silent
@@ -356,8 +356,8 @@ def combine_pass(
 def measure_pass(
     items: Sequence[Item], step: Step, units: Sequence[float], **passed: Any
 ) -> Tensor:
-    """What each output of a step would lose in each tensor: squared errors at each of CHOICES bits,
-    [items, K, 6] float64. A `combine_pass` that writes nothing.
+    """What each output of a step would lose in each tensor: squared errors at each of CHOICES,
+    [items, K, 9] float64. A `combine_pass` that writes nothing.
 
     Args:
         units: of each output (see `core.quantize`).
@@ -371,7 +371,7 @@ def measure_pass(
             found = measuring.measured(item.name, start)
             sums[item.name] = sums.get(item.name, torch.zeros_like(found)) + found
 
-    coded = [replace(item, out=torch.uint8, bits=(0,) * step.count) for item in items]
+    coded = [item.coded([Width(0)] * step.count) for item in items]
     steps = dict.fromkeys((item.name for item in items), step)
     combine_pass(coded, steps, Sums(), coding=measuring, **passed)
     shape = (len(items), step.count, len(CHOICES))

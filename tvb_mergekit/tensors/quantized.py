@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.quantize import BITS, CHOICES, GROUP, block_bytes, decode
+from tvb_mergekit.core.quantize import CHOICES, GROUP, Width, block_bytes, decode
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.source import TensorInfo, Weights
 
 KEY = "tvb_codes"  # in the metadata of a file of codes
-VERSION = 1
+VERSION = 2
 SLICE = 2**14  # elements that are widened together
 
 
@@ -26,16 +26,21 @@ class Coded:
 
     Attributes:
         unit: see `core.quantize`.
-        bits: tensor -> how many.
+        widths: tensor -> its width.
     """
 
     unit: float
-    bits: Mapping[str, int]
+    widths: Mapping[str, Width]
 
     def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """Of a file with tensors of these shapes."""
-        tensors = {name: [self.bits[name], list(shape)] for name, shape in shapes.items()}
-        return json.dumps({"version": VERSION, "unit": self.unit, "tensors": tensors})
+        """Of a file with tensors of these shapes; of version 1 where all groups are of 64."""
+        tensors, version = dict[str, object](), 1
+        for name, shape in shapes.items():
+            bits, group = self.widths[name]
+            tensors[name] = [bits, list(shape)]
+            if group != GROUP:
+                tensors[name], version = [bits, list(shape), group], VERSION
+        return json.dumps({"version": version, "unit": self.unit, "tensors": tensors})
 
 
 class Codes(Weights):
@@ -59,15 +64,15 @@ class Codes(Weights):
             UserError: no such files, or their headers do not say what a reader needs.
         """
         stored = Checkpoint.open(path)
-        units, bits, shapes = set[float](), dict[str, int](), dict[str, torch.Size]()
+        units, widths, shapes = set[float](), dict[str, Width](), dict[str, torch.Size]()
         for shard in stored.shards:
             file = stored.folder / shard
             try:
                 said = json.loads(metadata_of(file)[KEY])
                 version = int(said["version"])
                 units.add(float(said["unit"]))
-                for name, (width, shape) in said["tensors"].items():
-                    bits[name] = CHOICES[CHOICES.index(width)]
+                for name, (bits, shape, *group) in said["tensors"].items():
+                    widths[name] = CHOICES[CHOICES.index(Width(bits, *group))]
                     shapes[name] = torch.Size(shape)
             except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
                 raise UserError(
@@ -80,29 +85,30 @@ class Codes(Weights):
                     "upgrade it: pip install -U tvb-mergekit"
                 )
         for name, info in stored.tensors.items():
-            held = name in bits and block_bytes(shapes[name].numel(), bits[name])
+            held = name in widths and block_bytes(shapes[name].numel(), widths[name])
             if len(units) > 1 or held is False or info.nbytes != held:
                 raise UserError(
                     f"{stored.folder / info.shard}: the codes of tensor `{name}` do not fit what "
                     "its header says; restore it, or build the store anew"
                 )
-        return cls(stored, Coded(units.pop(), bits), shapes)
+        return cls(stored, Coded(units.pop(), widths), shapes)
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         chunk = out[: stop - start]
-        if not (bits := self.coded.bits[name]) or start == stop:
+        width = self.coded.widths[name]
+        if not width.bits or start == stop:
             return chunk.zero_()
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
 
-        first = start // GROUP * GROUP
+        first = start // width.group * width.group
         low, high = self._place(name, first, stop)
         blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
-        codes.decode(blocks, bits, self.coded.unit, start - first, stop - first, chunk)
+        codes.decode(blocks, width, self.coded.unit, start - first, stop - first, chunk)
         return chunk
 
     def packed(self, name: str) -> Packed:
         """The codes of a tensor, to be decoded elsewhere."""
-        return Packed(self, name, self.coded.bits[name])
+        return Packed(self, name, self.coded.widths[name])
 
     def read_blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """The blocks of elements `start`, where a group begins, to `stop`, as a view of `out`."""
@@ -110,10 +116,9 @@ class Codes(Weights):
         return self.stored.read(name, low, high, out)
 
     def _place(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes with the groups of these elements; the last group may be shorter."""
-        bits = self.coded.bits[name]
-        end = min(-(-stop // GROUP) * GROUP, self.tensors[name].numel)
-        return block_bytes(start, bits), block_bytes(end, bits)
+        """The bytes with the codes of these elements; `start` begins a group."""
+        width = self.coded.widths[name]
+        return block_bytes(start, width), block_bytes(stop, width)
 
     def tensor(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -121,8 +126,9 @@ class Codes(Weights):
         return self.read(name, 0, info.numel, flat).view(info.shape)
 
     def ahead(self, name: str, start: int, stop: int) -> None:
-        if self.coded.bits[name] and start < stop:
-            self.stored.ahead(name, *self._place(name, start // GROUP * GROUP, stop))
+        width = self.coded.widths[name]
+        if width.bits and start < stop:
+            self.stored.ahead(name, *self._place(name, start // width.group * width.group, stop))
 
     def stamp(self) -> list[list[int | str]]:
         return self.stored.stamp()
@@ -138,7 +144,7 @@ class Packed:
 
     codes: Codes
     name: str
-    bits: int
+    width: Width
 
     def read(self, start: int, stop: int, out: Tensor) -> Tensor:
         """The blocks of these elements in `out`, uint8; `start` begins a group."""
@@ -146,9 +152,9 @@ class Packed:
 
     def decode(self, blocks: Tensor, numel: int) -> Tensor:
         """The elements [numel] float32, where the blocks are."""
-        if not self.bits:
+        if not self.width.bits:
             return torch.zeros(numel, dtype=torch.float32, device=blocks.device)
-        return decode(blocks, self.bits, self.codes.coded.unit, numel)
+        return decode(blocks, self.width, self.codes.coded.unit, numel)
 
 
 class Measured:
@@ -171,7 +177,7 @@ class Coding(Measured):
     Attributes:
         coded: of each output.
         shares: what each counts in the sum that a merge adds, [K].
-        copied: codes that an output is, but where its bits are others; they are not coded anew.
+        copied: codes that an output is, but where its widths are others; they are not coded anew.
     """
 
     def __init__(
@@ -181,16 +187,16 @@ class Coding(Measured):
         self.coded, self.shares = coded, shares
         self.copied = copied or [None] * len(coded)
 
-    def bits(self, name: str) -> tuple[int, ...]:
+    def widths(self, name: str) -> tuple[Width, ...]:
         """Of each output in one tensor."""
-        return tuple(each.bits[name] for each in self.coded)
+        return tuple(each.widths[name] for each in self.coded)
 
     def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
         """Code a piece of a tensor, which begins at element `start`.
 
         Args:
             values: [K, n] float32 on the CPU; overwritten.
-            out: [K, bytes] uint8, of which each row gets as many as its bits take.
+            out: [K, bytes] uint8, of which each row gets as many as its width takes.
         """
         from tvb_mergekit.tensors import codes
 
@@ -200,13 +206,13 @@ class Coding(Measured):
         values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
         for row, coded, same, blocks in zip(values, self.coded, self.copied, out, strict=True):
-            bits = coded.bits[name]
-            if same is not None and same.coded.bits[name] == bits:
+            width = coded.widths[name]
+            if same is not None and same.coded.widths[name] == width:
                 square, error = _square(row), 0.0
                 same.read_blocks(name, start, start + count, blocks)
                 row.zero_()
-            elif bits:
-                square, error = codes.encode(row, bits, row, blocks[: block_bytes(count, bits)])
+            elif width.bits:
+                square, error = codes.encode(row, width, row, blocks[: block_bytes(count, width)])
             else:
                 square = error = _square(row)
             squares.append(square * coded.unit**2)
@@ -217,7 +223,7 @@ class Coding(Measured):
 
 class Measuring(Measured):
     """The same without codes: `measured` gives the squared error of each output at each of CHOICES,
-    [6 K]."""
+    [9 K]."""
 
     def __init__(self, units: Sequence[float]) -> None:
         super().__init__()
@@ -230,7 +236,7 @@ class Measuring(Measured):
         found, rest = list[float](), torch.empty(values.shape[1], dtype=torch.float32)
         for row, unit in zip(values, self.units, strict=True):
             row /= unit
-            at = [codes.encode(row, bits, rest) for bits in BITS]
+            at = [codes.encode(row, width, rest) for width in CHOICES[1:]]
             found += [unit**2 * error for error in (at[0][0], *(error for _, error in at))]
         self._found[name, start] = found
 

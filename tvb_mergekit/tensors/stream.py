@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import Sketch
-from tvb_mergekit.core.quantize import block_bytes
+from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import ALIGN, FUSED, WRITES, Layout
@@ -70,7 +70,7 @@ class Item:
     """One tensor of the stream. `base` may be None where no input needs it.
 
     `out` is the dtype in which it is given to a sink, or uint8 where each output is written as
-    codes of so many `bits`. An item without `inputs` is the base's own.
+    codes of these `widths`. An item without `inputs` is the base's own.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Item:
     base: Part | None
     inputs: tuple[Part, ...]
     out: torch.dtype = torch.float32
-    bits: tuple[int, ...] = ()
+    widths: tuple[Width, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -97,15 +97,19 @@ class Item:
     def nbytes(self) -> int:
         return self.numel * self.width
 
+    def coded(self, widths: Sequence[Width]) -> Item:
+        """The same, each output written as codes."""
+        return replace(self, out=torch.uint8, widths=tuple(widths))
+
     def written(self, numel: int, output: int = 0) -> int:
         """Bytes that as many elements of an output take."""
-        if self.bits:
-            return block_bytes(numel, self.bits[output])
+        if self.widths:
+            return block_bytes(numel, self.widths[output])
         return numel * self.out.itemsize
 
     def widest(self, numel: int) -> int:
         """The same of the output that takes the most."""
-        return block_bytes(numel, max(self.bits)) if self.bits else self.written(numel)
+        return max(self.written(numel, output) for output in range(len(self.widths) or 1))
 
     def whole(self, part: Part) -> Tensor:
         buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
@@ -181,8 +185,8 @@ class Sink(Protocol):
     """Where `deliver` brings outputs, in order and from one thread of its own."""
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        """`values` [number of outputs, stop - start] in `item.out`, on the CPU; with `item.bits` a
-        row is of bytes, the first of which hold the codes of an output."""
+        """`values` [number of outputs, stop - start] in `item.out`, on the CPU; where codes are
+        written, a row is of bytes, the first of which hold the codes of an output."""
 
 
 class Placing(Sink, Protocol):
@@ -282,7 +286,7 @@ class Chunks:
         """Elements of a piece on the device; pieces and chunks begin with a group of codes."""
         if not self.packed or part.packed is None:
             return stored[place].to(self.device, non_blocking=True)
-        first, last = (block_bytes(at, part.packed.bits) for at in (place.start, place.stop))
+        first, last = (block_bytes(at, part.packed.width) for at in (place.start, place.stop))
         blocks = stored[first:last].to(self.device, non_blocking=True)
         return part.packed.decode(blocks, place.stop - place.start)
 

@@ -55,7 +55,7 @@ class Shard:
             size = item.written(item.numel, output)
             entries[item.name] = {
                 "dtype": _NAMES[item.out],
-                "shape": [size] if item.bits else list(item.shape),
+                "shape": [size] if item.widths else list(item.shape),
                 "data_offsets": [place, place + size],
             }
             place += size
@@ -245,7 +245,7 @@ class FoldersSink:
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         last = stop == item.numel
         for writer, row in zip(self.writers, values, strict=True):
-            coded = item.written(stop - start, writer.output) if item.bits else len(row)
+            coded = item.written(stop - start, writer.output) if item.widths else len(row)
             writer.write(item, last, row[:coded])
         if self.coding is not None:
             sums = self.coding.measured(item.name, start)
@@ -256,7 +256,7 @@ class FoldersSink:
             self._sums = None
             if self._journal is not None:
                 hashes = [writer.digest for writer in self.writers]
-                line = json.dumps([self.done, hashes, *([self.measured[-1]] * bool(item.bits))])
+                line = json.dumps([self.done, hashes, *([self.measured[-1]] * bool(item.widths))])
                 with self._journal.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
 
