@@ -13,7 +13,8 @@ from tvb_mergekit.core.basis import Combination, Tunables
 from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.progress import Update
-from tvb_mergekit.tensors.passes import Job, combine_pass, gram_pass, merge_items
+from tvb_mergekit.tensors.merging import Job, merge_items
+from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.stream import Item, Sink, held_item
 from tvb_mergekit.tensors.writing import MemorySink
 

@@ -30,10 +30,10 @@ from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.quantize import LONG, Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.tensors import merging, stream
 from tvb_mergekit.tensors import passes as engine
-from tvb_mergekit.tensors import stream
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
-from tvb_mergekit.tensors.passes import Job, build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.merging import Job, build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.quantized import Coded, Coding
 from tvb_mergekit.tensors.stream import Item, Part
 
@@ -194,8 +194,8 @@ def test_trimming(case: Case, trim: str) -> None:
     names = [str(i) for i in range(tasks)]
     keys = {"basis": "rand_select", "num_bases": bases, "trim": trim}
     found = resolve_settings("basis_ties", keys, names)
-    engine.check_tables(bases, budget)
-    with mock.patch.object(engine, "count_if_needed"):
+    merging.check_tables(bases, budget)
+    with mock.patch.object(merging, "count_if_needed"):
         basis = build_basis(found, names, [1.0] * tasks, lambda: items)
     jobs = {item.name: Job(item.name, Tunables(0.1, density=0.3)) for item in items}
 

@@ -23,7 +23,7 @@ from tvb_mergekit.core.merge import TrimElectMerge
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.tensors.passes import Job, build_basis, merge_items
+from tvb_mergekit.tensors.merging import Job, build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part, held_item
 from tvb_mergekit.tensors.writing import MemorySink
 

@@ -16,7 +16,7 @@ from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
-from tvb_mergekit.tensors.passes import build_basis
+from tvb_mergekit.tensors.merging import build_basis
 from tvb_mergekit.tensors.stream import Item, held_item
 
 CPU = torch.device("cpu")

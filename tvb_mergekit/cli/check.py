@@ -25,8 +25,8 @@ from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.store.store import load as load_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import MEMORY
+from tvb_mergekit.tensors.merging import most_bases, sketch_of
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
-from tvb_mergekit.tensors.passes import most_bases, sketch_of
 
 PROCESS = 400_000_000  # bytes of a process that has imported torch, transformers and mergekit
 

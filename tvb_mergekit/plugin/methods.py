@@ -33,7 +33,7 @@ from tvb_mergekit.settings import (
     check_value,
     resolve_settings,
 )
-from tvb_mergekit.tensors.passes import Job, build_basis, merge_items
+from tvb_mergekit.tensors.merging import Job, build_basis, merge_items
 from tvb_mergekit.tensors.stream import held_item
 from tvb_mergekit.tensors.writing import MemorySink
 

@@ -47,7 +47,7 @@ from tvb_mergekit.store.inputs import QUANTIZED
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.layout import accelerators, device_of
-from tvb_mergekit.tensors.passes import Job, check_tables, merge_items, most_bases
+from tvb_mergekit.tensors.merging import Job, check_tables, merge_items, most_bases
 from tvb_mergekit.tensors.stream import Item, Sink
 
 LOG = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from tvb_mergekit.store import report, store
 from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.facts import FACTS, Facts
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.passes import build_basis, count_if_needed
+from tvb_mergekit.tensors.merging import build_basis, count_if_needed
 from tvb_mergekit.tensors.stream import Holds, Part
 
 if TYPE_CHECKING:

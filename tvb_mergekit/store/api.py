@@ -34,7 +34,7 @@ from tvb_mergekit.store.inputs import Inputs, match
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.zoo import add_to_zoo, remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.passes import Job, build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.merging import Job, build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.writing import MemorySink
 

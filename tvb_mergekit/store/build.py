@@ -69,14 +69,9 @@ from tvb_mergekit.store.store import (
 )
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.adapter import MARKER
+from tvb_mergekit.tensors.merging import sketch_of
 from tvb_mergekit.tensors.output import check_disk, check_new_folder
-from tvb_mergekit.tensors.passes import (
-    combine_pass,
-    gram_pass,
-    measure_pass,
-    share_of,
-    sketch_of,
-)
+from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item

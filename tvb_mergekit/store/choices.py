@@ -28,7 +28,8 @@ from tvb_mergekit.store.facts import DtypeName
 from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name
 from tvb_mergekit.tensors.adapter import MARKER
-from tvb_mergekit.tensors.passes import build_basis, measure_pass
+from tvb_mergekit.tensors.merging import build_basis
+from tvb_mergekit.tensors.passes import measure_pass
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.stream import Item
 

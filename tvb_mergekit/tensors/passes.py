@@ -1,4 +1,4 @@
-"""The three ways through the models, and what is made of them.
+"""The three ways through the models.
 
 `gram_pass` sums the inner products of task vectors. `count_pass` counts the magnitudes of bases,
 for Trim. `combine_pass` gives a sink what is computed from theta_0 and the task vectors: bases,
@@ -9,16 +9,13 @@ first two.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
 from tvb_mergekit.core.gram import (
     BLOCK,
     DEFAULT_BUDGET,
@@ -30,10 +27,9 @@ from tvb_mergekit.core.gram import (
 )
 from tvb_mergekit.core.merge import Linear, Step, check_output
 from tvb_mergekit.core.quantize import CHOICES, Width
-from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
-from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.core.trim import Histogram, table_bytes
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, Update, silent
-from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
 from tvb_mergekit.tensors.quantized import Coding, Measuring
@@ -215,7 +211,7 @@ def count_pass(
     """
     rows = encoder.shape[1]
     threads = sum(worker_count(device) for device in devices)
-    rest, table = _beside_tables(rows, budget), table_bytes(rows)
+    rest, table = beside_tables(rows, budget), table_bytes(rows)
     workers = min(threads, 1 + rest // 2 // table)
     needs = Needs(len(encoder), read_width(items), extra=rows + COUNT_ROWS)
     rest -= (workers - 1) * table
@@ -240,7 +236,7 @@ def count_pass(
     return total
 
 
-def _beside_tables(bases: int, budget: int) -> int:
+def beside_tables(bases: int, budget: int) -> int:
     """What is left of a budget beside Trim's histogram of all bases, or a little more."""
     return max(budget - table_bytes(bases), min(budget, LEAST))
 
@@ -376,192 +372,3 @@ def measure_pass(
     combine_pass(coded, steps, Sums(), coding=measuring, **passed)
     shape = (len(items), step.count, len(CHOICES))
     return torch.stack([sums[item.name] for item in items]).view(shape)
-
-
-@dataclass(frozen=True)
-class Job:
-    """How one tensor is merged, and the name under which it counted in the Gram matrix.
-
-    `alone`: what is given is the direction that a tuned coefficient scales, without theta_0: the
-    sum of the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
-    to forget. Merging adds fl(scale * this) last.
-    """
-
-    counted_as: str
-    tunables: Tunables
-    alone: bool = False
-
-
-def build_basis(
-    settings: Settings,
-    tasks: Sequence[str],
-    weights: Sequence[float],
-    items: Callable[[], Sequence[Item]],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    known: GramSums | None = None,
-    key: Mapping[str, object] | None = None,
-    models: Sequence[str] = (),
-    progress: Progress = silent,
-) -> Basis:
-    """Everything that must be known before the first tensor is merged: see `gram_pass`.
-
-    Args:
-        weights: scale of each task vector, [T], none zero.
-        known: the sums, where they are; those of rand_proj's directions never are.
-
-    Raises:
-        UserError: no tensor counts, NaN or infinity, a zero task vector.
-    """
-    sketch = sketch_of(settings, len(tasks))
-    started = time.perf_counter()
-    if known is not None and sketch is None:
-        raw, cached = known, True
-    else:
-        raw, cached = gram_pass(
-            items,
-            tasks,
-            devices=devices,
-            budget=budget,
-            sketch=sketch,
-            key=key,
-            models=models,
-            progress=progress,
-        )
-    summed = time.perf_counter()
-    # Solvers are not the same to the bit on any two machines.
-    basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
-    basis.cached = cached
-    basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
-    count_if_needed(basis, items, devices=devices, budget=budget, progress=progress)
-    return basis
-
-
-def count_if_needed(
-    basis: Combination,
-    items: Callable[[], Sequence[Item]],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    progress: Progress = silent,
-) -> None:
-    """Give `basis` the histogram of the bases' magnitudes, for TIES with `trim: model`."""
-    if not basis.trims or basis.settings.trim != "model":
-        return
-    started = time.perf_counter()
-    read = items()
-    mine = read[share_of(read)]
-    counted = count_pass(
-        basis.weighted_encoder,
-        mine,
-        lambda: MagnitudeHistogram(basis.num_bases),
-        devices=devices,
-        budget=budget,
-        progress=progress("Trim thresholds", sum(item.nbytes for item in mine)),
-    )
-    assert isinstance(counted, MagnitudeHistogram)
-    ranks.world().add_up(counted.counts)
-    basis.histogram = counted
-    basis.seconds["trim"] = time.perf_counter() - started
-
-
-def check_tables(bases: int, memory: int) -> None:
-    """Trim's histogram of all bases lies beside the buffers of a pass.
-
-    Raises:
-        UserError: `memory` bytes do not hold both.
-    """
-    needed = table_bytes(bases) + LEAST
-    if needed > memory:
-        raise UserError(
-            f"{megabytes(memory)} of memory are too little for basis_ties, which keeps a histogram "
-            f"of {bases} bases: {megabytes(needed)} are needed; raise --memory"
-        )
-
-
-def merge_items(
-    basis: Combination,
-    items: Sequence[Item],
-    jobs: Mapping[str, Job],
-    sink: Sink,
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    progress: Progress = silent,
-) -> None:
-    """Give `sink` the merged tensors, each in its item's `out`, in order: see `combine_pass`.
-
-    Args:
-        items: with the inputs that `basis` combines, in order, as their inputs.
-        jobs: item -> how it is merged; an item without a job stays the base's.
-
-    Raises:
-        UserError: a result overflows its dtype.
-    """
-    trims = basis.trims
-    sketch = basis.sketch if isinstance(basis, Basis) else None
-    if sketch is not None:  # Omega is drawn, not read
-        items = [replace(item, inputs=()) for item in items]
-    sweeps = trims and basis.settings.trim == "tensor"
-    total = 0
-    for item in items:
-        job = jobs.get(item.name)
-        total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
-    update = progress("Merged model", total)
-    step = functools.lru_cache(basis.step)  # most tensors are merged alike
-    counted_as = {name: job.counted_as for name, job in jobs.items()}
-    # Thresholds of one tensor alone take two more readings of it, best just before the last.
-    for group in [[item] for item in items] if sweeps else [list(items)]:
-        steps: dict[str, Step] = {}
-        for item in group:
-            if (job := jobs.get(item.name)) is None:
-                continue
-            if not trims:
-                steps[item.name] = step(job.tunables, job.alone)
-                continue
-            thresholds = _thresholds(basis, item, job.tunables.density, devices, budget, update)
-            steps[item.name] = basis.step(job.tunables, job.alone, thresholds)
-        combine_pass(
-            group,
-            steps,
-            sink,
-            devices=devices,
-            budget=_beside_tables(basis.num_bases, budget) if trims else budget,
-            sketch=sketch,
-            counted_as=counted_as,
-            progress=update,
-        )
-
-
-def _thresholds(
-    basis: Combination,
-    item: Item,
-    density: float,
-    devices: Sequence[torch.device],
-    budget: int,
-    progress: Update,
-) -> Tensor:
-    """Of each basis in one tensor, [M] float32."""
-    if density >= 1:
-        return torch.zeros(basis.num_bases, dtype=torch.float32, device="cpu")
-    if basis.settings.trim == "model":
-        return basis.thresholds(density)
-
-    def sweep(fresh: Callable[[], Histogram]) -> Histogram:
-        encoder = basis.weighted_encoder
-        return count_pass(encoder, [item], fresh, devices=devices, budget=budget, progress=progress)
-
-    return exact_thresholds(sweep, basis.num_bases, item.numel, density)
-
-
-def most_bases(settings: Settings, tasks: int) -> int:
-    """M, or where only the Gram matrix tells it, the most that it can be."""
-    return settings.bases_of(tasks) or tasks
-
-
-def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
-    """The random directions of rand_proj, which the Gram pass must know; None for the others."""
-    if settings.basis != "rand_proj":
-        return None
-    return Sketch(most_bases(settings, tasks), settings.seed)

@@ -53,7 +53,7 @@ from tvb_mergekit.settings import METHODS, VARYING_KEYS
 from tvb_mergekit.store.store import is_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.passes import merge_items, most_bases
+from tvb_mergekit.tensors.merging import merge_items, most_bases
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 RANDOM = (SparsificationMethod.random, SparsificationMethod.della_magprune)
