@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MERGEKIT_RANGE = ">=0.1.5,<0.1.6"  # tested versions: the same as in pyproject.toml
-METHODS = "basis_ta, basis_ties and basis_negate"
+METHODS = "basis_ta, basis_ties, basis_iso, basis_tsvm, basis_wudi and basis_negate"
 
 # The modules handed to the plugin, in the order in which mergekit's own imports execute them.
 MODULES = (

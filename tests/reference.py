@@ -10,6 +10,7 @@ what the formulas do say of them is checked by `check_encoder`. Omega of `rand_p
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -275,6 +276,93 @@ def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array
     return ortho, ortho.T @ dense.tau
 
 
+# Matrices of all bases [M, m, n]
+
+
+def svd(matrix: Array) -> tuple[Array, Array, Array]:
+    """Without the directions of what is zero up to float32's rounding."""
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    there = s > 1e-6 * s.max(initial=0)
+    return u * there, s * there, vt * there[:, None]
+
+
+def isotropic(bases: Array, common: float = 1.0) -> Array:
+    """Iso-C; below 1 Iso-CTS (Marczak et al., ICML 2025, algorithm 2)."""
+    count, rank = len(bases), min(bases.shape[1:])
+    u, s, vt = svd(bases.sum(0))
+    own = round((rank - int(rank * common)) / count)
+    if not own:
+        return s.mean() * u @ vt
+    shared = rank - count * own
+    left, sizes, right = [], [], []
+    for base in bases:
+        outside = base - u[:, :shared] @ u[:, :shared].T @ base
+        a, b, ct = svd(outside)
+        left, sizes, right = [*left, a[:, :own]], [*sizes, b[:own]], [*right, ct[:own]]
+    left, sizes, right = [*left, u[:, :shared]], [*sizes, s[:shared]], [*right, vt[:shared]]
+    polar = orthonormal(np.concatenate(left, 1)) @ orthonormal(np.concatenate(right))
+    return np.concatenate(sizes).mean() * polar
+
+
+def singular_vectors(bases: Array) -> Array:
+    """TSV-M (Gargiulo et al., CVPR 2025)."""
+    each = min(bases.shape[1:]) // len(bases)
+    found = [svd(base) for base in bases]
+    left = np.concatenate([u[:, :each] for u, _, _ in found], 1)
+    right = np.concatenate([vt[:each] for _, _, vt in found])
+    sizes = np.concatenate([s[:each] for _, s, _ in found])
+    return orthonormal(left) * sizes @ orthonormal(right)
+
+
+def interference_free(bases: Array) -> Array:
+    """WUDI (Cheng et al., 2025): the least of its loss, by least squares row by row."""
+    scales = [1 / np.linalg.norm(base) if base.any() else 0.0 for base in bases]
+    sides = np.concatenate([by * base for by, base in zip(scales, bases, strict=True)])
+    goals = np.concatenate([by * base @ base.T for by, base in zip(scales, bases, strict=True)], 1)
+    return np.linalg.lstsq(sides, goals.T, rcond=1e-6)[0].T
+
+
+def orthonormal(matrix: Array) -> Array:
+    """U V^T of U S V^T."""
+    u, _, vt = svd(matrix)
+    return u @ vt
+
+
+def by_matrices(
+    dense: Dense, bases: Array, method: str, parameters: Mapping[str, object], scaled: Value
+) -> Array:
+    """theta_0 + scaled * D for each matrix; to all else the mean of the bases, with `lambda`."""
+    chosen, factor = parameters.get("matrices"), 1.0
+    if parameters.get("lambda_scale") == "tasks":
+        factor = dense.tau.shape[1] / bases.shape[1]
+    parts = []
+    for name in dense.names:
+        shape = tuple(dense.base[name].shape)
+        piece = bases[sum(map(len, parts)) :][: dense.base[name].numel()]
+        by = scaled(name) if callable(scaled) else scaled
+        wanted = not re.search("embed|wte|wpe|lm_head|output.weight", name)
+        wanted &= len(shape) == 2 or "expert" in name
+        if chosen is not None:
+            wanted = re.search(str(chosen), name) is not None
+        if wanted and len(shape) in (2, 3) and piece.size:
+            stacked = piece.T.reshape(bases.shape[1], -1, *shape[-2:])
+            slices = np.moveaxis(stacked, 1, 0)
+            keys = (float(parameters.get("common", 1.0)),) if method == "basis_iso" else ()  # type: ignore[arg-type]
+            parts.append(
+                by * np.stack([OF_MATRICES[method](each, *keys) for each in slices]).ravel()
+            )
+        else:
+            parts.append(by / factor * piece.mean(1))
+    return dense.theta + np.concatenate(parts)
+
+
+OF_MATRICES: dict[str, Callable[..., Array]] = {
+    "basis_iso": isotropic,
+    "basis_tsvm": singular_vectors,
+    "basis_wudi": interference_free,
+}
+
+
 # A whole merge
 
 
@@ -341,6 +429,8 @@ def merged(
 ) -> Expected:
     """The same from B [d, M] and T_hat [d, T]."""
     chosen: dict[str, Value] = {"lambda": 0.0 if method == "basis_negate" else 0.4, "density": 0.2}
+    if method in OF_MATRICES:
+        chosen["lambda"] = 1.0
     chosen |= {k: parameters[k] for k in ("lambda", "alpha", "density") if k in parameters}  # type: ignore[misc]
     chosen |= varying or {}
     factor = 1.0
@@ -354,6 +444,8 @@ def merged(
         names = [name.strip() for name in str(parameters["forget"]).split(",")]
         columns = rebuilt[:, [list(tasks).index(name) for name in names]]
         return Expected(dense.split(negation(dense, bases, columns, scaled, chosen["alpha"])))
+    if method in OF_MATRICES:
+        return Expected(dense.split(by_matrices(dense, bases, method, parameters, scaled)))
     trim, merge_func = (
         str(parameters.get(*each)) for each in (("trim", "model"), ("merge_func", "sum"))
     )

@@ -44,11 +44,16 @@ def test_defaults_are_those_of_the_contract() -> None:
         "lambda_scale": "bases",
         "trim": "model",
         "merge_func": "sum",
+        "common": 1.0,
+        "matrices": None,
         "forget": (),
     }
     with pytest.raises(ValidationError):
         settings.seed = 1  # type: ignore[misc]
-    assert [VARYING_KEYS["lambda"].default_for(method) for method in METHODS] == [0.4, 0.4, 0.0]
+    defaults = {method: VARYING_KEYS["lambda"].default_for(method) for method in METHODS}
+    assert defaults == {"basis_ta": 0.4, "basis_ties": 0.4, "basis_negate": 0.0} | dict.fromkeys(
+        ["basis_iso", "basis_tsvm", "basis_wudi"], 1.0
+    )
     assert {name: key.default for name, key in (VARYING_KEYS | MODEL_KEYS).items()} == {
         "lambda": 0.4,
         "alpha": None,
@@ -64,9 +69,12 @@ def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
 
     adam = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
     adam |= {"anneal_factor", "decoder"}
-    assert told("basis_ta") == {"trim", "merge_func", "forget"}
-    assert told("basis_ties", solver="exact") == {"forget", *adam}
-    assert told("basis_negate", basis="pca", **FORGET) == {"trim", "merge_func", "solver", *adam}
+    ties, matrices = {"trim", "merge_func"}, {"common", "matrices"}
+    assert told("basis_ta") == {"forget"} | ties | matrices
+    assert told("basis_ties", solver="exact") == {"forget"} | matrices | adam
+    assert told("basis_negate", basis="pca", **FORGET) == {"solver"} | ties | matrices | adam
+    assert told("basis_iso") == {"forget"} | ties
+    assert told("basis_wudi") == {"forget", "common"} | ties
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tvb_mergekit.refusals import MergeRefused
 from tvb_mergekit.store import build as building
 from tvb_mergekit.store import store
 from tvb_mergekit.store.build import build_store
+from tvb_mergekit.store.recipes import ALL_TASKS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 # The tasks that merge over the models of a recipe, and the same without what a store fixes.
@@ -337,14 +338,15 @@ def test_without_dtype_the_merged_model_has_the_bases(
 def test_the_ready_recipes_run(families: dict[str, Family], tmp_path: Path) -> None:
     found, built = families["llama"], {**KINDS["pca"], "lambda": 0.25}
     folder = found.store(tmp_path / "my store", **built)
-    names = ["add", "ties", *(f"forget-{task}" for task in TASKS)]
+    names = [*ALL_TASKS, *(f"forget-{task}" for task in TASKS)]
     assert {f.stem for f in (folder / "recipes").iterdir()} == set(names)
-    for name in names[:3]:
+    for name in names[:6]:
         document = ready(folder, f"{name}.yml")
         made = merge(document, tmp_path / name)
         keys = dict(document["parameters"])
         forgets = {"forget": TASKS[0], "alpha": 1.0, "lambda": 0}
-        assert (forgets if "forget" in name else {"lambda": 0.25}).items() <= keys.items()
+        lambda_ = 0.25 if name in ("add", "ties") else 1.0  # the recipe's is of another method
+        assert (forgets if "forget" in name else {"lambda": lambda_}).items() <= keys.items()
         method = document["merge_method"]
         want = found.merge(method, tmp_path / f"m-{name}", **KINDS["pca"], **keys)
         assert_alike(made, want, found.base, method, "float32")

@@ -24,6 +24,7 @@ import tvb_mergekit
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import facts, store
+from tvb_mergekit.store.recipes import ALL_TASKS
 
 TASKS = ("a", "b", "c", "d", "e", "f", "g")
 
@@ -297,8 +298,8 @@ def test_what_a_user_put_there_survives_additions_and_undoing(
     for words in (["add", "grown", "e", "--task", "e", "--quiet"], ["undo", "grown"]) * 2:
         tvb(*words)
         assert (here / "grown/notes.txt").read_text() == "mine"
-        names = {path.name for path in recipes.iterdir() if not path.name.startswith("forget")}
-        assert names == {"add.yml", "mine.yml", "merged", "ties.yml"}
+        names = {path.stem for path in recipes.iterdir() if not path.name.startswith("forget")}
+        assert names == {*ALL_TASKS, "mine", "merged"}
         assert (recipes / "add.yml").read_text() == text
         assert (recipes / "merged/model.txt").read_text() == "x"
     assert "recipes/add.yml was edited: it stays as it is" in caplog.text
@@ -437,7 +438,7 @@ def test_a_store_that_was_moved_works(command: str, here: Path, tmp_path: Path) 
 
 def test_a_store_is_merged_without_a_recipe(here: Path) -> None:
     done = refused("merge", "grown", "out")
-    assert "name a --method, one of add, ties, forget-a, forget-b, forget-c, forget-d" in done
+    assert "name a --method, one of add, ties, iso, tsvm, wudi, forget-a, forget-b" in done
     assert "did you mean forget-b?" in refused("merge", "grown", "out", "--method", "forgt-b")
     assert "belong to a STORE" in refused("merge", "grown/recipes/add.yml", "o", "--method", "add")
     shutil.rmtree(here / "grown/recipes")

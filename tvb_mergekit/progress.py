@@ -1,4 +1,4 @@
-"""Progress in bytes with an ETA, on standard error."""
+"""Progress with an ETA, on standard error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -15,8 +15,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from tvb_mergekit.errors import megabytes
 
 LOG = logging.getLogger(__name__)
-Update = Callable[[int], object]  # called with the bytes of each piece
-Progress = Callable[[str, int], Update]  # called with the title and total bytes of each pass
+Update = Callable[[int], object]  # called with the bytes of each piece, or another unit's number
+
+
+class Progress(Protocol):
+    """Called with the title of each pass and its total, in bytes unless `unit` says otherwise."""
+
+    def __call__(self, title: str, total: int, unit: str = "B") -> Update: ...
+
 
 EVERY = 10.0  # seconds between two lines
 LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -55,8 +61,9 @@ class Bar(tqdm.tqdm):  # type: ignore[type-arg]
 def bars(quiet: bool) -> Progress:
     """A bar for each pass, and at its end a line at INFO with its speed."""
 
-    def start(title: str, total: int) -> Update:
-        bar = Bar(total=total, desc=title, unit="B", unit_scale=True, disable=quiet)
+    def start(title: str, total: int, unit: str = "B") -> Update:
+        shown = {"unit": f" {unit}"} if unit != "B" else {"unit": unit, "unit_scale": True}
+        bar = Bar(total=total, desc=title, disable=quiet, **shown)
         done, started = 0, time.perf_counter()
 
         def update(nbytes: int) -> None:
@@ -66,6 +73,9 @@ def bars(quiet: bool) -> Progress:
             if done >= total:
                 bar.close()
                 seconds = time.perf_counter() - started
+                if unit != "B":
+                    LOG.info("%s: %d %s in %.2f s", title, total, unit, seconds)
+                    return
                 speed = total / max(seconds, 1e-9) / 1e9
                 LOG.info("%s: %s in %.2f s, %.2f GB/s", title, megabytes(total), seconds, speed)
 
@@ -100,6 +110,6 @@ def logging_above_bars() -> AbstractContextManager[None]:
     return logging_redirect_tqdm() if told and sys.stderr.isatty() else nullcontext()
 
 
-def silent(title: str, total: int) -> Update:
+def silent(title: str, total: int, unit: str = "B") -> Update:
     """No bars."""
     return lambda nbytes: None

@@ -19,15 +19,23 @@ from pydantic import BaseModel, ConfigDict
 
 from tvb_mergekit.errors import UserError
 
-Method = Literal["basis_ta", "basis_ties", "basis_negate"]
+Method = Literal["basis_ta", "basis_ties", "basis_iso", "basis_tsvm", "basis_wudi", "basis_negate"]
 BasisName = Literal["ae", "balanced", "linear_ae", "pca", "rand_select", "rand_proj", "none"]
 Solver = Literal["adam", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
+MATRIX_METHODS: tuple[Method, ...] = ("basis_iso", "basis_tsvm", "basis_wudi")
 TITLES: dict[str, str] = {  # of the methods, in model cards
     "basis_ta": "Task Arithmetic on Task Vector Bases",
     "basis_ties": "TIES on Task Vector Bases",
+    "basis_iso": "Isotropic Merging on Task Vector Bases",
+    "basis_tsvm": "Singular Vectors (TSV-M) on Task Vector Bases",
+    "basis_wudi": "Interference-Free Merging (WUDI) on Task Vector Bases",
     "basis_negate": "Task Negation on Task Vector Bases",
 }
+# Of tensors' names, whatever their case.
+OUTPUT_LAYER = r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b"
+EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
+EXPERTS = r"expert|moe"  # stacked to three dimensions
 LARGEST = 1e30  # coefficient; times what it multiplies it fits in float32
 
 
@@ -80,6 +88,7 @@ Adam = partial(Training, solvers=("adam",))
 Positive = partial(Adam, low=0, above=True)
 Ties = partial(Key, methods=("basis_ties",))
 Negate = partial(Key, methods=("basis_negate",))
+Matrix = partial(Key, methods=MATRIX_METHODS)
 
 
 class Settings(BaseModel):
@@ -110,6 +119,19 @@ class Settings(BaseModel):
     )
     trim: Annotated[Literal["model", "tensor"], Ties("what `density` is a share of")] = "model"
     merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
+    common: Annotated[
+        float,
+        Key(
+            "share of the directions that are the sum's",
+            methods=("basis_iso",),
+            low=0,
+            above=True,
+            high=1,
+        ),
+    ] = 1.0
+    matrices: Annotated[
+        str | None, Matrix("regular expression of the matrices; the others are averaged")
+    ] = None
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
 
     @property
@@ -138,6 +160,20 @@ class Settings(BaseModel):
             return None
         return ratio_to_bases(self.basis_ratio, tasks)
 
+    def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the method merges this tensor as a matrix, or as several (three dimensions).
+
+        By default these are all of two dimensions but embeddings and the output layer, and stacked
+        experts.
+        """
+        if self.method not in MATRIX_METHODS or len(shape) not in (2, 3) or 0 in shape:
+            return False
+        if self.matrices is not None:
+            return re.search(self.matrices, name) is not None
+        if len(shape) == 3 and not re.search(EXPERTS, name, re.IGNORECASE):
+            return False
+        return not re.search(f"{EMBEDDINGS}|{OUTPUT_LAYER}", name, re.IGNORECASE)
+
     def excludes(self, tensor_name: str) -> bool:
         """Whether `exclude` leaves this tensor to the base."""
         return self.exclude is not None and re.search(self.exclude, tensor_name) is not None
@@ -165,7 +201,7 @@ VARYING_KEYS = _table(
         default=0.4,
         low=-LARGEST,
         high=LARGEST,
-        method_defaults={"basis_negate": 0.0},
+        method_defaults={"basis_negate": 0.0, **dict.fromkeys(MATRIX_METHODS, 1.0)},
     ),
     Negate("strength of forgetting", "alpha", low=0, high=LARGEST),
     Share(
@@ -176,6 +212,8 @@ MODEL_KEYS = _table(
     Key("the task's name; by default the last part of the path", "task", str),
     Key("scale of the task vector", "weight", default=1.0, low=-1e6, high=1e6, nonzero=True),
 )
+# Those that say how bases are merged, and nothing of the bases; `exclude` is of both.
+MERGING_KEYS = ("lambda_scale", *(k for k, key in GLOBAL_KEYS.items() if key.methods != METHODS))
 ALL_KEYS = GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS
 
 
@@ -224,11 +262,13 @@ def _text(spec: Key, value: object, wrong: str) -> str:
         raise UserError(wrong + (f" (did you mean `{guess}`?)" if guess else ""))
     if not value.strip():
         raise UserError(f"`{spec.name}` is empty: leave the key out, or give it {spec.expected}")
-    if spec.name == "exclude":
+    if spec.name in ("exclude", "matrices"):
         try:
             re.compile(value)
         except (re.error, RecursionError, OverflowError) as error:
-            raise UserError(f"`exclude` is {value!r}: no regular expression: {error}") from error
+            raise UserError(
+                f"`{spec.name}` is {value!r}: no regular expression: {error}"
+            ) from error
     return value
 
 

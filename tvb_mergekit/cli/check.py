@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +25,10 @@ from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.store.store import load as load_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import MEMORY
+from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
 from tvb_mergekit.tensors.merging import most_bases, sketch_of
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
+from tvb_mergekit.tensors.stream import Item
 
 PROCESS = 400_000_000  # bytes of a process that has imported torch, transformers and mergekit
 
@@ -98,6 +100,7 @@ def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
     yield _disk(_merged_bytes(inputs), out, store)
     passes = 1 if sketch_of(settings, len(inputs.tasks)) is not None else _passes(settings)
     yield _reading(passes, inputs.nbytes)
+    yield from _matrices(settings, inputs.items, bases)
     every = [inputs.base, *inputs.sources]
     names = {name for weights in every for name in weights.tensors}
     some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
@@ -120,7 +123,9 @@ def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
     yield from _taking_part(len(taking), numel, plan.left_out)
     yield _disk(plan.output_bytes, out)
     nbytes = sum(planned.nbytes for planned in taking)
-    yield _reading(_passes(plan.recipe.settings), nbytes)
+    settings = plan.recipe.settings
+    yield _reading(_passes(settings), nbytes)
+    yield from _matrices(settings, plan.items(), most_bases(settings, len(plan.recipe.tasks)))
     if deep:
         basis = plan.build()
         assert isinstance(basis, Basis)
@@ -144,6 +149,15 @@ def _reading(passes: int, nbytes: int) -> str:
     )
 
 
+def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:
+    """What a method that merges matrices takes beside."""
+    if largest := largest_matrix(settings, items, bases):
+        yield (
+            f"{settings.method} merges {sum(count_matrices(settings, item) for item in items)} "
+            f"matrices, one at a time; {largest} of memory in any command"
+        )
+
+
 def _verdict(count: int, energy: float) -> str:
     bases = counted(count, "basis")
     return f"All tensors are finite; {bases} would retain {100 * energy:.2f} % of the energy"
@@ -165,13 +179,15 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
         base = Checkpoint.open(recipe.base.model.path)
         load_store(recipe.store.path).check_base(base, str(recipe.base))
     else:
-        plan_only(document, options)  # compares checksums and the base on the way
+        plan = plan_only(document, options)  # compares checksums and the base on the way
     bases = recipe.store.bases
     yield (
         f"{recipe.settings.method} over {counted(bases.num_bases, 'basis')} of {recipe.store.path} "
         f"for {counted(len(bases.tasks), 'task')}; its files and the base are those that it was "
         "built with"
     )
+    if not document.raw:
+        yield from _matrices(recipe.settings, plan.items(), bases.num_bases)
 
 
 def _merged_bytes(inputs: Inputs) -> int:

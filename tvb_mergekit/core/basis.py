@@ -18,7 +18,7 @@ from tvb_mergekit.core.merge import Linear, Step, Term, TrimElectMerge
 from tvb_mergekit.core.trim import MagnitudeHistogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
-from tvb_mergekit.settings import Settings
+from tvb_mergekit.settings import MATRIX_METHODS, Settings
 
 # A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
 # vector norms); another pre-training run lies at about 1.4 times the norm.
@@ -80,8 +80,16 @@ class Combination(ABC):
 
     @property
     def addition(self) -> Tensor:
-        """The sum of the bases from the vectors that are combined, [N] float64."""
-        return self.weighted_encoder.sum(1)
+        """What lambda times `scale` is multiplied by, from the vectors that are combined, [N]
+        float64: the sum of the bases.
+
+        Methods that merge matrices as such take the mean of the bases for all other tensors, as
+        their papers do, whatever the scale.
+        """
+        total = self.weighted_encoder.sum(1)
+        if self.settings.method in MATRIX_METHODS:
+            total /= self.num_bases * self.scale
+        return total
 
     @property
     def forgetting(self) -> Tensor:
@@ -98,8 +106,8 @@ class Combination(ABC):
         """How one tensor is merged.
 
         Args:
-            alone: only the direction that a tuned coefficient scales, without theta_0: the sum of
-                the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the task vectors to forget.
+            alone: only the direction that a tuned coefficient scales, without theta_0: `addition`,
+                TrimElectMerge(B_1 ... B_M), or with `forget` the task vectors to forget.
             thresholds: of each basis, [M] float32, if the method trims.
         """
         if self.trims:

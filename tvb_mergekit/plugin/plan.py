@@ -47,6 +47,7 @@ from tvb_mergekit.store.inputs import QUANTIZED
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.layout import accelerators, device_of
+from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import Job, check_tables, merge_items, most_bases
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -134,11 +135,11 @@ class Plan:
     def build(self) -> Combination:
         """The basis, by the passes that it takes; checks what stays the base's on the way."""
         with refusing():
-            settings = self.recipe.settings
+            settings, store = self.recipe.settings, self.recipe.store
+            bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
             if self.memory is not None and settings.method == "basis_ties":
-                store = self.recipe.store
-                bases = most_bases(settings, len(self.recipe.tasks))
-                check_tables(store.bases.num_bases if store else bases, self.memory)
+                check_tables(bases, self.memory)
+            check_matrices(settings, self.items(), bases, self.memory)
             world = ranks.world()
             left = [p for p in self.tensors.values() if p.counted_as is None]
             for planned in left[world.rank :: world.size]:

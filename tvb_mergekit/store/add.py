@@ -371,7 +371,7 @@ class _Addition:
             # M stays and T grows: the same lambda would mean less and less for each task.
             parameters["lambda_scale"] = "tasks"
             if old.tasks:
-                given = parameters.get("lambda", VARYING_KEYS["lambda"].default_for("basis_ta"))
+                given = parameters.get("lambda", VARYING_KEYS["lambda"].default_for(old.method))
                 parameters["lambda"] = _times(given, self.bases.num_bases / len(old.tasks))
         encoding = None  # of the Gram matrix of all tasks, where it is known
         if step.gram is not None:

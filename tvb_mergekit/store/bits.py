@@ -33,6 +33,7 @@ from tvb_mergekit.core.quantize import (
 )
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress
+from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.passes import gram_pass
@@ -46,8 +47,8 @@ RESERVED += ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # while i
 # Of tensors' names: the first that is found tells the group, and without any it is OTHER.
 KINDS_OF_TENSORS = {
     "norms": r"norm|\bln_|\bln\d?\b",
-    "output layer": r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b",
-    "embeddings": r"embed|\bwte\b|\bwpe\b|^shared\.",
+    "output layer": OUTPUT_LAYER,
+    "embeddings": EMBEDDINGS,
     "attention": r"att(entio)?n|\b[qkvo]_proj\b|query_key_value|\bqkv\b",
     "MLP": r"mlp|ffn|feed_?forward|experts|moe|intermediate|output\.dense|\bfc_?\d|densereludense",
 }
@@ -211,7 +212,7 @@ def fixed_bytes(
     facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(left_out)))
     numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
     listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
-    recipes = 2 * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
+    recipes = len(METHODS) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
     return vectors * (headers + files) + facts + numbers + recipes
 
 

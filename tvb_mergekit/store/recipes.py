@@ -1,4 +1,4 @@
-"""The recipes that a store is written with: add, ties, and forget each of its tasks.
+"""The recipes that a store is written with: ways to merge all tasks, and to forget each.
 
 Their paths are relative to the recipe's own folder, so that a store may be moved. mergekit takes
 paths from the current folder; `located` gives it absolute ones.
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tvb_mergekit.settings import VARYING_KEYS
+from tvb_mergekit.settings import GLOBAL_KEYS, VARYING_KEYS, Method
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts, record_of
@@ -24,6 +24,14 @@ _HEAD = """\
 #   {command} STORE/recipes/{name}.yml OUT
 # Paths that begin with ../ are relative to this folder: in a copy elsewhere write them anew.
 """
+# Name -> method, and what it does, of the recipes for all tasks
+ALL_TASKS: dict[str, tuple[Method, str]] = {
+    "add": ("basis_ta", "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M)."),
+    "ties": ("basis_ties", "The same with less interference: TIES over the bases."),
+    "iso": ("basis_iso", "The same with one singular value for all directions: Iso-C of the sum."),
+    "tsvm": ("basis_tsvm", "The same from the first singular vectors of each basis: TSV-M."),
+    "wudi": ("basis_wudi", "The same with the least interference between the bases: WUDI."),
+}
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
@@ -91,14 +99,8 @@ def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, 
     """Name -> what the recipe does, and the recipe; `store` and `base` are their paths in it."""
     made = {}
     if facts.parameters["basis"] != "rand_proj":
-        made["add"] = (
-            "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M).",
-            _recipe("basis_ta", facts, store, base),
-        )
-        made["ties"] = (
-            "The same with less interference: TIES over the bases.",
-            _recipe("basis_ties", facts, store, base),
-        )
+        for name, (method, what) in ALL_TASKS.items():
+            made[name] = what, _recipe(method, facts, store, base)
     for task, name in zip(facts.tasks, slugs(facts.tasks), strict=True):
         made[f"forget-{name}"] = (
             f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
@@ -128,8 +130,9 @@ def _recipe(
     if is_zoo(facts):
         parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
-    if method == "basis_ties":
-        parameters |= {key: built[key] for key in ("trim", "merge_func") if key in built}
+    for key in ("trim", "merge_func", "common", "matrices"):
+        if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:
+            parameters[key] = built[key]
     parameters |= more or {}
     vectors = facts.store.folders[: facts.num_bases]
     if is_zoo(facts) and more and not parameters.get("lambda"):  # it needs no other

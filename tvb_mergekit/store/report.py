@@ -21,6 +21,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Basis, StoredBases
 from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
 from tvb_mergekit.errors import counted
+from tvb_mergekit.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.store.facts import (
     FACTS,
     FOLDER,
@@ -230,7 +231,7 @@ def facts_over_store(
     dtype: str | None,
 ) -> Facts:
     """`basis.json` of a merge over the bases of a store, from that of the store."""
-    merging = ("lambda", "alpha", "density", "trim", "merge_func", "forget", "lambda_scale")
+    merging = (*VARYING_KEYS, *MERGING_KEYS)
     parameters = {k: v for k, v in built.parameters.items() if k not in merging}
     in_force = basis.settings.in_force()
     parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}

@@ -23,7 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError, check_names, remedy
-from tvb_mergekit.settings import GLOBAL_KEYS, Settings, nearest, resolve_settings
+from tvb_mergekit.settings import (
+    GLOBAL_KEYS,
+    MERGING_KEYS,
+    Settings,
+    nearest,
+    resolve_settings,
+)
 from tvb_mergekit.store.facts import (
     FACTS,
     TENSORS,
@@ -55,7 +61,6 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 }
 
 # What a recipe over a store may still say; all other global keys are fixed when it is built.
-OPEN_KEYS = ("exclude", "lambda_scale", "trim", "merge_func", "forget")
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
@@ -176,7 +181,7 @@ class Bases:
         """
         where = self.path or "these bases"
         for key in given:
-            if key in GLOBAL_KEYS and key not in OPEN_KEYS:
+            if key in GLOBAL_KEYS and key not in (*MERGING_KEYS, "exclude"):
                 raise UserError(
                     f"`{key}`: the models are bases of {where}, which is built; leave the key "
                     "out, or list the fine-tuned models"

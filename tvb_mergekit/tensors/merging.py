@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
     CPU,
     LEAST,
@@ -151,39 +154,50 @@ def merge_items(
     Raises:
         UserError: a result overflows its dtype.
     """
-    trims = basis.trims
+    trims, settings = basis.trims, basis.settings
     sketch = basis.sketch if isinstance(basis, Basis) else None
     if sketch is not None:  # Omega is drawn, not read
         items = [replace(item, inputs=()) for item in items]
-    sweeps = trims and basis.settings.trim == "tensor"
+    sweeps = trims and settings.trim == "tensor"
+    passed: dict[str, Any] = {"devices": devices, "budget": budget}
+    if trims:
+        passed["budget"] = beside_tables(basis.num_bases, budget)
+    matrices = {item.name: count_matrices(settings, item) for item in items if item.name in jobs}
     total = 0
     for item in items:
         job = jobs.get(item.name)
         total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
-    update = progress("Merged model", total)
+    if count := sum(matrices.values()):  # which take nearly all of the time
+        update, told = silent("", 0), progress("Merged model", count, "matrices")
+    else:
+        update = told = progress("Merged model", total)
     step = functools.lru_cache(basis.step)  # most tensors are merged alike
     counted_as = {name: job.counted_as for name, job in jobs.items()}
-    # Thresholds of one tensor alone take two more readings of it, best just before the last.
-    for group in [[item] for item in items] if sweeps else [list(items)]:
+
+    def apart(item: Item) -> str | None:
+        return item.name if item.name in jobs and (sweeps or matrices[item.name]) else None
+
+    for _, group in itertools.groupby(items, apart):
         steps: dict[str, Step] = {}
-        for item in group:
+        some = list(group)
+        for item in some:
             if (job := jobs.get(item.name)) is None:
                 continue
-            if not trims:
+            if matrices[item.name]:
+                scale = 1.0 if job.alone else job.tunables.lambda_ * basis.scale
+                for done in merge_matrices(basis, item, scale, sink, not job.alone, **passed):
+                    told(done)
+            elif trims:
+                # Of one tensor alone they take two more readings, best just before the last.
+                limits = _thresholds(basis, item, job.tunables.density, devices, budget, update)
+                steps[item.name] = basis.step(job.tunables, job.alone, limits)
+            else:
                 steps[item.name] = step(job.tunables, job.alone)
-                continue
-            thresholds = _thresholds(basis, item, job.tunables.density, devices, budget, update)
-            steps[item.name] = basis.step(job.tunables, job.alone, thresholds)
-        combine_pass(
-            group,
-            steps,
-            sink,
-            devices=devices,
-            budget=beside_tables(basis.num_bases, budget) if trims else budget,
-            sketch=sketch,
-            counted_as=counted_as,
-            progress=update,
-        )
+        left = [item for item in some if not matrices.get(item.name)]
+        if left:
+            combine_pass(
+                left, steps, sink, **passed, sketch=sketch, counted_as=counted_as, progress=update
+            )
 
 
 def _thresholds(

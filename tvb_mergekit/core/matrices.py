@@ -1,0 +1,241 @@
+"""Merges of one matrix that look at its singular directions: isotropic, singular vectors, WUDI.
+
+From B_1 ... B_M, stacked as `bases` [M, m, n] (float32, any strides, left as they are), each of
+them gives the direction D [m, n] float32 that is added to theta_0. r = min(m, n). They need no
+data, and give the same bits for the same input on the same machine.
+
+Everything comes from Gram matrices of the shorter side, summed in float64 over BLOCK columns at a
+time. Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest.
+One of at most NULL times the largest is taken for rounding of the float32 inputs: it counts as 0,
+and its direction contributes nothing, where an SVD would fill in an arbitrary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK = 512  # columns that are held in float64 at a time
+NULL = 1e-6  # of the largest singular value
+RIDGE = 1e-12  # of the trace of WUDI's normal equations
+
+
+def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
+    """D with one singular value for all directions: those of the sum, and of each B_m.
+
+    Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
+    the mean over all r singular values. With `common` below 1 Iso-CTS: the sum's first directions,
+    and as many of each B_m without its part in their left space; U of all and V of all, side by
+    side, give way to their polar factors.
+
+    Args:
+        common: the share of the r directions that is the sum's, 0 to 1. Rounded as in the authors'
+            code: the others are divided equally, to the nearest number for each B_m. That those
+            were more than r, as they can be there where r is near M, is ruled out.
+    """
+    count, rank = len(bases), min(bases.shape[1:])
+    share = min(round((rank - int(rank * common)) / count), rank // count)
+    if not share:
+        polar, sizes = _polar(_sum(bases))
+        return polar.mul_(sizes.mean())
+    common_left, values, common_right = _top(_sum(bases), rank - count * share)
+    floor = NULL * float(values[:1].sum())
+    left, sizes, right = _places(bases, rank)
+    part = slice(count * share, rank)
+    left[:, part], sizes[part], right[:, part] = common_left, values, common_right
+    del common_right
+    for number, base in enumerate(bases):
+        part = slice(number * share, (number + 1) * share)
+        outside = _outside(base, common_left)
+        left[:, part], sizes[part], right[:, part] = _top(outside, share, floor)
+    del common_left, outside
+    left, right = _polar(left)[0], _polar(right)[0]
+    return left.mul_(sizes.mean()) @ right.T
+
+
+def singular_vectors(bases: Tensor) -> Tensor:
+    """D = U S V^T of the bases' first singular triples, U and V made orthonormal.
+
+    TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m; U of
+    all, side by side, gives way to its polar factor, and so does V. Nothing is left where r < M.
+    """
+    count, share = len(bases), min(bases.shape[1:]) // len(bases)
+    left, sizes, right = _places(bases, count * share)
+    for number, base in enumerate(bases):
+        part = slice(number * share, (number + 1) * share)
+        left[:, part], sizes[part], right[:, part] = _top(base, share)
+    left, right = _polar(left)[0], _polar(right)[0]
+    return left.mul_(sizes) @ right.T
+
+
+def interference_free(bases: Tensor) -> Tensor:
+    """The D of least `interference` with the bases, and among those the one of least norm.
+
+    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam towards it
+    from sum_m B_m. Here it is D = R A^+, from the normal equations D A = R with
+
+        A = sum_m w_m B_m^T B_m,  R = sum_m w_m B_m B_m^T B_m,  w_m = 1 / ||B_m||^2 (0 for B_m = 0),
+
+    or, where M m < n, D = E (C C^T)^+ C with C [M m, n] of all sqrt(w_m) B_m above each other and
+    E [m, M m] of all sqrt(w_m) B_m B_m^T side by side.
+    """
+    count, rows, columns = bases.shape
+    norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
+    inverse = torch.where(norms > 0, 1 / norms, 0)
+    if columns <= count * rows:
+        normal, right = norms.new_zeros(columns, columns), norms.new_zeros(columns, rows)  # A, R^T
+        for weight, base in zip(inverse.square().tolist(), bases, strict=True):
+            matrix = base.double()
+            normal.addmm_(matrix.T, matrix, alpha=weight)
+            if rows <= columns:
+                right.addmm_(matrix.T, matrix @ matrix.T, alpha=weight)
+            else:
+                right.addmm_(matrix.T @ matrix, matrix.T, alpha=weight)
+            del matrix
+        return _solve(normal, right).T.float()
+    scales = inverse.repeat_interleave(rows)
+    pieces = (bases[:, :, part].double().flatten(0, 1) for part in _blocks(columns))
+    normal = _gram(pieces).mul_(scales).mul_(scales[:, None])
+    parts = [slice(start, start + rows) for start in range(0, count * rows, rows)]
+    right = torch.cat([normal[p, p] * norm for p, norm in zip(parts, norms, strict=True)])  # E^T
+    solution = _solve(normal, right).mul_(scales[:, None])
+    merged = bases.new_empty(rows, columns)
+    for part in _blocks(columns):
+        merged[:, part] = solution.T @ bases[:, :, part].double().flatten(0, 1)
+    return merged
+
+
+def interference(merged: Tensor, bases: Tensor) -> float:
+    """WUDI's loss of a D [m, n]: sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2, in float64."""
+    total = 0.0
+    for base in bases.double():
+        product = (merged.double() - base) @ base.T
+        total += float(product.square().sum() / base.square().sum()) if base.any() else 0.0
+    return total
+
+
+def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty U [m, directions], S [directions] and V [n, directions]."""
+    _, rows, columns = bases.shape
+    sizes = bases.new_empty(directions, dtype=torch.float64)
+    return bases.new_empty(rows, directions), sizes, bases.new_empty(columns, directions)
+
+
+def _top(matrix: Tensor, directions: int, floor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
+
+    Zeros stand for those of a singular value of at most `floor`, or NULL times the largest.
+    """
+    wide = _wide(matrix)
+    sizes, vectors = _spectrum(wide)
+    inverse = _inverse(sizes, floor)
+    first = slice(len(sizes) - directions, None)
+    sizes, inverse = sizes[first].flip(0), inverse[first].flip(0)
+    near = vectors[:, first].flip(1) * (inverse > 0)
+    far = sizes.new_empty(wide.shape[1], directions)
+    for part in _blocks(wide.shape[1]):
+        far[part] = wide[:, part].double().T @ near
+    far *= inverse
+    left, right = (near, far) if wide is matrix else (far, near)
+    return left, sizes * (inverse > 0), right
+
+
+def _outside(base: Tensor, left: Tensor) -> Tensor:
+    """B_m - U U^T B_m [m, n] float32, for U [m, k] float64 with orthonormal columns."""
+    outside = torch.empty_like(base)
+    for part in _blocks(base.shape[1]):
+        piece = base[:, part].double()
+        outside[:, part] = piece.addmm_(left, left.T @ piece, alpha=-1)
+    return outside
+
+
+def _polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """U V^T [m, n] float32 of a U S V^T [m, n], and S [r] float64, increasing."""
+    wide = _wide(matrix)
+    sizes, vectors = _spectrum(wide)
+    root = (vectors * _inverse(sizes)) @ vectors.T
+    polar = torch.empty_like(wide)
+    for part in _blocks(wide.shape[1]):
+        polar[:, part] = root @ wide[:, part].double()
+    return (polar if wide is matrix else polar.T), sizes
+
+
+def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values [a] float64, increasing, and left singular vectors [a, a] of [a, b], a <= b.
+
+    Newton-Schulz steps to the polar factor took MEASURED times as long on a CPU.
+    """
+    values, vectors = torch.linalg.eigh(_gram(wide[:, p].double() for p in _blocks(wide.shape[1])))
+    return values.clamp_(min=0).sqrt_(), vectors
+
+
+def _inverse(sizes: Tensor, floor: float = 0.0) -> Tensor:
+    """1 / sigma [a], and 0 for those at most `floor` or NULL times the largest, the last."""
+    floor = max(floor, NULL * float(sizes[-1:].sum()))
+    return torch.where(sizes > floor, 1 / sizes, 0)
+
+
+def _solve(normal: Tensor, right: Tensor) -> Tensor:
+    """normal^+ @ right for a positive semidefinite `normal` [k, k], float64; overwrites both.
+
+    By Cholesky, with a ridge and one step of refinement: (normal + ridge) x' = right + ridge x.
+    A direction of eigenvalue e is off by (ridge / (e + ridge))^2. An eigendecomposition takes
+    MEASURED times as long.
+    """
+    ridge = RIDGE * float(normal.trace())
+    normal.diagonal().add_(ridge or 1.0)  # 1 where all is 0
+    factor = torch.linalg.cholesky(normal)
+    del normal
+    solution = _substituted(factor, right)
+    return _substituted(factor, solution.clone()).mul_(ridge).add_(solution)
+
+
+def _substituted(factor: Tensor, right: Tensor) -> Tensor:
+    """(L L^T)^-1 @ right, in place of `right`."""
+    torch.linalg.solve_triangular(factor, right, upper=False, out=right)
+    return torch.linalg.solve_triangular(factor.T, right, upper=True, out=right)
+
+
+def _gram(pieces: Iterable[Tensor]) -> Tensor:
+    """The sum of P P^T over pieces P [a, any], float64."""
+    pieces = iter(pieces)
+    first = next(pieces)
+    total = first @ first.T
+    for piece in pieces:
+        total.addmm_(piece, piece.T)
+    return total
+
+
+def _sum(bases: Tensor) -> Tensor:
+    """sum_m B_m [m, n] float32, rounded once."""
+    total = torch.empty_like(bases[0])
+    for part in _blocks(bases.shape[1]):
+        piece = bases[0, part].double()
+        for base in bases[1:]:
+            piece += base[part]
+        total[part] = piece
+    return total
+
+
+def _blocks(columns: int) -> Iterator[slice]:
+    """The columns in order, BLOCK at a time."""
+    for start in range(0, columns, BLOCK):
+        yield slice(start, min(start + BLOCK, columns))
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """The matrix [a, b] with a <= b: itself, or transposed."""
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+
+def merge_matrix(settings, bases):
+    """D [m, n] of one matrix, as the recipe's method gives it."""
+    if settings.method == "basis_iso":
+        return isotropic(bases, settings.common)
+    return {"basis_tsvm": singular_vectors, "basis_wudi": interference_free}[settings.method](bases)
+
+
+def matrix_bytes(method, count, rows, columns):
+    return 24 * count * rows * columns

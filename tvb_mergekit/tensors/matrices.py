@@ -1,0 +1,158 @@
+"""Tensors that are merged as matrices: all inputs of one at a time, three dimensions by slices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Combination
+from tvb_mergekit.core.matrices import matrix_bytes, merge_matrix
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.errors import UserError, counted, megabytes
+from tvb_mergekit.settings import Settings
+from tvb_mergekit.tensors.passes import LEAST, combine_pass
+from tvb_mergekit.tensors.stream import Item, Part, Sink, allocate
+
+LOG = logging.getLogger(__name__)
+
+
+class Largest(NamedTuple):
+    """The matrix that takes the most memory: of all its bases, and of what is computed of them."""
+
+    name: str
+    shape: tuple[int, int]
+    nbytes: int
+
+    def __str__(self) -> str:
+        rows, columns = self.shape
+        return f"`{self.name}`, {rows} x {columns}, takes {megabytes(self.nbytes + LEAST)}"
+
+
+def count_matrices(settings: Settings, item: Item) -> int:
+    """How many matrices a tensor is merged as; 0: as a vector."""
+    if not settings.is_matrix(item.name, item.shape):
+        return 0
+    return 1 if len(item.shape) == 2 else item.shape[0]
+
+
+def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Largest | None:
+    """None where the method merges no matrices.
+
+    Raises:
+        UserError: `matrices` is the name of none.
+    """
+    found = [
+        Largest(item.name, (rows, columns), matrix_bytes(settings.method, bases, rows, columns))
+        for item in items
+        if settings.is_matrix(item.name, item.shape)
+        for rows, columns in [item.shape[-2:]]
+    ]
+    if not found and settings.matrices is not None:
+        raise UserError(
+            f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two or "
+            "three dimensions that takes part; leave it out for all but embeddings and output layer"
+        )
+    return max(found, key=lambda each: each.nbytes, default=None)
+
+
+def check_matrices(
+    settings: Settings, items: Sequence[Item], bases: int, memory: int | None
+) -> None:
+    """Whether all matrices can be merged in `memory` bytes, or as many as it takes.
+
+    Raises:
+        UserError: the largest cannot; `matrices` is the name of none.
+    """
+    largest = largest_matrix(settings, items, bases)
+    if largest is None:
+        return
+    LOG.info("%s", largest)
+    if memory is not None and largest.nbytes + LEAST > memory:
+        raise UserError(
+            f"{megabytes(memory)} of memory are too little for {settings.method}: tensor {largest} "
+            f"with {counted(bases, 'basis')}; raise --memory, or take fewer bases"
+        )
+
+
+class Bases:
+    """A `stream.Placing` that holds all outputs of one item."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        self.rows = allocate(count, numel, dtype=torch.float32)
+
+    def place(self, item: Item, start: int, stop: int) -> Tensor:
+        return self.rows[:, start:stop]
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        raise AssertionError("every piece has a place")
+
+
+class Within:
+    """What a sink gets of a slice of `item`, which begins at element `first`."""
+
+    def __init__(self, sink: Sink, item: Item, first: int) -> None:
+        self._sink, self._item, self._first = sink, item, first
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        self._sink.write(self._item, self._first + start, self._first + stop, values)
+
+
+def matrices_of(item: Item) -> Iterator[tuple[int, Item]]:
+    """The matrices of a tensor of two or three dimensions, and the element where each begins."""
+    if len(item.shape) == 2:
+        yield 0, item
+        return
+    numel = item.shape[1] * item.shape[2]
+    for first in range(0, item.numel, numel):
+        base = None if item.base is None else _moved(item.base, first)
+        inputs = tuple(_moved(part, first) for part in item.inputs)
+        yield first, replace(item, shape=item.shape[1:], base=base, inputs=inputs)
+
+
+def _moved(part: Part, first: int) -> Part:
+    """The part from element `first` on."""
+
+    def read(start: int, stop: int, buffer: Tensor) -> Tensor:
+        return part.read(first + start, first + stop, buffer)
+
+    def ahead(start: int, stop: int) -> None:
+        part.ahead(first + start, first + stop)
+
+    return replace(part, read=read, ahead=ahead, packed=None)  # codes may not begin there
+
+
+def merge_matrices(
+    basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, **passed: Any
+) -> Iterator[int]:
+    """Give `sink` theta_0 (or 0) + scale * D of each matrix of `item`, and count them.
+
+    Args:
+        passed: devices, of which the first computes, and the budget, as in `combine_pass`.
+    """
+    count, device = basis.num_bases, passed["devices"][0]
+    encode, budget = Linear.of(basis.weighted_encoder), passed["budget"]
+    for first, matrix in matrices_of(item):
+        held = matrix_bytes(basis.settings.method, count, *matrix.shape)
+        passed |= {"budget": max(LEAST, budget - held)}
+        bases = Bases(count, matrix.numel)
+        plain = replace(matrix, out=torch.float32)
+        combine_pass([plain], {item.name: encode}, bases, **passed)
+        stacked = bases.rows.view(count, *matrix.shape).to(device)
+        del bases
+        with torch.no_grad():
+            merged = merge_matrix(basis.settings, stacked).to("cpu").reshape(-1)
+        del stacked
+        direction = Part(torch.float32, _reading(merged), held=True, holds="delta")
+        step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
+        last = replace(matrix, inputs=(direction,))
+        combine_pass([last], {item.name: step}, Within(sink, item, first), **passed)
+        yield 1
+
+
+def _reading(values: Tensor) -> Any:
+    return lambda start, stop, buffer: values[start:stop]
