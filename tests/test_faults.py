@@ -197,6 +197,11 @@ RECIPES = {
     "two sizes": wrong({"energy": 0.9, "num_bases": 2}, "`num_bases`", "`energy`", "one"),
     "weight 0": model({"weight": 0}, "`weight` is 0", "other than 0"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
+    "no such matrices": wrong(
+        {"matrices": "norm"}, "`matrices` is 'norm'", "two or three", method="basis_wudi"
+    ),
+    "no share": wrong({"common": 0}, "`common` is 0", r"\(0, 1\]", method="basis_iso"),
+    "matrices of a sum": wrong({"matrices": "mlp"}, "`matrices`", "basis_iso", "not to basis_ta"),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "dtype": wrong({}, "`?dtype`?", "bfloat17", "bfloat16", dtype="bfloat17"),
     # forgetting

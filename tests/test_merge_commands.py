@@ -118,6 +118,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "no memory": ({}, ("--memory", "many"), "500MB or 2GB"),
     "no size": ({}, ("--out-shard-size", "5 apples"), "500M or 5B"),
     "little memory": ({}, ("--memory", "20KB"), "too little for 3 models at a time"),
+    "little for a matrix": (
+        {"method": "basis_tsvm"},
+        ("--memory", "10MB"),
+        "`model.layers.0.mlp.down_proj.weight`, 32 x 64, takes 16",
+    ),
     "little for Trim": ({"method": "basis_ties"}, ("--memory", "60MB"), "a histogram of 2 bases"),
     "overflow": ({"lambda": 1e9, "dtype": "float16"}, (), "overflow float16"),
     "a file": ({"base": "raw.safetensors"}, (), "mergekit-pytorch"),

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                                   {"value": "1e-1"}]}),
     "ties": ("basis_ties", {**BALANCED, "density": 0.3}),
     "ties by tensor": ("basis_ties", {**BALANCED, "trim": "tensor", "merge_func": "max"}),
+    "iso": ("basis_iso", {**BALANCED, "lambda_scale": "tasks"}),
+    "wudi by layer": ("basis_wudi", {"basis": "none", "lambda": [0.5, 1.0], "matrices": "mlp"}),
     "forget": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 1}),
     "forget from the sum": ("basis_negate",
                             {**BALANCED, "forget": "code,chat", "alpha": 1, "lambda": 0.3}),

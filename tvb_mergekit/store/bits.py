@@ -212,7 +212,7 @@ def fixed_bytes(
     facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(left_out)))
     numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
     listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
-    recipes = len(METHODS) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
+    recipes = (len(METHODS) - 1) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
     return vectors * (headers + files) + facts + numbers + recipes
 
 

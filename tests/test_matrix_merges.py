@@ -1,0 +1,82 @@
+"""Merges of matrices: odd shapes, what counts as a matrix, and Iso-C over balanced bases."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import assert_close, recipe, tvb, write
+from mergekit import merge_methods
+from reference import Dense, expect
+from tiny import family
+from torch import Tensor
+
+import tvb_mergekit
+
+SHAPES = {
+    "experts.w": (3, 12, 8), "experts.row": (2, 1, 5), "conv1d.weight": (8, 1, 4),
+    "patch.weight": (4, 3, 2, 2), "tall": (9, 4), "wide": (5, 11), "row": (1, 9), "column": (9, 1),
+    "one": (1, 1), "same": (6, 6), "empty": (0, 4), "embed.weight": (7, 6), "norm": (13,),
+}  # fmt: skip
+TASKS = ("a", "b", "c", "d", "e")
+
+
+def states(tasks: int = 5) -> list[dict[str, Tensor]]:
+    """A base and models whose `same` never moves, and whose `tall` moves in one direction."""
+    torch.manual_seed(0)
+    base = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    base["tall"].round_()
+    models = [{n: t + 0.1 * torch.randn(t.shape) for n, t in base.items()} for _ in range(tasks)]
+    for model in models:
+        model["same"] = base["same"].clone()
+        model["tall"] = base["tall"] + torch.outer(torch.randn(9).mul(4).round(), torch.ones(4))
+    return [base, *models]
+
+
+@pytest.mark.parametrize("matrices", [None, ".", "w$|embed"])
+@pytest.mark.parametrize("method", ["basis_iso", "basis_tsvm", "basis_wudi"])
+def test_shapes(method: str, matrices: str | None) -> None:
+    """Slices of three dimensions, rows, columns, zeros and nothing, against dense float64."""
+    found = states()
+    if method == "basis_wudi":  # of low rank it is less exact: see test_matrices.py
+        for model in found[1:]:
+            model["tall"] += torch.randn(9, 4)
+    keys: dict[str, Any] = {"basis": "none", "lambda": 0.7}
+    keys |= {} if matrices is None else {"matrices": matrices}
+    merged = merge_methods.merge_state_dicts(
+        dict(zip(("base", *TASKS), found, strict=True)), method, base="base", parameters=keys
+    )
+    dense = Dense(found[0], found[1:], [*SHAPES])
+    want = expect(dense, method, keys, {}, TASKS).tensors
+    assert_close(merged, want, found[0], strict=1e-5 if method == "basis_wudi" else 2e-6)
+    assert torch.equal(merged["same"], found[0]["same"])
+
+
+def test_isotropic_merges_over_balanced_bases_are_one_model() -> None:
+    """The sum of balanced bases is that of the tasks, so Iso-C is the same for any M."""
+    base, *models = states()
+    named = dict(zip(TASKS, models, strict=True))
+    keys = {"lambda_": 1.1, "lambda_scale": "tasks"}
+    whole = tvb_mergekit.build(base, named, basis="none")
+    want = tvb_mergekit.merge(whole, base, "basis_iso", **keys)
+    for count in (1, 2, 5):
+        bases = tvb_mergekit.build(base, named, basis="balanced", num_bases=count)
+        for name, tensor in tvb_mergekit.merge(bases, base, "basis_iso", **keys).items():
+            torch.testing.assert_close(tensor, want[name], rtol=2e-6, atol=2e-6)
+    other = tvb_mergekit.merge(whole, base, "basis_iso", common=0.5, **keys)
+    assert not torch.allclose(other["wide"], want["wide"])
+
+
+def test_what_it_takes_is_told_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base, models = family(tmp_path)
+    file = write(recipe("basis_iso", base, models, basis="balanced", num_bases=2), tmp_path / "m")
+    said = tvb("check", file).output
+    assert "basis_iso merges 14 matrices, one at a time; `model.layers." in said
+    assert " MB of memory in any command" in said
+    with caplog.at_level(logging.INFO):
+        done = tvb("merge", file, tmp_path / "m", "-v")
+    assert "Merged model: 100% 14/14" in done.stderr
+    assert any("takes" in record.getMessage() for record in caplog.records)
