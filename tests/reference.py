@@ -344,6 +344,8 @@ def by_matrices(
         wanted &= len(shape) == 2 or "expert" in name
         if chosen is not None:
             wanted = re.search(str(chosen), name) is not None
+        if method == "basis_tsvm" and min(shape[-2:]) < bases.shape[1]:
+            wanted = False
         if wanted and len(shape) in (2, 3) and piece.size:
             stacked = piece.T.reshape(bases.shape[1], -1, *shape[-2:])
             slices = np.moveaxis(stacked, 1, 0)

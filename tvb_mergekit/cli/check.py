@@ -152,9 +152,10 @@ def _reading(passes: int, nbytes: int) -> str:
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:
     """What a method that merges matrices takes beside."""
     if largest := largest_matrix(settings, items, bases):
+        count = sum(count_matrices(settings, item, bases) for item in items)
         yield (
-            f"{settings.method} merges {sum(count_matrices(settings, item) for item in items)} "
-            f"matrices, one at a time; {largest} of memory in any command"
+            f"{settings.method} merges {count} matrices, one at a time; {largest} of memory in any "
+            "command"
         )
 
 

@@ -17,26 +17,39 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from tvb_mergekit.settings import Settings
+
 BLOCK = 512  # columns that are held in float64 at a time
 NULL = 1e-6  # of the largest singular value
-RIDGE = 1e-12  # of the trace of WUDI's normal equations
+RIDGE = 1e-11  # of the trace of WUDI's normal equations
+STEPS = 2  # of refinement, which take the ridge out again
+
+
+def merge_matrix(settings: Settings, bases: Tensor) -> Tensor:
+    """D of one matrix, by the method of the settings."""
+    if settings.method == "basis_iso":
+        return isotropic(bases, settings.common)
+    if settings.method == "basis_tsvm":
+        return singular_vectors(bases)
+    assert settings.method == "basis_wudi"
+    return interference_free(bases)
 
 
 def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
-    """D with one singular value for all directions: those of the sum, and of each B_m.
+    """D with one singular value for all its directions: those of the sum, or of each B_m as well.
 
     Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
-    the mean over all r singular values. With `common` below 1 Iso-CTS: the sum's first directions,
-    and as many of each B_m without its part in their left space; U of all and V of all, side by
-    side, give way to their polar factors.
+    the mean over all r singular values. With `common` below 1 Iso-CTS: the first triples of the
+    sum, and as many of each B_m less its part in the left space of those; all U side by side, and
+    all V, give way to their polar factors, and S to its mean.
 
     Args:
-        common: the share of the r directions that is the sum's, 0 to 1. Rounded as in the authors'
-            code: the others are divided equally, to the nearest number for each B_m. That those
-            were more than r, as they can be there where r is near M, is ruled out.
+        common: the share of the r directions that the sum has, 0 to 1. The rest is divided
+            equally, to the nearest whole number for each B_m, as in the authors' code; but never
+            more than r in all, as can come out there for r near M.
     """
     count, rank = len(bases), min(bases.shape[1:])
-    share = min(round((rank - int(rank * common)) / count), rank // count)
+    share = _share(rank, count, common)
     if not share:
         polar, sizes = _polar(_sum(bases))
         return polar.mul_(sizes.mean())
@@ -51,7 +64,8 @@ def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
         outside = _outside(base, common_left)
         left[:, part], sizes[part], right[:, part] = _top(outside, share, floor)
     del common_left, outside
-    left, right = _polar(left)[0], _polar(right)[0]
+    left = _polar(left)[0]  # one after the other: neither is held longer than it is needed
+    right = _polar(right)[0]
     return left.mul_(sizes.mean()) @ right.T
 
 
@@ -61,20 +75,22 @@ def singular_vectors(bases: Tensor) -> Tensor:
     TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m; U of
     all, side by side, gives way to its polar factor, and so does V. Nothing is left where r < M.
     """
-    count, share = len(bases), min(bases.shape[1:]) // len(bases)
+    count = len(bases)
+    share = min(bases.shape[1:]) // count
     left, sizes, right = _places(bases, count * share)
     for number, base in enumerate(bases):
         part = slice(number * share, (number + 1) * share)
         left[:, part], sizes[part], right[:, part] = _top(base, share)
-    left, right = _polar(left)[0], _polar(right)[0]
-    return left.mul_(sizes) @ right.T
+    left = _polar(left)[0]  # one after the other: neither is held longer than it is needed
+    right = _polar(right)[0]
+    return left.mul_(sizes.float()) @ right.T
 
 
 def interference_free(bases: Tensor) -> Tensor:
     """The D of least `interference` with the bases, and among those the one of least norm.
 
-    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam towards it
-    from sum_m B_m. Here it is D = R A^+, from the normal equations D A = R with
+    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
+    sum_m B_m towards it. Here it is D = R A^+, by the normal equations D A = R with
 
         A = sum_m w_m B_m^T B_m,  R = sum_m w_m B_m B_m^T B_m,  w_m = 1 / ||B_m||^2 (0 for B_m = 0),
 
@@ -116,6 +132,34 @@ def interference(merged: Tensor, bases: Tensor) -> float:
     return total
 
 
+def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int:
+    """An upper bound of the bytes of all tensors at once in `merge_matrix`, the M bases [m, n]
+    among them."""
+    matrix, rank, longer = 4 * rows * columns, min(rows, columns), max(rows, columns)
+    square, side = 8 * rank**2, min(columns, count * rows)
+    if settings.method == "basis_wudi":
+        normal, right, width = 8 * side**2, 8 * side * rows, 8 * min(BLOCK, columns)
+        first = 2 * matrix + square if side == columns else max(right, 2 * side * width)
+        last = right + matrix + (side + rows) * width
+        return count * matrix + normal + right + max(normal, first, last) + 128 * side
+    isotropic = settings.method == "basis_iso"
+    share = _share(rank, count, settings.common) if isotropic else rank // count
+    top, held = share, 4 * (rows + columns) * count * share
+    if isotropic:
+        top = rank - count * share if share else 0
+        held = matrix + (4 * (rows + columns) * rank + 8 * rows * top if share else 0)
+    pieces = 16 * max(rows * min(BLOCK, columns), columns * min(BLOCK, rows))
+    eigen = 4 * square  # with LAPACK's own
+    polar = matrix + square + pieces
+    triples = square + 8 * (2 * rank + longer) * top + pieces
+    return count * matrix + held + max(eigen, polar, triples) + 256 * rank
+
+
+def _share(rank: int, count: int, common: float) -> int:
+    """How many directions each of M bases has of its own, in Iso-CTS."""
+    return min(round((rank - int(rank * common)) / count), rank // count)
+
+
 def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
     """Empty U [m, directions], S [directions] and V [n, directions]."""
     _, rows, columns = bases.shape
@@ -126,7 +170,7 @@ def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
 def _top(matrix: Tensor, directions: int, floor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
 
-    Zeros stand for those of a singular value of at most `floor`, or NULL times the largest.
+    Zeros stand for the vectors of values of at most `floor`, or NULL times the largest.
     """
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
@@ -139,7 +183,7 @@ def _top(matrix: Tensor, directions: int, floor: float = 0.0) -> tuple[Tensor, T
         far[part] = wide[:, part].double().T @ near
     far *= inverse
     left, right = (near, far) if wide is matrix else (far, near)
-    return left, sizes * (inverse > 0), right
+    return left, sizes, right
 
 
 def _outside(base: Tensor, left: Tensor) -> Tensor:
@@ -156,6 +200,7 @@ def _polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
     root = (vectors * _inverse(sizes)) @ vectors.T
+    del vectors
     polar = torch.empty_like(wide)
     for part in _blocks(wide.shape[1]):
         polar[:, part] = root @ wide[:, part].double()
@@ -165,7 +210,7 @@ def _polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
     """Singular values [a] float64, increasing, and left singular vectors [a, a] of [a, b], a <= b.
 
-    Newton-Schulz steps to the polar factor took MEASURED times as long on a CPU.
+    Newton-Schulz steps to a polar factor took six times as long, for 1024 x 1024 noise on a CPU.
     """
     values, vectors = torch.linalg.eigh(_gram(wide[:, p].double() for p in _blocks(wide.shape[1])))
     return values.clamp_(min=0).sqrt_(), vectors
@@ -180,31 +225,33 @@ def _inverse(sizes: Tensor, floor: float = 0.0) -> Tensor:
 def _solve(normal: Tensor, right: Tensor) -> Tensor:
     """normal^+ @ right for a positive semidefinite `normal` [k, k], float64; overwrites both.
 
-    By Cholesky, with a ridge and one step of refinement: (normal + ridge) x' = right + ridge x.
-    A direction of eigenvalue e is off by (ridge / (e + ridge))^2. An eigendecomposition takes
-    MEASURED times as long.
+    By Cholesky with a ridge, and STEPS of refinement: a direction of eigenvalue e is off by
+    (ridge / (e + ridge))^(1 + STEPS). Without a ridge, matrices of low rank have no factor.
+    Eigenvectors took six times as long, for k = 4096 on a CPU.
     """
     ridge = RIDGE * float(normal.trace())
     normal.diagonal().add_(ridge or 1.0)  # 1 where all is 0
-    factor = torch.linalg.cholesky(normal)
-    del normal
-    solution = _substituted(factor, right)
-    return _substituted(factor, solution.clone()).mul_(ridge).add_(solution)
+    normal.copy_(torch.linalg.cholesky(normal))
+    solution = _substituted(normal, right)
+    step = solution.clone()
+    for _ in range(STEPS):
+        solution += _substituted(normal, step).mul_(ridge)
+    return solution
 
 
 def _substituted(factor: Tensor, right: Tensor) -> Tensor:
     """(L L^T)^-1 @ right, in place of `right`."""
     torch.linalg.solve_triangular(factor, right, upper=False, out=right)
-    return torch.linalg.solve_triangular(factor.T, right, upper=True, out=right)
+    torch.linalg.solve_triangular(factor.T, right, upper=True, out=right)
+    return right
 
 
 def _gram(pieces: Iterable[Tensor]) -> Tensor:
     """The sum of P P^T over pieces P [a, any], float64."""
-    pieces = iter(pieces)
-    first = next(pieces)
-    total = first @ first.T
+    total = None
     for piece in pieces:
-        total.addmm_(piece, piece.T)
+        total = piece @ piece.T if total is None else total.addmm_(piece, piece.T)
+    assert total is not None
     return total
 
 
@@ -228,14 +275,3 @@ def _blocks(columns: int) -> Iterator[slice]:
 def _wide(matrix: Tensor) -> Tensor:
     """The matrix [a, b] with a <= b: itself, or transposed."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-
-
-def merge_matrix(settings, bases):
-    """D [m, n] of one matrix, as the recipe's method gives it."""
-    if settings.method == "basis_iso":
-        return isotropic(bases, settings.common)
-    return {"basis_tsvm": singular_vectors, "basis_wudi": interference_free}[settings.method](bases)
-
-
-def matrix_bytes(method, count, rows, columns):
-    return 24 * count * rows * columns

@@ -33,11 +33,18 @@ class Largest(NamedTuple):
         return f"`{self.name}`, {rows} x {columns}, takes {megabytes(self.nbytes + LEAST)}"
 
 
-def count_matrices(settings: Settings, item: Item) -> int:
+def count_matrices(settings: Settings, item: Item, bases: int) -> int:
     """How many matrices a tensor is merged as; 0: as a vector."""
     if not settings.is_matrix(item.name, item.shape):
         return 0
+    if settings.method == "basis_tsvm" and min(item.shape[-2:]) < bases:
+        return 0  # a row, say, of which no basis would have a direction
     return 1 if len(item.shape) == 2 else item.shape[0]
+
+
+def sum_alone(settings: Settings) -> bool:
+    """Whether the method needs no more of the bases than their sum: Iso-C."""
+    return settings.method == "basis_iso" and settings.common == 1
 
 
 def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Largest | None:
@@ -46,10 +53,11 @@ def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Lar
     Raises:
         UserError: `matrices` is the name of none.
     """
+    held = 1 if sum_alone(settings) else bases
     found = [
-        Largest(item.name, (rows, columns), matrix_bytes(settings.method, bases, rows, columns))
+        Largest(item.name, (rows, columns), matrix_bytes(settings, held, rows, columns))
         for item in items
-        if settings.is_matrix(item.name, item.shape)
+        if count_matrices(settings, item, bases)
         for rows, columns in [item.shape[-2:]]
     ]
     if not found and settings.matrices is not None:
@@ -134,10 +142,12 @@ def merge_matrices(
     Args:
         passed: devices, of which the first computes, and the budget, as in `combine_pass`.
     """
-    count, device = basis.num_bases, passed["devices"][0]
-    encode, budget = Linear.of(basis.weighted_encoder), passed["budget"]
+    encoder, device, budget = basis.weighted_encoder, passed["devices"][0], passed["budget"]
+    if sum_alone(basis.settings):
+        encoder = encoder.sum(1, keepdim=True)
+    count, encode = encoder.shape[1], Linear.of(encoder)
     for first, matrix in matrices_of(item):
-        held = matrix_bytes(basis.settings.method, count, *matrix.shape)
+        held = matrix_bytes(basis.settings, count, *matrix.shape)
         passed |= {"budget": max(LEAST, budget - held)}
         bases = Bases(count, matrix.numel)
         plain = replace(matrix, out=torch.float32)

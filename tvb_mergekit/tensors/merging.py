@@ -162,13 +162,14 @@ def merge_items(
     passed: dict[str, Any] = {"devices": devices, "budget": budget}
     if trims:
         passed["budget"] = beside_tables(basis.num_bases, budget)
-    matrices = {item.name: count_matrices(settings, item) for item in items if item.name in jobs}
+    count = basis.num_bases
+    matrices = {i.name: count_matrices(settings, i, count) for i in items if i.name in jobs}
     total = 0
     for item in items:
         job = jobs.get(item.name)
         total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
-    if count := sum(matrices.values()):  # which take nearly all of the time
-        update, told = silent("", 0), progress("Merged model", count, "matrices")
+    if total_of := sum(matrices.values()):  # which take nearly all of the time
+        update, told = silent("", 0), progress("Merged model", total_of, "matrices")
     else:
         update = told = progress("Merged model", total)
     step = functools.lru_cache(basis.step)  # most tensors are merged alike

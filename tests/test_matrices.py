@@ -1,0 +1,292 @@
+"""Merges by singular directions against dense float64, written from the papers' formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from tvb_mergekit.core import matrices
+from tvb_mergekit.core.matrices import (
+    BLOCK,
+    NULL,
+    interference,
+    interference_free,
+    isotropic,
+    matrix_bytes,
+    singular_vectors,
+)
+
+Array = NDArray[np.float64]
+quick = settings(max_examples=25, deadline=None, derandomize=True)
+svd = np.linalg.svd
+
+
+def cts(bases: Tensor) -> Tensor:
+    return isotropic(bases, 0.6)
+
+
+METHODS: dict[str, Callable[[Tensor], Tensor]] = {
+    "isotropic": isotropic,
+    "cts": cts,
+    "singular_vectors": singular_vectors,
+    "interference_free": interference_free,
+}
+SHAPES = [
+    (4, 40, 60),
+    (8, 60, 40),
+    (5, 31, 31),
+    (1, 20, 30),
+    (1, 30, 20),
+    (3, 16, 2 * BLOCK + 7),  # fewer rows in all than columns
+    (2, BLOCK + 9, 12),
+]
+
+
+def polar(matrix: Array) -> Array:
+    left, _, right = svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def dense_isotropic(bases: Array) -> Array:
+    left, sizes, right = svd(bases.sum(0), full_matrices=False)
+    return sizes.mean() * left @ right
+
+
+def dense_cts(bases: Array, common: float = 0.6) -> Array:
+    count, rank = len(bases), min(bases.shape[1:])
+    own = round((rank - int(rank * common)) / count)
+    left, sizes, right = svd(bases.sum(0), full_matrices=False)
+    first = rank - own * count
+    parts = [(left[:, :first], sizes[:first], right[:first])]
+    for base in bases:
+        outside = base - left[:, :first] @ left[:, :first].T @ base
+        u, s, v = svd(outside, full_matrices=False)
+        parts.append((u[:, :own], s[:own], v[:own]))
+    left = np.concatenate([u for u, _, _ in parts], 1)
+    right = np.concatenate([v for _, _, v in parts])
+    return np.concatenate([s for _, s, _ in parts]).mean() * polar(left) @ polar(right)
+
+
+def dense_singular_vectors(bases: Array) -> Array:
+    share = min(bases.shape[1:]) // len(bases)
+    parts = [svd(base, full_matrices=False) for base in bases]
+    left = np.concatenate([u[:, :share] for u, _, _ in parts], 1)
+    right = np.concatenate([v[:share] for _, _, v in parts])
+    sizes = np.concatenate([s[:share] for _, s, _ in parts])
+    return polar(left) * sizes @ polar(right)
+
+
+def dense_interference_free(bases: Array) -> Array:
+    """The least squares of D [B_1^T ... B_M^T] = [B_1 B_1^T ... B_M B_M^T], in blocks weighted."""
+    units = [base / np.linalg.norm(base) for base in bases]
+    given = np.concatenate([unit.T for unit in units], 1)
+    wanted = np.concatenate([b @ unit.T for b, unit in zip(bases, units, strict=True)], 1)
+    return wanted @ np.linalg.pinv(given, rcond=1e-6)
+
+
+DENSE: dict[str, Callable[[Array], Array]] = {
+    "isotropic": dense_isotropic,
+    "cts": dense_cts,
+    "singular_vectors": dense_singular_vectors,
+    "interference_free": dense_interference_free,
+}
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(count: int, rows: int, columns: int, decay: float = 4.0, seed: int = 0) -> Tensor:
+    """Matrices with singular values from 1 to 10^-decay, half of each the same for all."""
+    generator, rank = np.random.default_rng(seed), min(rows, columns)
+
+    def one() -> Array:
+        left = np.linalg.qr(generator.normal(size=(rows, rank)))[0]
+        right = np.linalg.qr(generator.normal(size=(columns, rank)))[0]
+        return left * np.logspace(0, -decay, rank) @ right.T
+
+    shared = one()
+    return torch.tensor(np.stack([shared + one() for _ in range(count)]), dtype=torch.float32)
+
+
+def low_rank(count: int, rows: int, columns: int, rank: int) -> Tensor:
+    return noise(count, rows, rank) @ noise(count, rank, columns, seed=1)
+
+
+def off(found: Tensor, expected: Array | Tensor) -> float:
+    """The relative difference in the Frobenius norm."""
+    assert found.dtype == torch.float32 and found.shape == tuple(expected.shape)
+    expected = torch.as_tensor(expected).double()
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [noise, trained])
+def test_a_merge_is_the_formula_in_float64(method: str, shape: tuple[int, ...], kind) -> None:
+    bases = kind(*shape)
+    before = bases.clone()
+    found = METHODS[method](bases)
+    assert off(found, DENSE[method](bases.double().numpy())) < 1e-5
+    assert torch.equal(bases, before)
+    assert torch.equal(found, METHODS[method](bases))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bases_may_have_any_strides(method: str) -> None:
+    wide = noise(3, 60, 50)
+    for bases in (wide.mT, wide[:, ::2, 5:45], wide.permute(1, 0, 2)[:2, :, ::7]):
+        assert off(METHODS[method](bases), METHODS[method](bases.contiguous())) < 1e-5
+
+
+@quick
+@given(st.sampled_from(list(METHODS)), st.sampled_from(SHAPES), st.integers(0, 99))
+def test_a_merge_turns_with_its_bases_and_knows_no_order(method: str, shape, seed: int) -> None:
+    bases = noise(*shape, seed=seed).double()
+    left, right = (torch.linalg.qr(noise(k, k, seed=seed + 1).double())[0] for k in shape[1:])
+    merge, order = METHODS[method], torch.randperm(shape[0])
+    turned = (3.0 * left @ bases[order] @ right).float()
+    expected = 3.0 * left @ merge(bases.float()).double() @ right
+    assert off(merge(turned), expected) < 2e-5  # the inputs were rounded anew
+
+
+@quick
+@given(st.sampled_from(SHAPES), st.integers(0, 99))
+def test_iso_c_is_isotropic_and_sees_the_sum_alone(shape: tuple[int, ...], seed: int) -> None:
+    bases = noise(*shape, seed=seed)
+    merged = isotropic(bases).double()
+    gram = merged.T @ merged if shape[1] >= shape[2] else merged @ merged.T
+    level = torch.linalg.svdvals(bases.double().sum(0)).mean() ** 2
+    assert torch.allclose(gram, level * torch.eye(len(gram)).double(), atol=1e-5 * float(level))
+    moved = bases.double()
+    moved[0] += 1.0
+    moved[-1] -= 1.0
+    assert off(isotropic(moved.float()), merged) < 1e-5
+    assert torch.equal(isotropic(bases, 0.999), isotropic(bases)) or shape[0] == 1
+
+
+def test_iso_cts_divides_the_rest_equally_and_never_takes_more_than_there_is() -> None:
+    for shape, common in [((3, 9, 12), 0.0), ((8, 30, 20), 0.29), ((2, 10, 10), 0.55)]:
+        bases = noise(*shape)
+        assert off(isotropic(bases, common), dense_cts(bases.double().numpy(), common)) < 3e-6
+    crowded = noise(8, 12, 15)  # 12 / 8 rounds to 2, which would be 16 of 12
+    merged = isotropic(crowded, 0.0)
+    assert torch.linalg.matrix_rank(merged) == 12 and not torch.equal(merged, isotropic(crowded))
+
+
+def test_singular_vectors_keep_what_does_not_interfere() -> None:
+    bases = torch.zeros(2, 8, 9)
+    bases[0, :4, :4], bases[1, 4:, 4:8] = noise(4, 4), noise(4, 4, seed=1)
+    assert off(singular_vectors(bases), bases.sum(0)) < 1e-6
+    assert off(singular_vectors(noise(1, 7, 5)), noise(1, 7, 5)[0]) < 1e-6
+    assert not singular_vectors(noise(4, 3, 50)).any()  # 3 // 4 directions each
+
+
+@quick
+@given(st.sampled_from(SHAPES), st.integers(0, 99))
+def test_interference_is_least(shape: tuple[int, ...], seed: int) -> None:
+    bases = noise(*shape, seed=seed)
+    best = interference_free(bases)
+    least, scale = interference(best, bases), interference(0 * best, bases)
+    for step in (1e-1, 1e-3):
+        other = best + step * best.std() * noise(*shape[1:], seed=seed + 1)
+        assert interference(other, bases) >= least * (1 - 1e-9)
+    point = best.double().requires_grad_()
+    wide = bases.double()
+    product = (point - wide) @ wide.mT
+    loss = (product.square().sum((1, 2)) / wide.square().sum((1, 2))).sum()
+    assert float(loss.detach()) == pytest.approx(least, rel=1e-9, abs=1e-9 * scale)
+    (gradient,) = torch.autograd.grad(loss, point)
+    assert float(gradient.norm() * best.norm()) < 1e-5 * scale
+
+
+@pytest.mark.parametrize("shape", [(4, 40, 60), (8, 60, 40), (2, 12, 90)], ids=str)
+def test_adam_does_not_get_below(shape: tuple[int, ...]) -> None:
+    bases = trained(*shape)
+    point = bases.mean(0).requires_grad_()
+    optimizer = torch.optim.Adam([point], lr=1e-3)
+    squares = bases.square().sum((1, 2), keepdim=True)
+    for _ in range(300):
+        optimizer.zero_grad()
+        (((point - bases) @ bases.mT).square() / squares).sum().backward()
+        optimizer.step()
+    least = interference(interference_free(bases), bases)
+    assert least < interference(point.detach(), bases) < interference(bases.mean(0), bases)
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 70), (3, 70, 40), (2, 20, 90), (4, 600, 500)], ids=str)
+def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
+    """Of matrices of rank 4: partial isometries, and solutions of least norm."""
+    bases = low_rank(*shape, 4)
+    dense, rank = bases.double().numpy(), 4 * shape[0]
+    left, sizes, right = svd(dense.sum(0), full_matrices=False)
+    expected = sizes.mean() * left[:, :rank] @ right[:rank]
+    assert off(isotropic(bases), expected) < 1e-5
+    parts = [svd(base, full_matrices=False) for base in dense]
+    lefts, rights = np.concatenate([u[:, :4] for u, _, _ in parts], 1), [v[:4] for *_, v in parts]
+    values = np.concatenate([s[:4] for _, s, _ in parts])
+    expected = polar(lefts) * values @ polar(np.concatenate(rights))
+    assert off(singular_vectors(bases), expected) < 1e-5
+    assert off(interference_free(bases), dense_interference_free(dense)) < 2e-4
+    merged = cts(bases)  # the sum's directions are all there are
+    assert off(merged, sizes.mean() * left[:, :rank] @ right[:rank]) < 1e-4
+
+
+def test_what_counts_as_null() -> None:
+    for size, rank in ((10 * NULL, 3), (NULL / 10, 2)):
+        bases = torch.diag(torch.tensor([1.0, 0.5, size]))[None]
+        assert torch.linalg.matrix_rank(isotropic(bases)) == rank
+        assert torch.linalg.matrix_rank(singular_vectors(bases), rtol=1e-9) == rank
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_degenerate_matrices(method: str) -> None:
+    merge = METHODS[method]
+    for shape in [(3, 4, 5), (2, 1, 6), (2, 6, 1), (1, 1, 1)]:
+        assert torch.equal(merge(torch.zeros(shape)), torch.zeros(shape[1:]))
+    for shape in [(1, 1, 7), (1, 7, 1), (1, 1, 1)]:  # one vector is one direction
+        assert off(merge(noise(*shape)), noise(*shape)[0]) < 1e-6
+    for scale in (1e-30, 1e15):
+        assert off(merge(noise(3, 6, 8) * scale), merge(noise(3, 6, 8)).double() * scale) < 1e-5
+
+
+def test_a_zero_matrix_does_not_interfere() -> None:
+    for shape in ((3, 20, 30), (2, 10, 60)):
+        bases = torch.cat([noise(*shape), torch.zeros(1, *shape[1:])])
+        assert off(interference_free(bases), interference_free(bases[:-1])) < 1e-6
+        assert interference(bases[0], bases) == interference(bases[0], bases[:-1])
+
+
+BYTES = [(1, 120, 90), (1, 90, 600), (2, 256, 256), (3, 400, 60), (8, 96, 1500), (8, 1500, 96)]
+
+
+@pytest.mark.parametrize("block", [16, BLOCK])  # 16: as for larger matrices
+@pytest.mark.parametrize("shape", BYTES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_more_bytes_than_told(method: str, shape, block: int, monkeypatch) -> None:
+    monkeypatch.setattr(matrices, "BLOCK", block)
+    bases = noise(*shape)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        METHODS[method](bases)
+    # `profiler.events()` leaves out what an operation allocates for itself.
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    held = np.cumsum([bases.nbytes, *(event.nbytes() for event in events)])
+    name, common = ("isotropic", 0.6) if method == "cts" else (method, 1.0)
+    told = matrix_bytes(name, *shape, common)
+    assert held.max() <= told < 1.8 * held.max()
+
+
+def test_six_times_the_inputs_are_enough() -> None:
+    for shape in [(2, 1024, 1024), (2, 4096, 1024), (2, 2048, 8192), (3, 2048, 6144)]:
+        for name, most in [("isotropic", 6), ("singular_vectors", 6.5), ("interference_free", 6.5)]:
+            assert matrix_bytes(name, *shape) < most * 4 * np.prod(shape)
+        assert matrix_bytes("isotropic", *shape, 0.8) < 9 * 4 * np.prod(shape)
