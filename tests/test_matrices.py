@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +23,10 @@ from tvb_mergekit.core.matrices import (
     interference_free,
     isotropic,
     matrix_bytes,
+    merge_matrix,
     singular_vectors,
 )
+from tvb_mergekit.settings import Settings
 
 Array = NDArray[np.float64]
 quick = settings(max_examples=25, deadline=None, derandomize=True)
@@ -50,53 +54,17 @@ SHAPES = [
 ]
 
 
-def polar(matrix: Array) -> Array:
-    left, _, right = svd(matrix, full_matrices=False)
-    return left @ right
-
-
-def dense_isotropic(bases: Array) -> Array:
-    left, sizes, right = svd(bases.sum(0), full_matrices=False)
-    return sizes.mean() * left @ right
-
-
-def dense_cts(bases: Array, common: float = 0.6) -> Array:
-    count, rank = len(bases), min(bases.shape[1:])
-    own = round((rank - int(rank * common)) / count)
-    left, sizes, right = svd(bases.sum(0), full_matrices=False)
-    first = rank - own * count
-    parts = [(left[:, :first], sizes[:first], right[:first])]
-    for base in bases:
-        outside = base - left[:, :first] @ left[:, :first].T @ base
-        u, s, v = svd(outside, full_matrices=False)
-        parts.append((u[:, :own], s[:own], v[:own]))
-    left = np.concatenate([u for u, _, _ in parts], 1)
-    right = np.concatenate([v for _, _, v in parts])
-    return np.concatenate([s for _, s, _ in parts]).mean() * polar(left) @ polar(right)
-
-
-def dense_singular_vectors(bases: Array) -> Array:
-    share = min(bases.shape[1:]) // len(bases)
-    parts = [svd(base, full_matrices=False) for base in bases]
-    left = np.concatenate([u[:, :share] for u, _, _ in parts], 1)
-    right = np.concatenate([v[:share] for _, _, v in parts])
-    sizes = np.concatenate([s[:share] for _, s, _ in parts])
-    return polar(left) * sizes @ polar(right)
-
-
-def dense_interference_free(bases: Array) -> Array:
-    """The least squares of D [B_1^T ... B_M^T] = [B_1 B_1^T ... B_M B_M^T], in blocks weighted."""
-    units = [base / np.linalg.norm(base) for base in bases]
-    given = np.concatenate([unit.T for unit in units], 1)
-    wanted = np.concatenate([b @ unit.T for b, unit in zip(bases, units, strict=True)], 1)
-    return wanted @ np.linalg.pinv(given, rcond=1e-6)
-
-
 DENSE: dict[str, Callable[[Array], Array]] = {
-    "isotropic": dense_isotropic,
-    "cts": dense_cts,
-    "singular_vectors": dense_singular_vectors,
-    "interference_free": dense_interference_free,
+    "isotropic": reference.isotropic,
+    "cts": partial(reference.isotropic, common=0.6),
+    "singular_vectors": reference.singular_vectors,
+    "interference_free": reference.interference_free,
+}
+CHOSEN = {
+    "isotropic": Settings(method="basis_iso"),
+    "cts": Settings(method="basis_iso", common=0.6),
+    "singular_vectors": Settings(method="basis_tsvm"),
+    "interference_free": Settings(method="basis_wudi"),
 }
 
 
@@ -176,7 +144,10 @@ def test_iso_c_is_isotropic_and_sees_the_sum_alone(shape: tuple[int, ...], seed:
 def test_iso_cts_divides_the_rest_equally_and_never_takes_more_than_there_is() -> None:
     for shape, common in [((3, 9, 12), 0.0), ((8, 30, 20), 0.29), ((2, 10, 10), 0.55)]:
         bases = noise(*shape)
-        assert off(isotropic(bases, common), dense_cts(bases.double().numpy(), common)) < 3e-6
+        assert (
+            off(isotropic(bases, common), reference.isotropic(bases.double().numpy(), common))
+            < 3e-6
+        )
     crowded = noise(8, 12, 15)  # 12 / 8 rounds to 2, which would be 16 of 12
     merged = isotropic(crowded, 0.0)
     assert torch.linalg.matrix_rank(merged) == 12 and not torch.equal(merged, isotropic(crowded))
@@ -233,9 +204,9 @@ def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
     parts = [svd(base, full_matrices=False) for base in dense]
     lefts, rights = np.concatenate([u[:, :4] for u, _, _ in parts], 1), [v[:4] for *_, v in parts]
     values = np.concatenate([s[:4] for _, s, _ in parts])
-    expected = polar(lefts) * values @ polar(np.concatenate(rights))
+    expected = reference.orthonormal(lefts) * values @ reference.orthonormal(np.concatenate(rights))
     assert off(singular_vectors(bases), expected) < 1e-5
-    assert off(interference_free(bases), dense_interference_free(dense)) < 2e-4
+    assert off(interference_free(bases), reference.interference_free(dense)) < 2e-4
     merged = cts(bases)  # the sum's directions are all there are
     assert off(merged, sizes.mean() * left[:, :rank] @ right[:rank]) < 1e-4
 
@@ -275,18 +246,16 @@ def test_no_more_bytes_than_told(method: str, shape, block: int, monkeypatch) ->
     monkeypatch.setattr(matrices, "BLOCK", block)
     bases = noise(*shape)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        METHODS[method](bases)
+        merge_matrix(CHOSEN[method], bases)
     # `profiler.events()` leaves out what an operation allocates for itself.
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     held = np.cumsum([bases.nbytes, *(event.nbytes() for event in events)])
-    name, common = ("isotropic", 0.6) if method == "cts" else (method, 1.0)
-    told = matrix_bytes(name, *shape, common)
+    told = matrix_bytes(CHOSEN[method], *shape)
     assert held.max() <= told < 1.8 * held.max()
 
 
-def test_six_times_the_inputs_are_enough() -> None:
+@pytest.mark.parametrize(("method", "most"), zip(CHOSEN, (6, 9, 6.5, 6.5), strict=True))
+def test_memory_is_a_few_times_the_inputs(method: str, most: float) -> None:
     for shape in [(2, 1024, 1024), (2, 4096, 1024), (2, 2048, 8192), (3, 2048, 6144)]:
-        for name, most in [("isotropic", 6), ("singular_vectors", 6.5), ("interference_free", 6.5)]:
-            assert matrix_bytes(name, *shape) < most * 4 * np.prod(shape)
-        assert matrix_bytes("isotropic", *shape, 0.8) < 9 * 4 * np.prod(shape)
+        assert matrix_bytes(CHOSEN[method], *shape) < most * 4 * np.prod(shape)
