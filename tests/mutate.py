@@ -38,6 +38,30 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/codes.py", "if products * fit > gain:", "if False:"),
         ("tensors/codes.py", "half * 0x0101010101010101", "0 * 0x0101010101010101"),
     ],
+    "test_matrices.py": [
+        ("core/matrices.py", "polar.mul_(sizes.mean())", "polar.mul_(sizes.max())"),
+        ("core/matrices.py", "torch.where(norms > 0, 1 / norms, 0)", "1 / norms"),
+        ("core/matrices.py", "inverse.square().tolist()", "inverse.tolist()"),
+        ("core/matrices.py", "mul_(scales[:, None])\n    parts", "mul_(1)\n    parts"),
+        ("core/matrices.py", "alpha=-1)", "alpha=1)"),
+        (
+            "core/matrices.py",
+            "count * share, rank)\n    left",
+            "0, rank - count * share)\n    left",
+        ),
+        ("core/matrices.py", "STEPS = 2 ", "STEPS = 0 "),
+        ("core/matrices.py", "eigen = 4 * square", "eigen = square"),
+    ],
+    "test_merges.py -k 'iso or tsvm or wudi'": [
+        ("core/basis.py", "total /= self.num_bases * self.scale", "total /= self.num_bases"),
+        ("settings.py", "if len(shape) == 3 and not", "if len(shape) == 3 and"),
+        ("tensors/merging.py", "tunables.lambda_ * basis.scale\n", "tunables.lambda_\n"),
+    ],
+    "test_matrix_merges.py": [
+        ("tensors/matrices.py", "self._first + start, self._first + stop", "start, stop"),
+        ("tensors/matrices.py", "part.read(first + start, first + stop", "part.read(start, stop"),
+        ("tensors/matrices.py", "min(item.shape[-2:]) < bases", "min(item.shape[-2:]) < 0"),
+    ],
     "test_zoo.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
         ("core/quantize.py", "if tensor in full or size > left:", "if size > left:"),
         ("core/quantize.py", "        left -= size\n", ""),

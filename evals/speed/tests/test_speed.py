@@ -18,6 +18,7 @@ import yaml
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
 SPEED = Path(__file__).resolve().parent.parent
+RECIPES = SPEED.parent.parent / "recipes/quickstart/models"
 
 
 def run(script: str, *words: str | Path | float) -> str:
@@ -255,3 +256,23 @@ def test_tuning_beside_lm_eval_alone(tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("micro-*")
     said = run("tune.py", folder, "--grid", "0.4", "--limit", "5")
     assert "tvb tune: 1 points in" in said and "with the same scores" in said
+
+
+def test_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against functions that are ours: no difference, and the same loss; and without theirs."""
+    monkeypatch.syspath_prepend(str(SPEED))
+    matrices = module("matrices")
+    ours = [matrices.isotropic, lambda b: matrices.isotropic(b, 0.8), matrices.singular_vectors]
+    peer = matrices.SimpleNamespace(
+        iso_c=ours[0], iso_cts=lambda b, common: ours[1](b), tsv=ours[2],
+        wudi=lambda b, iter_num: matrices.interference_free(b),
+    )  # fmt: skip
+    rows = list(matrices.compare("x", [matrices.of_noise("8x12", 3)], peer, rounds=1, steps=1))
+    assert [row[0] for row in rows] == ["Iso-C", "Iso-CTS, 0.8", "TSV-M", "WUDI"]
+    assert [row[5] for row in rows] == ["0e+00", "0e+00", "0e+00", "-"]
+    one, two = rows[3][6].split(" : ")
+    assert one == two and float(one) > 0
+    found = matrices.of_models((RECIPES / "base", RECIPES / "copy"))
+    assert {tensor.shape[0] for tensor in found} == {1}
+    with pytest.raises(click.ClickException, match=r"pip install .*fusion-bench==0.2.33"):
+        matrices.theirs(tmp_path)
