@@ -279,10 +279,10 @@ def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array
 # Matrices of all bases [M, m, n]
 
 
-def svd(matrix: Array) -> tuple[Array, Array, Array]:
+def svd(matrix: Array, largest: float = 0.0) -> tuple[Array, Array, Array]:
     """Without the directions of what is zero up to float32's rounding."""
     u, s, vt = np.linalg.svd(matrix, full_matrices=False)
-    there = s > 1e-6 * s.max(initial=0)
+    there = s > 1e-6 * s.max(initial=largest)
     return u * there, s * there, vt * there[:, None]
 
 
@@ -297,7 +297,7 @@ def isotropic(bases: Array, common: float = 1.0) -> Array:
     left, sizes, right = [], [], []
     for base in bases:
         outside = base - u[:, :shared] @ u[:, :shared].T @ base
-        a, b, ct = svd(outside)
+        a, b, ct = svd(outside, s.max())
         left, sizes, right = [*left, a[:, :own]], [*sizes, b[:own]], [*right, ct[:own]]
     left, sizes, right = [*left, u[:, :shared]], [*sizes, s[:shared]], [*right, vt[:shared]]
     polar = orthonormal(np.concatenate(left, 1)) @ orthonormal(np.concatenate(right))

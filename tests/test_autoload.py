@@ -277,7 +277,7 @@ class Script:
 BROKEN = r"[^\n]*ValueError: a b [^\n]*TVB_MERGEKIT_DEBUG=1[^\n]*\n"
 NOT_THERE = r"tvb-mergekit: basis_ta[^\n]*No module named 'tvb_mergekit[^\n]*\n"
 OTHER_VERSION = (
-    r"tvb-mergekit: basis_ta, basis_ties and basis_negate are not available: mergekit {} is "
+    rf"tvb-mergekit: {hook.METHODS} are not available: mergekit {{}} is "
     r"installed, >=0\.1\.5,<0\.1\.6 is needed; pip install 'mergekit>=0\.1\.5,<0\.1\.6'\n"
 )
 RAISE = "raise ValueError('a\\nb')"

@@ -131,6 +131,9 @@ CASES = {
     "iso, store": Case("store of balanced", "basis_iso", {"lambda_scale": "tasks"}),
     "tsvm, store": Case("store of pca", "basis_tsvm", {}, "tvb merge"),
     "iso, adapters": Case("adapters", "basis_iso", BALANCED, "tvb merge"),
+    "iso, common, adapters": Case(
+        "adapters", "basis_iso", {"basis": "none", "common": 0.6}, "tvb merge"
+    ),
     "tsvm, adapters": Case("adapters", "basis_tsvm", BALANCED, "tvb merge"),
     "tsvm, tokens": Case("two more tokens", "basis_tsvm", PCA, extra=TOKENIZER_SOURCE),
     "iso, files": Case("pt", "basis_iso", {"basis": "none"}, "mergekit-pytorch"),

@@ -25,7 +25,15 @@ from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor
 
 import tvb_mergekit
-from tvb_mergekit.core.quantize import BITS, CHOICES, block_bytes, choose_widths, mean_bytes
+from tvb_mergekit.core.quantize import (
+    BITS,
+    CHOICES,
+    LEAST_BITS,
+    bits_within,
+    block_bytes,
+    choose_widths,
+    mean_bytes,
+)
 from tvb_mergekit.plugin.document import read_document
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import store as stores
@@ -201,6 +209,21 @@ def test_bits_are_chosen_nearly_as_well_as_can_be(
     for place in range(last + 1):
         if sizes[:, place].sum() <= most and place <= limits.min():
             assert ours <= errors[:, place].sum() + 1e-12
+
+
+def test_bits_within_is_the_inverse_of_the_mean() -> None:
+    numels = [6400, 100, 3]
+    for wanted in (0.25, 0.5, 1, 1.7, 2, 5, 8):
+        assert bits_within(numels, mean_bytes(numels, wanted)) == pytest.approx(wanted, abs=1e-3)
+    assert bits_within(numels, 10**9) == 8 and bits_within(numels, 1) == LEAST_BITS
+
+
+def test_a_task_joins_mixed_widths_in_as_many_bytes(llamas: Family, tmp_path: Path) -> None:
+    llamas.build(tmp_path / "zoo", "--bits", 1.5)
+    sizes = [v.nbytes for v in stores.load(tmp_path / "zoo").vectors]
+    tvb("add", tmp_path / "zoo", llamas.models["poems"], "--task", "poems", "--quiet")
+    *_, joined = [v.nbytes for v in stores.load(tmp_path / "zoo").vectors]
+    assert 0.97 * sum(sizes) < joined * len(sizes) <= sum(sizes)
 
 
 @given(
@@ -717,7 +740,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     for task, error in grown.facts.relative_error.items():
         assert error <= 1.0001 or task == "b"
     text = (tmp_path / "few" / "a" / "model.safetensors").read_bytes()
-    later = re.sub(rb'version\\": \d', rb'version\\": 7', text)
+    later = re.sub(rb'version\\": \d', rb'version\\": 7', text).replace(b'"w\\": [1', b'"w\\": [5')
     (tmp_path / "later.safetensors").write_bytes(later)
     with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
         Codes.open(tmp_path / "later.safetensors")

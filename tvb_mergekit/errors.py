@@ -46,9 +46,10 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def counted(count: float, noun: str) -> str:
-    """`1 basis`, `2 bases`, `3 tasks`, `1.52 bits`."""
+    """`1 basis`, `2 bases`, `2 matrices`, `3 tasks`, `1.52 bits`."""
     if count != 1:
-        noun = f"{noun.removesuffix('is')}es" if noun.endswith("basis") else f"{noun}s"
+        ends = {"basis": ("is", "es"), "matrix": ("x", "ces")}.get(noun.split(" ")[-1], ("", "s"))
+        noun = noun.removesuffix(ends[0]) + ends[1]
     return f"{count:.3g} {noun}" if isinstance(count, float) else f"{count} {noun}"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from tvb_mergekit.errors import megabytes
+from tvb_mergekit.errors import counted, megabytes
 
 LOG = logging.getLogger(__name__)
 Update = Callable[[int], object]  # called with the bytes of each piece, or another unit's number
@@ -62,8 +62,7 @@ def bars(quiet: bool) -> Progress:
     """A bar for each pass, and at its end a line at INFO with its speed."""
 
     def start(title: str, total: int, unit: str = "B") -> Update:
-        shown = {"unit": f" {unit}"} if unit != "B" else {"unit": unit, "unit_scale": True}
-        bar = Bar(total=total, desc=title, disable=quiet, **shown)
+        bar = Bar(total=total, desc=title, unit=unit, unit_scale=unit == "B", disable=quiet)
         done, started = 0, time.perf_counter()
 
         def update(nbytes: int) -> None:
@@ -74,7 +73,7 @@ def bars(quiet: bool) -> Progress:
                 bar.close()
                 seconds = time.perf_counter() - started
                 if unit != "B":
-                    LOG.info("%s: %d %s in %.2f s", title, total, unit, seconds)
+                    LOG.info("%s: %s in %.2f s", title, counted(total, unit), seconds)
                     return
                 speed = total / max(seconds, 1e-9) / 1e9
                 LOG.info("%s: %s in %.2f s, %.2f GB/s", title, megabytes(total), seconds, speed)

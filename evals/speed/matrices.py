@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
 import statistics
 import sys
 import time
@@ -92,15 +93,15 @@ def theirs(folder: Path) -> SimpleNamespace:
     )
 
 
-def of_models(folders: tuple[Path, ...]) -> Iterator[Tensor]:
-    """The task vectors [M, m, n] of each matrix of a base and its models."""
+def of_models(folders: tuple[Path, ...], only: str = "") -> Iterator[Tensor]:
+    """The task vectors [M, m, n] of each matrix of a base and its models whose name matches."""
     states = []
     for folder in folders:
         files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
         states.append({name: tensor for file in files for name, tensor in file.items()})
     base, *models = states
     for name, tensor in base.items():
-        if tensor.ndim == 2:
+        if tensor.ndim == 2 and re.search(only, name):
             yield torch.stack([model[name].float() - tensor.float() for model in models])
 
 
@@ -149,6 +150,7 @@ def compare(name: str, matrices: list[Tensor], peer: SimpleNamespace, rounds: in
 @click.command(epilog="Example: python evals/speed/matrices.py --against /tmp/fb --shape 256x1024")
 @click.argument("folders", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--against", required=True, type=click.Path(path_type=Path), help=INSTALL)
+@click.option("--only", default="", help="Models: a regular expression of matrices' names.")
 @click.option("--shape", "shapes", multiple=True, help="Of the noise: ROWSxCOLUMNS, repeatable.")
 @click.option("--count", type=click.IntRange(1), default=8, show_default=True, help="Noise: M.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
@@ -162,6 +164,7 @@ def compare(name: str, matrices: list[Tensor], peer: SimpleNamespace, rounds: in
 def main(
     folders: tuple[Path, ...],
     against: Path,
+    only: str,
     shapes: tuple[str, ...],
     count: int,
     rounds: int,
@@ -170,7 +173,7 @@ def main(
     """Seconds, the ratio ours / fusion-bench's, how far the results differ, WUDI's loss of both."""
     peer = theirs(against)
     if folders:
-        matrices = list(of_models(folders))
+        matrices = list(of_models(folders, only))
         groups = {f"{len(matrices)} of {len(folders) - 1} models": matrices}
     else:
         names = shapes or ("1024x1024", "4096x1024", "1024x4096")

@@ -24,7 +24,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,10 @@ from transformers.utils import logging
 
 import tvb_mergekit
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.core.quantize import mean_bytes
+from tvb_mergekit.core.quantize import bits_within
 
 TASKS = tuple(data.TASKS)
 WIDTHS = (0, 1, 2, 3, 4, 8)  # of a tensor in a store; of 0 nothing is kept
-LEAST = 0.1  # bits that a store may have in the mean
 ZOOS = (8, 4, 3, 2, 1, 0.5, 0.25)
 SIZES = (2, 5, 8)
 MIXED = (2, 1.5, 1, 0.5)
@@ -180,15 +178,6 @@ def zoo_within(run: Run, most: int, place: Path) -> tvb_mergekit.Bases | None:
         # headers; and a whole tensor, where one less is needed
         room -= size - most + 64 + most // 500 * attempt
     return None
-
-
-def bits_within(numels: Sequence[int], room: float) -> float:
-    """The mean width whose codes take `room` bytes: the inverse of `mean_bytes`."""
-    steps = [(bits, mean_bytes(numels, bits)) for bits in WIDTHS]
-    for (low, below), (high, above) in pairwise(steps):
-        if room < above:
-            return max(LEAST, low + (high - low) * (room - below) / (above - below))
-    return WIDTHS[-1]
 
 
 def _mixed(run: Run, bits: float, place: Path) -> dict[str, Any]:

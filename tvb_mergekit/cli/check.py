@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
 from tvb_mergekit.tensors.merging import most_bases, sketch_of
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
+from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item
 
 PROCESS = 400_000_000  # bytes of a process that has imported torch, transformers and mergekit
@@ -145,17 +146,19 @@ def _reading(passes: int, nbytes: int) -> str:
     memory = megabytes(PROCESS + MEMORY)
     return (
         f"Time: that of reading {passes} x {megabytes(nbytes)}, and of writing. Memory: at most "
-        f"{memory} in tvb's commands, or see --memory"
+        f"{memory} in tvb's commands, unless --memory says otherwise"
     )
 
 
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:
     """What a method that merges matrices takes beside."""
     if largest := largest_matrix(settings, items, bases):
+        needed = f"--memory {-(-(largest.nbytes + LEAST) // 10**8) / 10:g}GB"
+        more = f": tvb's commands need {needed}" if largest.nbytes + LEAST > MEMORY else ""
         count = sum(count_matrices(settings, item, bases) for item in items)
         yield (
-            f"{settings.method} merges {count} matrices, one at a time; {largest} of memory in any "
-            "command"
+            f"{settings.method} merges {counted(count, 'matrix')} one by one, which takes most of "
+            f"the time; {largest} of memory{more}"
         )
 
 

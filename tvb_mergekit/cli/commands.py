@@ -56,8 +56,8 @@ POSITIVE, SEED = click.FloatRange(0, min_open=True), click.IntRange(0, 2**32 - 1
 def main() -> None:
     """Task Vector Bases for mergekit: keep M vectors in the place of T fine-tuned models.
 
-    Merging is mergekit's: `mergekit-yaml recipe.yml OUT` with `merge_method: basis_ta`,
-    `basis_ties` or `basis_negate`, over models or over the bases of a store. `tvb merge` does the
+    Merging is mergekit's: `mergekit-yaml recipe.yml OUT` with `merge_method: basis_ta` or one of
+    our others, over models or over the bases of a store. `tvb merge` does the
     same work faster and in bounded memory.
 
     \b
@@ -555,10 +555,9 @@ def merge(
 ) -> None:
     """Merge the models of RECIPE into OUT: what `mergekit-yaml` writes, bit by bit, and sooner.
 
-    RECIPE is one of `basis_ta`, `basis_ties` or `basis_negate`, over models or over the bases of a
-    store. A STORE needs no recipe: `tvb merge STORE OUT --method add`, by what it was built with.
-    Tensors are streamed: no more than --memory is held of them, whatever the size of a model and of
-    the shards of OUT.
+    RECIPE is one of our methods, over models or over the bases of a store. A STORE needs no recipe:
+    `tvb merge STORE OUT --method add`, by what it was built with. Tensors are streamed: no more
+    than --memory is held of them, whatever the size of a model and of the shards of OUT.
 
     \b
     Example:
@@ -721,7 +720,11 @@ def score(
 @click.option("--tasks", required=True, metavar="T1,T2", help="Of lm-eval: tasks or groups.")
 @click.option("--out", required=True, metavar="DIR", help="For all that is found; see below.")
 @click.option("--write", metavar="DIR", help="Also merge with what was found, into this folder.")
-@click.option("--grid", default="0:1:0.05", help="START:STOP:STEP, or numbers with commas.")
+@click.option(
+    "--grid",
+    show_default="0:1:0.05; of methods with lambda 1 by default 0:2:0.1",
+    help="START:STOP:STEP, or numbers with commas.",
+)
 @click.option(
     "--search",
     type=click.Choice(["grid", "golden"]),
@@ -763,8 +766,8 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
     """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
 
     One model in memory moves along theta_0 + lambda * Delta and is scored at each point; its
-    weights are those that mergekit-yaml writes, to the last bit. For basis_ta, basis_ties,
-    basis_negate (whose coefficient is alpha) and mergekit's task_arithmetic, ties, breadcrumbs;
+    weights are those that mergekit-yaml writes, to the last bit. For all our methods (of
+    basis_negate alpha is tuned) and mergekit's task_arithmetic, ties, breadcrumbs;
     dare and della, which draw at random, are merged point by point.
 
     DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. The same command goes on

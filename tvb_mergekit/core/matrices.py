@@ -2,7 +2,7 @@
 
 From B_1 ... B_M, stacked as `bases` [M, m, n] (float32, any strides, left as they are), each of
 them gives the direction D [m, n] float32 that is added to theta_0. r = min(m, n). They need no
-data, and give the same bits for the same input on the same machine.
+data, and give the same bits for the same input and number of threads on the same machine.
 
 Everything comes from Gram matrices of the shorter side, summed in float64 over BLOCK columns at a
 time. Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest.
@@ -40,8 +40,8 @@ def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
 
     Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
     the mean over all r singular values. With `common` below 1 Iso-CTS: the first triples of the
-    sum, and as many of each B_m less its part in the left space of those; all U side by side, and
-    all V, give way to their polar factors, and S to its mean.
+    sum, and as many of each B_m minus its projection onto the left space of those; all U side by
+    side, and all V, give way to their polar factors, and S to its mean.
 
     Args:
         common: the share of the r directions that the sum has, 0 to 1. The rest is divided

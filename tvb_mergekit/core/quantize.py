@@ -97,6 +97,15 @@ def mean_bytes(numels: Sequence[int], bits: float) -> int:
     return int(below + more * (above - below))
 
 
+def bits_within(numels: Sequence[int], room: float) -> float:
+    """The bits in the mean whose codes take `room` bytes: the inverse of `mean_bytes`."""
+    steps = [(bits, mean_bytes(numels, bits)) for bits in (0, *BITS)]
+    for (low, below), (high, above) in itertools.pairwise(steps):
+        if room < above:
+            return max(LEAST_BITS, low + (high - low) * (room - below) / (above - below))
+    return BITS[-1]
+
+
 def choose_widths(
     errors: NDArray[np.float64],
     numels: Sequence[int],

@@ -1,4 +1,4 @@
-"""The three methods as mergekit sees them: names, parameters, and merging in memory."""
+"""The methods as mergekit sees them: names, parameters, and merging in memory."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tvb_mergekit.settings import (
     check_value,
     resolve_settings,
 )
+from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import Job, build_basis, merge_items
 from tvb_mergekit.tensors.stream import held_item
 from tvb_mergekit.tensors.writing import MemorySink
@@ -48,7 +49,7 @@ class Parameter(ParameterSpec):
 
 
 class BasisMethod(MergeMethod):
-    """One of `basis_ta`, `basis_ties`, `basis_negate`.
+    """One of METHODS.
 
     Merging models uses the name and the parameters alone (see `plan`). Called in memory
     (`merge_state_dicts`, `merge_tensors`), the tensors given in one call are the whole task vector;
@@ -135,6 +136,7 @@ class BasisMethod(MergeMethod):
                 devices=devices,
                 budget=budget,
             )
+            check_matrices(settings, items, basis.num_bases, None)
             merge_items(basis, items, jobs, sink, devices=devices, budget=budget)
         return tuple(
             sink.states[0][label].to(group.base.tensor.device)
@@ -157,7 +159,7 @@ def _counted_names(groups: Sequence[TensorGroup], labels: Sequence[str]) -> dict
 
 
 def register(registry: ModuleType) -> None:
-    """Add the three methods to mergekit's registry (again after a reload)."""
+    """Add the methods to mergekit's registry (again after a reload)."""
     known = {method.spec.name for method in registry.registered_methods()}
     for name in METHODS:
         if name not in known:

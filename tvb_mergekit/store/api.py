@@ -34,6 +34,7 @@ from tvb_mergekit.store.inputs import Inputs, match
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.zoo import add_to_zoo, remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import Job, build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.writing import MemorySink
@@ -232,7 +233,7 @@ def merge(
     device: torch.device = CPU,
     **parameters: Any,
 ) -> dict[str, Tensor]:
-    """Merge by `basis_ta`, `basis_ties` or `basis_negate`, into a state dict on the CPU.
+    """Merge by one of our methods, `basis_ta` ... `basis_negate`, into a state dict on the CPU.
 
     Args:
         bases: of `build`, `load` or `add`.
@@ -240,9 +241,9 @@ def merge(
         dtype: of the floating-point tensors; the base's own by default.
         device: where to compute.
         parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
-            name), `lambda_scale`, `density`, `trim`, `merge_func`, `forget`, `alpha`, `exclude`;
-            over a store of all tasks also those of the bases to merge by, such as `basis`, with
-            the same defaults as over models.
+            name), `lambda_scale`, `density`, `trim`, `merge_func`, `common`, `matrices`, `forget`,
+            `alpha`, `exclude`; over a store of all tasks also those of the bases to merge by, such
+            as `basis`, with the same defaults as over models.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
@@ -274,6 +275,7 @@ def merge(
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
         count_if_needed(combined, lambda: counted, **means)
+    check_matrices(settings, items, combined.num_bases, None)
     sink = MemorySink(1)
     merge_items(combined, items, jobs, sink, **means)
     return sink.states[0]

@@ -23,8 +23,8 @@ from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import (
     BITS,
     CHOICES,
-    GROUP,
     LEAST_BITS,
+    LONG,
     Width,
     block_bytes,
     choose_widths,
@@ -104,7 +104,7 @@ class Quantize:
         if self.bits is not None:
             return vectors * mean_bytes(numels, self.bits)
         assert self.size is not None
-        scales = vectors * sum(2 * -(-numel // GROUP) for numel in numels)
+        scales = vectors * sum(2 * -(-numel // LONG) for numel in numels)
         if self.size < fixed + scales:
             raise UserError(
                 f"--size {self.size:,} bytes: the scales of all vectors and what is allowed for "

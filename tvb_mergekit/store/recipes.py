@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tvb_mergekit.settings import GLOBAL_KEYS, VARYING_KEYS, Method
+from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts, record_of
@@ -27,10 +27,10 @@ _HEAD = """\
 # Name -> method, and what it does, of the recipes for all tasks
 ALL_TASKS: dict[str, tuple[Method, str]] = {
     "add": ("basis_ta", "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M)."),
-    "ties": ("basis_ties", "The same with less interference: TIES over the bases."),
-    "iso": ("basis_iso", "The same with one singular value for all directions: Iso-C of the sum."),
-    "tsvm": ("basis_tsvm", "The same from the first singular vectors of each basis: TSV-M."),
-    "wudi": ("basis_wudi", "The same with the least interference between the bases: WUDI."),
+    "ties": ("basis_ties", "One model that does all tasks: TIES over the bases."),
+    "iso": ("basis_iso", "One model that does all tasks: Iso-C, the sum of the bases made even."),
+    "tsvm": ("basis_tsvm", "One model that does all tasks: TSV-M, of the first singular vectors."),
+    "wudi": ("basis_wudi", "One model that does all tasks: WUDI, with the least interference."),
 }
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
@@ -130,6 +130,8 @@ def _recipe(
     if is_zoo(facts):
         parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
+    if method in MATRIX_METHODS and not same and built["basis"] == "balanced":
+        parameters["lambda_scale"] = "tasks"  # lambda 1 means what it does for all task vectors
     for key in ("trim", "merge_func", "common", "matrices"):
         if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:
             parameters[key] = built[key]

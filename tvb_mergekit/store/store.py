@@ -60,8 +60,6 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "float16": torch.float16,
 }
 
-# What a recipe over a store may still say; all other global keys are fixed when it is built.
-
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
     """The name of a store's dtype.

@@ -21,7 +21,7 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import of_sum, reported
-from tvb_mergekit.core.quantize import CHOICES, GROUP, LEAST_BITS, unit_of
+from tvb_mergekit.core.quantize import CHOICES, GROUP, bits_within, unit_of
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
@@ -361,11 +361,13 @@ def _vectors(bases: Bases) -> list[Codes]:
 
 
 def _as_now(bases: Bases) -> Quantize:
-    """The bits of a zoo, for one task more."""
-    found = {width for vector in _vectors(bases) for width in vector.coded.widths.values()}
+    """As many bits for one task more as those there have: the same width, or the same bytes."""
+    vectors = _vectors(bases)
+    found = {width for vector in vectors for width in vector.coded.widths.values()}
     if len(found) == 1 and (width := found.pop()).bits and width.group == GROUP:
         return Quantize(bits=width.bits)
-    return Quantize(bits=max(LEAST_BITS, bases.facts.bits or 0.0))
+    numels = [vectors[0].tensors[name].numel for name in bases.names]
+    return Quantize(bits=bits_within(numels, sum(v.nbytes for v in vectors) / len(vectors)))
 
 
 def _naming(store: Path, facts: StoreFacts, folder: str) -> Path | None:

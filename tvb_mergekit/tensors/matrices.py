@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,17 +54,18 @@ def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Lar
         UserError: `matrices` is the name of none.
     """
     held = 1 if sum_alone(settings) else bases
+    if settings.matrices is not None:
+        if not any(settings.is_matrix(item.name, item.shape) for item in items):
+            raise UserError(
+                f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
+                "or three dimensions that takes part; leave it out, or mend it"
+            )
     found = [
         Largest(item.name, (rows, columns), matrix_bytes(settings, held, rows, columns))
         for item in items
         if count_matrices(settings, item, bases)
         for rows, columns in [item.shape[-2:]]
     ]
-    if not found and settings.matrices is not None:
-        raise UserError(
-            f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two or "
-            "three dimensions that takes part; leave it out for all but embeddings and output layer"
-        )
     return max(found, key=lambda each: each.nbytes, default=None)
 
 
@@ -81,9 +82,10 @@ def check_matrices(
         return
     LOG.info("%s", largest)
     if memory is not None and largest.nbytes + LEAST > memory:
+        fewer = "" if sum_alone(settings) else f" with {counted(bases, 'basis')}"
         raise UserError(
-            f"{megabytes(memory)} of memory are too little for {settings.method}: tensor {largest} "
-            f"with {counted(bases, 'basis')}; raise --memory, or take fewer bases"
+            f"{megabytes(memory)} of memory are too little for {settings.method}: tensor {largest}"
+            f"{fewer}; raise --memory{fewer and ', or take fewer bases'}"
         )
 
 
@@ -142,27 +144,29 @@ def merge_matrices(
     Args:
         passed: devices, of which the first computes, and the budget, as in `combine_pass`.
     """
-    encoder, device, budget = basis.weighted_encoder, passed["devices"][0], passed["budget"]
+    encoder = basis.weighted_encoder
     if sum_alone(basis.settings):
         encoder = encoder.sum(1, keepdim=True)
-    count, encode = encoder.shape[1], Linear.of(encoder)
     for first, matrix in matrices_of(item):
-        held = matrix_bytes(basis.settings, count, *matrix.shape)
-        passed |= {"budget": max(LEAST, budget - held)}
-        bases = Bases(count, matrix.numel)
-        plain = replace(matrix, out=torch.float32)
-        combine_pass([plain], {item.name: encode}, bases, **passed)
-        stacked = bases.rows.view(count, *matrix.shape).to(device)
-        del bases
-        with torch.no_grad():
-            merged = merge_matrix(basis.settings, stacked).to("cpu").reshape(-1)
-        del stacked
-        direction = Part(torch.float32, _reading(merged), held=True, holds="delta")
+        held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
+        given = passed | {"budget": max(LEAST, passed["budget"] - held)}
+        direction = Part(torch.float32, _direction(basis, matrix, encoder, given), True)
+        last = replace(matrix, inputs=(replace(direction, holds="delta"),))
         step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
-        last = replace(matrix, inputs=(direction,))
-        combine_pass([last], {item.name: step}, Within(sink, item, first), **passed)
+        combine_pass([last], {item.name: step}, Within(sink, item, first), **given)
+        del direction, last  # before the next matrix
         yield 1
 
 
-def _reading(values: Tensor) -> Any:
-    return lambda start, stop, buffer: values[start:stop]
+def _direction(
+    basis: Combination, matrix: Item, encoder: Tensor, passed: Mapping[str, Any]
+) -> Callable[[int, int, Tensor], Tensor]:
+    """Reads D of a matrix."""
+    bases = Bases(encoder.shape[1], matrix.numel)
+    plain = replace(matrix, out=torch.float32)
+    combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, **passed)
+    stacked = bases.rows.view(-1, *matrix.shape).to(passed["devices"][0])
+    del bases
+    with torch.no_grad():
+        merged = merge_matrix(basis.settings, stacked).to("cpu").reshape(-1)
+    return lambda start, stop, buffer: merged[start:stop]

@@ -169,7 +169,7 @@ def merge_items(
         job = jobs.get(item.name)
         total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
     if total_of := sum(matrices.values()):  # which take nearly all of the time
-        update, told = silent("", 0), progress("Merged model", total_of, "matrices")
+        update, told = silent("", 0), progress("Merged model", total_of, "matrix")
     else:
         update = told = progress("Merged model", total)
     step = functools.lru_cache(basis.step)  # most tensors are merged alike
@@ -178,6 +178,7 @@ def merge_items(
     def apart(item: Item) -> str | None:
         return item.name if item.name in jobs and (sweeps or matrices[item.name]) else None
 
+    whole = 0  # matrices that are merged and not told, so that the bar ends with the last tensor
     for _, group in itertools.groupby(items, apart):
         steps: dict[str, Step] = {}
         some = list(group)
@@ -187,7 +188,8 @@ def merge_items(
             if matrices[item.name]:
                 scale = 1.0 if job.alone else job.tunables.lambda_ * basis.scale
                 for done in merge_matrices(basis, item, scale, sink, not job.alone, **passed):
-                    told(done)
+                    told(whole)
+                    whole = done
             elif trims:
                 # Of one tensor alone they take two more readings, best just before the last.
                 limits = _thresholds(basis, item, job.tunables.density, devices, budget, update)
@@ -199,6 +201,8 @@ def merge_items(
             combine_pass(
                 left, steps, sink, **passed, sketch=sketch, counted_as=counted_as, progress=update
             )
+    if whole:
+        told(whole)
 
 
 def _thresholds(

@@ -69,7 +69,11 @@ class Codes(Weights):
             file = stored.folder / shard
             try:
                 said = json.loads(metadata_of(file)[KEY])
-                version = int(said["version"])
+                if (version := int(said["version"])) > VERSION:
+                    raise UserError(
+                        f"{file}: codes of version {version}, this tvb-mergekit reads up to "
+                        f"{VERSION}; upgrade it: pip install -U tvb-mergekit"
+                    )
                 units.add(float(said["unit"]))
                 for name, (bits, shape, *group) in said["tensors"].items():
                     widths[name] = CHOICES[CHOICES.index(Width(bits, *group))]
@@ -79,11 +83,6 @@ class Codes(Weights):
                     f"{file}: its header does not say how it is coded ({error}); restore it, or "
                     "build the store anew"
                 ) from error
-            if version > VERSION:
-                raise UserError(
-                    f"{file}: codes of version {version}, this tvb-mergekit reads up to {VERSION}; "
-                    "upgrade it: pip install -U tvb-mergekit"
-                )
         for name, info in stored.tensors.items():
             held = name in widths and block_bytes(shapes[name].numel(), widths[name])
             if len(units) > 1 or held is False or info.nbytes != held:

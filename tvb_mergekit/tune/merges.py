@@ -1,6 +1,6 @@
 """A recipe along its coefficient: lambda, or alpha of `basis_negate`, as mergekit plans it.
 
-`basis_ta`, `basis_ties`, `basis_negate` and mergekit's generalized task arithmetic (but for its
+Our methods and mergekit's generalized task arithmetic (but for its
 methods that draw at random) are linear in it: the merged model is start + fl(scale * direction),
 and `draw` writes both. For all others `write` merges point by point.
 """

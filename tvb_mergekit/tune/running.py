@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
+from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.store.store import lock
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
@@ -41,7 +42,7 @@ class Request(LmEval):
     recipe: str
     tasks: Sequence[str]
     out: Path
-    grid: str = "0:1:0.05"
+    grid: str | None = None  # by default it suits the method
     search: Literal["grid", "golden"] = "grid"
     tolerance: float | None = None
     metrics: Sequence[str] = ()
@@ -98,6 +99,10 @@ def tune(request: Request) -> Tuned:
     """
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
+    if request.grid is None:
+        around_one = recipe.document.get("merge_method") in MATRIX_METHODS
+        request = replace(request, grid="0:2:0.1" if around_one else "0:1:0.05")
+    assert request.grid is not None
     points = search.grid_points(request.grid)
     _check(request, recipe, points)
     recipe.check(points)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,15 +168,6 @@ def test_mixed_widths(store: SimpleNamespace, tmp_path: Path, bits: float) -> No
         one = store.bits.zoo(run, 1, tmp_path / "one")
         alone = store.bits.facts(run, one, 0)["error"]
         assert found["uniform"]["error"] == pytest.approx((0.5 + alone**2 / 2) ** 0.5)
-
-
-def test_bits_within_is_the_inverse(store: SimpleNamespace) -> None:
-    bits: ModuleType = store.bits
-    numels = [6400, 100, 3]
-    for wanted in (0.25, 0.5, 1, 1.7, 2, 5, 8):
-        room = bits.mean_bytes(numels, wanted)
-        assert bits.bits_within(numels, room) == pytest.approx(wanted, abs=1e-3)
-    assert bits.bits_within(numels, 10**9) == 8 and bits.bits_within(numels, 1) == bits.LEAST
 
 
 def test_the_page(store: SimpleNamespace) -> None:
