@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import Result, merge, ready, recipe
+from commands import Result, merge, ready, recipe, tvb
 from safetensors.torch import load_file, save_file
 from test_store import DTYPES, KINDS, SIZES, in_shards, raw_family, read, twice
 from tiny import TASKS, family, gpt2, llama, load
@@ -333,6 +333,21 @@ def test_without_dtype_the_merged_model_has_the_bases(
 
 
 # The recipes that a store is written with
+
+
+@pytest.mark.parametrize("kind", ["balanced", "ae"])
+def test_lambda_1_means_as_much_before_and_after_a_task_joins(
+    kind: str, families: dict[str, Family], tmp_path: Path
+) -> None:
+    """Of methods whose lambda is 1: over balanced bases that of all task vectors."""
+    found = families["llama"]
+    folder = found.store(tmp_path / "store", **KINDS[kind])
+    before = [ready(folder, f"{name}.yml")["parameters"] for name in ("iso", "tsvm", "wudi")]
+    new = found.models[0]
+    tvb("add", folder, new, "--task", "again", "--compress", kind, "--force", "--quiet")
+    after = [ready(folder, f"{name}.yml")["parameters"] for name in ("iso", "tsvm", "wudi")]
+    scale = "tasks" if kind == "balanced" else "bases"
+    assert before == after == [{"lambda": 1.0, "lambda_scale": scale}] * 3
 
 
 def test_the_ready_recipes_run(families: dict[str, Family], tmp_path: Path) -> None:
