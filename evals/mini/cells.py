@@ -53,7 +53,7 @@ def _reference(run: Run, cell: Cell) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- addition
 
 
-def _built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
+def built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
     label = cell["basis"].removesuffix("_mixed").removesuffix("_turned")
     size = {} if label == "none" else {"num_bases": cell["num_bases"]}
     # a mixture's seed is that of the mixture
@@ -97,8 +97,8 @@ class Direction:
 def _addition(run: Run, cell: Cell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        bases = _built(run, cell, Path(folder) / "store" if cell["stored"] else None)
-        built = time.perf_counter() - start
+        bases = built(run, cell, Path(folder) / "store" if cell["stored"] else None)
+        seconds = time.perf_counter() - start
         if bases.path is None:
             held = sum(info.nbytes for vector in bases.vectors for info in vector.tensors.values())
         else:
@@ -112,7 +112,7 @@ def _addition(run: Run, cell: Cell) -> dict[str, Any]:
             "bytes": held,
             "facts": facts,
             "row_sums": None if encoder is None else (encoder @ summed).tolist(),
-            "seconds": {"build": built},
+            "seconds": {"build": seconds},
             "merges": {merge: merged(run, cell, bases, merge, mixture)
                        for merge in cell["merges"]},
         }  # fmt: skip
@@ -254,7 +254,7 @@ def _forgetting(run: Run, cell: Cell) -> Callable[[str], Weights] | None:
         return None
     if cell["basis"] == "plain":
         return run.task_vector
-    bases = _built(run, cell)
+    bases = built(run, cell)
     return lambda task: difference(tvb_mergekit.reconstruct(bases, run.base, task), run.base)
 
 
@@ -284,9 +284,13 @@ def _loss(run: Run, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) 
 # ------------------------------------------------------------------------------------------ online
 
 
+def order_of(cell: Cell) -> list[str]:
+    return random.Random(cell["order"]).sample(TASKS, T)
+
+
 def _online(run: Run, cell: Cell) -> dict[str, Any]:
     """Tasks arrive one by one; at the end, and as they come, what is held is added up."""
-    order = random.Random(cell["order"]).sample(TASKS, T)
+    order = order_of(cell)
     tested, curve = cell["tested"], []
     for seen, (vector, count) in enumerate(BUFFERS[cell["how"]](run, cell, order), 1):
         if seen < T and not (cell["curve"] and seen % 2 == 0):
@@ -305,34 +309,47 @@ def _online(run: Run, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _bases_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
-    """Algorithm 1, as `tvb add` does it."""
+def algorithm_1(
+    run: Run, cell: Cell, order: Sequence[str], **first: Any
+) -> Iterator[tvb_mergekit.Bases]:
+    """The bases after each task, as `tvb add` makes them; `first`: settings of the encoder."""
     bases: tvb_mergekit.Bases | None = None
     for task in order:
         bases = tvb_mergekit.add(
-            bases, run.base, run.models[task], task, budget=cell["budget"], compress=cell["how"]
-        )
+            bases, run.base, run.models[task], task, budget=cell["budget"], compress=cell["how"],
+            **({} if bases else first),
+        )  # fmt: skip
+        yield bases
+
+
+def _bases_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+    for bases in algorithm_1(run, cell, order):
         moved = tvb_mergekit.merge(bases, run.base, "basis_ta", lambda_=1.0)
         yield difference(moved, run.base), bases.num_bases
 
 
-def _random_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
-    """At the budget, one of the vectors held is thrown away."""
+def kept_tasks(cell: Cell, order: Sequence[str]) -> Iterator[list[str]]:
+    """After each task those in a random buffer: at the budget, one of them is thrown away."""
     rng, kept = random.Random(f"{cell['order']}/{cell['budget']}"), list[str]()
     for task in order:
         if len(kept) == cell["budget"]:
             kept.remove(rng.choice(kept))
         kept.append(task)
-        yield _total(run, kept), len(kept)
+        yield [*kept]
+
+
+def _random_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+    for kept in kept_tasks(cell, order):
+        yield total(run, kept), len(kept)
 
 
 def _continual(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
     """One running sum: addition over all tasks, from which nothing can be taken out again."""
     for seen in range(1, T + 1):
-        yield _total(run, order[:seen]), seen
+        yield total(run, order[:seen]), seen
 
 
-def _magmax(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
+def magmax(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
     """In each entry the task vector of the largest magnitude (Marczak et al., 2024)."""
     largest: Weights = {}
     for seen, task in enumerate(order, 1):
@@ -345,7 +362,7 @@ def _magmax(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weight
         yield largest, seen
 
 
-def _total(run: Run, tasks: Iterable[str]) -> Weights:
+def total(run: Run, tasks: Iterable[str]) -> Weights:
     return difference(run.shifted(*((1.0, run.task_vector(task)) for task in tasks)), run.base)
 
 
@@ -354,7 +371,7 @@ BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, 
     "balanced": _bases_buffer,
     "rand_select": _random_buffer,
     "continual_ta": _continual,
-    "magmax": _magmax,
+    "magmax": magmax,
 }
 
 # ---------------------------------------------------------------------------------------- transfer
@@ -391,7 +408,7 @@ def _vectors(run: Run, cell: Cell) -> list[Weights]:
         return []
     if cell["basis"].startswith("none"):
         return [run.task_vector(task) for task in TASKS]
-    bases = _built(run, cell)
+    bases = built(run, cell)
     if cell["basis"].endswith("_turned"):
         turn = _turn(bases.tensors["gram_bases"])
         return [_combined(run, column, bases.vectors) for column in turn.T]

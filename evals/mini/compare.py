@@ -63,10 +63,10 @@ class Work:
     file: Path
 
 
-def fingerprint(folder: Path, method: str) -> str:
+def fingerprint(folder: Path, method: str, tasks: Iterable[str] = tuple(data.TASKS)) -> str:
     """Of all weights of a run."""
     digest = xxhash.xxh3_128()
-    for path in [folder / "base", *(folder / method / task for task in data.TASKS)]:
+    for path in [folder / "base", *(folder / method / task for task in tasks)]:
         for file in sorted(path.glob("*.safetensors")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -80,12 +80,17 @@ def work_of(folder: Path, method: str, device: str, models: str, cell: Cell) -> 
     return Work(folder, method, device, cell, folder / "cells" / method / name)
 
 
+def take(run: Run, method: str) -> None:
+    """The run that `compute` has at hand, and needs not read."""
+    _runs.clear()
+    _runs[run.folder, method, run.device] = run
+
+
 def compute(work: Work) -> Path:
     """Measure a cell, and write its file beside and rename it."""
     key = work.folder, work.method, work.device
     if key not in _runs:
-        _runs.clear()
-        _runs[key] = Run(*key)
+        take(Run(*key), work.method)
     torch.manual_seed(0)
     start = time.perf_counter()
     result = computing.compute(_runs[key], work.cell)
@@ -116,6 +121,25 @@ def compute_all(pool: ProcessPoolExecutor, wanted: Iterable[Work], label: str) -
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
+
+
+def serially(
+    works: Sequence[Work], label: str, as_is: bool = False,
+    passed: type[Exception] | tuple[()] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What is there of some cells, after what is missing was computed in this process.
+
+    Args:
+        as_is: compute nothing.
+        passed: what may be raised by a cell; it is told, and the others go on.
+    """
+    for work in tqdm(works, desc=label, unit="cell", disable=as_is):
+        if not (as_is or work.file.exists()):
+            try:
+                compute(work)
+            except passed as error:
+                click.echo(error, err=True)
+    return [json.loads(work.file.read_text()) for work in works if work.file.exists()]
 
 
 def compute_run(

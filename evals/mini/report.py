@@ -367,6 +367,39 @@ def write(records: Sequence[Record], folder: Path, page: Path | None = None) -> 
     return list(files)
 
 
+def write_study(
+    study: str,
+    records: Sequence[Record],
+    made: Mapping[str, Sequence[Sheet]],
+    drawn: Mapping[str, bytes],
+    folder: Path,
+    page: Path | None = None,
+) -> list[Path]:
+    """STUDY.json and the pictures into FOLDER, and the tables that PAGE marks into PAGE."""
+    tables = {title: [each.plain() for each in some] for title, some in made.items()}
+    numbers = json.dumps({"tables": tables}, indent=1, sort_keys=True).removesuffix("\n}")
+    lines = listing(records).splitlines()
+    numbers += ',\n "cells": [\n' + ",\n".join(lines) + "\n ]\n}\n"  # a cell a line
+    files = {folder / f"{study}.json": numbers.encode()}
+    files |= {folder / f"{title}.svg": picture for title, picture in drawn.items()}
+    if page is not None:
+        files[page] = filled_study(study, page.read_text(encoding="utf-8"), made).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        write_file(path, content)
+    return list(files)
+
+
+def filled_study(study: str, text: str, made: Mapping[str, Sequence[Sheet]]) -> str:
+    """The page with the tables between `<!-- STUDY: NAME -->` and `<!-- end -->`."""
+
+    def table(found: re.Match[str]) -> str:
+        markdown = "\n".join(each.markdown() for each in made[found[2]])
+        return f"{found[1]}\n\n{markdown}\n{found[3]}"
+
+    return re.sub(rf"(<!-- {study}: (\w+) -->).*?(<!-- end -->)", table, text, flags=re.DOTALL)
+
+
 MARK = re.compile(r"\s*<!-- table: (\S+) (\S+) (\S+) -->\s*")
 END = "<!-- end -->"
 

@@ -20,18 +20,22 @@ class Run:
 
     Attributes:
         base: theta_0.
+        tasks: their names.
         models: task -> theta_i; of adapters the merged models.
         held: bytes on disk of what the specialists are: T models, or T adapters.
     """
 
-    def __init__(self, folder: Path, method: str, device: str = "cpu") -> None:
-        self.folder, self.device = folder, device
+    def __init__(
+        self, folder: Path, method: str, device: str = "cpu",
+        tasks: Iterable[str] = tuple(data.TASKS),
+    ) -> None:  # fmt: skip
+        self.folder, self.device, self.tasks = folder, device, tuple(tasks)
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "base")
         self.model = score.load(folder / "base").to(device)
         self.base = self._weights(self.model)
         self.models = {
             task: self._weights(score.load(folder / method / task, folder / "base").to(device))
-            for task in data.TASKS
+            for task in self.tasks
         }
         files = (folder / method).glob("*/*.safetensors")
         self.held = sum(file.stat().st_size for file in files)
@@ -66,10 +70,11 @@ class Run:
         return score.ask(self.model, self.tokenizer, self.questions(split, tuple(tasks), items))
 
     def _questions(self, split: str, tasks: tuple[str, ...], items: int | None) -> score.Questions:
-        docs = [
-            doc for task in tasks for doc in data.read(self.folder / "data", task, split)[:items]
-        ]
+        docs = [doc for task in tasks for doc in self.items(task, split)[:items]]
         return score.pack(self.tokenizer, docs, self.device)
+
+    def items(self, task: str, split: str) -> list[data.Doc]:
+        return data.read(self.folder / "data", task, split)
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Weights:

@@ -16,13 +16,11 @@ Bytes: of ours, whole `.safetensors` files with their headers; of others, codes 
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,14 +36,12 @@ import rivals
 import torch
 import train
 from plan import GRID, PLANS, Cell, Plan, reference, settings
-from report import bare
+from report import write_study
 from runs import Run, Weights, difference
 from sheets import Column, Record, Runs, Sheet, forgotten, grid, name, spread, tested, value_of
-from tqdm import tqdm
 from transformers.utils import logging
 
 import tvb_mergekit
-from tvb_mergekit.atomic import write_file
 from tvb_mergekit.core.quantize import bits_within
 
 TASKS = tuple(data.TASKS)
@@ -360,31 +356,8 @@ def picture(runs: Runs) -> bytes:
 def write(records: Sequence[Record], preset: str, folder: Path, page: Path | None) -> list[Path]:
     """bits.json and the picture into FOLDER, and the tables that PAGE marks into PAGE."""
     runs = Runs(records, preset, "full")
-    made = sheets(runs)
-    tables = {title: [each.plain() for each in some] for title, some in made.items()}
-    numbers = json.dumps({"tables": tables}, indent=1, sort_keys=True).removesuffix("\n}")
-    lines = [json.dumps(bare({k: v for k, v in r.items() if k != "seconds"})) for r in runs.records]
-    numbers += ',\n "cells": [\n' + ",\n".join(lines) + "\n ]\n}\n"  # a cell a line
-    files = {
-        folder / "bits.json": numbers.encode(),
-        folder / f"{preset}-full-bits.svg": picture(runs),
-    }
-    texts = {title: "\n".join(each.markdown() for each in some) for title, some in made.items()}
-    if page is not None:
-        files[page] = filled(page.read_text(encoding="utf-8"), texts).encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, content in files.items():
-        write_file(path, content)
-    return list(files)
-
-
-def filled(text: str, tables: Mapping[str, str]) -> str:
-    """The page with the tables between `<!-- bits: NAME -->` and `<!-- end -->`."""
-
-    def table(found: re.Match[str]) -> str:
-        return f"{found[1]}\n\n{tables[found[2]]}\n{found[3]}"
-
-    return re.sub(r"(<!-- bits: (\w+) -->).*?(<!-- end -->)", table, text, flags=re.DOTALL)
+    drawn = {f"{preset}-full-bits": picture(runs)}
+    return write_study("bits", runs.records, sheets(runs), drawn, folder, page)
 
 
 # ----------------------------------------------------------------------------------------- command
@@ -401,13 +374,7 @@ def records_of(
 
     def done(wanted: Sequence[Cell], label: str) -> list[Record]:
         works = [compare.work_of(folder, "full", device, models, cell) for cell in wanted]
-        for work in tqdm(works, desc=label, unit="cell", disable=as_is):
-            if not (as_is or work.file.exists()):
-                try:
-                    compare.compute(work)
-                except rivals.Missing as error:
-                    click.echo(error, err=True)
-        return [json.loads(work.file.read_text()) for work in works if work.file.exists()]
+        return compare.serially(works, label, as_is, rivals.Missing)
 
     about = {"preset": preset, "method": "full", "train_seed": seed}
     first = done([reference(plan)[0], *cells_of(plan, None)], f"{folder.name} reference")

@@ -237,7 +237,7 @@ def test_the_sum_of_reconstructions(mini: SimpleNamespace, small: Any) -> None:
                 expected[name] += model[name] - small.base[name]
         assert near(rebuilt, expected)
         if basis == "pca":
-            assert near(rebuilt, mini.cells._total(small, tasks))
+            assert near(rebuilt, mini.cells.total(small, tasks))
 
 
 def test_buffers(mini: SimpleNamespace, small: Any) -> None:
@@ -257,7 +257,7 @@ def test_buffers(mini: SimpleNamespace, small: Any) -> None:
             )
             assert any(near(rest, found) for found in sums)
 
-    *_, (held, count) = cells._magmax(small, cell, order)
+    *_, (held, count) = cells.magmax(small, cell, order)
     stacked = {name: torch.stack([vectors[task][name] for task in order]) for name in names}
     largest = {
         name: tensor.gather(0, tensor.abs().argmax(0, keepdim=True))[0]

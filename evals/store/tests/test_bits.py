@@ -28,7 +28,7 @@ def store() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(STORE)
         for name in NAMES:
             patch.delitem(sys.modules, name, raising=False)
-        names = ("bits", "rivals", "data")
+        names = ("bits", "rivals", "data", "report")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
         for name in NAMES:
             sys.modules.pop(name, None)
@@ -172,18 +172,19 @@ def test_mixed_widths(store: SimpleNamespace, tmp_path: Path, bits: float) -> No
 
 def test_the_page(store: SimpleNamespace) -> None:
     page = "a\n<!-- bits: kept -->\nold\n<!-- end -->\nb <!-- table: x y z -->\nc\n<!-- end -->\n"
-    made = store.bits.filled(page, {"kept": "| new |\n"})
+    sheets = {"kept": [SimpleNamespace(markdown=lambda: "| new |\n")]}
+    made = store.report.filled_study("bits", page, sheets)
     assert made == page.replace("old\n", "\n| new |\n\n")
-    assert store.bits.filled(made, {"kept": "| new |\n"}) == made
+    assert store.report.filled_study("bits", made, sheets) == made
 
 
 def test_the_shipped_tables_are_of_the_shipped_cells(store: SimpleNamespace) -> None:
     mini = STORE.parent / "mini"
     shipped = json.loads((mini / "results" / "bits.json").read_text())
     made = store.bits.sheets(store.bits.Runs(shipped["cells"], "small", "full"))
-    texts = {name: "\n".join(each.markdown() for each in some) for name, some in made.items()}
     page = (mini / "RESULTS.md").read_text()
-    assert page.count("<!-- bits: ") == 4 and store.bits.filled(page, texts) == page
+    assert page.count("<!-- bits: ") == 4
+    assert store.report.filled_study("bits", page, made) == page
 
 
 @pytest.mark.slow
