@@ -12,7 +12,7 @@ import pytest
 
 MINI = Path(__file__).resolve().parent.parent
 # `data`, `plan` and the like are no names to leave in sys.modules for other tests
-NAMES = "data plan model score train runs cells sheets report pictures compare".split()
+NAMES = "data plan model score train runs cells sheets report pictures compare matrices".split()
 
 
 @pytest.fixture(scope="module")
