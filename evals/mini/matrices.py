@@ -473,8 +473,8 @@ def sheets(records: Sequence[Record], preset: str) -> dict[str, list[Sheet]]:
 
 LOOKS = {"ta": "none", "ties": "pca", "iso": "ae_exact", "iso_cts": "ae_adam_1", "tsvm":
          "ae_adam_5", "wudi": "balanced", "ta_matrices": "linear_ae", "ta_lengths": "ae_annealed",
-         "continual_ta": "none", "opcm": "ae_annealed", "magmax": "magmax",
-         "continual_ties": "pca", "continual_ties_in_place": "pca"}  # fmt: skip
+         "continual_ta": "none", "opcm": "ae_annealed", "magmax": "magmax"}  # fmt: skip
+LEVELS = ("continual TA at 0.3", "MagMax at 0.5", "OPCM")
 
 
 def curves(records: Sequence[Record], preset: str) -> bytes:
@@ -514,7 +514,7 @@ def arriving(records: Sequence[Record], preset: str) -> bytes:
                         if m is not None
                     ]
                     pictures.line(each, LOOKS[merge], points, title.partition(", ")[2])
-                elif ((how, merge) in SINGLE_TITLES and merge != "0.3") or how == "continual_ta":
+                elif title in LEVELS:
                     found = runs.find("matrices_online", how=how)
                     pictures.level(each, LOOKS[how], spread(map(value, found)), title)
         axes[0].set_ylabel("normalized accuracy")

@@ -159,5 +159,5 @@ def test_the_shipped_tables_are_of_the_shipped_cells(mini: SimpleNamespace) -> N
     shipped = json.loads((mini.path / "results" / "matrices.json").read_text())
     made = mini.matrices.sheets(shipped["cells"], "small")
     page = (mini.path / "RESULTS.md").read_text()
-    assert page.count("<!-- matrices: ") == 6
+    assert page.count("<!-- matrices: ") == 7
     assert mini.report.filled_study("matrices", page, made) == page
