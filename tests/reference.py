@@ -314,11 +314,16 @@ def singular_vectors(bases: Array) -> Array:
     return orthonormal(left) * sizes @ orthonormal(right)
 
 
-def interference_free(bases: Array) -> Array:
-    """WUDI (Cheng et al., 2025): the least of its loss, by least squares row by row."""
+def interference_free(bases: Array, ridge: float = 0.0) -> Array:
+    """WUDI (Cheng et al., 2025): the least of its loss, by least squares row by row; with `ridge`
+    rows that pull to the sum."""
     scales = [1 / np.linalg.norm(base) if base.any() else 0.0 for base in bases]
     sides = np.concatenate([by * base for by, base in zip(scales, bases, strict=True)])
     goals = np.concatenate([by * base @ base.T for by, base in zip(scales, bases, strict=True)], 1)
+    if ridge:
+        pull = np.sqrt(ridge * (sides**2).sum() / sides.shape[1])
+        sides = np.concatenate([sides, pull * np.eye(sides.shape[1])])
+        goals = np.concatenate([goals, pull * bases.sum(0)], 1)
     return np.linalg.lstsq(sides, goals.T, rcond=1e-6)[0].T
 
 
@@ -349,7 +354,10 @@ def by_matrices(
         if wanted and len(shape) in (2, 3) and piece.size:
             stacked = piece.T.reshape(bases.shape[1], -1, *shape[-2:])
             slices = np.moveaxis(stacked, 1, 0)
-            keys = (float(parameters.get("common", 1.0)),) if method == "basis_iso" else ()  # type: ignore[arg-type]
+            key, default = {"basis_iso": ("common", 1.0), "basis_wudi": ("ridge", 0.0)}.get(
+                method, ("", 0.0)
+            )
+            keys = (float(parameters.get(key, default)),) if key else ()  # type: ignore[arg-type]
             parts.append(
                 by * np.stack([OF_MATRICES[method](each, *keys) for each in slices]).ravel()
             )

@@ -72,6 +72,25 @@ def test_isotropic_merges_over_balanced_bases_are_one_model() -> None:
     assert not torch.allclose(other["wide"], want["wide"])
 
 
+def test_a_merge_that_explodes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of WUDI over bases of few directions; with a ridge it stays near their sum."""
+    torch.manual_seed(0)
+
+    def decaying() -> Tensor:
+        left, right = (torch.linalg.qr(torch.randn(size, 24))[0] for size in (24, 64))
+        return (left * torch.logspace(0, -5, 24)) @ right.T
+
+    base, shared = {"w": torch.zeros(24, 64), "v": torch.zeros(3)}, decaying()
+    models = {task: {"w": shared + decaying(), "v": torch.ones(3)} for task in "ab"}
+    bases = tvb_mergekit.build(base, models, basis="none")
+    total = sum(model["w"] for model in models.values())
+    for ridge, said in ((0.0, ["w"]), (0.1, [])):
+        caplog.clear()
+        merged = tvb_mergekit.merge(bases, base, "basis_wudi", ridge=ridge)["w"]
+        assert (merged.norm() > 10 * total.norm()) == bool(said)
+        assert [r.args[1] for r in caplog.records if "`ridge`" in r.msg] == said  # type: ignore[index]
+
+
 def test_what_it_takes_is_told_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base, models = family(tmp_path)
     file = write(recipe("basis_iso", base, models, basis="balanced", num_bases=2), tmp_path / "m")

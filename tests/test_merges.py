@@ -123,6 +123,9 @@ CASES = {
     "tsvm, some": Case("llama", "basis_tsvm", {"basis": "none", "matrices": "mlp|embed|norm"}),
     "wudi": Case("gpt2", "basis_wudi", {"basis": "rand_select"}),
     "wudi, layers": varied("basis_wudi", {"basis": "none"}, "lambda", False),
+    "wudi, ridge, adapters": Case(
+        "adapters", "basis_wudi", {**BALANCED, "ridge": 0.1}, "tvb merge"
+    ),
     "iso, experts": Case("mixtral", "basis_iso", BALANCED, "tvb merge"),
     "iso, tied": Case("tied", "basis_iso", {**BALANCED, "exclude": "mlp"}),
     "iso, one model": Case("one model", "basis_iso", {"basis": "none"}),

@@ -45,6 +45,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "trim": "model",
         "merge_func": "sum",
         "common": 1.0,
+        "ridge": 0.0,
         "matrices": None,
         "forget": (),
     }
@@ -69,11 +70,11 @@ def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
 
     adam = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
     adam |= {"anneal_factor", "decoder"}
-    ties, matrices = {"trim", "merge_func"}, {"common", "matrices"}
+    ties, matrices = {"trim", "merge_func"}, {"common", "ridge", "matrices"}
     assert told("basis_ta") == {"forget"} | ties | matrices
     assert told("basis_ties", solver="exact") == {"forget"} | matrices | adam
     assert told("basis_negate", basis="pca", **FORGET) == {"solver"} | ties | matrices | adam
-    assert told("basis_iso") == {"forget"} | ties
+    assert told("basis_iso") == {"forget", "ridge"} | ties
     assert told("basis_wudi") == {"forget", "common"} | ties
 
 

@@ -129,6 +129,10 @@ class Settings(BaseModel):
             high=1,
         ),
     ] = 1.0
+    ridge: Annotated[
+        float,
+        Key("pull of the result to the bases' sum", methods=("basis_wudi",), low=0),
+    ] = 0.0
     matrices: Annotated[
         str | None, Matrix("regular expression of the matrices; the others are averaged")
     ] = None

@@ -32,7 +32,7 @@ def merge_matrix(settings: Settings, bases: Tensor) -> Tensor:
     if settings.method == "basis_tsvm":
         return singular_vectors(bases)
     assert settings.method == "basis_wudi"
-    return interference_free(bases)
+    return interference_free(bases, settings.ridge)
 
 
 def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
@@ -86,8 +86,12 @@ def singular_vectors(bases: Tensor) -> Tensor:
     return left.mul_(sizes.float()) @ right.T
 
 
-def interference_free(bases: Tensor) -> Tensor:
+def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
     """The D of least `interference` with the bases, and among those the one of least norm.
+
+    Args:
+        ridge: adds ridge tr(A) / n ||D - sum_m B_m||^2 to what is least: where the bases have few
+            directions, or some are small, D is many times as long as their sum without it.
 
     WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
     sum_m B_m towards it. Here it is D = R A^+, by the normal equations D A = R with
@@ -110,12 +114,21 @@ def interference_free(bases: Tensor) -> Tensor:
             else:
                 right.addmm_(matrix.T @ matrix, matrix.T, alpha=weight)
             del matrix
+        if ridge:
+            push = ridge * float(normal.trace()) / columns
+            normal.diagonal().add_(push)
+            right.add_(_sum(bases).T, alpha=push)
         return _solve(normal, right).T.float()
     scales = inverse.repeat_interleave(rows)
     pieces = (bases[:, :, part].double().flatten(0, 1) for part in _blocks(columns))
     normal = _gram(pieces).mul_(scales).mul_(scales[:, None])
     parts = [slice(start, start + rows) for start in range(0, count * rows, rows)]
     right = torch.cat([normal[p, p] * norm for p, norm in zip(parts, norms, strict=True)])  # E^T
+    if ridge:
+        push = ridge * float(normal.trace()) / columns
+        normal.diagonal().add_(push)
+        for part, norm in zip(parts, norms.tolist(), strict=True):
+            right[part].diagonal().add_(push * norm)
     solution = _solve(normal, right).mul_(scales[:, None])
     merged = bases.new_empty(rows, columns)
     for part in _blocks(columns):

@@ -241,9 +241,9 @@ def merge(
         dtype: of the floating-point tensors; the base's own by default.
         device: where to compute.
         parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
-            name), `lambda_scale`, `density`, `trim`, `merge_func`, `common`, `matrices`, `forget`,
-            `alpha`, `exclude`; over a store of all tasks also those of the bases to merge by, such
-            as `basis`, with the same defaults as over models.
+            name), `lambda_scale`, `density`, `trim`, `merge_func`, `common`, `ridge`, `matrices`,
+            `forget`, `alpha`, `exclude`; over a store of all tasks also those of the bases to merge
+            by, such as `basis`, with the same defaults as over models.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.

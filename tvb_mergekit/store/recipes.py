@@ -132,7 +132,7 @@ def _recipe(
     parameters["lambda_scale"] = built["lambda_scale"]
     if method in MATRIX_METHODS and not same and built["basis"] == "balanced":
         parameters["lambda_scale"] = "tasks"  # lambda 1 means what it does for all task vectors
-    for key in ("trim", "merge_func", "common", "matrices"):
+    for key in ("trim", "merge_func", "common", "ridge", "matrices"):
         if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:
             parameters[key] = built[key]
     parameters |= more or {}

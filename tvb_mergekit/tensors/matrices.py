@@ -19,6 +19,7 @@ from tvb_mergekit.tensors.passes import LEAST, combine_pass
 from tvb_mergekit.tensors.stream import Item, Part, Sink, allocate
 
 LOG = logging.getLogger(__name__)
+FAR = 3
 
 
 class Largest(NamedTuple):
@@ -138,8 +139,9 @@ def _moved(part: Part, first: int) -> Part:
 
 def merge_matrices(
     basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, **passed: Any
-) -> Iterator[int]:
-    """Give `sink` theta_0 (or 0) + scale * D of each matrix of `item`, and count them.
+) -> Iterator[bool]:
+    """Give `sink` theta_0 (or 0) + scale * D of each matrix of `item`, and tell of each whether D
+    is more than FAR times as long as all bases together.
 
     Args:
         passed: devices, of which the first computes, and the budget, as in `combine_pass`.
@@ -150,23 +152,29 @@ def merge_matrices(
     for first, matrix in matrices_of(item):
         held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
         given = passed | {"budget": max(LEAST, passed["budget"] - held)}
-        direction = Part(torch.float32, _direction(basis, matrix, encoder, given), True)
-        last = replace(matrix, inputs=(replace(direction, holds="delta"),))
+        merged, far = _direction(basis, matrix, encoder, given)
+        direction = Part(torch.float32, _reading(merged), held=True, holds="delta")
+        last = replace(matrix, inputs=(direction,))
         step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
         combine_pass([last], {item.name: step}, Within(sink, item, first), **given)
-        del direction, last  # before the next matrix
-        yield 1
+        del merged, direction, last  # before the next matrix
+        yield far
 
 
 def _direction(
     basis: Combination, matrix: Item, encoder: Tensor, passed: Mapping[str, Any]
-) -> Callable[[int, int, Tensor], Tensor]:
-    """Reads D of a matrix."""
+) -> tuple[Tensor, bool]:
+    """D of a matrix, flattened; and whether it is far longer than the bases."""
     bases = Bases(encoder.shape[1], matrix.numel)
     plain = replace(matrix, out=torch.float32)
     combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, **passed)
     stacked = bases.rows.view(-1, *matrix.shape).to(passed["devices"][0])
     del bases
     with torch.no_grad():
+        together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merge_matrix(basis.settings, stacked).to("cpu").reshape(-1)
-    return lambda start, stop, buffer: merged[start:stop]
+    return merged, float(torch.linalg.vector_norm(merged)) > FAR * together
+
+
+def _reading(values: Tensor) -> Callable[[int, int, Tensor], Tensor]:
+    return lambda start, stop, buffer: values[start:stop]

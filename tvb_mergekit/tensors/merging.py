@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
 from tvb_mergekit.core.gram import DEFAULT_BUDGET, GramSums, Sketch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
-from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import ranks
@@ -31,6 +32,8 @@ from tvb_mergekit.tensors.passes import (
     share_of,
 )
 from tvb_mergekit.tensors.stream import Item, Sink
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ def merge_items(
         return item.name if item.name in jobs and (sweeps or matrices[item.name]) else None
 
     whole = 0  # matrices that are merged and not told, so that the bar ends with the last tensor
+    long = list[str]()
     for _, group in itertools.groupby(items, apart):
         steps: dict[str, Step] = {}
         some = list(group)
@@ -187,9 +191,10 @@ def merge_items(
                 continue
             if matrices[item.name]:
                 scale = 1.0 if job.alone else job.tunables.lambda_ * basis.scale
-                for done in merge_matrices(basis, item, scale, sink, not job.alone, **passed):
+                for far in merge_matrices(basis, item, scale, sink, not job.alone, **passed):
                     told(whole)
-                    whole = done
+                    whole = 1
+                    long += [item.name] * far
             elif trims:
                 # Of one tensor alone they take two more readings, best just before the last.
                 limits = _thresholds(basis, item, job.tunables.density, devices, budget, update)
@@ -203,6 +208,13 @@ def merge_items(
             )
     if whole:
         told(whole)
+    if long:
+        LOG.warning(
+            "%s merges to far more than its bases together: %s; give it a `ridge`, such as 0.1, or "
+            "a small lambda",
+            settings.method,
+            listed(long),
+        )
 
 
 def _thresholds(
