@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -105,7 +106,22 @@ class TrimElectMerge:
         return compute
 
 
-Step = Linear | TrimElectMerge
+class Step(Protocol):
+    """How one tensor is merged: `Linear`, `TrimElectMerge`, or `learned.FisherMean`."""
+
+    @property
+    def count(self) -> int:
+        """How many outputs."""
+
+    @property
+    def rows(self) -> int:
+        """Float32 rows of a chunk that computing takes beside the inputs."""
+
+    def on(self, device: torch.device) -> Compute:
+        """The step on one device."""
+
+    def __hash__(self) -> int:
+        """By identity."""
 
 
 def trim(bases: Tensor, thresholds: Sequence[float]) -> Tensor:

@@ -10,7 +10,8 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import mergekit.plan
 import torch
@@ -54,6 +55,20 @@ from tvb_mergekit.tensors.stream import Item, Sink
 LOG = logging.getLogger(__name__)
 
 
+class Learned(Protocol):
+    """What merges the bases in the place of the recipe's method: statistics of the models."""
+
+    @property
+    def method(self) -> str:
+        """Its name, for the report."""
+
+    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
+        """Give `sink` the merged tensors."""
+
+    def write(self, folder: Path) -> None:
+        """Write what was learned into the folder of the merged model, before it is published."""
+
+
 @dataclass
 class Plan:
     """One merge from planning to report."""
@@ -77,6 +92,7 @@ class Plan:
     architecture: Any = None
     config: Any = None  # of the merged model
     basis: Combination | None = None
+    learned: Learned | None = None
     _first: dict[tuple[str | None, ...], Planned] = field(default_factory=dict)
 
     @functools.cached_property
@@ -160,6 +176,9 @@ class Plan:
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
         """The last pass: give `sink` the merged tensors, of `build`'s basis."""
         assert self.basis is not None
+        if self.learned is not None:
+            self.learned.merge_into(self, sink, items)
+            return
         merge_items(self.basis, items, self.jobs(), sink, **self.means)
 
     def note_unread(self) -> None:
@@ -193,9 +212,11 @@ class Plan:
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""
-        return self.recipe.inputs.report(
-            self, left_out=self.left_out, tunables=self.tunables, dtype=self.out_dtype
+        tunables = self.tunables if self.learned is None else {}
+        facts, tensors = self.recipe.inputs.report(
+            self, left_out=self.left_out, tunables=tunables, dtype=self.out_dtype
         )
+        return facts if self.learned is None else facts.but(method=self.learned.method), tensors
 
 
 @phase("Planning")

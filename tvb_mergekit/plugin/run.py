@@ -142,15 +142,31 @@ def merge(
                 check_local_files(recipe, options)
                 check_tokenizer_source(config)
                 _warn_of_stale_parts(out)
-        with staged(out) as stage, fresh_loaders(), _local_cards():
+        with staged(out) as stage, fresh_loaders():
             with refusing(planning=True):
                 plan = world.first(lambda: plan_merge(recipe, config, options, memory))
                 plan.make_tokenizer()
                 check_disk(out, plan.output_bytes)
             plan.build()
-            write_tensors(plan, stage.path)
-            _write_companions(plan, config, stage.path, source)
-            finish(stage, plan, started, card=options.write_model_card)
+            write_model(plan, config, stage, source, started)
+
+
+def write_model(
+    plan: Plan,
+    config: MergeConfiguration,
+    stage: StagedFolder,
+    source: str | None,
+    started: float,
+) -> None:
+    """Write the merged model of a plan whose basis is built, and publish it.
+
+    Args:
+        started: when the work began, by `time.perf_counter`.
+    """
+    with _local_cards():
+        write_tensors(plan, stage.path)
+        _write_companions(plan, config, stage.path, source)
+        finish(stage, plan, started, card=plan.options.write_model_card)
 
 
 def _tell_options_without_effect(options: MergeOptions) -> None:
@@ -269,6 +285,8 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
     report.write_files(stage.path, facts, tensors)
     if card:
         report.add_card_section(stage.path / "README.md", facts, tensors)
+    if plan.learned is not None:
+        plan.learned.write(stage.path)
     stage.publish()
     if not plan.options.quiet:
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,34 +147,48 @@ def merge_matrices(
     Args:
         passed: devices, of which the first computes, and the budget, as in `combine_pass`.
     """
-    encoder = basis.weighted_encoder
+    encoder, merging = basis.weighted_encoder, partial(merge_matrix, basis.settings)
     if sum_alone(basis.settings):
         encoder = encoder.sum(1, keepdim=True)
     for first, matrix in matrices_of(item):
         held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
-        given = passed | {"budget": max(LEAST, passed["budget"] - held)}
-        merged, far = _direction(basis, matrix, encoder, given)
-        direction = Part(torch.float32, _reading(merged), held=True, holds="delta")
-        last = replace(matrix, inputs=(direction,))
-        step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
-        combine_pass([last], {item.name: step}, Within(sink, item, first), **given)
-        del merged, direction, last  # before the next matrix
-        yield far
+        within = Within(sink, item, first)
+        yield merge_one(matrix, encoder, merging, held, within, scale, add_base, **passed)
 
 
-def _direction(
-    basis: Combination, matrix: Item, encoder: Tensor, passed: Mapping[str, Any]
-) -> tuple[Tensor, bool]:
-    """D of a matrix, flattened; and whether it is far longer than the bases."""
-    bases = Bases(encoder.shape[1], matrix.numel)
+def merge_one(
+    matrix: Item,
+    encoder: Tensor,
+    merging: Callable[[Tensor], Tensor],
+    held: int,
+    sink: Sink,
+    scale: float = 1.0,
+    add_base: bool = True,
+    **passed: Any,
+) -> bool:
+    """Give `sink` theta_0 (or 0) + scale * D of one matrix [m, n]; tell whether D is more than FAR
+    times as long as all bases together.
+
+    Args:
+        encoder: of the bases, from the inputs of `matrix`, [N, M].
+        merging: D [m, n] of the bases [M, m, n], float32.
+        held: bytes of all tensors in `merging`.
+    """
+    passed |= {"budget": max(LEAST, passed["budget"] - held)}
+    count = encoder.shape[1]
+    bases = Bases(count, matrix.numel)
     plain = replace(matrix, out=torch.float32)
     combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, **passed)
-    stacked = bases.rows.view(-1, *matrix.shape).to(passed["devices"][0])
+    stacked = bases.rows.view(count, *matrix.shape).to(passed["devices"][0])
     del bases
     with torch.no_grad():
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
-        merged = merge_matrix(basis.settings, stacked).to("cpu").reshape(-1)
-    return merged, float(torch.linalg.vector_norm(merged)) > FAR * together
+        merged = merging(stacked).to("cpu").reshape(-1)
+    del stacked
+    direction = Part(torch.float32, _reading(merged), held=True, holds="delta")
+    step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
+    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, **passed)
+    return float(torch.linalg.vector_norm(merged)) > FAR * together
 
 
 def _reading(values: Tensor) -> Callable[[int, int, Tensor], Tensor]:
