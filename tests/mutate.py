@@ -30,6 +30,20 @@ MERGING = "test_core_properties.py"
 SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
+    "test_learn.py": [
+        (
+            "core/learned.py",
+            "torch.where(total > 0, weights / total, 1 / count)",
+            "weights / total",
+        ),
+        ("core/learned.py", "one.diagonal().copy_(diagonal)", "pass"),
+        ("core/learned.py", "alpha=sum(weights)", "alpha=1"),
+        ("core/learned.py", "right[:, unseen] = bases", "right[:, unseen] = 0 * bases"),
+        ("core/learned.py", "solved.T.mul(scales)", "solved.T"),
+        ("learn/statistics.py", "1 / (len(examples) * max(1, samples))", "1 / len(examples)"),
+        ("learn/statistics.py", "example.start - 1 : -1", "example.start : -1"),
+        ("learn/running.py", "basis.num_bases) / len(self.tasks)", "basis.num_bases) / 1"),
+    ],
     "test_quantize.py": [
         ("core/quantize.py", "(scales.view(torch.int16) & 1)", "(scales.view(torch.int16) & 0)"),
         ("core/quantize.py", "-(-rest * width.bits // 8)", "rest * width.bits // 8"),

@@ -53,7 +53,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_modules_named_in_the_manual_exist() -> None:
     named = re.findall(
-        r"`((?:core|tensors|store|plugin|score|tune|cli)/[a-z_/]+\.py)`", "".join(PAGES.values())
+        r"`((?:core|tensors|store|plugin|score|learn|tune|cli)/[a-z_/]+\.py)`",
+        "".join(PAGES.values()),
     )
     assert [name for name in named if not (ROOT / "tvb_mergekit" / name).is_file()] == []
 

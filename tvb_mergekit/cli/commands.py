@@ -69,6 +69,7 @@ def main() -> None:
       tvb add ./store ./new-model --task new
       tvb export ./store ./math --task math
       tvb tune recipe.yml --tasks copa,rte --out tuned
+      tvb learn recipe.yml fisher --data math=math.jsonl --data code=code.jsonl --out ./merged
 
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
@@ -569,24 +570,28 @@ def merge(
     devices = devices_of(values)
     values["device"] = None if values["multi_gpu"] else str(devices[0])
     values["quiet"] |= not ranks.world().leads
+    document, text = _document(recipe, method, base)
+
+    from tvb_mergekit.plugin.run import merge_recipe
+
+    merge_recipe(document, text, out, memory, **values)
+
+
+def _document(recipe: str, method: str | None, base: str | None) -> tuple[Document, str]:
+    """A recipe, or a store's for a method, and its text."""
     if os.path.isdir(recipe):
         made = _recipe_of(recipe, method, base)
 
         from tvb_mergekit.plugin.document import from_mapping
 
-        document, text = from_mapping(made), yaml.safe_dump(made, sort_keys=False)
-    elif method is not None or base is not None:
+        return from_mapping(made), yaml.safe_dump(made, sort_keys=False)
+    if method is not None or base is not None:
         raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
-    else:
-        document = _read(recipe)
+    document = _read(recipe)
 
-        from tvb_mergekit.plugin.document import recipe_text
+    from tvb_mergekit.plugin.document import recipe_text
 
-        text = recipe_text(recipe)
-
-    from tvb_mergekit.plugin.run import merge_recipe
-
-    merge_recipe(document, text, out, memory, **values)
+    return document, recipe_text(recipe)
 
 
 def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, Any]:
@@ -713,6 +718,66 @@ def score(
     print_table(found, Console(soft_wrap=True, highlight=False))
     if out is not None:
         click.echo(f"Written to {out}")
+
+
+@command(main, "base", "device", "memory", *ACCESS, "quiet", writes="out")
+@click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
+@click.argument("method", type=click.Choice(["fisher", "regmean"]))
+@repeatable("--data", metavar="TASK=FILE", help="A task's examples, as lines of JSON. Repeatable.")
+@click.option("--out", required=True, metavar="DIR", help="The merged model.")
+@click.option("--from", "source", metavar="DIR", help="Take the statistics in an earlier OUT.")
+@click.option(
+    "--samples",
+    type=click.IntRange(0),
+    default=0,
+    help="fisher: draw the labels so many times from the model; 0: those of the data.",
+)
+@click.option(
+    "--off-diagonal",
+    type=click.FloatRange(0, 1),
+    default=0.9,
+    help="regmean: what all but the diagonal of X^T X is multiplied by.",
+)
+@click.option(
+    "--subsample/--no-subsample",
+    default=True,
+    help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
+)
+@click.option("--seed", type=SEED, default=0, help="Of the examples and of drawn labels.")
+@flag("--resume", help="Go on with an interrupted run.")
+@flag("--dry-run", help="Only say what it takes: passes, memory, disk.")
+def learn(
+    recipe: str, base: str | None, out: str, source: str | None, dry_run: bool, **values: Any
+) -> None:
+    """Merge the models of RECIPE by what each of them shows on data of its task.
+
+    METHOD is fisher (each entry weighted by its Fisher information) or regmean (each linear layer
+    by the products of its inputs). RECIPE is one of `basis_ta`; its lambda is not used. A STORE is
+    merged over its bases, or its tasks. FILE holds one example a line: {"prompt", "response"},
+    {"messages": [...]}, or {"text"}.
+
+    One task's model is in memory at a time, with its statistics, which OUT/basis/statistics keeps:
+    --from OUT merges them again over other bases. They take as much disk as T models.
+
+    \b
+    Example:
+      tvb learn recipe.yml fisher --data math=math.jsonl --data code=code.jsonl --out ./merged
+      tvb learn other.yml fisher --from ./merged --out ./other
+    """
+    import_mergekit()
+    from tvb_mergekit.learn.running import Request
+    from tvb_mergekit.learn.running import learn as run
+    from tvb_mergekit.plugin.inputs import Options
+
+    values["device"] = str(device_of(values["device"]))
+    document, text = _document(recipe, "add" if os.path.isdir(recipe) else None, base)
+    options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
+    request = Request(
+        document=document, text=text, out=out, source=source, options=options, **values
+    )
+    bill = run(request, dry_run)
+    for line in bill.lines() if dry_run else ():
+        click.echo(line)
 
 
 @command(main, "memory", "device", *ACCESS, "quiet", writes="out")

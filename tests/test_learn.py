@@ -1,0 +1,455 @@
+"""`tvb learn`: Fisher and RegMean over bases, against the equations in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from commands import Result, recipe, refused, settings, tvb, write
+from safetensors.torch import load_file
+from tiny import family, gpt2, load
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+from tvb_mergekit.core.learned import FisherMean, regression_mean
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.learn import statistics
+from tvb_mergekit.learn.data import Example
+from tvb_mergekit.learn.models import TaskModels
+
+TASKS = ("math", "code", "chat")
+State = Mapping[str, Tensor]
+
+
+class Linear(nn.Module):
+    """Logits W x of a fixed input x for each token."""
+
+    def __init__(self, inputs: Tensor, outputs: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(inputs)
+        self.head = nn.Linear(inputs.shape[1], outputs, bias=False)
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.table(input_ids)))
+
+
+def linear() -> tuple[Linear, list[Example]]:
+    torch.manual_seed(0)
+    model = Linear(torch.randn(6, 5), 6)
+    ids = torch.randint(0, 6, (7, 4)).tolist()
+    return model, [Example(row, 1 + k % 3, k) for k, row in enumerate(ids)]
+
+
+def softmax(logits: Any) -> Any:
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def test_fisher_of_a_linear_model_is_that_of_the_equation() -> None:
+    model, examples = linear()
+    inputs, weight = (t.detach().double().numpy() for t in (model.table.weight, model.head.weight))
+    wanted, expected = np.zeros((6, 5)), np.zeros((6, 5))
+    for example in examples:
+        x = inputs[list(example.ids[example.start - 1 : -1])]
+        p = softmax(x @ weight.T)
+        labels = np.eye(6)[list(example.ids[example.start :])]
+        wanted += ((labels - p).T @ x) ** 2 / len(examples)
+        # E[(sum_t (e_y - p) x_t)^2] with independent places is the sum of their variances.
+        expected += ((p * (1 - p)).T @ x**2) / len(examples)
+    named = {"w": model.head.weight}
+    found = statistics.fisher(model, named, examples, "data")["w"]
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5)
+    drawn = statistics.fisher(model, named, examples, "data", samples=400)["w"]
+    assert np.abs(drawn.numpy() - expected).max() < 0.1 * expected.max()
+    again = statistics.fisher(model, named, examples, "data", samples=400)["w"]
+    assert torch.equal(drawn, again)
+
+
+def test_grams_of_a_linear_model_are_products_of_its_inputs() -> None:
+    model, examples = linear()
+    x = model.table.weight.detach().double().numpy()[[i for e in examples for i in e.ids]]
+    found = statistics.grams(model, {"w": model.head}, examples, "data")["w"]
+    np.testing.assert_allclose(found.numpy(), x.T @ x, rtol=1e-5, atol=1e-5)
+
+
+def test_without_any_fisher_it_is_the_mean_of_the_bases() -> None:
+    encoder = torch.tensor([[1.0, 0.25], [0.0, 0.75]], dtype=torch.float64)
+    step = FisherMean(torch.eye(2, dtype=torch.float64), encoder).on(torch.device("cpu"))
+    rows = torch.tensor([[2.0, 2.0, 2.0], [4.0, 4.0, 4.0], [0.0, 1.0, 0.0], [0.0, 0.0, 4.0]])
+    # F~ = (0, 0), (1, 1/4), (0, 3)
+    assert torch.allclose(step(torch.ones(3), rows)[0], torch.tensor([4.0, 3.4, 5.0]))
+
+
+def test_inputs_that_are_never_seen_and_singular_sums() -> None:
+    torch.manual_seed(0)
+    bases, x = torch.randn(2, 3, 4), torch.randn(2, 2, 4)
+    x[:, :, 1] = 0
+    grams, encoder = list(x.mT @ x), torch.eye(2, dtype=torch.float64)
+    kept = [gram.clone() for gram in grams]
+    found = regression_mean("w", bases, grams, encoder, 0.9)
+    assert torch.allclose(found[:, 1], bases[:, :, 1].mean(0))
+    assert all(map(torch.equal, grams, kept))
+    with pytest.raises(UserError, match="`w`: the sum of X\\^T X over its 4 inputs is singular"):
+        regression_mean("w", bases, grams[:1] * 2, encoder, 1.0)
+
+
+def dense(
+    method: str,
+    base: State,
+    bases: Sequence[State],
+    models: Sequence[Path],
+    encoder: Any,
+    data: Mapping[str, Sequence[tuple[list[int], int]]],
+    off_diagonal: float = 0.9,
+) -> dict[str, Tensor]:
+    """The merged model by the equations of the paper's table 1, in float64.
+
+    Args:
+        bases: B_m by tensor.
+        models: theta_i, of which the statistics are.
+        data: of each task in the order of `models`, tokens and where the response begins.
+    """
+    found: list[dict[str, Tensor]] = []
+    for folder, examples in zip(models, data.values(), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        sums: dict[str, Tensor] = {}
+
+        def add(name: str, term: Tensor, sums: dict[str, Tensor] = sums) -> None:
+            sums[name] = sums.get(name, 0) + term.detach()
+
+        hooked = [
+            module.register_forward_hook(
+                lambda m, x, y, name=f"{path}.weight": add(
+                    name, x[0].reshape(-1, x[0].shape[-1]).T @ x[0].reshape(-1, x[0].shape[-1])
+                )
+            )
+            for path, module in model.named_modules()
+            if method == "regmean" and isinstance(module, nn.Linear | Conv1D)
+        ]
+        for ids, start in examples:
+            model.zero_grad()
+            log = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+            log[range(start - 1, len(ids) - 1), ids[start:]].sum().backward()
+            if method == "fisher":
+                for name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    add(name, parameter.grad**2 / len(examples))
+        assert hooked or method == "fisher"
+        found.append(sums)
+    merged = {}
+    count = len(bases)
+    for name, start_ in base.items():
+        theta = [start_.double() + each[name].double() for each in bases]
+        if name not in found[0] or (name == "lm_head.weight" and name not in bases[0]):
+            merged[name] = sum(theta) / count
+            continue
+        mixed = [
+            sum(float(encoder[i, m]) * each[name] for i, each in enumerate(found))
+            for m in range(count)
+        ]
+        if method == "fisher":
+            weighted = sum(f * t for f, t in zip(mixed, theta, strict=True)) / sum(mixed)
+            merged[name] = torch.where(sum(mixed) > 0, weighted, sum(theta) / count)
+            continue
+        mixed = [off_diagonal * g + (1 - off_diagonal) * g.diag().diag() for g in mixed]
+        turned = [t if "c_" in name else t.T for t in theta]
+        solved = torch.linalg.solve(
+            sum(mixed), sum(g @ t for g, t in zip(mixed, turned, strict=True))
+        )
+        merged[name] = solved if "c_" in name else solved.T
+    return merged
+
+
+def assert_near(found: State, want: State, base: State, most: float = 1e-5) -> None:
+    """Entries within 1e-5 of their tensor's largest, and the move within `most` of its norm."""
+    off = moved = 0.0
+    for name, wanted in want.items():
+        error = (found[name].double() - wanted).abs().max()
+        assert float(error) <= 1e-5 * float(wanted.abs().max()), name
+        off += float((found[name].double() - wanted).square().sum())
+        moved += float((wanted - base[name].double()).square().sum())
+    assert off**0.5 <= most * moved**0.5, (off / moved) ** 0.5
+
+
+def lines(task: int, count: int = 4, size: int = 96) -> list[dict[str, Any]]:
+    """Examples of prompt and response, of words that the tiny tokenizer knows."""
+    draw = np.random.default_rng(task)
+
+    def words(most: int) -> str:
+        return " ".join(f"t{k}" for k in draw.integers(0, size, draw.integers(2, most)))
+
+    return [{"prompt": words(9) + " ", "response": words(6)} for _ in range(count)]
+
+
+def tokens(records: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], int]]:
+    made = []
+    for record in records:
+        prompt, response = (
+            [int(word[1:]) for word in record[key].split()] for key in ("prompt", "response")
+        )
+        made.append((prompt + response, len(prompt)))
+    return made
+
+
+def as_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+class Case:
+    """A family, its data, and the words that give them to the command."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
+        self.folder = folder
+        self.base, self.models = family(folder, tasks=TASKS, **how)
+        self.records = {task: lines(k) for k, task in enumerate(TASKS)}
+        self.data = {task: tokens(each) for task, each in self.records.items()}
+        self.files = {t: as_lines(folder / f"{t}.jsonl", each) for t, each in self.records.items()}
+        self.words = [w for t, file in self.files.items() for w in ("--data", f"{t}={file}")]
+
+    def recipe(self, name: str, **parameters: Any) -> Path:
+        made = recipe("basis_ta", self.base, self.models, **parameters)
+        return write(made, self.folder / name)
+
+    def learn(self, source: Path, method: str, name: str, *more: object) -> Result:
+        out = self.folder / name
+        tvb("learn", source, method, "--out", out, "--quiet", *more)
+        return Result(out)
+
+    def want(self, method: str, encoder: Any, **how: Any) -> dict[str, Tensor]:
+        base = load(self.base)
+        taus = [{n: t - base[n] for n, t in load(path).items()} for path in self.models]
+        bases = [
+            {n: sum(float(column[i]) * tau[n] for i, tau in enumerate(taus)) for n in base}
+            for column in np.asarray(encoder).T
+        ]
+        return dense(method, base, bases, self.models, encoder, self.data, **how)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("learn"))
+
+
+@pytest.mark.parametrize("method", ["fisher", "regmean"])
+@pytest.mark.parametrize("basis", ["none", "balanced", "rand_select"])
+def test_merges_equal_the_equations(case: Case, method: str, basis: str) -> None:
+    size = {} if basis == "none" else {"num_bases": 2}
+    source = case.recipe(f"{basis}-{method}-recipe", basis=basis, **size)
+    merged = case.learn(source, method, f"{basis}-{method}", *case.words, "--no-subsample")
+    want = case.want(method, merged.basis["encoder"])
+    assert_near(merged.tensors, want, load(case.base))
+    assert merged.facts["method"] == method and "lambda" not in merged.facts["parameters"]
+    told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+    assert told["passes"] == {"forward": 12, "backward": 12 * (method == "fisher")}
+    assert [each["lines"] for each in told["tasks"]] == [4, 4, 4]
+    assert f"tvb learn {method}" in (merged.folder / "README.md").read_text()
+    assert not Path(f"{merged.folder}.partial").exists()
+    transformers.AutoTokenizer.from_pretrained(merged.folder)
+
+
+def test_layers_of_gpt2_and_their_off_diagonals(tmp_path: Path) -> None:
+    case = Case(tmp_path, make=gpt2)
+    source = case.recipe("recipe", basis="none")
+    merged = case.learn(
+        source, "regmean", "out", *case.words, "--no-subsample", "--off-diagonal", 0.5
+    )
+    want = case.want("regmean", np.eye(3), off_diagonal=0.5)
+    assert_near(merged.tensors, want, load(case.base))
+    assert not torch.allclose(
+        merged.tensors["transformer.h.0.attn.c_attn.weight"],
+        torch.stack([load(m)["transformer.h.0.attn.c_attn.weight"] for m in case.models]).mean(0),
+        atol=1e-3,
+    )
+
+
+def test_statistics_are_merged_again_over_other_bases(case: Case) -> None:
+    first = case.learn(case.recipe("r3", basis="none"), "regmean", "all", *case.words)
+    kept = case.folder / "all" / "basis" / "statistics"
+    assert sorted(file.stem for file in kept.iterdir()) == sorted(TASKS)
+    source = case.recipe("r2", basis="ae", num_bases=2)
+    with mock.patch.object(TaskModels, "load", side_effect=AssertionError):
+        again = case.learn(source, "regmean", "again", "--from", first.folder)
+    want = case.want("regmean", again.basis["encoder"])
+    assert_near(again.tensors, want, load(case.base))
+    assert "statistics of regmean, not of fisher" in refused(
+        "learn", source, "fisher", "--from", first.folder, "--out", case.folder / "no"
+    )
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_store_and_a_zoo_are_merged_as_their_models(case: Case, bits: int | None) -> None:
+    store, models = case.folder / f"store-{bits}", case.folder / f"models-{bits}"
+    source = case.recipe("balanced", basis="balanced", num_bases=2)
+    if bits is None:
+        tvb("build", source, store, "--quiet")
+    else:
+        tvb("build", case.recipe("plain"), store, "--bits", bits, "--quiet")
+    tvb("export", store, "--all", models, "--quiet")
+    merged = case.learn(store, "fisher", f"from-{bits}", *case.words, "--no-subsample")
+    folders = [models / task for task in TASKS]
+    base = load(case.base)
+    if bits is None:
+        vectors = [load(store / f"basis-00{m}") for m in range(2)]
+    else:
+        vectors = [{n: t - base[n] for n, t in load(folder).items()} for folder in folders]
+    encoder = load_file(store / "basis.safetensors")["encoder"].numpy()
+    want = dense("fisher", base, vectors, folders, encoder, case.data)
+    # What a zoo decodes is exported in float32: theta_i and tau_i round.
+    assert_near(merged.tensors, want, base, 3e-5)
+
+
+def test_examples_are_subsampled_by_seed(case: Case) -> None:
+    source = case.recipe("half", basis="balanced", num_bases=2)
+    words = ["learn", source, "fisher", *case.words]
+    bill = tvb(*words, "--samples", 3, "--out", case.folder / "dry", "--dry-run").output
+    assert "fisher over 2 bases" in bill and "math 3 of 4, code 3 of 4" in bill
+    assert "Passes: 9 forward, 27 backward" in bill
+    assert not (case.folder / "dry").exists()
+    line = refused(*words, "--out", case.folder / "dry", "--memory", "16MB")
+    assert "16.0 MB of memory are too little for fisher" in line and "raise --memory" in line
+    made = [case.learn(source, "fisher", f"seed{s}", *case.words, "--seed", s) for s in (0, 1)]
+    differ = [n for n, t in made[0].tensors.items() if not torch.equal(t, made[1].tensors[n])]
+    assert differ
+    told = json.loads((made[0].folder / "basis" / "learned.json").read_text())
+    assert [each["examples"] for each in told["tasks"]] == [3, 3, 3]
+
+
+def test_a_killed_run_goes_on_where_it_was(case: Case) -> None:
+    source = case.recipe("killed", basis="none")
+    out, loaded = case.folder / "cut", []
+    original = TaskModels.load
+
+    def load_two(self: TaskModels, task: str) -> nn.Module:
+        loaded.append(task)
+        if len(loaded) == 3:
+            raise KeyboardInterrupt
+        return original(self, task)
+
+    words = ["learn", source, "fisher", *case.words, "--quiet", "--out", out]
+    with mock.patch.object(TaskModels, "load", load_two):
+        done = tvb(*words, code=130)
+        assert "--resume goes on" in done.stderr and not out.exists()
+        (case.folder / "cut.partial" / ".chat.safetensors").write_bytes(b"half")
+        tvb(*words, "--resume")
+    assert loaded == [*TASKS, TASKS[2]]
+    whole = case.learn(source, "fisher", "whole", *case.words)
+    same = load(out)
+    assert all(torch.equal(t, same[n]) for n, t in whole.tensors.items())
+    assert not (case.folder / "cut.partial").exists()
+
+
+def test_a_run_that_was_killed_leaves_whole_files(case: Case) -> None:
+    out, first = case.folder / "shot", case.folder / "shot.partial" / "math.safetensors"
+    long = as_lines(case.folder / "long.jsonl", case.records["code"] * 100)
+    source = case.recipe("shot-recipe", basis="none")
+    words = [*case.words[:3], f"code={long}", *case.words[4:]]
+    words = ["learn", str(source), "fisher", *words, "--out", str(out), "--quiet"]
+    tool = Path(sys.executable).with_name("tvb")
+    with subprocess.Popen([tool, *words], env=os.environ | settings("off", out, None)) as process:
+        deadline = time.monotonic() + 60
+        while not first.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    assert {file.name for file in first.parent.iterdir()} == {first.name} and not out.exists()
+    stamp = first.stat().st_mtime_ns
+    tvb(*words, "--resume")
+    assert (out / "basis" / "statistics" / first.name).stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ("{", "line 2: Expecting property name"),
+        ("[1]", "line 2: expected an object, found list"),
+        ('{"prompt": "t1"}', "line 2: expected `prompt` and `response`, `messages`, or `text`"),
+        ('{"text": 3}', "line 2: `text` is 3: expected text"),
+        ('{"messages": []}', "line 2: `messages`: expected a list of {role, content}"),
+        (
+            '{"messages": [{"role": "assistant", "content": "t1"}]}',
+            "line 2: `messages`, and the tokenizer has no chat template",
+        ),
+        (
+            json.dumps({"prompt": "t1 ", "response": "t2 " * 65}),
+            "line 2: a response of 65 tokens, and the model's context is 64",
+        ),
+        ('{"prompt": "t1", "response": ""}', "line 2: the response has no tokens to predict"),
+    ],
+)
+def test_lines_that_are_no_examples(case: Case, tmp_path: Path, record: str, told: str) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text('{"text": "t1 t2"}\n' + record + "\n")
+    words = [*case.words[:-1], f"chat={file}", "--out", tmp_path / "out", "--quiet"]
+    line = refused("learn", case.recipe("bad", basis="none"), "fisher", *words)
+    assert f"{file}, " in line and told in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused(case: Case, tmp_path: Path) -> None:
+    plain, empty = case.recipe("plain", basis="none"), tmp_path / "empty"
+    empty.write_text("\n")
+    pca = case.recipe("pca", basis="pca", num_bases=2)
+    ties = write(recipe("basis_ties", case.base, case.models), case.folder / "ties")
+    files = case.words
+    for told, source, *words in (
+        ("no data for chat: give --data chat=FILE", plain, *files[:-2]),
+        ("no task 'caht'; did you mean chat?", plain, *files[:-1], f"caht={empty}"),
+        ("expected TASK=FILE", plain, "--data", "math"),
+        ("task math has", plain, *files, *files[:2]),
+        ("no examples, and task chat needs some", plain, *files[:-1], f"chat={empty}"),
+        ("No such file", plain, *files[:-1], "chat=/nowhere"),
+        ("`basis` is pca, whose encoder has negative weights", pca, *files),
+        ("`merge_method` is basis_ties", ties, *files),
+        ("no --data", plain, "--from", tmp_path, *files),
+        ("no statistics of math", plain, "--from", tmp_path),
+    ):
+        assert told in refused("learn", source, "fisher", *words, "--out", tmp_path / "out"), told
+    words = ["learn", plain, "regmean", *files, "--out", tmp_path / "out"]
+    assert "--samples belongs to fisher" in refused(*words, "--samples", 2)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("")
+    assert "in the way" in refused(*words)
+
+
+def test_chat_templates_cut_prompts_and_missing_tokenizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(tmp_path, tokenizer=False)
+    plain = case.recipe("plain", basis="none")
+    words = ["learn", plain, "fisher", "--out", tmp_path / "out", "--quiet"]
+    assert "no tokenizer in" in refused(*words, *case.words)
+    _, sources = family(tmp_path / "other", tasks=TASKS)
+    tokenizer = AutoTokenizer.from_pretrained(sources[0])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 't9 ' + m.content + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}t9 {% endif %}"
+    )
+    tokenizer.save_pretrained(case.base)
+    asked = [{"role": r, "content": c} for r, c in (("user", "t1 t2"), ("assistant", "t3 t4"))]
+    long = {"prompt": "t5 " * 70, "response": "t6 t7"}
+    file = as_lines(tmp_path / "chat.jsonl", [{"messages": asked}, long, {"text": "t1 t2 t3"}])
+    tvb(*words, *case.words[:-1], f"chat={file}")
+    assert "1 prompt longer than the context of 64 tokens lost their beginning" in caplog.text
+    case.data["chat"] = [([9, 1, 2, 9, 3, 4], 4), ([5] * 62 + [6, 7], 62), ([1, 2, 3], 1)]
+    assert_near(Result(tmp_path / "out").tensors, case.want("fisher", np.eye(3)), load(case.base))
+
+
+def test_a_loss_that_is_not_finite_stops_it() -> None:
+    model, examples = linear()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="data, line 0: the loss is nan"):
+        statistics.grams(model, {"w": model.head}, examples, "data")

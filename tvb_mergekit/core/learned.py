@@ -1,0 +1,107 @@
+"""Merges by statistics of the models on data, over bases: Fisher and RegMean (paper, table 1).
+
+Both are weighted means of theta_0 + B_m. The weights of basis m are those of the tasks, mixed as
+the basis mixes their task vectors: sum_i W_e[i, m] of each task's statistics, with W_e >= 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.merge import Compute
+from tvb_mergekit.errors import UserError
+
+SINGULAR = 1e-13  # of a pivot of a matrix whose diagonal is 1
+
+
+@dataclass(frozen=True, eq=False)
+class FisherMean:
+    """theta_0 + sum_m F~_m B_m / sum_m F~_m, entry by entry, F~_m = sum_i W_e[i, m] F_i.
+
+    That is the closed form sum_m F~_m (theta_0 + B_m) / sum_m F~_m. Where every F~_m is 0, nothing
+    tells the bases apart, and it is their mean. A step of `combine_pass`: the rows of a chunk are
+    the N vectors, then F_1 ... F_T.
+
+    Attributes:
+        bases: B = vectors @ this, [N, M].
+        encoder: W_e [T, M], without negative entries.
+    """
+
+    bases: Tensor
+    encoder: Tensor
+    count = 1
+
+    @property
+    def rows(self) -> int:
+        """Float32 rows of a chunk that computing takes beside the inputs."""
+        return 4 * self.encoder.shape[1] + 4
+
+    def on(self, device: torch.device) -> Compute:
+        """The step on one device."""
+        vectors, count = self.bases.shape
+        bases = self.bases.T.to(device, torch.float32)
+        encoder = self.encoder.T.to(device, torch.float32)
+
+        def compute(base32: Tensor, rows: Tensor) -> Tensor:
+            weights = encoder @ rows[vectors:]
+            total = weights.sum(0)
+            weights = torch.where(total > 0, weights / total, 1 / count)
+            return torch.mm(bases, rows[:vectors]).mul_(weights).sum(0).add_(base32)[None]
+
+        return compute
+
+
+def regression_mean(
+    name: str, bases: Tensor, grams: Iterable[Tensor], encoder: Tensor, off_diagonal: float
+) -> Tensor:
+    """D [m, n] float32 with theta_0 + D = (sum_m G~_m)^-1 sum_m G~_m (theta_0 + B_m), transposed.
+
+    RegMean (Jin et al., ICLR 2023): G~_m = sum_i W_e[i, m] X_i^T X_i. An input that is always 0 in
+    the data says nothing of its column, which gets the mean of the bases. In float64, by Cholesky.
+
+    Args:
+        name: of the tensor, for messages.
+        bases: [M, m, n] float32, m outputs and n inputs of a linear layer; left as they are.
+        grams: X_i^T X_i [n, n] of each of the T tasks, of which one is held at a time.
+        encoder: W_e [T, M], without negative entries.
+        off_diagonal: what all but the diagonal of X_i^T X_i is multiplied by.
+
+    Raises:
+        UserError: the sum is singular.
+    """
+    _, outputs, inputs = bases.shape
+    normal = bases.new_zeros(inputs, inputs, dtype=torch.float64)
+    right = bases.new_zeros(outputs, inputs, dtype=torch.float64)
+    for gram, weights in zip(grams, encoder.tolist(), strict=True):
+        one = gram.to(bases.device, torch.float64)
+        diagonal = one.diagonal().clone()
+        one = one.mul_(off_diagonal) if one is not gram else one * off_diagonal
+        one.diagonal().copy_(diagonal)
+        normal.add_(one, alpha=sum(weights))
+        # sum_m B_m G~_m = sum_i (sum_m W_e[i, m] B_m) X_i^T X_i
+        mixed = torch.zeros_like(right)
+        for weight, base in zip(weights, bases, strict=True):
+            mixed.add_(base, alpha=weight)
+        right.addmm_(mixed, one)
+    unseen = normal.diagonal() == 0
+    normal.diagonal()[unseen] = 1
+    right[:, unseen] = bases[:, :, unseen].mean(0, dtype=torch.float64)
+    scales = normal.diagonal().rsqrt()
+    factor, failed = torch.linalg.cholesky_ex(normal.mul_(scales).mul_(scales[:, None]))
+    if failed or float(factor.diagonal().min()) ** 2 < SINGULAR:
+        raise UserError(
+            f"tensor `{name}`: the sum of X^T X over its {inputs} inputs is singular; take more "
+            "data, or --off-diagonal below 1"
+        )
+    solved = torch.cholesky_solve(right.mul_(scales).T, factor)
+    return solved.T.mul(scales).float()
+
+
+def regression_bytes(bases: int, outputs: int, inputs: int) -> int:
+    """An upper bound of the bytes of all tensors at once in `regression_mean`, the M bases among
+    them."""
+    return 4 * (bases + 1) * outputs * inputs + 8 * (3 * outputs * inputs + 4 * inputs**2)

@@ -1,0 +1,202 @@
+"""Files of examples: lines of JSON to tokens, of which those of the response count."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tvb_mergekit.errors import UserError, counted, listed
+from tvb_mergekit.settings import nearest
+
+LOG = logging.getLogger(__name__)
+FORMS = "`prompt` and `response`, `messages`, or `text`"
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """The examples of one task.
+
+    Attributes:
+        records: number of the line, from 1, and what it holds.
+        sha256: of the file.
+    """
+
+    task: str
+    path: str
+    records: Sequence[tuple[int, Mapping[str, Any]]]
+    sha256: str
+
+    def count(self, share: float) -> int:
+        """How many examples a share of them is, at least one."""
+        return max(1, int(len(self.records) * share + 0.5))
+
+    def drawn(self, share: float, seed: int) -> list[int]:
+        """Which records are used for a share of them, in their order."""
+        every = range(len(self.records))
+        return sorted(random.Random(f"{seed} {self.task}").sample(every, self.count(share)))
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example as tokens.
+
+    Attributes:
+        ids: of the prompt, then of the response.
+        start: where the response begins, at least 1: a first token is not predicted.
+        line: its number in the file.
+    """
+
+    ids: Sequence[int]
+    start: int
+    line: int
+
+
+def read_data(given: Sequence[str], tasks: Sequence[str]) -> list[DataFile]:
+    """The files of `TASK=FILE` words, in the order of the tasks.
+
+    Raises:
+        UserError: a task without data, data without a task, a line that is no example.
+    """
+    paths: dict[str, str] = {}
+    for word in given:
+        task, equals, path = word.partition("=")
+        if not equals or not path:
+            raise UserError(f"--data {word}: expected TASK=FILE")
+        if task not in tasks:
+            guess = nearest(task, tasks)
+            hint = f"did you mean {guess}? " if guess else ""
+            raise UserError(f"--data {word}: no task {task!r}; {hint}Tasks: {', '.join(tasks)}")
+        if task in paths:
+            raise UserError(f"--data {word}: task {task} has {paths[task]} already")
+        paths[task] = path
+    if missing := [task for task in tasks if task not in paths]:
+        raise UserError(f"no data for {listed(missing)}: give --data {missing[0]}=FILE")
+    return [_read(task, paths[task]) for task in tasks]
+
+
+def _read(task: str, path: str) -> DataFile:
+    data = Path(path).read_bytes()
+    records = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            try:
+                records.append((number, _checked(json.loads(line.decode("utf-8")))))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}, line {number}: {error}") from error
+    if not records:
+        raise UserError(f"{path}: no examples, and task {task} needs some")
+    return DataFile(task, path, records, hashlib.sha256(data).hexdigest())
+
+
+def _checked(record: Any) -> Mapping[str, Any]:
+    """Raise ValueError where a line is of none of the FORMS."""
+    if not isinstance(record, dict):
+        raise ValueError(f"expected an object, found {type(record).__name__}")
+    every = (("messages",), ("prompt", "response"), ("text",))
+    forms = [keys for keys in every if all(key in record for key in keys)]
+    if len(forms) != 1:
+        raise ValueError(f"expected {FORMS}; found {listed(list(record), 5) or 'nothing'}")
+    for key in forms[0]:
+        if key != "messages" and not isinstance(record[key], str):
+            raise ValueError(f"`{key}` is {record[key]!r:.40}: expected text")
+    if forms[0] == ("messages",):
+        messages = record["messages"]
+        whole = isinstance(messages, list) and all(
+            isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
+            for each in messages
+        )
+        if not whole or not messages or messages[-1]["role"] != "assistant":
+            raise ValueError(
+                "`messages`: expected a list of {role, content}, the last of them the assistant's"
+            )
+    return record
+
+
+def open_tokenizer(folders: Sequence[Path | None], trust_remote_code: bool) -> Any:
+    """The tokenizer in the first of the folders that has one.
+
+    Raises:
+        UserError: none has one, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    for folder in folders:
+        if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(
+                os.fspath(folder), trust_remote_code=trust_remote_code
+            )
+        except Exception as error:  # of whatever kind the files lead to
+            text = " ".join(str(error).split())
+            raise UserError(f"the tokenizer in {folder} cannot be read: {text}") from error
+    where = " and ".join(str(folder) for folder in dict.fromkeys(folders) if folder)
+    raise UserError(f"no tokenizer in {where}: put one beside the weights (tokenizer.json ...)")
+
+
+def encode(file: DataFile, tokenizer: Any, context: int) -> list[Example]:
+    """All records as tokens. A prompt that is too long loses its beginning, which is told.
+
+    Raises:
+        UserError: a response that is longer than the context or has no tokens; no chat template.
+    """
+    found, cut = [], 0
+    for line, record in file.records:
+        where = f"{file.path}, line {line}"
+        ids, start = _tokens(record, tokenizer, where)
+        if len(ids) - start > context:
+            raise UserError(
+                f"{where}: a response of {len(ids) - start} tokens, and the model's context is "
+                f"{context}; shorten or split it"
+            )
+        over = max(0, len(ids) - context)
+        cut += over > 0
+        example = Example(ids[over:], max(1, start - over), line)
+        if example.start >= len(example.ids):
+            raise UserError(f"{where}: the response has no tokens to predict")
+        found.append(example)
+    if cut:
+        LOG.warning(
+            "%s: %s longer than the context of %d tokens lost their beginning",
+            file.path, counted(cut, "prompt"), context,
+        )  # fmt: skip
+    return found
+
+
+def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list[int], int]:
+    """The tokens of an example, and where its response begins."""
+    if "text" in record:
+        return list(tokenizer(record["text"])["input_ids"]), 0
+    special = True
+    if "messages" in record:
+        special, messages = False, record["messages"]  # the template has its own
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{where}: `messages`, and the tokenizer has no chat template; add one, or give "
+                "`prompt` and `response`"
+            )
+        try:
+            whole = tokenizer.apply_chat_template(messages, tokenize=False)
+            prompt = "" if len(messages) == 1 else tokenizer.apply_chat_template(
+                messages[:-1], tokenize=False, add_generation_prompt=True
+            )  # fmt: skip
+        except Exception as error:  # whatever a template raises
+            text = " ".join(str(error).split())
+            raise UserError(f"{where}: the chat template refuses `messages`: {text}") from error
+    else:
+        prompt, whole = record["prompt"], record["prompt"] + record["response"]
+    before, ids = (
+        list(tokenizer(text, add_special_tokens=special)["input_ids"]) for text in (prompt, whole)
+    )
+    same = 0  # a token that holds the end of the prompt and more is of the response
+    while same < min(len(before), len(ids)) and before[same] == ids[same]:
+        same += 1
+    return ids, same

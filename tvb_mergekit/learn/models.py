@@ -1,0 +1,122 @@
+"""The models of the tasks of a planned merge, loaded one at a time, and where its tensors are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.learn.statistics import input_dimension, linear_layers
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.stores import Stored
+from tvb_mergekit.store.live import Live, attach
+
+
+class TaskModels:
+    """theta_i of each task in float32: a recipe's model, or of a store the base with the task's
+    vector (its reconstruction, where the store holds bases)."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        inputs = plan.recipe.inputs
+        self.stored = inputs if isinstance(inputs, Stored) else None
+        self._live: Live | None = None
+        self._model: nn.Module | None = None
+
+    @property
+    def tasks(self) -> list[str]:
+        """Of the recipe's models, or of all whose vectors a store's bases hold."""
+        store = self.plan.recipe.store
+        return list(self.plan.recipe.tasks if store is None else store.bases.tasks)
+
+    def folder(self, task: str) -> Path:
+        """Where configuration and tokenizer of a task's model are."""
+        models = self.plan.recipe.models
+        owner = self.plan.recipe.base
+        if self.stored is None:
+            owner = models[self.tasks.index(task)]
+        return Path(self.plan.checkpoints[owner].folder)
+
+    @property
+    def base_folder(self) -> Path:
+        return Path(self.plan.checkpoints[self.plan.recipe.base].folder)
+
+    def weights(self, task: str) -> list[str]:
+        """What tells the weights of a task's model from all others: fingerprints."""
+        prints = self.plan.fingerprints
+        if self.stored is None:
+            return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
+        return [*prints.values(), task]
+
+    def context(self, task: str) -> int:
+        """The most tokens that a task's model takes."""
+        config = _config(self.folder(task), self.plan.options.trust_remote_code)
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return int(most or 2**31)
+
+    def load(self, task: str) -> nn.Module:
+        """The model of a task; the one before it is gone."""
+        trust = self.plan.options.trust_remote_code
+        if self.stored is None:
+            self._model = None  # before the next one is loaded
+            self._model = load_model(self.folder(task), self.device, trust)
+            return self._model
+        if self._live is None:
+            model = load_model(self.base_folder, self.device, trust)
+            self._live = attach(model, self.stored.bases, os.fspath(self.base_folder))
+        return self._live.use(task)
+
+    def named(self, model: nn.Module, task: str | None = None) -> dict[str, nn.Parameter]:
+        """The parameters of a task's model (None: the base's) that the merge moves, by their names
+        in the merged model. Those that the model names otherwise than its files are missing."""
+        state = model.state_dict(keep_vars=True)
+        place = 0 if task is None or self.stored is not None else 1 + self.tasks.index(task)
+        stored = {name: planned.names[place] for name, planned in self.plan.counted.items()}
+        return {name: state[own] for name, own in stored.items() if own in state}
+
+    def dimensions(self) -> dict[str, int]:
+        """Weight of a linear layer -> the dimension in which its inputs lie; nothing is loaded."""
+        trust = self.plan.options.trust_remote_code
+        config = _config(self.base_folder, trust)
+        with torch.device("meta"), refused(self.base_folder):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        layers, parameters = linear_layers(model), self.named(model)
+        return {n: input_dimension(layers[id(p)]) for n, p in parameters.items() if id(p) in layers}
+
+
+def load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """The causal language model in a folder, in float32.
+
+    Raises:
+        UserError: transformers cannot load it as one.
+    """
+    disable_progress_bar()  # ours counts examples
+    with refused(folder):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            os.fspath(folder), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    return model.to(device).eval()
+
+
+@contextmanager
+def refused(folder: Path) -> Iterator[None]:
+    """Turn what transformers raises of a model's folder into UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{folder}: no causal language model: {text}") from error
+
+
+def _config(folder: Path, trust_remote_code: bool) -> Any:
+    with refused(folder):
+        path = os.fspath(folder)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
