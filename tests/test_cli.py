@@ -34,7 +34,7 @@ from tvb_mergekit.errors import megabytes
 from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
-COMMANDS = "build inspect add undo remove export merge check score tune cache".split()
+COMMANDS = "build inspect add undo remove export merge check score learn tune cache".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -155,6 +155,11 @@ def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_tasks(here, monkeypatch)
     (here / "store").rename(here / "built")
+    for recipe_of, basis in (("two", "none"), ("other", "ae")):
+        made = recipe("basis_ta", Path("base"), [Path("math"), Path("code")], basis=basis)
+        (here / f"{recipe_of}.yml").write_text(yaml.safe_dump(made))
+    for data in ("m", "c"):
+        (here / f"{data}.jsonl").write_text('{"prompt": "t3 ", "response": "t4 t5"}\n')
     for name in ("ta", "ae", "base", "math", "specialists"):
         scores = {"mergebench_gsm8k": 0.5, "mergebench_math_hendrycks": 0.25}
         test_score.write_results(f"out/{name}/results_a.json", scores)
@@ -163,6 +168,8 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             shutil.rmtree(here / folder, ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
+        if name == "learn":
+            shutil.rmtree(here / "two")
         if name in ("inspect", "add", "undo", "export", "tune"):
             shutil.copytree(here / "built", here / "store")
         if name in ("add", "remove"):

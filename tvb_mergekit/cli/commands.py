@@ -69,7 +69,7 @@ def main() -> None:
       tvb add ./store ./new-model --task new
       tvb export ./store ./math --task math
       tvb tune recipe.yml --tasks copa,rte --out tuned
-      tvb learn recipe.yml fisher --data math=math.jsonl --data code=code.jsonl --out ./merged
+      tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
 
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
@@ -761,8 +761,8 @@ def learn(
 
     \b
     Example:
-      tvb learn recipe.yml fisher --data math=math.jsonl --data code=code.jsonl --out ./merged
-      tvb learn other.yml fisher --from ./merged --out ./other
+      tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
+      tvb learn other.yml fisher --from two --out other
     """
     import_mergekit()
     from tvb_mergekit.learn.running import Request

@@ -125,7 +125,9 @@ def grams(
             logits, labels = _predicted(model, example, device)
             _check_finite(cross_entropy(logits, labels), path, example)
             tell(1)
-    return _checked({name: total.float().cpu() for name, total in sums.items()}, path)
+    for name in list(sums):  # one after the other: not all of them are held in both dtypes
+        sums[name] = sums.pop(name).float().cpu()
+    return _checked(sums, path)
 
 
 def linear_layers(model: nn.Module) -> dict[int, nn.Module]:
