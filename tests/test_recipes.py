@@ -48,6 +48,7 @@ PROMISED: dict[str, tuple[list[str], int | None]] = {
     "quickstart.yml": (SHIPPED[1:], 4),
     "quickstart-ae.yml": (SHIPPED[1:], 4),
     "quickstart-ties.yml": (SHIPPED[1:], 4),
+    "quickstart-iso.yml": (SHIPPED[1:], 4),
     "quickstart-forget.yml": (SHIPPED[1:], 6),
     "mergebench-llama3.2-3b-ae.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-balanced.yml": (MERGEBENCH, 2),
