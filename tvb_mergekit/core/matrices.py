@@ -51,9 +51,9 @@ def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
     count, rank = len(bases), min(bases.shape[1:])
     share = _share(rank, count, common)
     if not share:
-        polar, sizes = _polar(_sum(bases))
+        polar, sizes = _polar(bases.sum(0))
         return polar.mul_(sizes.mean())
-    common_left, values, common_right = _top(_sum(bases), rank - count * share)
+    common_left, values, common_right = _top(bases.sum(0), rank - count * share)
     floor = NULL * float(values[:1].sum())
     left, sizes, right = _places(bases, rank)
     part = slice(count * share, rank)
@@ -117,7 +117,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
         if ridge:
             push = ridge * float(normal.trace()) / columns
             normal.diagonal().add_(push)
-            right.add_(_sum(bases).T, alpha=push)
+            right.add_(bases.sum(0).T, alpha=push)
         return _solve(normal, right).T.float()
     scales = inverse.repeat_interleave(rows)
     pieces = (bases[:, :, part].double().flatten(0, 1) for part in _blocks(columns))
@@ -265,17 +265,6 @@ def _gram(pieces: Iterable[Tensor]) -> Tensor:
     for piece in pieces:
         total = piece @ piece.T if total is None else total.addmm_(piece, piece.T)
     assert total is not None
-    return total
-
-
-def _sum(bases: Tensor) -> Tensor:
-    """sum_m B_m [m, n] float32, rounded once."""
-    total = torch.empty_like(bases[0])
-    for part in _blocks(bases.shape[1]):
-        piece = bases[0, part].double()
-        for base in bases[1:]:
-            piece += base[part]
-        total[part] = piece
     return total
 
 
