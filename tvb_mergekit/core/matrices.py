@@ -89,10 +89,6 @@ def singular_vectors(bases: Tensor) -> Tensor:
 def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
     """The D of least `interference` with the bases, and among those the one of least norm.
 
-    Args:
-        ridge: adds ridge tr(A) / n ||D - sum_m B_m||^2 to what is least: where the bases have few
-            directions, or some are small, D is many times as long as their sum without it.
-
     WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
     sum_m B_m towards it. Here it is D = R A^+, by the normal equations D A = R with
 
@@ -100,6 +96,10 @@ def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
 
     or, where M m < n, D = E (C C^T)^+ C with C [M m, n] of all sqrt(w_m) B_m above each other and
     E [m, M m] of all sqrt(w_m) B_m B_m^T side by side.
+
+    Args:
+        ridge: adds ridge tr(A) / n ||D - sum_m B_m||^2 to what is least: where the bases have few
+            directions, or some are small, D is many times as long as their sum without it.
     """
     count, rows, columns = bases.shape
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])

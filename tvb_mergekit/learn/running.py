@@ -281,7 +281,7 @@ class _Run:
             done = [task for task in files if task not in left]
             LOG.warning("--resume: the statistics of %s are there", listed(done))
         total = sum(wanted[task]["examples"] for task in left)
-        tell = bars(request.options.quiet)(request.method, total, "examples")
+        tell = bars(request.options.quiet)(request.method, total, "example")
         for task in left:
             statistics.save(files[task], self._sums(task, tell), wanted[task])
         return list(files.values())
