@@ -410,7 +410,7 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         ("expected TASK=FILE", plain, "--data", "math"),
         ("task math has", plain, *files, *files[:2]),
         ("no examples, and task chat needs some", plain, *files[:-1], f"chat={empty}"),
-        ("No such file", plain, *files[:-1], "chat=/nowhere"),
+        ("--data chat=/nowhere: No such file", plain, *files[:-1], "chat=/nowhere"),
         ("`basis` is pca, whose encoder has negative weights", pca, *files),
         ("`merge_method` is basis_ties", ties, *files),
         ("no --data", plain, "--from", tmp_path, *files),

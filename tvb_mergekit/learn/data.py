@@ -83,7 +83,11 @@ def read_data(given: Sequence[str], tasks: Sequence[str]) -> list[DataFile]:
 
 
 def _read(task: str, path: str) -> DataFile:
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        why = f"{error.strerror}; expected a file of JSON lines"
+        raise UserError(f"--data {task}={path}: {why}") from error
     records = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
