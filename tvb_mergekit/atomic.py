@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tvb_mergekit.errors import UserError
+
+
+@contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """Where to write a file that is renamed to `target` at the end; after an error it is gone.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+            path = Path(folder) / target.name
+            yield path
+            os.replace(path, target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
 
 
 def write_file(target: Path, data: bytes) -> None:
@@ -15,10 +33,5 @@ def write_file(target: Path, data: bytes) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    try:
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
-            beside = Path(folder) / target.name
-            beside.write_bytes(data)
-            os.replace(beside, target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from error
+    with beside(target) as path:
+        path.write_bytes(data)

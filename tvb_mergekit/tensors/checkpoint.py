@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -34,6 +34,7 @@ except ImportError:  # Windows
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
+RESTORE = "restore it, or build the store anew"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 DTYPES = {
@@ -178,6 +179,59 @@ class Checkpoint(Weights):
             stat = os.stat(self.folder / shard)
             rows.append([shard, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
         return rows
+
+
+class Decoded(Weights):
+    """A vector whose files hold its tensors in another form; they are read as float32.
+
+    Thread-safe.
+    """
+
+    def __init__(self, stored: Checkpoint, shapes: Mapping[str, Sequence[int]], part: str) -> None:
+        """`part`: what follows a tensor's name in the name of what the files hold of it."""
+        self.stored = stored
+        self.folder, self.shards = stored.folder, stored.shards
+        self.tensors = {
+            name: TensorInfo(tuple(shape), torch.float32, stored.tensors[name + part].shard)
+            for name, shape in shapes.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        flat = torch.empty(info.numel, dtype=torch.float32, device="cpu")
+        return self.read(name, 0, info.numel, flat).view(info.shape)
+
+    def stamp(self) -> list[list[int | str]]:
+        return self.stored.stamp()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+
+def said_in(file: Path, key: str, version: int, what: str) -> dict[str, Any]:
+    """What a file of a `Decoded` vector says of itself: JSON in its metadata.
+
+    Args:
+        version: the newest that can be read.
+        what: it holds, for messages.
+
+    Raises:
+        UserError: it says nothing, or is newer.
+    """
+    try:
+        said: dict[str, Any] = json.loads(metadata_of(file)[key])
+        found = int(said["version"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file}: its header does not say that it holds {what} ({error}); {RESTORE}"
+        ) from error
+    if found > version:
+        raise UserError(
+            f"{file}: {what} of version {found}, this tvb-mergekit reads up to {version}; upgrade "
+            "it: pip install -U tvb-mergekit"
+        )
+    return said
 
 
 def metadata_of(path: Path) -> dict[str, str]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.quantize import CHOICES, GROUP, Width, block_bytes, decode
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, said_in
 
 KEY = "tvb_codes"  # in the metadata of a file of codes
 VERSION = 2
@@ -43,18 +42,14 @@ class Coded:
         return json.dumps({"version": version, "unit": self.unit, "tensors": tensors})
 
 
-class Codes(Weights):
+class Codes(Decoded):
     """One vector of a store, kept as codes: its tensors are float32. Thread-safe."""
 
     def __init__(
         self, stored: Checkpoint, coded: Coded, shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        self.stored, self.coded = stored, coded
-        self.folder, self.shards = stored.folder, stored.shards
-        self.tensors = {
-            name: TensorInfo(tuple(shapes[name]), torch.float32, info.shard)
-            for name, info in stored.tensors.items()
-        }
+        super().__init__(stored, {name: shapes[name] for name in stored.tensors}, "")
+        self.coded = coded
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Codes:
@@ -67,28 +62,22 @@ class Codes(Weights):
         units, widths, shapes = set[float](), dict[str, Width](), dict[str, torch.Size]()
         for shard in stored.shards:
             file = stored.folder / shard
+            said = said_in(file, KEY, VERSION, "codes")
             try:
-                said = json.loads(metadata_of(file)[KEY])
-                if (version := int(said["version"])) > VERSION:
-                    raise UserError(
-                        f"{file}: codes of version {version}, this tvb-mergekit reads up to "
-                        f"{VERSION}; upgrade it: pip install -U tvb-mergekit"
-                    )
                 units.add(float(said["unit"]))
                 for name, (bits, shape, *group) in said["tensors"].items():
                     widths[name] = CHOICES[CHOICES.index(Width(bits, *group))]
                     shapes[name] = torch.Size(shape)
             except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
                 raise UserError(
-                    f"{file}: its header does not say how it is coded ({error}); restore it, or "
-                    "build the store anew"
+                    f"{file}: its header does not say how it is coded ({error}); {RESTORE}"
                 ) from error
         for name, info in stored.tensors.items():
             held = name in widths and block_bytes(shapes[name].numel(), widths[name])
             if len(units) > 1 or held is False or info.nbytes != held:
                 raise UserError(
                     f"{stored.folder / info.shard}: the codes of tensor `{name}` do not fit what "
-                    "its header says; restore it, or build the store anew"
+                    f"its header says; {RESTORE}"
                 )
         return cls(stored, Coded(units.pop(), widths), shapes)
 
@@ -119,22 +108,10 @@ class Codes(Weights):
         width = self.coded.widths[name]
         return block_bytes(start, width), block_bytes(stop, width)
 
-    def tensor(self, name: str) -> Tensor:
-        info = self.tensors[name]
-        flat = torch.empty(info.numel, dtype=torch.float32, device="cpu")
-        return self.read(name, 0, info.numel, flat).view(info.shape)
-
     def ahead(self, name: str, start: int, stop: int) -> None:
         width = self.coded.widths[name]
         if width.bits and start < stop:
             self.stored.ahead(name, *self._place(name, start // width.group * width.group, stop))
-
-    def stamp(self) -> list[list[int | str]]:
-        return self.stored.stamp()
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ tensors were cut, and whether or not the writing was interrupted and resumed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -49,25 +50,33 @@ class Shard:
         said = dict(metadata)
         if coded is not None:
             said[KEY] = coded.metadata({item.name: item.shape for item in self.items})
-        entries: dict[str, object] = {"__metadata__": said}
-        place = 0
+        tensors = {}
         for item in self.items:
             size = item.written(item.numel, output)
-            entries[item.name] = {
-                "dtype": _NAMES[item.out],
-                "shape": [size] if item.widths else list(item.shape),
-                "data_offsets": [place, place + size],
-            }
-            place += size
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
+            tensors[item.name] = (item.out, [size] if item.widths else item.shape)
+        return header_of(said, tensors)
 
     def nbytes(
         self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
     ) -> int:
         """The size of the file."""
         return len(self.header(metadata, output, coded)) + _written(*self.items, output=output)
+
+
+def header_of(
+    metadata: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+) -> bytes:
+    """The first bytes of a file of these tensors, which follow in this order."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        offsets = [place, place + size]
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        place += size
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _written(*items: Item, output: int = 0) -> int:

@@ -1,0 +1,216 @@
+"""Vectors most of whose entries are zero, as places and values: `docs/files.md` has the format.
+
+A flattened tensor is cut into blocks of 256 entries, so that a place takes one byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.atomic import beside
+from tvb_mergekit.core.merge import check_output
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.adapter import MARKER
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, said_in
+from tvb_mergekit.tensors.writing import header_of
+
+KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors
+VERSION = 1
+BLOCK = 256  # entries, whose places fit a byte
+SPAN = 512 * BLOCK  # entries that are decoded together
+COUNTS, OFFSETS, VALUES = ".counts", ".offsets", ".values"  # what a tensor is kept as
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the values
+
+
+class Sparse(Decoded):
+    """One vector of a store, kept as places and values: its tensors are float32. Thread-safe.
+
+    Attributes:
+        dtype: of the values.
+    """
+
+    def __init__(self, stored: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raises UserError where the files do not hold what tensors of these shapes take."""
+        known = {name + part for name in shapes for part in (COUNTS, OFFSETS, VALUES)}
+        if strange := sorted(known ^ set(stored.tensors)):
+            raise UserError(
+                f"{stored.folder}: tensor `{strange[0]}` does not fit what the headers there say; "
+                f"{RESTORE}"
+            )
+        super().__init__(stored, shapes, VALUES)
+        dtypes = {stored.tensors[name + VALUES].dtype for name in shapes}
+        if len(dtypes) > 1 or not dtypes <= {*DTYPES}:
+            found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise UserError(
+                f"{stored.folder}: values in {found}, expected one of float16, bfloat16 and "
+                f"float32; {RESTORE}"
+            )
+        self.dtype = dtypes.pop() if dtypes else torch.float32
+        # Of each tensor, how many values come before each span, and all.
+        self._before = {name: self._checked(name) for name in self.tensors}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Sparse:
+        """Read headers and counts of the sparse vector at `path`, a folder or one file.
+
+        Raises:
+            UserError: no such files, a newer format, or they do not hold what they say.
+        """
+        stored, shapes = Checkpoint.open(path), dict[str, torch.Size]()
+        for shard in stored.shards:
+            file = stored.folder / shard
+            said = said_in(file, KEY, VERSION, "sparse vectors")
+            try:
+                shapes |= {name: torch.Size(shape) for name, shape in said["tensors"].items()}
+            except (KeyError, AttributeError, TypeError, RuntimeError, OverflowError) as error:
+                raise UserError(
+                    f"{file}: its header does not say which shapes its tensors have ({error}); "
+                    f"{RESTORE}"
+                ) from error
+        return cls(stored, shapes)
+
+    @property
+    def count(self) -> int:
+        """How many entries are not zero."""
+        return sum(int(before[-1]) for before in self._before.values())
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        chunk = out[: stop - start].zero_()
+        for first in range(start // SPAN * SPAN, stop, SPAN):
+            low, high = max(first, start), min(first + SPAN, stop)
+            places, values = self._entries(name, low, high)
+            chunk[places - start] = values.float()
+        return chunk
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        if start >= stop:
+            return
+        before = self._before[name]
+        first, last = before[start // SPAN], before[-(-stop // SPAN)]
+        self.stored.ahead(name + COUNTS, start // BLOCK, -(-stop // BLOCK))
+        for part in (OFFSETS, VALUES) if first < last else ():
+            self.stored.ahead(name + part, int(first), int(last))
+
+    def _entries(self, name: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Places (int64) and values of what is not zero from `start` to `stop`, in one span."""
+        span = start // SPAN
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        counts = self._counts(name, span * SPAN // BLOCK, last)
+        skipped, counts = counts.split([first - span * SPAN // BLOCK, last - first])
+        low = int(self._before[name][span] + skipped.sum())
+        high = low + int(counts.sum())
+        offsets = self._stored(name + OFFSETS, low, high)
+        values = self._stored(name + VALUES, low, high)
+        blocks = torch.arange(first, last) * BLOCK
+        places = torch.repeat_interleave(blocks, counts, output_size=high - low) + offsets
+        if (places.diff() <= 0).any() or places[-1:].gt(self.tensors[name].numel - 1).any():
+            raise self._damaged(name)
+        inside = slice(*torch.searchsorted(places, torch.tensor([start, stop])).tolist())
+        return places[inside], values[inside]
+
+    def _checked(self, name: str) -> Tensor:
+        """How many values of a tensor come before each span, and all, int64 [spans + 1].
+
+        Raises:
+            UserError: the counts are not those of its shape and values.
+        """
+        info, held = self.tensors[name], self.stored.tensors
+        counts, offsets, values = (held[name + part] for part in (COUNTS, OFFSETS, VALUES))
+        kinds = counts.dtype, offsets.dtype
+        # Not `numel`, which overflows where a shape is far too large.
+        whole = all(0 <= size < 2**48 for size in info.shape)
+        whole = whole and kinds == (torch.uint16, torch.uint8)
+        blocks = -(-math.prod(info.shape) // BLOCK)
+        if not whole or [counts.shape, offsets.shape] != [(blocks,), values.shape]:
+            raise self._damaged(name)
+        sums, most = [torch.zeros(1, dtype=torch.int64)], SPAN // BLOCK * 2**11
+        for first in range(0, blocks, most):
+            some = self._counts(name, first, min(first + most, blocks))
+            whole = whole and int(some.min()) >= 0 and int(some.max()) <= BLOCK
+            padded = torch.nn.functional.pad(some, (0, -len(some) % (SPAN // BLOCK)))
+            sums.append(padded.view(-1, SPAN // BLOCK).sum(1))
+        before = torch.cat(sums).cumsum(0)
+        if not whole or values.shape != (int(before[-1]),):
+            raise self._damaged(name)
+        return before
+
+    def _counts(self, name: str, start: int, stop: int) -> Tensor:
+        """The counts of these blocks, int64; more than 32,767 as a negative number."""
+        return self._stored(name + COUNTS, start, stop).view(torch.int16).long()
+
+    def _stored(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements of what the files hold."""
+        buffer = torch.empty(stop - start, dtype=self.stored.tensors[name].dtype, device="cpu")
+        return self.stored.read(name, start, stop, buffer)
+
+    def _damaged(self, name: str) -> UserError:
+        file = self.folder / self.tensors[name].shard
+        return UserError(
+            f"{file}: the places and values of tensor `{name}` do not fit its shape "
+            f"{list(self.tensors[name].shape)}; {RESTORE}"
+        )
+
+
+def write_sparse(
+    file: Path,
+    vectors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype = torch.float16,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write the tensors of one vector, a difference from a base; never half.
+
+    The file is marked as such a difference (`tvb_basis`). What is zero in `dtype` is not kept. In
+    memory are one tensor and what the file will hold.
+
+    Args:
+        vectors: name and tensor, of any floating dtype and device, each taken when it is needed.
+        dtype: float16, bfloat16 or float32, of the values.
+        metadata: what else the header has.
+
+    Raises:
+        UserError: another dtype; a tensor that comes twice, overflows or is not finite; the file
+            cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"`dtype` is {dtype}: expected torch.float16, .bfloat16 or .float32")
+    shapes, held = dict[str, list[int]](), dict[str, Tensor]()
+    for name, tensor in vectors:
+        if name in shapes:
+            raise UserError(f"{file}: tensor `{name}` is given twice")
+        shapes[name] = list(tensor.shape)
+        held |= _compressed(name, tensor, dtype)
+    # Wide ones first: then all are aligned.
+    held = dict(sorted(held.items(), key=lambda each: -each[1].dtype.itemsize))
+    said = {"format": "pt", MARKER: file.stem, **(metadata or {})}
+    said[KEY] = json.dumps({"version": VERSION, "tensors": shapes})
+    header = header_of(said, {name: (each.dtype, each.shape) for name, each in held.items()})
+    with beside(file) as path, path.open("wb") as stream:
+        stream.write(header)
+        for each in held.values():
+            stream.write(cast(memoryview, each.view(torch.uint8).numpy()))
+
+
+def _compressed(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the file holds of a tensor."""
+    counts, offsets, values = list[Tensor](), list[Tensor](), list[Tensor]()
+    for part in tensor.detach().reshape(-1).split(SPAN):
+        cast_part = part.to("cpu", dtype)
+        check_output(name, cast_part, dtype)
+        places = cast_part.nonzero()[:, 0]
+        blocks = -(-len(part) // BLOCK)
+        counts.append(torch.bincount(places // BLOCK, minlength=blocks).to(torch.int16))
+        offsets.append((places % BLOCK).to(torch.uint8))
+        values.append(cast_part[places])
+    return {
+        name + COUNTS: torch.cat(counts).view(torch.uint16),
+        name + OFFSETS: torch.cat(offsets),
+        name + VALUES: torch.cat(values),
+    }
