@@ -1,7 +1,8 @@
-"""Merges by statistics of the models on data, over bases: Fisher and RegMean (paper, table 1).
+"""Merges over bases by what data tell: Fisher, RegMean and Localize-and-Stitch (paper, table 1).
 
-Both are weighted means of theta_0 + B_m. The weights of basis m are those of the tasks, mixed as
-the basis mixes their task vectors: sum_i W_e[i, m] of each task's statistics, with W_e >= 0.
+The first two, by statistics of the models, are weighted means of theta_0 + B_m. The weights of
+basis m are those of the tasks, mixed as the basis mixes their task vectors: sum_i W_e[i, m] of each
+task's statistics, with W_e >= 0.
 """
 
 from __future__ import annotations
@@ -51,6 +52,38 @@ class FisherMean:
             total = weights.sum(0)
             weights = torch.where(total > 0, weights / total, 1 / count)
             return torch.mm(bases, rows[:vectors]).mul_(weights).sum(0).add_(base32)[None]
+
+        return compute
+
+
+@dataclass(frozen=True, eq=False)
+class Stitch:
+    """theta_0 + scale * sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
+
+    Where sparse vectors overlap they are averaged (Localize-and-Stitch, He et al., 2024). A step of
+    `combine_pass`: the rows of a chunk are N vectors.
+
+    Attributes:
+        bases: V = vectors @ this, [N, M].
+    """
+
+    bases: Tensor
+    scale: float = 1.0
+    count = 1
+
+    @property
+    def rows(self) -> int:
+        """Float32 rows of a chunk that computing takes beside the inputs."""
+        return 3 * self.bases.shape[1] + 3  # among them the places that are not 0, as int64
+
+    def on(self, device: torch.device) -> Compute:
+        """The step on one device."""
+        bases = self.bases.T.to(device, torch.float32)
+
+        def compute(base32: Tensor, rows: Tensor) -> Tensor:
+            vectors = bases @ rows
+            total, there = vectors.sum(0), (vectors != 0).sum(0).clamp_(min=1)
+            return total.div_(there).mul_(self.scale).add_(base32)[None]
 
         return compute
 

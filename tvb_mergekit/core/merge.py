@@ -107,7 +107,7 @@ class TrimElectMerge:
 
 
 class Step(Protocol):
-    """How one tensor is merged: `Linear`, `TrimElectMerge`, or `learned.FisherMean`."""
+    """How one tensor is merged: `Linear`, `TrimElectMerge`, or one of `learned`."""
 
     @property
     def count(self) -> int:
