@@ -365,8 +365,10 @@ def _sum_told(codes: Losses | None) -> str:
 
 
 def _stored_as(facts: Facts) -> str:
-    """The dtype of a store, or the bits of its codes."""
+    """The dtype of a store and how many entries it keeps, or the bits of its codes."""
     assert facts.store is not None
+    if facts.density is not None:
+        return f"sparse {facts.store.dtype} ({100 * facts.density:.2g} % of the entries)"
     return facts.store.dtype if facts.bits is None else counted(facts.bits, "bit")
 
 

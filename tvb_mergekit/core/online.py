@@ -134,7 +134,7 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     errors = torch.cat([errors, torch.zeros(2, 1, dtype=torch.float64)], dim=1)
     tasks = torch.cat([buffer.norms, norms[-1:]])
     sides = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
-    limits = of_sum(_lengths(products, matrix @ decoder), sides)
+    limits = of_sum(lengths(products, matrix @ decoder), sides)
     high = torch.minimum(errors[1], limits[1])
     errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
     lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
@@ -156,7 +156,7 @@ def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
     """Bounds [2, T] of the errors once tau_hat is B `rebuilt` [M, T]; `old` is B^T B."""
     gram = old if buffer.single else buffer.gram
     if gram is None:
-        return of_sum(buffer.errors, _lengths(old, rebuilt - buffer.decoder))
+        return of_sum(buffer.errors, lengths(old, rebuilt - buffer.decoder))
     # Both the bases and the vectors of which `gram` is known may have been rounded.
     norms = _norms(gram)
     lost = buffer.rounding(_norms(old), norms @ buffer.encoder.abs()) @ rebuilt.abs()
@@ -205,7 +205,7 @@ def cast_loss(norms: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
 
 def errors_of(gram: Tensor, reconstruction: Tensor) -> Tensor:
     """Bounds [2, T] of ||tau_hat_i - tau_i|| from the Gram matrix and the map T_hat = T R."""
-    return _lengths(gram, reconstruction - torch.eye(len(gram), dtype=torch.float64))
+    return lengths(gram, reconstruction - torch.eye(len(gram), dtype=torch.float64))
 
 
 def reported(
@@ -233,7 +233,7 @@ def _norms(gram: Tensor) -> Tensor:
     return gram.diagonal().clamp(min=0).sqrt()
 
 
-def _lengths(gram: Tensor, columns: Tensor) -> Tensor:
+def lengths(gram: Tensor, columns: Tensor) -> Tensor:
     """Bounds [2, T] of the lengths of V C, from V^T V and the `columns` C [M, T]."""
     squares = (columns * (gram @ columns)).sum(0)
     noise = NOISE * (_norms(gram) @ columns.abs()).square()

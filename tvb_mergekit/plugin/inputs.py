@@ -13,6 +13,7 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
+from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
@@ -28,6 +29,7 @@ from tvb_mergekit.plugin.run import open_file
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.inputs import Inputs, Matched, match
+from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Item, Part
@@ -176,7 +178,13 @@ def _local(model: ModelReference, options: Options) -> Checkpoint:
 
 def _planned_inputs(document: Document, options: Options) -> Inputs:
     """Models as mergekit plans them: its architectures know under which names a tensor may go."""
-    recipe, config = document.recipe, document.config
+    check_for_store(document)
+    return inputs_of(document, plan_only(document, options))
+
+
+def check_for_store(document: Document) -> None:
+    """Raise UserError where a store cannot hold what the recipe asks for; before it is planned."""
+    config = document.config
     if config.slices:
         raise UserError(
             "`slices`: a store holds differences from the base's own layers; list the models "
@@ -188,7 +196,28 @@ def _planned_inputs(document: Document, options: Options) -> Inputs:
             f"`tokenizer_source` is {source}: a store belongs to the base and its vocabulary; set "
             "`tokenizer_source: base`"
         )
-    plan = plan_only(document, options)
+
+
+def dense_of(document: Document, plan: Plan) -> Dense:
+    """The bases of a plan that is built, which masks make sparse.
+
+    Raises:
+        UserError: see `inputs_of`.
+    """
+    recipe, basis = plan.recipe, plan.basis
+    if recipe.store is not None:
+        return Dense.of_store(recipe.store.bases, recipe.store.order, recipe.weights)
+    assert isinstance(basis, Basis)
+    return Dense.of_models(inputs_of(document, plan), basis)
+
+
+def inputs_of(document: Document, plan: Plan) -> Inputs:
+    """The inputs of a store, from the plan of a merge.
+
+    Raises:
+        UserError: a tensor is not one of the base's.
+    """
+    recipe = plan.recipe
     base = plan.checkpoints[recipe.base]
     sources = [plan.checkpoints[model] for model in recipe.models]
     items = []
@@ -217,7 +246,13 @@ def _planned_inputs(document: Document, options: Options) -> Inputs:
             )
         items.append(replace(item, name=names[0]))
     found = _inputs(document, base, sources, Matched(items, plan.left_out, plan.same_as))
-    return replace(found, folder=base.folder, changed=plan.changed)
+    return replace(
+        found,
+        folder=base.folder,
+        changed=plan.changed,
+        dtype=plan.out_dtype,
+        varying=document.varying,
+    )
 
 
 def plan_only(document: Document, options: Options) -> Plan:

@@ -25,6 +25,8 @@ from tvb_mergekit.store.store import is_store, open_vector
 from tvb_mergekit.tensors.adapter import CONFIG
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.quantized import KEY, Codes
+from tvb_mergekit.tensors.sparse import KEY as SPARSE
+from tvb_mergekit.tensors.sparse import Sparse
 
 
 class MappedLoader(LazyTensorLoader):
@@ -86,13 +88,15 @@ def install_loader(model: ModelReference) -> MappedLoader:
 def open_model(path: str) -> Checkpoint:
     """The weights at `path`, a folder or a file; a vector of a store as what it stands for."""
     folder = Path(path)
-    # Adapters as dense updates, and codes, have all of a checkpoint that a merge asks for.
+    # Adapters, codes and sparse vectors have all of a checkpoint that a merge asks for.
     if os.path.isfile(folder / CONFIG) and is_store(folder.parent):
         facts = read_facts(folder.parent / FACTS)
         return cast(Checkpoint, open_vector(folder, facts["store"]))
     opened = Checkpoint.open(path)
-    coded = KEY in metadata_of(opened.folder / opened.shards[0])
-    return cast(Checkpoint, Codes.open(path)) if coded else opened
+    said = metadata_of(opened.folder / opened.shards[0])
+    if KEY in said:
+        return cast(Checkpoint, Codes.open(path))
+    return cast(Checkpoint, Sparse.open(path)) if SPARSE in said else opened
 
 
 @contextmanager

@@ -52,7 +52,7 @@ from tvb_mergekit.store.store import (
 )
 from tvb_mergekit.tensors.output import check_disk, check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
-from tvb_mergekit.tensors.source import StateDict
+from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import FoldersSink, MemorySink
 
@@ -247,6 +247,11 @@ class _Addition:
                 f"{self.where} holds bases at {bits}, which would lose more with every task: build "
                 "a store without --bits, or with `basis: none`"
             )
+        if store.contents == "sparse":
+            raise UserError(
+                f"{self.where} holds sparse bases, whose masks were learned for its tasks: learn "
+                "them anew with the new task, from a store of tensors or a recipe"
+            )
         if store.compress is None and self.bases.vectors:
             raise UserError(
                 f"the bases in {self.where} are {self.bases.basis}, no convex "
@@ -273,7 +278,7 @@ class _Addition:
     def _items(self) -> list[Item]:
         """The store's tensors, with the bases and the new model as inputs."""
         items = given_items(self.bases, self.inputs) if self.bases.vectors else self.inputs.items
-        return [replace(item, out=self.dtype) for item in with_vectors(self.bases, items)]
+        return [replace(item, out=self.dtype) for item in with_vectors(self.bases.vectors, items)]
 
     def _sums(self) -> GramSums:
         """The Gram matrix of the bases and the new task vector, weighted."""
@@ -448,11 +453,11 @@ def given_items(bases: Bases, inputs: Inputs) -> list[Item]:
     return [given[name] for name in bases.names]
 
 
-def with_vectors(bases: Bases, items: Sequence[Item]) -> list[Item]:
+def with_vectors(vectors: Sequence[Weights], items: Sequence[Item]) -> list[Item]:
     """The items with the vectors of a store as inputs before their own."""
     made = []
     for item in items:
-        parts = (Part.of(vector, item.name, "delta") for vector in bases.vectors)
+        parts = (Part.of(vector, item.name, "delta") for vector in vectors)
         made.append(replace(item, inputs=(*parts, *item.inputs)))
     return made
 

@@ -32,7 +32,7 @@ HASH = "xxh3_128"
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Contents = Literal["tensors", "adapters", "codes"]
+Contents = Literal["tensors", "adapters", "codes", "sparse"]
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -125,6 +125,7 @@ class Facts(Record):
     gram_cached: bool
     bits: Finite | None = None
     bytes: Count | None = None
+    density: Finite | None = None
     relative_error: dict[str, Finite] = {}
     seconds: dict[str, Finite]
     store: StoreRecord | None = None

@@ -182,7 +182,7 @@ class _Joining:
         self.old: list[Codes] = []  # that are written anew
         if wanted.size is not None:
             wanted.weight_bytes([i.numel for i in items], bases.num_bases + 1, self._fixed())
-            self.old, self.items = _vectors(bases), with_vectors(bases, items)
+            self.old, self.items = _vectors(bases), with_vectors(bases.vectors, items)
         sums = inputs.sums
         if sums is None:
             sums, _ = gram_pass(lambda: items, [self.task], **passes, progress=progress)

@@ -1,0 +1,508 @@
+"""Sparse vectors: their files by the manual's program, stores of them, and the stitched merge."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+import transformers
+import yaml
+from commands import assert_close, merge, ready, recipe, refused, tvb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_tune_line import moved_as_merged
+from tiny import family, load
+from torch import Tensor
+
+import tvb_mergekit
+from tvb_mergekit.core.learned import Stitch
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.document import read_document
+from tvb_mergekit.plugin.inputs import Options, dense_of, planned
+from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.sparse import sparse_store
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.sparse import SPAN, Sparse, write_sparse
+from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.writing import MemorySink
+from tvb_mergekit.tune.merges import read_tuned
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+DOCS = Path(__file__).parent.parent / "docs"
+(PROGRAM,) = re.findall("```python\n(def dense.*?)```", (DOCS / "files.md").read_text(), re.DOTALL)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TASKS = ("math", "code", "chat")
+Array = NDArray[np.float64]
+
+
+def by_the_format(file: Path) -> dict[str, NDArray[np.float32]]:
+    """The tensors of a file, by docs/files.md and the program there."""
+    names, held = dict[str, Any](np=np), load_file(file)
+    exec(PROGRAM, names)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    assert "tvb_basis" in metadata
+    said = json.loads(metadata["tvb_sparse"])
+    assert said["version"] == 1 and len(held) == 3 * len(said["tensors"])
+    made = {}
+    for name, shape in said["tensors"].items():
+        counts, offsets = (held[f"{name}.{part}"].numpy() for part in ("counts", "offsets"))
+        values = held[f"{name}.values"]
+        made[name] = names["dense"](counts, offsets, values.float().numpy(), shape)
+    return made
+
+
+SHAPES = st.sampled_from(
+    [(), (0,), (3, 0), (1,), (255,), (256,), (257,), (2, 3, 100), (SPAN,), (3, SPAN // 2 - 5)]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(SHAPES, st.sampled_from([0, 0.003, 0.05, 0.5, 1])), max_size=4),
+    st.sampled_from(DTYPES), st.sampled_from([1e-6, 1.0]), st.integers(0, 2**16), st.data(),
+)  # fmt: skip
+def test_what_is_written_is_read(
+    given_: Sequence[tuple[tuple[int, ...], float]], dtype: torch.dtype, size: float, seed: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    state = {
+        f"layer.{k}.counts": size * torch.randn(shape) * (torch.rand(shape) < density)
+        for k, (shape, density) in enumerate(given_)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        write_sparse(file, iter(state.items()), dtype)
+        assert [each.name for each in file.parent.iterdir()] == [file.name]
+        vector, found = Sparse.open(file.parent), by_the_format(file)
+        assert list(vector.tensors) == list(state) == list(found)
+        kept = 0
+        for name, tensor in state.items():
+            want = tensor.to(dtype).float()
+            assert torch.equal(vector.tensor(name), want)
+            np.testing.assert_array_equal(found[name], want.numpy())
+            start = data.draw(st.integers(0, tensor.numel()))
+            stop = data.draw(st.integers(start, tensor.numel()))
+            vector.ahead(name, start, stop)
+            chunk = torch.full((stop - start + 1,), 7.0)
+            part = vector.read(name, start, stop, chunk)
+            assert torch.equal(part, want.reshape(-1)[start:stop]) and chunk[-1] == 7
+            kept += int(want.count_nonzero())
+        assert vector.count == kept
+        assert vector.nbytes < file.stat().st_size
+        assert len(vector.fingerprint()) == 64 and len(vector.stamp()) == 1
+
+
+def test_a_twentieth_of_the_entries_takes_a_tenth_of_the_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values, order = torch.randn(1000, 1000), torch.randperm(10**6)
+    values.view(-1)[order[50_000:]] = 0
+    file = tmp_path / "v.safetensors"
+    write_sparse(file, [("w", values)])
+    assert file.stat().st_size <= 0.08 * 2e6 and file.stat().st_mode & 0o044
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "v.safetensors"
+    one = ("w", torch.ones(3))
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield one
+        raise KeyboardInterrupt
+
+    for vectors, dtype, told in (
+        ([one, one], torch.float16, "`w` is given twice"),
+        ([("w", torch.tensor([1e5]))], torch.float16, "`w`: values overflow float16"),
+        ([("w", torch.tensor([torch.nan]))], torch.float32, "`w`: values overflow float32"),
+        ([one], torch.int8, "expected torch.float16, .bfloat16 or .float32"),
+    ):
+        with pytest.raises(UserError, match=told):
+            write_sparse(file, vectors, dtype)
+    with pytest.raises(KeyboardInterrupt):
+        write_sparse(file, broken())
+    with pytest.raises(UserError, match=r"cannot write .*No such file"):
+        write_sparse(tmp_path / "none" / "v.safetensors", [one])
+    assert list(tmp_path.iterdir()) == []
+
+
+def _with(**changed: Tensor | None) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    def change(held: dict[str, Tensor], said: dict[str, Any]) -> None:
+        for part, tensor in changed.items():
+            held.pop(f"w.{part}")
+            if tensor is not None:
+                held[f"w.{part}"] = tensor
+
+    return change
+
+
+def _shape(*shape: object) -> Callable[[dict[str, Tensor], dict[str, Any]], object]:
+    return lambda held, said: said["tensors"].update(w=list(shape))
+
+
+U16 = torch.uint16
+DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
+    "a newer version": (lambda held, said: said.update(version=2), "of version 2, .* upgrade it"),
+    "no version": (lambda held, said: said.pop("version"), "does not say that it holds sparse"),
+    "no shapes": (lambda held, said: said.pop("tensors"), "which shapes"),
+    "a shape of text": (_shape("x"), "which shapes"),
+    "a shape too large": (_shape(2**70), "do not fit its shape"),
+    "none times too large": (_shape(0, 2**62, 2**62), "do not fit its shape"),
+    "a negative shape": (_shape(-1, -300), "do not fit its shape"),
+    "a longer shape": (_shape(600), "do not fit its shape"),
+    "counts that are missing": (_with(counts=None), "`w.counts` does not fit"),
+    "what nobody named": (lambda held, said: held.update(x=torch.ones(1)), "`x` does not fit"),
+    "counts that are too small": (_with(counts=torch.tensor([1, 1], dtype=U16)), "do not fit"),
+    "counts beyond a block": (_with(counts=torch.tensor([65534, 5], dtype=U16)), "do not fit"),
+    "counts of bytes": (_with(counts=torch.tensor([2, 1], dtype=torch.uint8)), "do not fit"),
+    "fewer offsets": (_with(offsets=torch.tensor([3, 5], dtype=torch.uint8)), "do not fit"),
+    "integer values": (_with(values=torch.ones(3, dtype=torch.int8)), "values in int8, expected"),
+    "a place twice": (_with(offsets=torch.tensor([3, 3, 0], dtype=torch.uint8)), "do not fit"),
+    "a place beyond": (_with(offsets=torch.tensor([3, 5, 44], dtype=torch.uint8)), "do not fit"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_files_that_do_not_hold_what_they_say(case: str, tmp_path: Path) -> None:
+    tensor, file = torch.zeros(300), tmp_path / "model.safetensors"
+    tensor[[3, 5, 299]] = 1.0
+    write_sparse(file, [("w", tensor)])
+    held = {name: value.clone() for name, value in load_file(file).items()}
+    said = {"version": 1, "tensors": {"w": [300]}}
+    change, told = DAMAGE[case]
+    change(held, said)
+    save_file(held, file, {"tvb_sparse": json.dumps(said)})
+    with pytest.raises(UserError, match=told) as error:
+        Sparse.open(file).tensor("w")
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@given(st.integers(1, 4), st.integers(1, 600), st.floats(-2, 2), st.integers(0, 2**16))
+@settings(max_examples=50, deadline=None)
+def test_overlaps_are_averaged(count: int, numel: int, scale: float, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    rows = draw.standard_normal((count, numel)) * (draw.random((count, numel)) < 0.4)
+    start, order = draw.standard_normal(numel), draw.permutation(count)
+    weights = draw.uniform(0.5, 2, count)
+    bases = np.diag(weights)[:, order]
+    vectors = (rows.T @ bases).T
+    want = start + scale * vectors.sum(0) / np.maximum((vectors != 0).sum(0), 1)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{k}.safetensors" for k in range(count)]
+        for file, row in zip(files, rows, strict=True):
+            write_sparse(file, [("w", torch.from_numpy(row))], torch.float32)
+        sources = [Sparse.open(file) for file in files]
+        base = torch.from_numpy(start).float()
+        parts = tuple(Part.of(each, "w", "delta") for each in sources)
+        held = Part(torch.float32, lambda a, b, out: base[a:b], held=True)
+        sink, step = MemorySink(1), Stitch(torch.from_numpy(bases), scale)
+        combine_pass([Item("w", (numel,), held, parts)], {"w": step}, sink)
+    torch.testing.assert_close(
+        sink.states[0]["w"].double(), torch.from_numpy(want), rtol=1e-6, atol=1e-6
+    )
+
+
+# Stores
+
+
+@dataclass
+class World:
+    """Three models, and the stores of sparse bases that came from them."""
+
+    folder: Path
+    base: Path
+    models: list[Path]
+
+    def recipe(self, file: Path) -> Path:
+        """Two balanced bases of the models, of which the first counts twice."""
+        keys, own = {"basis": "balanced", "num_bases": 2}, {0: {"weight": 2.0}}
+        made = recipe("basis_ta", self.base, self.models, own, dtype=None, **keys)
+        file.write_text(yaml.safe_dump(made))
+        return file
+
+    def masked(self, recipe_: Path, out: Path, dtype: torch.dtype = torch.float16) -> Path:
+        """The store of the bases of a recipe, with masks that are drawn."""
+        document, files = read_document(recipe_), []
+        with planned(document, Options()) as plan:
+            plan.build()
+            assert plan.basis is not None
+            dense = dense_of(document, plan)
+            bases = plan.basis.weighted_encoder
+            items = {each.names[0]: each.item() for each in plan.counted.values()}
+            for m in range(bases.shape[1]):
+                torch.manual_seed(m)
+                files.append(out.with_name(f"{out.name}-{m}.safetensors"))
+                vectors = ((str(n), _masked(item, bases[:, m])) for n, item in items.items())
+                write_sparse(files[-1], vectors, dtype)
+            sparse_store(dense, files, out, **plan.means)
+        return out
+
+    @property
+    def dense(self) -> reference.Dense:
+        states = [load(model) for model in self.models]
+        base = load(self.base)
+        return reference.Dense(base, states, list(base), [2.0, 1.0, 1.0])
+
+
+def _masked(item: Item, column: Tensor) -> Tensor:
+    """A fifth of the entries of a basis, larger than they were."""
+    whole = [item.whole(part).double() for part in item.inputs]
+    if item.inputs[0].holds == "weight":
+        assert item.base is not None
+        whole = [each - item.whole(item.base).double() for each in whole]
+    vector = sum(w * each for w, each in zip(column.tolist(), whole, strict=True))
+    assert isinstance(vector, Tensor)
+    return (1.1 * vector * (torch.rand(len(vector)) < 0.2)).view(item.shape)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    base, models = family(folder, tasks=TASKS)
+    made = World(folder, base, models)
+    made.masked(made.recipe(folder / "sparse.yml"), folder / "sparse")
+    return made
+
+
+@pytest.fixture(scope="module")
+def sparse(world: World) -> Path:
+    return world.folder / "sparse"
+
+
+def vectors_of(store: Path, dense: reference.Dense) -> Array:
+    """The bases of a store, by the manual's program, [d, M]."""
+    states = [by_the_format(f) for f in sorted(store.glob("basis-*/model.safetensors"))]
+    return np.stack(
+        [np.concatenate([s[n].ravel() for n in dense.names]).astype(float) for s in states], 1
+    )
+
+
+def check(bases: Bases, dense: reference.Dense, vectors: Array, encoder: Array) -> None:
+    """All that a store says of its bases, against float64."""
+    facts, tensors, tau = bases.facts, bases.tensors, dense.tau
+    assert facts.store.contents == "sparse" and facts.store.compress is None
+    assert facts.store.basis_weights is None and bases.shares.tolist() == [1.0] * len(vectors[0])
+    np.testing.assert_allclose(tensors["gram_bases"], vectors.T @ vectors, rtol=1e-5)
+    np.testing.assert_allclose(bases.encoder, encoder, rtol=1e-6, atol=1e-9)
+    low, high = bases.tensors["errors"].numpy()
+    errors = np.linalg.norm(vectors @ bases.decoder.numpy() - tau, axis=0)
+    assert (low <= errors).all() and (errors <= high).all()
+    assert facts.density == pytest.approx((vectors != 0).mean())
+    assert bases.path is not None
+    stored = [file.stat().st_size for file in bases.path.glob("*/*.safetensors")]
+    assert facts.bytes == sum(stored)
+
+
+def test_a_store_of_a_recipe(world: World, sparse: Path) -> None:
+    """Decoder, errors and loss of the least squares; nothing but the whole store is left."""
+    bases, dense = stores.load(sparse, verify="all"), world.dense
+    vectors, gram = vectors_of(sparse, dense), dense.gram
+    encoder = bases.tensors["encoder"].numpy()
+    reference.check_encoder("balanced", gram, encoder)
+    check(bases, dense, vectors, encoder)
+    want = np.linalg.lstsq(vectors, dense.tau, rcond=None)[0]
+    np.testing.assert_allclose(bases.decoder, want, rtol=1e-4, atol=1e-6)
+    loss = float(np.square(vectors @ want - dense.tau).sum())
+    assert bases.facts.loss == pytest.approx(loss, rel=1e-4)
+    assert bases.facts.retained_energy == pytest.approx(1 - loss / np.trace(gram), rel=1e-4)
+    low, high = bases.tensors["errors"]
+    assert ((high - low) <= 1e-3 * bases.tensors["norms"]).all()
+    assert sorted(p.name for p in sparse.iterdir()) == [
+        "basis-000", "basis-001", "basis.json", "basis.safetensors", "recipes",
+    ]  # fmt: skip
+    assert not list(world.folder.glob("*partial*")) and not list(world.folder.glob(".*"))
+
+
+@pytest.mark.parametrize("bits", [None, 3])
+def test_a_store_of_a_store(world: World, bits: int | None, tmp_path: Path) -> None:
+    """Bases in another order and weighted, of tensors or codes."""
+    source, dense, more = tmp_path / "source", world.dense, ["--bits", bits] if bits else []
+    file = world.recipe(tmp_path / "r.yml")
+    tvb("build", file, source, "--quiet", *more)
+    listed = [source / "basis-001", source / "basis-000"]
+    turned = recipe("basis_ta", world.base, listed, {0: {"weight": 0.5}}, dtype=None)
+    file.write_text(yaml.safe_dump(turned))
+    bases = stores.load(world.masked(file, tmp_path / "made", torch.bfloat16), verify="all")
+    first = stores.load(source)
+    assert first.encoder is not None
+    vectors = vectors_of(tmp_path / "made", dense)
+    check(bases, dense, vectors, first.encoder[:, [1, 0]].numpy() * [0.5, 1])
+    assert bases.facts.loss is None and bases.facts.bits is None
+    assert bases.facts.store.dtype == "bfloat16"
+    shutil.rmtree(source)  # nothing of it is needed
+    tvb("merge", tmp_path / "made", tmp_path / "out", "--method", "add", "--quiet")
+
+
+def test_a_store_of_a_zoo(world: World, tmp_path: Path) -> None:
+    """Whose task vectors are what its codes have."""
+    file, dense = tmp_path / "zoo.yml", world.dense
+    file.write_text(yaml.safe_dump(recipe("basis_ta", world.base, world.models, dtype=None)))
+    tvb("build", file, tmp_path / "zoo", "--bits", 4, "--quiet")
+    zoo = stores.load(tmp_path / "zoo")
+    states = [{n: each.tensor(n) for n in each.tensors} for each in zoo.vectors]
+    dense.tau = np.stack([reference.flat(state, dense.names) for state in states], 1)
+    keys, listed = {"basis": "balanced", "num_bases": 2}, [tmp_path / "zoo" / t for t in TASKS]
+    file.write_text(yaml.safe_dump(recipe("basis_ta", world.base, listed, **keys)))
+    bases = stores.load(world.masked(file, tmp_path / "made"))
+    assert bases.encoder is not None and not bases.is_zoo
+    reference.check_encoder("balanced", dense.gram, bases.encoder.numpy())
+    check(bases, dense, vectors_of(tmp_path / "made", dense), bases.encoder.numpy())
+    tvb("merge", tmp_path / "made", tmp_path / "out", "--method", "add", "--quiet")
+
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "add": ("basis_ta", {"lambda": 0.3}),
+    "ties": ("basis_ties", {"density": 0.1, "lambda": 1.0}),
+    "ties of all": ("basis_ties", {"density": 0.9, "trim": "tensor", "lambda": 1.0}),
+    "iso": ("basis_iso", {"lambda": 1.0}),
+    "tsvm": ("basis_tsvm", {"lambda": 1.0}),
+    "wudi": ("basis_wudi", {"lambda": 1.0}),
+    "negate": ("basis_negate", {"forget": "code", "alpha": 0.7, "lambda": 0.2}),
+}
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_merges_over_it(world: World, sparse: Path, case: str, tmp_path: Path) -> None:
+    method, keys = METHODS[case]
+    dense, listed = world.dense, [sparse / "basis-000", sparse / "basis-001"]
+    merged = merge(recipe(method, world.base, listed, **keys), tmp_path / "out")
+    vectors, skip = vectors_of(sparse, dense), None
+    if method == "basis_ties":
+        found = reference.ties(dense, vectors, 1.0, keys["density"], keys.get("trim", "model"))
+        want = found.merged
+        if case == "ties":  # of all, what is zero is no nearer to its threshold than it was
+            skip = {n: t.bool() for n, t in dense.split(found.boundary.astype(float)).items()}
+    elif method == "basis_ta":
+        want = reference.addition(dense, vectors, 0.3)
+    elif method == "basis_negate":
+        forgotten = vectors @ stores.load(sparse).decoder.numpy()[:, [1]]
+        want = reference.negation(dense, vectors, forgotten, 0.2, 0.7)
+    else:
+        want = reference.by_matrices(dense, vectors, method, keys, 1.0)
+    assert_close(merged.tensors, dense.split(want), load(world.base), skip, strict=1e-5)
+    assert merged.facts["from_store"] == str(sparse)
+
+
+def test_every_command(world: World, sparse: Path, tmp_path: Path) -> None:
+    """As a user types it: what the manual promises of any store."""
+    dense = world.dense
+    vectors, base = vectors_of(sparse, dense), load(world.base)
+    told = tvb("inspect", sparse).output
+    assert "sparse float16 (20 % of the entries)" in told
+    assert json.loads(tvb("inspect", sparse, "--json").output)["density"] == pytest.approx(
+        0.2, 0.01
+    )
+    for name in ("add", "ties", "iso", "tsvm", "wudi", "forget-math"):
+        told = tvb("check", sparse / "recipes" / f"{name}.yml").output
+        assert "over 2 bases" in told
+    tvb("merge", sparse, tmp_path / "add", "--method", "add", "--quiet")
+    by_mergekit = merge(ready(sparse, "add.yml"), tmp_path / "by-mergekit")
+    want = dense.split(reference.addition(dense, vectors, 0.4))
+    library = tvb_mergekit.merge(tvb_mergekit.load(sparse), world.base, lambda_=0.4)
+    for found in (load(tmp_path / "add"), by_mergekit.tensors, library):
+        assert_close(found, want, base)
+
+    decoder = stores.load(sparse).decoder.numpy()
+    live = tvb_mergekit.attach(
+        transformers.AutoModelForCausalLM.from_pretrained(world.base), sparse
+    )
+    tvb("export", sparse, "--all", tmp_path / "all", "--quiet")
+    for k, task in enumerate(TASKS):
+        column = vectors @ decoder[:, k] / (2.0 if k == 0 else 1.0)
+        found = load(tmp_path / "all" / task)
+        assert_close(found, dense.split(dense.theta + column), base)
+        moved = live.use(task).state_dict()
+        assert all(torch.equal(moved[name], tensor) for name, tensor in found.items())
+    tvb("export", sparse, tmp_path / "one", "--basis", 1, "--quiet")
+    assert_close(load(tmp_path / "one"), dense.split(dense.theta + vectors[:, 1]), base)
+
+    tuned = read_tuned(str(sparse), Options())
+    made = merge(tuned.at(0.55), tmp_path / "tuned").tensors
+    assert moved_as_merged(tuned, tmp_path / "line", {0.55: made}) == len(made)
+
+
+def test_what_is_refused(world: World, sparse: Path, tmp_path: Path) -> None:
+    assert "holds sparse bases, whose masks" in refused(
+        "add", sparse, world.models[0], "--task", "new", "--quiet"
+    )
+    assert "nothing to undo" in refused("undo", sparse)
+    assert "none can be taken out" in refused("remove", sparse, "--task", "math")
+    listed = [sparse / "basis-000", sparse / "basis-001"]
+    (tmp_path / "r.yml").write_text(yaml.safe_dump(recipe("basis_ta", world.base, listed)))
+    assert "lists the bases of" in refused("build", tmp_path / "r.yml", tmp_path / "out")
+    stock = recipe("task_arithmetic", world.base, listed, weight=1.0)
+    said = merge(stock, tmp_path / "stock", fails=True).output
+    assert "is a basis vector of a store" in " ".join(said.split())
+
+
+def test_files_that_are_no_bases_of_the_recipe(world: World, sparse: Path, tmp_path: Path) -> None:
+    """Nothing is written."""
+    document = read_document(world.folder / "sparse.yml")
+    good = [world.folder / f"sparse-{m}.safetensors" for m in range(2)]
+    state = {name: torch.from_numpy(each) for name, each in by_the_format(good[1]).items()}
+
+    def other(dtype: torch.dtype = torch.float16, **changed: Tensor | None) -> Path:
+        file = tmp_path / "other.safetensors"
+        kept = {n: t for n, t in {**state, **changed}.items() if t is not None}
+        write_sparse(file, kept.items(), dtype)
+        return file
+
+    cases: Mapping[str, Callable[[], list[Path]]] = {
+        "1 sparse vectors for 2 bases": lambda: good[:1],
+        "`lm_head.weight` has shape None": lambda: [
+            good[0], other(**{"lm_head.weight": None})
+        ],
+        "`x` has shape (1,), the bases have None": lambda: [good[0], other(x=torch.ones(1))],
+        "values in torch.float32": lambda: [good[0], other(torch.float32)],
+    }  # fmt: skip
+    with planned(document, Options()) as plan:
+        plan.build()
+        dense = dense_of(document, plan)
+        for told, files in cases.items():
+            with pytest.raises(UserError, match=re.escape(told)):
+                sparse_store(dense, files(), tmp_path / "out")
+        with pytest.raises(UserError, match="already holds"):
+            sparse_store(dense, good, sparse)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_basis_without_entries(world: World, tmp_path: Path) -> None:
+    """It counts for nothing, and the rest is as before."""
+    document, files = read_document(world.folder / "sparse.yml"), []
+    state = by_the_format(world.folder / "sparse-0.safetensors")
+    for m, scale in enumerate((1.0, 0.0)):
+        files.append(tmp_path / f"{m}.safetensors")
+        write_sparse(files[m], ((n, scale * torch.from_numpy(t)) for n, t in state.items()))
+    with planned(document, Options()) as plan:
+        plan.build()
+        bases = sparse_store(dense_of(document, plan), files, tmp_path / "out")
+    vectors = vectors_of(tmp_path / "out", world.dense)[:, :1]
+    want = np.linalg.lstsq(vectors, world.dense.tau, rcond=None)[0]
+    np.testing.assert_allclose(bases.decoder[:1], want, rtol=1e-4)
+    assert not bases.decoder[1].any()
+    tvb("merge", tmp_path / "out", tmp_path / "merged", "--method", "add", "--quiet")
+
+
+@pytest.mark.parametrize("place", [-1, 300])
+def test_a_damaged_store_is_refused(sparse: Path, place: int, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(sparse, tmp_path / "store"))
+    file = store / "basis-001" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    line = refused("merge", store, tmp_path / "out", "--method", "add", "--quiet")
+    assert "basis-001/model.safetensors: its checksum is not the one" in line

@@ -1,0 +1,229 @@
+"""A store whose bases are sparse: those of a recipe or of a store, each times a mask.
+
+sigma(S_m) * B_m is no combination of the task vectors. So what the tasks are of these bases, the
+decoder and its errors, follows from one pass over the bases and what they came from: the Gram
+matrix of both together, which is small.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.gram import block_budget
+from tvb_mergekit.core.online import NOISE, lengths, of_sum, reported
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.progress import Progress, silent
+from tvb_mergekit.store.add import link, with_vectors
+from tvb_mergekit.store.build import copy_config, finish_store
+from tvb_mergekit.store.facts import FileRecord, StoreFacts
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.report import local_path, store_facts
+from tvb_mergekit.store.store import (
+    Bases,
+    basis_folder,
+    dtype_name,
+    load,
+    note_files,
+    record_of,
+)
+from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
+from tvb_mergekit.tensors.passes import gram_pass
+from tvb_mergekit.tensors.sparse import Sparse
+from tvb_mergekit.tensors.stream import Item, Part
+
+CPU = torch.device("cpu")
+WEIGHTS = "model.safetensors"
+KEPT = ("gram", "eigenvalues", "encoder")  # of basis.safetensors, what does not depend on masks
+NO_ADAPTERS = {"rank": None, "targets": None, "shapes": None}  # nor are the bases low-rank
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The M bases that were masked, and the task vectors that they stand for.
+
+    Attributes:
+        facts, tensors: of the store that holds these bases, or would; see `docs/files.md`.
+        items: the tensors of the bases, with N vectors as inputs.
+        targets: [N, T], each task vector, or its reconstruction, from these N vectors.
+        errors: [2, T], bounds of how far the targets are from the task vectors; None: they are
+            the task vectors.
+        config: the folder of the base's configuration.
+    """
+
+    facts: StoreFacts
+    tensors: Mapping[str, Tensor]
+    items: Sequence[Item]
+    targets: Tensor
+    errors: Tensor | None = None
+    config: Path | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the N vectors."""
+        return self.facts.tasks if self.errors is None else self.facts.store.folders
+
+    @classmethod
+    def of_models(cls, inputs: Inputs, basis: Basis) -> Dense:
+        """The bases of T models, which need not be stored."""
+        facts, tensors = store_facts(inputs, basis, torch.float32, {})
+        targets = torch.diag(torch.tensor(basis.weights, dtype=torch.float64))
+        return cls(facts, tensors, inputs.items, targets, config=inputs.folder)
+
+    @classmethod
+    def of_store(
+        cls, bases: Bases, order: Sequence[int] = (), weights: Sequence[float] = ()
+    ) -> Dense:
+        """The bases of a store.
+
+        Args:
+            order: which of them was masked to give each sparse one.
+            weights: by which each of these was multiplied before.
+        """
+        order = list(order) or range(bases.num_bases)
+        tensors = dict(bases.tensors)
+        if bases.encoder is not None:
+            scales = torch.tensor(list(weights) or [1.0] * len(order), dtype=torch.float64)
+            tensors["encoder"] = bases.encoder[:, list(order)] * scales
+        shapes = {name: info.shape for name, info in bases.vectors[0].tensors.items()}
+        items = [
+            Item(name, shape, None, tuple(Part.of(each, name, "delta") for each in bases.sources))
+            for name, shape in shapes.items()
+        ]
+        own = [bases.path / basis_folder(0)] if bases.path else []
+        places = [*own, Path(bases.base_name)]
+        config = next((place for place in places if (place / "config.json").is_file()), None)
+        where = local_path(bases.base_name)
+        store = bases.facts.store.but(base_path=where, base_beside=None)
+        facts, targets = bases.facts.but(store=store), bases.reconstruction(bases.tasks)
+        return cls(facts, tensors, items, targets, bases.tensors["errors"], config)
+
+
+def sparse_store(
+    dense: Dense,
+    files: Sequence[Path],
+    out: str | os.PathLike[str],
+    *,
+    devices: Sequence[torch.device] = (CPU,),
+    budget: int | None = None,
+    progress: Progress = silent,
+) -> Bases:
+    """The store `out` of sparse bases; it appears when it is whole.
+
+    The caller holds the lock of `out`, if several processes may write it.
+
+    Args:
+        dense: what the bases were before they were masked.
+        files: of `write_sparse`, one for each basis in order, with the tensors of `dense.items`.
+            They become files of the store by hard links, or copies where the disk has none.
+        devices: where to compute.
+        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+
+    Raises:
+        UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
+    """
+    check_new_folder(out)
+    vectors = [Sparse.open(file) for file in files]
+    dtype = _checked(dense, vectors)
+    names = [basis_folder(m) for m in range(len(files))]
+    sums, _ = gram_pass(
+        lambda: with_vectors(vectors, dense.items),
+        [*names, *dense.names],
+        devices=devices,
+        budget=budget or block_budget(),
+        progress=progress,
+    )
+    facts, tensors = _facts(dense, sums.gram)
+    entries = len(files) * sum(item.numel for item in dense.items)
+    stage = StagedFolder(out)
+    try:
+        kept: dict[str, FileRecord] = {}
+        for index, (file, name) in enumerate(zip(files, names, strict=True)):
+            folder = stage.path / name
+            folder.mkdir()
+            link(file, folder / WEIGHTS)
+            kept[f"{name}/{WEIGHTS}"] = record_of(folder / WEIGHTS)
+            kept |= copy_config(dense.config, folder, index, tokenizer=False)
+        store = facts.store.but(dtype=dtype_name(dtype), folders=names, files=kept)
+        facts = facts.but(
+            store=store,
+            density=sum(each.count for each in vectors) / max(entries, 1),
+            bytes=sum(of.bytes for file, of in kept.items() if file.endswith(WEIGHTS)),
+        )
+        facts = finish_store(stage.path, stage.out, facts, tensors)
+        stage.publish()
+    finally:
+        stage.discard()
+    note_files(stage.out, facts.store.files)
+    return load(out, verify=False)
+
+
+def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
+    """The dtype of all values.
+
+    Raises:
+        UserError: there are several, or a vector has other tensors than the bases.
+    """
+    if len(vectors) != dense.facts.num_bases:
+        raise UserError(f"{len(vectors)} sparse vectors for {dense.facts.num_bases} bases")
+    wanted = {item.name: tuple(item.shape) for item in dense.items}
+    for each in vectors:
+        file, found = each.folder / each.shards[0], each.tensors
+        for name in sorted({*wanted, *found}):
+            shape = found[name].shape if name in found else None
+            if shape != wanted.get(name):
+                raise UserError(
+                    f"{file}: tensor `{name}` has shape {shape}, the bases have {wanted.get(name)}"
+                )
+        if each.dtype != vectors[0].dtype:
+            raise UserError(
+                f"{file}: values in {each.dtype}, and others in {vectors[0].dtype}: write all in "
+                "one dtype"
+            )
+    return vectors[0].dtype
+
+
+def _facts(dense: Dense, gram: Tensor) -> tuple[StoreFacts, dict[str, Tensor]]:
+    """`basis.json`, less what the files tell, and `basis.safetensors`.
+
+    Args:
+        gram: inner products of the M sparse bases and the N vectors of before, [M + N, M + N].
+    """
+    old, count = dense.facts, dense.facts.num_bases
+    products = gram[:count, :count]
+    # Least squares, with bases of length 1; one that is all zero, or their sum, gets no part.
+    scales = products.diagonal().sqrt().reciprocal().nan_to_num(posinf=0.0)
+    inverse = torch.linalg.pinv(
+        products * torch.outer(scales, scales), rtol=NOISE * count, hermitian=True
+    )
+    cross = gram[:count, count:] @ dense.targets
+    decoder = scales[:, None] * (inverse @ (scales[:, None] * cross))
+    missed = torch.cat([-decoder, dense.targets])
+    errors, loss = lengths(gram, missed), None
+    energy = float((dense.targets * (gram[count:, count:] @ dense.targets)).sum())
+    if dense.errors is None:
+        loss = max(float((missed * (gram @ missed)).sum()), 0.0)
+    else:
+        errors = of_sum(errors, dense.errors)
+    bound = old.spectral_bound or 0.0
+    known = loss is not None and bound > 1e-12 * energy
+    sizes = products.diagonal().sqrt()
+    store = old.store.but(contents="sparse", compress=None, basis_weights=None, **NO_ADAPTERS)
+    facts = old.but(
+        loss=loss,
+        decoder_losses=None,
+        relative_gap=(loss - bound) / bound if loss is not None and known else None,
+        retained_energy=None if loss is None or not energy else 1 - loss / energy,
+        bits=None,
+        relative_error={},
+        store=store,
+        errors=reported(old.tasks, old.norms, errors, sizes, decoder),
+    )
+    kept = {name: each for name, each in dense.tensors.items() if name in KEPT}
+    return facts, {**kept, "decoder": decoder, "gram_bases": products, "errors": errors}
