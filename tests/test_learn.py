@@ -317,7 +317,7 @@ def test_examples_are_subsampled_by_seed(case: Case) -> None:
     words = ["learn", source, "fisher", *case.words]
     bill = tvb(*words, "--samples", 3, "--out", case.folder / "dry", "--dry-run").output
     assert "fisher over 2 bases" in bill and "math 3 of 4, code 3 of 4" in bill
-    assert "Passes: 9 forward, 27 backward" in bill
+    assert "Passes of one example: 9 forward, 27 backward" in bill
     assert not (case.folder / "dry").exists()
     line = refused(*words, "--out", case.folder / "dry", "--memory", "16MB")
     assert "16.0 MB of memory are too little for fisher" in line and "raise --memory" in line

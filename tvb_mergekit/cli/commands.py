@@ -720,12 +720,26 @@ def score(
         click.echo(f"Written to {out}")
 
 
-@command(main, "base", "device", "memory", *ACCESS, "quiet", writes="out")
+@command(main, "base", "device", "memory", *ACCESS, "quiet", writes="out", several=True)
 @click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
-@click.argument("method", type=click.Choice(["fisher", "regmean"]))
+@click.argument(
+    "method", type=click.Choice(["fisher", "regmean", "localize", "adamerging", "atlas"])
+)
 @repeatable("--data", metavar="TASK=FILE", help="A task's examples, as lines of JSON. Repeatable.")
 @click.option("--out", required=True, metavar="DIR", help="The merged model.")
-@click.option("--from", "source", metavar="DIR", help="Take the statistics in an earlier OUT.")
+@click.option("--from", "source", metavar="DIR", help="Take what an earlier OUT has learned.")
+@click.option(
+    "--subsample/--no-subsample",
+    default=True,
+    help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
+)
+@click.option(
+    "--mixture",
+    type=click.Choice(["encoder", "equal", "positive"]),
+    default="encoder",
+    help="fisher, regmean, localize: of the tasks' data for a basis, by W_e, by 1/T, or for pca "
+    "by the softmax of its positive weights.",
+)
 @click.option(
     "--samples",
     type=click.IntRange(0),
@@ -739,35 +753,95 @@ def score(
     help="regmean: what all but the diagonal of X^T X is multiplied by.",
 )
 @click.option(
-    "--subsample/--no-subsample",
-    default=True,
-    help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
+    "--density",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.05,
+    help="localize: the share of a basis that its mask keeps.",
 )
-@click.option("--seed", type=SEED, default=0, help="Of the examples and of drawn labels.")
+@flag("--dataless", help="localize: keep the largest entries, without any data.")
+@click.option(
+    "--penalty",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="localize: lambda of the penalty on the masks' sum, per entry.",
+)
+@click.option("--store", metavar="DIR", help="localize: also keep the masked bases as a store.")
+@click.option(
+    "--blocks",
+    type=click.IntRange(1),
+    default=1,
+    help="atlas: coefficients of a basis in each tensor, for as many equal parts of it.",
+)
+@flag("--nonnegative", help="adamerging, atlas: learn the coefficients' square roots.")
+@click.option(
+    "--epochs", type=click.IntRange(1), show_default="10", help="By gradients: at most so many."
+)
+@click.option(
+    "--learning-rate",
+    type=POSITIVE,
+    show_default="localize 1, adamerging 0.001, atlas 0.1",
+    help="By gradients.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    show_default="localize 8, others 16",
+    help="By gradients: examples of a step.",
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.2,
+    help="By gradients: the share of the examples that tells the best epoch; 0: the last.",
+)
+@click.option(
+    "--patience",
+    type=click.IntRange(1),
+    default=3,
+    help="By gradients: end after so many epochs without a lower held-out loss.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Of the passes of examples; sums and what is learned are float32.",
+)
+@flag("--checkpointing", help="By gradients: less memory for activations, a third more time.")
+@click.option("--seed", type=SEED, default=0, help="Of everything random.")
 @flag("--resume", help="Go on with an interrupted run.")
 @flag("--dry-run", help="Only say what it takes: passes, memory, disk.")
 def learn(
     recipe: str, base: str | None, out: str, source: str | None, dry_run: bool, **values: Any
 ) -> None:
-    """Merge the models of RECIPE by what each of them shows on data of its task.
+    """Merge the models of RECIPE by what they show, or what is best, on data of their tasks.
 
-    METHOD is fisher (each entry weighted by its Fisher information) or regmean (each linear layer
-    by the products of its inputs). RECIPE is one of `basis_ta`; its lambda is not used. A STORE is
-    merged over its bases, or its tasks. FILE holds one example a line: {"prompt", "response"},
-    {"messages": [...]}, or {"text"}.
+    \b
+    METHOD is one of
+      fisher      each entry is weighted by its Fisher information
+      regmean     each linear layer fits the outputs of all, by the products of its inputs
+      localize    each basis keeps a few entries, by a mask that is learned for its tasks
+      adamerging  coefficients per layer and basis that make predictions on prompts certain
+      atlas       coefficients per tensor and basis of least loss, on examples of any task
 
-    One task's model is in memory at a time, with its statistics, which OUT/basis/statistics keeps:
-    --from OUT merges them again over other bases. They take as much disk as T models.
+    RECIPE is one of `basis_ta`; its lambda is where adamerging begins, and unused by the others. A
+    STORE is merged over its bases, or its tasks. FILE holds one example a line: {"prompt",
+    "response"}, {"messages": [...]}, {"text"}, or for adamerging {"prompt"} alone.
+
+    What is learned stays in OUT/basis: --from OUT merges it again without data.
 
     \b
     Example:
-      tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn other.yml fisher --from two --out other
+      tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
+      tvb learn other.yml regmean --from two --out other
+      tvb learn two.yml localize --dataless --density 0.1 --out sparse --store masked
+      tvb learn ./store atlas --data law=law.jsonl --out law --dry-run
+      torchrun --nproc-per-node 4 --no-python tvb learn ./store atlas --data law=law.jsonl --out law
     """
     import_mergekit()
     from tvb_mergekit.learn.running import Request
     from tvb_mergekit.learn.running import learn as run
     from tvb_mergekit.plugin.inputs import Options
+    from tvb_mergekit.tensors import ranks
 
     values["device"] = str(device_of(values["device"]))
     document, text = _document(recipe, "add" if os.path.isdir(recipe) else None, base)
@@ -776,7 +850,7 @@ def learn(
         document=document, text=text, out=out, source=source, options=options, **values
     )
     bill = run(request, dry_run)
-    for line in bill.lines() if dry_run else ():
+    for line in bill.lines() if dry_run and ranks.world().leads else ():
         click.echo(line)
 
 

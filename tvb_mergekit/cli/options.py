@@ -93,7 +93,7 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
                 with logging_above_bars(), refusing(out=place):
                     if values.get(writes):
                         names = ("recipe", "store", writes)
-                        check_names(*(values[name] for name in names if name in values))
+                        check_names(*(values[name] for name in names if values.get(name)))
                     if "memory" in values:
                         from tvb_mergekit.tensors import layout
 

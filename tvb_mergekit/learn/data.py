@@ -16,7 +16,7 @@ from tvb_mergekit.errors import UserError, counted, listed
 from tvb_mergekit.settings import nearest
 
 LOG = logging.getLogger(__name__)
-FORMS = "`prompt` and `response`, `messages`, or `text`"
+FORMS = (("messages",), ("prompt", "response"), ("text",))
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -51,16 +51,25 @@ class Example:
     Attributes:
         ids: of the prompt, then of the response.
         start: where the response begins, at least 1: a first token is not predicted.
-        line: its number in the file.
+        line: its number in the file at `path`.
+        unlabeled: there is no response; what follows the last token counts too.
     """
 
     ids: Sequence[int]
     start: int
     line: int
+    path: str = ""
+    unlabeled: bool = False
 
 
-def read_data(given: Sequence[str], tasks: Sequence[str]) -> list[DataFile]:
+def read_data(
+    given: Sequence[str], tasks: Sequence[str] | None, unlabeled: bool = False
+) -> list[DataFile]:
     """The files of `TASK=FILE` words, in the order of the tasks.
+
+    Args:
+        tasks: each has one file; None: any names, in the order in which they are given.
+        unlabeled: a line may have a `prompt` alone.
 
     Raises:
         UserError: a task without data, data without a task, a line that is no example.
@@ -70,19 +79,22 @@ def read_data(given: Sequence[str], tasks: Sequence[str]) -> list[DataFile]:
         task, equals, path = word.partition("=")
         if not equals or not path:
             raise UserError(f"--data {word}: expected TASK=FILE")
-        if task not in tasks:
+        if tasks is not None and task not in tasks:
             guess = nearest(task, tasks)
             hint = f"did you mean {guess}? " if guess else ""
             raise UserError(f"--data {word}: no task {task!r}; {hint}Tasks: {', '.join(tasks)}")
         if task in paths:
             raise UserError(f"--data {word}: task {task} has {paths[task]} already")
         paths[task] = path
-    if missing := [task for task in tasks if task not in paths]:
+    wanted = list(paths) if tasks is None else tasks
+    if missing := [task for task in wanted if task not in paths]:
         raise UserError(f"no data for {listed(missing)}: give --data {missing[0]}=FILE")
-    return [_read(task, paths[task]) for task in tasks]
+    if not wanted:
+        raise UserError("no data: give --data NAME=FILE")
+    return [_read(task, paths[task], unlabeled) for task in wanted]
 
 
-def _read(task: str, path: str) -> DataFile:
+def _read(task: str, path: str, unlabeled: bool) -> DataFile:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -92,7 +104,7 @@ def _read(task: str, path: str) -> DataFile:
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
-                records.append((number, _checked(json.loads(line.decode("utf-8")))))
+                records.append((number, _checked(json.loads(line.decode("utf-8")), unlabeled)))
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
     if not records:
@@ -100,14 +112,16 @@ def _read(task: str, path: str) -> DataFile:
     return DataFile(task, path, records, hashlib.sha256(data).hexdigest())
 
 
-def _checked(record: Any) -> Mapping[str, Any]:
-    """Raise ValueError where a line is of none of the FORMS."""
+def _checked(record: Any, unlabeled: bool) -> Mapping[str, Any]:
+    """Raise ValueError where a line is of none of the FORMS, or `unlabeled` a prompt alone."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
-    every = (("messages",), ("prompt", "response"), ("text",))
-    forms = [keys for keys in every if all(key in record for key in keys)]
+    forms = [keys for keys in FORMS if all(key in record for key in keys)]
+    told = "`prompt` and `response`, `messages`, or `text`"
+    if unlabeled and not forms and "prompt" in record:
+        forms, told = [("prompt",)], f"`prompt`, {told}"
     if len(forms) != 1:
-        raise ValueError(f"expected {FORMS}; found {listed(list(record), 5) or 'nothing'}")
+        raise ValueError(f"expected {told}; found {listed(list(record), 5) or 'nothing'}")
     for key in forms[0]:
         if key != "messages" and not isinstance(record[key], str):
             raise ValueError(f"`{key}` is {record[key]!r:.40}: expected text")
@@ -156,6 +170,7 @@ def encode(file: DataFile, tokenizer: Any, context: int) -> list[Example]:
     for line, record in file.records:
         where = f"{file.path}, line {line}"
         ids, start = _tokens(record, tokenizer, where)
+        unlabeled = "prompt" in record and "response" not in record
         if len(ids) - start > context:
             raise UserError(
                 f"{where}: a response of {len(ids) - start} tokens, and the model's context is "
@@ -163,8 +178,10 @@ def encode(file: DataFile, tokenizer: Any, context: int) -> list[Example]:
             )
         over = max(0, len(ids) - context)
         cut += over > 0
-        example = Example(ids[over:], max(1, start - over), line)
-        if example.start >= len(example.ids):
+        example = Example(ids[over:], max(1, start - over), line, file.path, unlabeled)
+        if not example.ids:
+            raise UserError(f"{where}: the prompt has no tokens")
+        if not unlabeled and example.start >= len(example.ids):
             raise UserError(f"{where}: the response has no tokens to predict")
         found.append(example)
     if cut:
@@ -196,7 +213,7 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
             text = " ".join(str(error).split())
             raise UserError(f"{where}: the chat template refuses `messages`: {text}") from error
     else:
-        prompt, whole = record["prompt"], record["prompt"] + record["response"]
+        prompt, whole = record["prompt"], record["prompt"] + record.get("response", "")
     before, ids = (
         list(tokenizer(text, add_special_tokens=special)["input_ids"]) for text in (prompt, whole)
     )

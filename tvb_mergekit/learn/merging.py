@@ -1,4 +1,4 @@
-"""The bases and the statistics to merged tensors."""
+"""The bases, and what was learned of them, to merged tensors."""
 
 from __future__ import annotations
 
@@ -7,36 +7,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
-from tvb_mergekit.core.learned import FisherMean, regression_bytes, regression_mean
+from tvb_mergekit.core.learned import FisherMean, Stitch, regression_bytes, regression_mean
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.learn.moving import Rows
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.matrices import merge_one
+from tvb_mergekit.tensors.matrices import merge_one, slice_of
 from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 
 # Whose encoder may have negative entries, or none at all.
 MIXED = ("pca", "linear_ae", "rand_proj")
+Mixture = Literal["encoder", "equal", "positive"]
+BY_MIXTURES = ("fisher", "regmean", "localize")
 
 
 @dataclass(frozen=True, eq=False)
-class Merging:
+class ByStatistics:
     """A `plan.Learned` by statistics in files.
 
     Attributes:
         files: one for each task.
+        mixtures: how much of each task's statistics a basis has, [T, M].
         dimensions: weight of a linear layer -> the dimension in which its inputs lie.
         note: writes what else belongs into the folder of the merged model.
     """
 
     method: str
     files: Sequence[Path]
+    mixtures: Tensor
     dimensions: Mapping[str, int]
     off_diagonal: float
     note: Callable[[Path], None]
@@ -47,7 +54,7 @@ class Merging:
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
-        bases, encoder = bases_of(plan)
+        bases, encoder = bases_of(plan), self.mixtures
         statistics = [Checkpoint.open(file) for file in self.files]
         held = set.intersection(*(set(each.tensors) for each in statistics))
         jobs, means = plan.jobs(), plan.means
@@ -91,40 +98,169 @@ def layer_bytes(shape: Sequence[int], bases: int, dimension: int) -> int:
     return regression_bytes(bases, shape[1 - dimension], shape[dimension])
 
 
-def bases_of(plan: Plan) -> tuple[Tensor, Tensor]:
-    """The bases from the vectors that the plan reads [N, M], and W_e [T, M].
+@dataclass(frozen=True, eq=False)
+class ByCoefficients:
+    """A `plan.Learned` by coefficients of the bases: theta_0 + sum_m c_m B_m.
 
-    Bases of a store that stand for different numbers of tasks (`tvb add` to balanced ones) count
-    for so many: the columns of W_e are multiplied by the store's v.
+    Attributes:
+        values: c [rows, M].
+        rows: which of them a tensor has.
+        note: as above.
+    """
+
+    method: str
+    values: Tensor
+    rows: Rows
+    note: Callable[[Path], None]
+
+    def write(self, folder: Path) -> None:
+        """As in `plan.Learned`."""
+        self.note(folder)
+
+    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
+        """As in `plan.Learned`."""
+        weights = self.values.double() @ bases_of(plan).T  # of the vectors that are read
+        jobs, means = plan.jobs(), plan.means
+        update = means.pop("progress")("Merged model", sum(item.nbytes for item in items))
+        pieces, steps = list[Item](), dict[str, Step]()
+        joined = Joined(sink, {item.name: item for item in items})
+        for item in items:
+            if item.name not in jobs:
+                pieces.append(item)
+                continue
+            own = weights[self.rows.of_tensor(jobs[item.name].counted_as)]
+            for number, (first, piece) in enumerate(blocks_of(item, self.rows.blocks)):
+                name = f"{number}/{item.name}"
+                joined.places[name] = item.name, first
+                pieces.append(replace(piece, name=name))
+                steps[name] = Linear([[(1.0, own[number])]])
+        combine_pass(pieces, steps, joined, **means, progress=update)
+
+
+class Joined:
+    """A `stream.Sink` that gives another the pieces of tensors as parts of them.
+
+    Attributes:
+        places: name of a piece -> its tensor, and the element where it begins.
+    """
+
+    def __init__(self, sink: Sink, items: Mapping[str, Item]) -> None:
+        self._sink, self._items = sink, items
+        self.places: dict[str, tuple[str, int]] = {}
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        name, first = self.places.get(item.name, (item.name, 0))
+        self._sink.write(self._items[name], first + start, first + stop, values)
+
+
+def blocks_of(item: Item, blocks: int) -> list[tuple[int, Item]]:
+    """An item cut as `torch.tensor_split` cuts its entries: where each block begins, and the block.
+    Empty blocks are left out but where the item is."""
+    if blocks == 1:
+        return [(0, item)]
+    least, more = divmod(item.numel, blocks)
+    sizes = [least + (number < more) for number in range(blocks)]
+    starts = [0, *itertools.accumulate(sizes)]
+    return [
+        (start, slice_of(item, start, (size,)))
+        for start, size in zip(starts, sizes, strict=False)
+        if size or not start
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ByMasks:
+    """A `plan.Learned` by masked bases in files: theta_0 and their mean where masks overlap.
+
+    Attributes:
+        files: one for each basis.
+        note: as above.
+    """
+
+    method: str
+    files: Sequence[Path]
+    note: Callable[[Path], None]
+
+    def write(self, folder: Path) -> None:
+        """As in `plan.Learned`."""
+        self.note(folder)
+
+    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
+        """As in `plan.Learned`."""
+        masked = [Sparse.open(file) for file in self.files]
+        jobs, means = plan.jobs(), plan.means
+        stitched = [
+            replace(
+                item,
+                inputs=tuple(Part.of(v, jobs[item.name].counted_as, "delta") for v in masked),
+            )
+            if item.name in jobs
+            else item
+            for item in items
+        ]
+        step: Step = Stitch(torch.eye(len(masked), dtype=torch.float64))
+        update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
+        combine_pass(stitched, dict.fromkeys(jobs, step), sink, **means, progress=update)
+
+
+def bases_of(plan: Plan) -> Tensor:
+    """The bases from the vectors that the plan reads, [N, M] float64."""
+    if plan.recipe.store is None:
+        assert plan.basis is not None
+        return plan.basis.weighted_encoder
+    return torch.diag(torch.tensor(plan.recipe.weights, dtype=torch.float64))
+
+
+def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
+    """How much of each task's data a basis learns from, [T, M] float64, without negative entries.
+
+    `encoder`: W_e, of the bases of a store that stand for different numbers of tasks (`tvb add` to
+    balanced ones) times the store's v. `equal`: 1/T. `positive`: PCA>=0 of the paper's appendix,
+    the softmax of a column's positive entries.
 
     Raises:
-        UserError: W_e has negative entries.
+        UserError: W_e has negative entries, or a column has no positive one.
     """
-    basis, store = plan.basis, plan.recipe.store
+    store, basis = plan.recipe.store, plan.basis
+    encoder: Tensor | None
     if store is None:
         assert isinstance(basis, Basis)
-        bases, encoder = basis.weighted_encoder, basis.encoding.encoder
+        encoder = basis.encoding.encoder
     else:
-        bases = torch.diag(torch.tensor(plan.recipe.weights, dtype=torch.float64))
         encoder = store.bases.encoder
         if encoder is not None:
             encoder = (encoder * store.bases.shares)[:, list(store.order)]
-    if encoder is None or float(encoder.min()) < 0:
-        raise UserError(needs_mixtures("this"))
-    return bases, encoder
+    if mixture == "equal":
+        tasks = plan.recipe.tasks if store is None else store.bases.tasks
+        return torch.full((len(tasks), bases_of(plan).shape[1]), 1 / len(tasks)).double()
+    if encoder is None:
+        raise UserError(needs_mixtures("this", mixture))
+    if mixture == "positive":
+        if float(encoder.amax(0).min()) <= 0:
+            raise UserError("--mixture positive: a basis has no positive weight; take equal")
+        return torch.where(encoder > 0, encoder, -torch.inf).softmax(0)
+    if float(encoder.min()) < 0:
+        raise UserError(needs_mixtures("this", mixture))
+    return encoder
 
 
-def check_basis(plan: Plan) -> None:
-    """Raise UserError where the recipe's basis is known to give no mixtures of tasks."""
+def check_basis(plan: Plan, method: str, mixture: Mixture) -> None:
+    """Raise UserError where the recipe's basis is known not to do for a method."""
     recipe = plan.recipe
     name = recipe.settings.basis if recipe.store is None else recipe.store.bases.basis
-    if name in MIXED:
-        raise UserError(needs_mixtures(name))
+    if name == "rand_proj" and recipe.store is None:
+        raise UserError(
+            "`basis` is rand_proj, whose bases hold no tasks: nothing is learned of them; take "
+            "another, or --from a store"
+        )
+    if name in MIXED and mixture == "encoder" and method in BY_MIXTURES:
+        raise UserError(needs_mixtures(str(name), mixture))
 
 
-def needs_mixtures(name: str) -> str:
+def needs_mixtures(name: str, mixture: Mixture) -> str:
     """Why a basis is refused."""
     return (
         f"`basis` is {name}, whose encoder has negative weights: a basis learns from a mixture of "
-        "the tasks' data, which has none; take balanced, ae, rand_select or none"
+        "the tasks' data, which has none; take balanced, ae, rand_select or none, or give "
+        f"--mixture equal{' or positive' if mixture == 'encoder' else ''}"
     )

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.stores import Stored
 from tvb_mergekit.store.live import Live, attach
+from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.stream import Item
+
+LOG = logging.getLogger(__name__)
 
 
 class TaskModels:
@@ -56,9 +66,10 @@ class TaskModels:
             return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
         return [*prints.values(), task]
 
-    def context(self, task: str) -> int:
-        """The most tokens that a task's model takes."""
-        config = _config(self.folder(task), self.plan.options.trust_remote_code)
+    def context(self, task: str | None) -> int:
+        """The most tokens that a task's model (None: the base) takes."""
+        folder = self.base_folder if task is None else self.folder(task)
+        config = _config(folder, self.plan.options.trust_remote_code)
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         return int(most or 2**31)
 
@@ -82,14 +93,82 @@ class TaskModels:
         stored = {name: planned.names[place] for name, planned in self.plan.counted.items()}
         return {name: state[own] for name, own in stored.items() if own in state}
 
-    def dimensions(self) -> dict[str, int]:
-        """Weight of a linear layer -> the dimension in which its inputs lie; nothing is loaded."""
+    def stacked(self, bases: Tensor) -> dict[str, Tensor]:
+        """The bases [M, n] float32 of each tensor that the merge moves, on the device.
+
+        Args:
+            bases: from the vectors that the plan reads, [N, M].
+        """
+        sink, items = Stacked(bases.shape[1]), self.plan.items()
+        steps = dict.fromkeys((item.name for item in items), Linear.of(bases))
+        means = self.plan.means
+        update = means.pop("progress")("Bases", sum(item.nbytes for item in items))
+        plain = [replace(item, out=torch.float32) for item in items]
+        combine_pass(plain, steps, sink, **means, progress=update)
+        return {name: held.to(self.device) for name, held in sink.held.items()}
+
+    @functools.cached_property
+    def _empty(self) -> nn.Module:
+        """The base's model without weights."""
+        with torch.device("meta"), refused(self.base_folder):
+            return self._made()
+
+    def _made(self) -> nn.Module:
         trust = self.plan.options.trust_remote_code
         config = _config(self.base_folder, trust)
-        with torch.device("meta"), refused(self.base_folder):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        return model
+
+    def activations(
+        self, batch: int, length: int, backward: bool = True, checkpointing: bool = False
+    ) -> int:
+        """About the bytes of a pass of `batch` examples of `length` tokens, in float32: of what it
+        keeps for gradients and, without them or with `checkpointing`, of the layers' mean of that;
+        and of the logits, their logarithms and gradients. Nothing is computed; 0 where that cannot
+        be, as in some models of experts."""
+        kept = dict[int, int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        try:
+            with FakeTensorMode(), saved_tensors_hooks(pack, lambda tensor: tensor):
+                model = self._made()
+                weights = {p.untyped_storage()._cdata for p in model.parameters()}
+                ids = torch.zeros(batch, length, dtype=torch.long)
+                logits = model(input_ids=ids, use_cache=False).logits
+        except Exception as error:  # of whatever kind a model's code leads to
+            LOG.info("%s: no estimate of its activations: %s", self.base_folder, error)
+            return 0
+        text = cast(Any, model).config.get_text_config()
+        layers = int(getattr(text, "num_hidden_layers", None) or 1)
+        total = sum(kept.values())
+        if checkpointing:  # the input of each layer, and one layer
+            total = total // layers + 4 * batch * length * layers * int(text.hidden_size)
+        elif not backward:
+            total //= layers
+        return total + 4 * 3 * int(logits.numel())
+
+    def dimensions(self) -> dict[str, int]:
+        """Weight of a linear layer -> the dimension in which its inputs lie; nothing is loaded."""
+        model = self._empty
         layers, parameters = linear_layers(model), self.named(model)
         return {n: input_dimension(layers[id(p)]) for n, p in parameters.items() if id(p) in layers}
+
+
+class Stacked:
+    """A `stream.Sink` that holds all outputs [K, n] of each tensor."""
+
+    def __init__(self, outputs: int) -> None:
+        self.outputs, self.held = outputs, dict[str, Tensor]()
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        if start == 0:
+            self.held[item.name] = torch.empty(self.outputs, item.numel, dtype=item.out)
+        self.held[item.name][:, start:stop] = values
 
 
 def load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Module:

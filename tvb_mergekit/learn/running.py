@@ -1,62 +1,73 @@
-"""`tvb learn` in order: what can be wrong first, the bill, the statistics, the merged model."""
+"""`tvb learn` in order: what can be wrong first, the bill, what is learned, the merged model."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 
 from tvb_mergekit import __version__
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
-from tvb_mergekit.learn import statistics
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
-from tvb_mergekit.learn.merging import Merging, bases_of, check_basis, layer_bytes
+from tvb_mergekit.learn.merging import Mixture, check_basis
 from tvb_mergekit.learn.models import TaskModels
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.inputs import Options, planned
-from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.preflight import input_folders
-from tvb_mergekit.plugin.run import staged, write_model
-from tvb_mergekit.progress import bars
-from tvb_mergekit.store.bits import slugs
+from tvb_mergekit.plugin.inputs import Options
+from tvb_mergekit.plugin.plan import Learned, Plan
 from tvb_mergekit.store.facts import FOLDER
-from tvb_mergekit.store.store import lock
+from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import most_bases
-from tvb_mergekit.tensors.output import check_disk, check_output_folder
+from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import LEAST
 
 LOG = logging.getLogger(__name__)
-STATISTICS = "statistics"  # in basis/ of a merged model
-LEARNED = "learned.json"  # likewise
+LEARNED = "learned.json"  # in basis/ of a merged model
+
+Method = Literal["fisher", "regmean", "localize", "adamerging", "atlas"]
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user asks for; see `tvb learn --help`."""
+    """What a user asks for; see `tvb learn --help`. None: the method's own."""
 
     document: Document
     text: str
-    method: Literal["fisher", "regmean"]
+    method: Method
     out: str
     data: Sequence[str] = ()
     source: str | None = None
+    mixture: Mixture = "encoder"
+    subsample: bool = True
     samples: int = 0
     off_diagonal: float = 0.9
-    subsample: bool = True
+    epochs: int | None = None
+    learning_rate: float | None = None
+    batch_size: int | None = None
+    held_out: float = 0.2
+    patience: int = 3
+    density: float = 0.05
+    dataless: bool = False
+    penalty: float = 0.0
+    store: str | None = None
+    per: Literal["layer", "tensor"] | None = None
+    blocks: int = 1
+    nonnegative: bool = False
+    precision: Precision = "float32"
+    checkpointing: bool = False
     seed: int = 0
     memory: int = MEMORY
     resume: bool = False
@@ -64,8 +75,34 @@ class Request:
 
     @property
     def partial(self) -> Path:
-        """Where the statistics are until the merged model is whole."""
+        """Where what is learned is until the merged model is whole."""
         return Path(f"{os.path.realpath(self.out)}.partial")
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether it is learned step by step, from the base's model."""
+        return self.method not in ("fisher", "regmean")
+
+    @property
+    def needs_data(self) -> bool:
+        return self.source is None and not self.dataless
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a method takes: passes of one example, and bytes.
+
+    Attributes:
+        model: of the tensors of models, and what is learned of them, at once.
+        activations: of a batch.
+        disk: of what is kept beside the merged model.
+    """
+
+    forward: int
+    backward: int
+    model: int
+    activations: int
+    disk: int
 
 
 @dataclass(frozen=True)
@@ -75,284 +112,204 @@ class Bill:
     Attributes:
         examples: task -> how many are used, and how many its file has.
         at_most: M is known only once the bases are built.
-        memory: the most bytes of tensors at once, activations aside.
-        disk: of the merged model and the statistics.
+        early: it may end before.
     """
 
     method: str
     bases: int
     at_most: bool
+    early: bool
     examples: Mapping[str, tuple[int, int]]
-    forward: int
-    backward: int
-    memory: int
-    disk: int
+    costs: Costs
+    output: int
+
+    @property
+    def memory(self) -> int:
+        return self.costs.model + self.costs.activations + LEAST
+
+    @property
+    def disk(self) -> int:
+        return self.costs.disk + self.output
 
     def lines(self) -> list[str]:
         """For people."""
         used = [f"{task} {some} of {every}" for task, (some, every) in self.examples.items()]
-        most = "at most " * self.at_most
+        most, costs = "at most " * self.at_most, self.costs
+        passes = "at most " * (self.at_most or self.early)
         return [
             f"{self.method} over {most}{counted(self.bases, 'basis')}",
-            f"Examples: {', '.join(used) or 'none; the statistics are there'}",
-            f"Passes: {most}{self.forward} forward, {self.backward} backward, one example each",
-            f"Memory: {megabytes(self.memory)}, and the activations of one example",
+            f"Examples: {', '.join(used) or 'none'}",
+            f"Passes of one example: {passes}{costs.forward} forward, {costs.backward} backward",
+            f"Memory: {megabytes(self.memory)}, of it activations: about "
+            f"{megabytes(costs.activations)}",
             f"Disk: {megabytes(self.disk)}",
         ]
 
 
-def learn(request: Request, dry: bool = False) -> Bill:
-    """Merge by what the task models show on data, into the folder `request.out`.
+class Work(ABC):
+    """The work of one method on one planned merge.
 
-    Args:
-        dry: only the bill.
-
-    Raises:
-        UserError, MergeRefused: what refuses it.
+    Attributes:
+        models: of the tasks and of the base.
+        files: the data.
+        passes: forward and backward, of one example each, as they were done.
     """
-    started = time.perf_counter()
-    document, out = request.document, request.out
-    _check(request)
-    with ExitStack() as stack:
-        plan = stack.enter_context(planned(document, request.options, request.memory))
-        check_basis(plan)
-        run = _Run(request, plan)
-        if dry:
-            return run.bill
-        check_output_folder(out, input_folders(document.recipe))
-        run.check()
-        stack.callback(lock(out, lambda text: LOG.warning("%s", text)).release)
-        plan.build()
-        assert plan.basis is not None
-        bases_of(plan)  # refuses negative weights
-        began = time.perf_counter()
-        files = run.statistics()
-        run.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
-        plan.learned = Merging(
-            request.method, files, run.dimensions, request.off_diagonal, partial(run.write, files)
-        )
-        with staged(out) as stage:
-            write_model(plan, document.config, stage, request.text, started)
-        shutil.rmtree(request.partial, ignore_errors=True)
-    return run.bill
 
-
-def _check(request: Request) -> None:
-    """Raise UserError for what is wrong without the models' help."""
-    document, method = request.document, request.method
-    mistakes = [
-        (
-            document.recipe.settings.method != "basis_ta",
-            f"the recipe's `merge_method` is {document.recipe.settings.method}, and {method} takes "
-            "the place of addition: expected basis_ta",
-        ),
-        (
-            document.raw,
-            "the recipe's models are weight files, which no example can go through: list folders "
-            "as Hugging Face writes them",
-        ),
-        (request.samples and method != "fisher", "--samples belongs to fisher"),
-        (request.source and request.data, "--from takes statistics that are there: no --data"),
-        (
-            request.source and request.samples,
-            "--samples: the statistics of --from are there already; leave it out",
-        ),
-    ]
-    for wrong, told in mistakes:
-        if wrong:
-            raise UserError(told)
-    if document.varying and not document.recipe.in_store:  # whose own recipes have some
-        LOG.warning("%s does not use the recipe's `%s`", method, listed(list(document.varying)))
-
-
-class _Run:
-    """The work on one planned merge."""
+    folder: str  # in basis/, of what is learned
 
     def __init__(self, request: Request, plan: Plan) -> None:
         self.request, self.plan = request, plan
         if aligned := [p.name for p in plan.counted.values() if p.whole and None not in p.names]:
             raise UserError(
                 f"tensor `{aligned[0]}` is changed by the recipe's tokenizer, and no longer what a "
-                "model's statistics are of; set `tokenizer_source: base`"
+                "model has learned; set `tokenizer_source: base`"
             )
-        device = plan.devices[0]
-        self.models = TaskModels(plan, device)
+        self.device = plan.devices[0]
+        mixed = "bf16" if request.precision == "bfloat16" else "no"
+        self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision=mixed)
+        self.models = TaskModels(plan, self.device)
         self.tasks = self.models.tasks
         self.files: list[DataFile] = []
-        if request.source is None:
-            self.files = read_data(request.data, self.tasks)
-        self.dimensions = self.models.dimensions()
-        self.examples: dict[str, list[Example]] = {}
+        if request.needs_data:
+            names = None if request.method == "atlas" else self.tasks
+            self.files = read_data(request.data, names, self.unlabeled)
+        self.encoded = {file.task: self._encoded(file) for file in self.files}
         self.seconds = 0.0
-        self.told: list[Mapping[str, Any]] = []
+        self.passes = (0, 0)
+
+    @property
+    def unlabeled(self) -> bool:
+        """Whether it learns from prompts alone."""
+        return self.request.method == "adamerging"
 
     @property
     def most_bases(self) -> int:
         """M, or the most that it can be."""
-        recipe = self.plan.recipe
-        store = recipe.store
-        return most_bases(recipe.settings, len(recipe.tasks)) if store is None else len(store.order)
+        recipe, basis = self.plan.recipe, self.plan.basis
+        if recipe.store is not None:
+            return len(recipe.store.order)
+        return most_bases(recipe.settings, len(recipe.tasks)) if basis is None else basis.num_bases
 
     @property
     def share(self) -> float:
         """Of the examples of a task that are used: M / T (paper, section 3.2)."""
-        if not self.request.subsample:
-            return 1.0
-        basis = self.plan.basis
-        return (self.most_bases if basis is None else basis.num_bases) / len(self.tasks)
+        return self.most_bases / len(self.tasks) if self.request.subsample else 1.0
+
+    @property
+    def examples_used(self) -> dict[str, tuple[int, int]]:
+        """Task -> how many are used, and how many its file has."""
+        return {f.task: (f.count(self.share), len(f.records)) for f in self.files}
+
+    @property
+    def examples(self) -> dict[str, list[Example]]:
+        """The same as tokens."""
+        seed, share = self.request.seed, self.share
+        return {f.task: [self.encoded[f.task][k] for k in f.drawn(share, seed)] for f in self.files}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max((len(e.ids) for some in self.encoded.values() for e in some), default=0)
+
+    @property
+    def model_bytes(self) -> int:
+        """A model in float32."""
+        base = self.plan.checkpoints[self.plan.recipe.base]
+        return 4 * sum(info.numel for info in base.tensors.values())
+
+    @abstractmethod
+    def costs(self) -> Costs:
+        """What it takes, as far as it is known."""
+
+    @abstractmethod
+    def known(self) -> None:
+        """Raise UserError where --from has not what this merge needs."""
+
+    @abstractmethod
+    def is_ours(self, file: Path) -> bool:
+        """Whether an unfinished run has written this file."""
+
+    @abstractmethod
+    def learn(self) -> Learned:
+        """What merges the bases; `write` is called after it."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What learned.json says beside what all methods have."""
 
     @property
     def bill(self) -> Bill:
         """What it takes, as far as it is known."""
-        fisher, recipe = self.request.method == "fisher", self.plan.recipe
-        examples = {f.task: (f.count(self.share), len(f.records)) for f in self.files}
-        forward, merging = sum(used for used, _ in examples.values()), 0
-        base = self.plan.checkpoints[recipe.base]
-        model = 4 * sum(info.numel for info in base.tensors.values())
-        sizes = {item.name: item.shape for item in self.plan.items()}
-        if fisher:  # the sums, and the gradient of one tensor
-            numels = [math.prod(shape) for shape in sizes.values()]
-            held, stored = 4 * (sum(numels) + max(numels)), 4 * sum(numels)
-        else:  # sums in float64, and a product in float32
-            layers = {name: (sizes[name], where) for name, where in self.dimensions.items()}
-            squares = [shape[where] ** 2 for shape, where in layers.values()]
-            held, stored = 8 * sum(squares) + 8 * max(squares, default=0), 4 * sum(squares)
-            each = (layer_bytes(shape, self.most_bases, where) for shape, where in layers.values())
-            merging = max(each, default=0)
-        visiting = model + held
-        if self.models.stored is not None:  # whose vectors are decoded into the model
-            visiting += block_budget()
-        if not self.files:
-            visiting = stored = 0
-        return Bill(
-            self.request.method,
-            self.most_bases,
-            recipe.store is None and recipe.settings.energy is not None and self.plan.basis is None,
-            examples,
-            forward,
-            forward * max(1, self.request.samples) * fisher,
-            max(visiting, merging) + LEAST,
-            self.plan.output_bytes + stored * len(self.tasks),
-        )
+        recipe = self.plan.recipe
+        at_most = recipe.store is None and recipe.settings.energy is not None
+        at_most &= self.plan.basis is None
+        early, name = self.request.by_gradient, self.request.method
+        examples, costs, output = self.examples_used, self.costs(), self.plan.output_bytes
+        return Bill(name, self.most_bases, at_most, early, examples, costs, output)
 
     def check(self) -> None:
-        """Raise UserError where the bill cannot be paid, or examples or statistics do not fit."""
-        bill = self.bill
-        if bill.memory > self.request.memory:
-            raise UserError(
-                f"{megabytes(self.request.memory)} of memory are too little for "
-                f"{self.request.method}: one model and its statistics take "
-                f"{megabytes(bill.memory)}; raise --memory"
-            )
-        check_disk(self.request.out, bill.disk)
-        partial = self.request.partial
-        there = [file for file in partial.glob("*") if not file.name.startswith(".")]
-        if any(statistics.told_in(file) is None for file in there):
-            raise UserError(f"{partial} is in the way, and no unfinished run; move or delete it")
-        if self.request.source is not None:
-            self.told = [self._known(file, task) for task, file in self._files().items()]
-        for file in self.files:
-            folders = [self.models.folder(file.task), self.models.base_folder]
-            tokenizer = open_tokenizer(folders, self.request.options.trust_remote_code)
-            self.examples[file.task] = encode(file, tokenizer, self.models.context(file.task))
-
-    def _files(self) -> dict[str, Path]:
-        """Task -> the file of its statistics."""
-        source, folder = self.request.source, self.request.partial
-        if source is not None:
-            folder = Path(source) / FOLDER / STATISTICS
-        names = (f"{name}.safetensors" for name in slugs(self.tasks))
-        return {t: folder / name for t, name in zip(self.tasks, names, strict=True)}
-
-    def statistics(self) -> list[Path]:
-        """The files of the tasks' statistics, computed where they are not there."""
-        request, files = self.request, self._files()
-        if request.source is not None:
-            return list(files.values())
-        folder = request.partial
-        if folder.is_dir() and not request.resume:
-            LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", folder)
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        wanted = self._wanted()
-        self.told = list(wanted.values())
-        left = [task for task in self.tasks if not _same(files[task], wanted[task])]
-        if len(left) < len(files):
-            done = [task for task in files if task not in left]
-            LOG.warning("--resume: the statistics of %s are there", listed(done))
-        total = sum(wanted[task]["examples"] for task in left)
-        tell = bars(request.options.quiet)(request.method, total, "example")
-        for task in left:
-            statistics.save(files[task], self._sums(task, tell), wanted[task])
-        return list(files.values())
-
-    def _wanted(self) -> dict[str, dict[str, Any]]:
-        """Task -> what its statistics must be of."""
+        """Raise UserError where the bill cannot be paid, or --from does not fit."""
         request = self.request
-        return {
-            file.task: {
-                "method": request.method,
-                "task": file.task,
-                "weights": self.models.weights(file.task),
-                "file": os.path.abspath(file.path),
-                "sha256": file.sha256,
-                "lines": len(file.records),
-                "examples": file.count(self.share),
-                "seed": request.seed,
-                "samples": request.samples,
-            }
-            for file in self.files
-        }
-
-    def _known(self, file: Path, task: str) -> Mapping[str, Any]:
-        """What a file of --from tells; raises UserError where it has not what this merge needs."""
-        told = statistics.told_in(file)
-        if told is None:
-            raise UserError(f"--from {self.request.source}: no statistics of {task} ({file})")
-        if told["method"] != self.request.method:
-            raise UserError(f"{file}: statistics of {told['method']}, not of {self.request.method}")
-        if told["weights"] != self.models.weights(task):
-            raise UserError(f"{file}: statistics of another model than this recipe's {task}")
-        return told
-
-    def _sums(self, task: str, tell: Any) -> dict[str, torch.Tensor]:
-        """The statistics of one task."""
-        request, file = self.request, self.files[self.tasks.index(task)]
-        chosen = file.drawn(self.share, request.seed)
-        examples, path = [self.examples[task][index] for index in chosen], file.path
-        model = self.models.load(task)
-        parameters = self.models.named(model, task)
-        if not parameters:
+        bill = self.bill
+        if bill.memory > request.memory:
             raise UserError(
-                f"{self.models.folder(task)}: in memory the model names its tensors otherwise than "
-                "its files; save it anew with a current transformers"
+                f"{megabytes(request.memory)} of memory are too little for {request.method}: its "
+                f"models and what it learns take {megabytes(bill.costs.model + LEAST)}, "
+                f"activations about {megabytes(bill.costs.activations)}; raise --memory"
             )
-        if missing := [name for name in self.plan.counted if name not in parameters]:
-            LOG.warning("%s: no statistics, the mean of the bases", listed(missing))
-        if request.method == "fisher":
-            seed = f"{request.seed} {task}"
-            return statistics.fisher(model, parameters, examples, path, request.samples, seed, tell)
-        layers = statistics.linear_layers(model)
-        places = {n: id(p) for n, p in parameters.items() if n in self.dimensions}
-        linear = {name: layers[place] for name, place in places.items() if place in layers}
-        return statistics.grams(model, linear, examples, path, tell)
+        check_disk(request.out, bill.disk)
+        there = [file for file in request.partial.glob("*") if not file.name.startswith(".")]
+        if not all(self.is_ours(file) for file in there):
+            raise UserError(
+                f"{request.partial} is in the way, and no unfinished run; move or delete it"
+            )
+        if request.source is not None:
+            self.known()
 
-    def write(self, files: Sequence[Path], folder: Path) -> None:
-        """`learned.json`, the statistics, and a line in the model card."""
-        request, place = self.request, folder / FOLDER / STATISTICS
+    def _encoded(self, file: DataFile) -> list[Example]:
+        """A file as tokens."""
+        models, folders = self.models, []
+        if not self.request.by_gradient:
+            folders.append(models.folder(file.task))
+        folders += [models.base_folder, *map(models.folder, self.tasks)]
+        tokenizer = open_tokenizer(folders, self.request.options.trust_remote_code)
+        context = models.context(None if self.request.by_gradient else file.task)
+        return encode(file, tokenizer, context)
+
+    @property
+    def place(self) -> Path:
+        """Where what is learned lies: of --from, or while it is made."""
+        if self.request.source is not None:
+            return Path(self.request.source) / FOLDER / self.folder
+        return self.request.partial
+
+    def begin(self) -> None:
+        """Make the folder of an unfinished run, or go on in the one that is there."""
+        request = self.request
+        if request.source is None and ranks.world().leads:
+            if request.partial.is_dir() and not request.resume:
+                told = "%s, an unfinished run, is replaced (--resume continues it)"
+                LOG.warning(told, request.partial)
+                shutil.rmtree(request.partial)
+            request.partial.mkdir(parents=True, exist_ok=True)
+        ranks.world().share(lambda: None)
+
+    def write(self, folder: Path) -> None:
+        """`learned.json`, what was learned, and a line in the model card."""
+        request, place = self.request, folder / FOLDER / self.folder
         place.mkdir()
-        for file in files:
+        for file in self.place.glob("*.safetensors"):
             _link(file, place / file.name)
         found = {
             "format_version": 1,
             "version": __version__,
             "method": request.method,
-            "off_diagonal": request.off_diagonal if request.method == "regmean" else None,
+            "mixture": request.mixture,
             "seed": request.seed,
             "subsample": request.subsample,
             "from": request.source,
-            "tasks": self.told,
-            "passes": {"forward": self.bill.forward, "backward": self.bill.backward},
+            **self.facts(),
+            "passes": dict(zip(("forward", "backward"), self.passes, strict=True)),
             "seconds": round(self.seconds, 3),
             "peak_memory": peak_memory(),
         }
@@ -368,10 +325,106 @@ class _Run:
                 stream.write(line)
 
 
-def _same(file: Path, wanted: Mapping[str, Any]) -> bool:
-    """Whether a file has the statistics that are wanted, wherever the data lies."""
-    told = statistics.told_in(file)
-    return told is not None and {**told, "file": None} == {**wanted, "file": None}
+def check_request(request: Request) -> None:
+    """Raise UserError for what is wrong without the models' help."""
+    document, method = request.document, request.method
+    for wrong, told in _mistakes(request):
+        if wrong:
+            raise UserError(told)
+    if document.varying and not document.recipe.in_store:  # whose own recipes have some
+        LOG.warning("%s does not use the recipe's `%s`", method, listed(list(document.varying)))
+
+
+def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
+    document, method = request.document, request.method
+    name = document.recipe.settings.method
+    yield (
+        name != "basis_ta",
+        f"the recipe's `merge_method` is {name}, and {method} takes the place of addition: "
+        "expected basis_ta",
+    )
+    yield (
+        document.raw,
+        "the recipe's models are weight files, which no example can go through: list folders as "
+        "Hugging Face writes them",
+    )
+    yield request.source and request.data, "--from takes what was learned: no --data"
+    yield request.dataless and request.data, "--dataless takes no --data"
+    yield request.dataless and request.source, "--dataless and --from: give one of them"
+    usual = Request(document=document, text="", method=method, out="")
+    for option, methods in BELONGS.items():
+        field_ = option.replace("-", "_")
+        if getattr(request, field_) != getattr(usual, field_):
+            yield method not in methods, f"--{option} belongs to {listed(methods, 5)}"
+            told = f"--{option}: what was learned is in --from already; leave it out"
+            yield request.source and option not in LATER, told
+
+
+# Options of some methods alone; those that are not among LATER shape what is learned.
+GRADIENT = ("localize", "adamerging", "atlas")
+BELONGS = {
+    "samples": ("fisher",),
+    "off-diagonal": ("regmean",),
+    "mixture": ("fisher", "regmean", "localize"),
+    "epochs": GRADIENT,
+    "learning-rate": GRADIENT,
+    "batch-size": GRADIENT,
+    "held-out": GRADIENT,
+    "patience": GRADIENT,
+    "checkpointing": GRADIENT,
+    "density": ("localize",),
+    "dataless": ("localize",),
+    "penalty": ("localize",),
+    "store": ("localize",),
+    "blocks": ("atlas",),
+    "nonnegative": ("adamerging", "atlas"),
+}
+LATER = ("off-diagonal", "mixture", "store")
+
+
+def learn(request: Request, dry: bool = False) -> Bill:
+    """Merge by what examples show, into the folder `request.out`.
+
+    Args:
+        dry: only the bill.
+
+    Raises:
+        UserError, MergeRefused: what refuses it.
+    """
+    from tvb_mergekit.learn.descents import Descents
+    from tvb_mergekit.learn.visits import Visits
+    from tvb_mergekit.plugin.inputs import planned
+    from tvb_mergekit.plugin.preflight import input_folders
+    from tvb_mergekit.plugin.run import staged, write_model
+    from tvb_mergekit.store.store import lock
+    from tvb_mergekit.tensors.output import check_new_folder, check_output_folder
+
+    started, world = time.perf_counter(), ranks.world()
+    document, out = request.document, request.out
+    check_request(request)
+    with ExitStack() as stack:
+        plan = stack.enter_context(planned(document, request.options, request.memory))
+        check_basis(plan, request.method, request.mixture)
+        work: Work = (Descents if request.by_gradient else Visits)(request, plan)
+        if dry:
+            return work.bill
+        if world.leads:
+            check_output_folder(out, input_folders(document.recipe))
+            if request.store is not None:
+                check_new_folder(request.store, input_folders(document.recipe))
+        work.check()
+        if world.leads:
+            stack.callback(lock(out, lambda text: LOG.warning("%s", text)).release)
+        plan.build()
+        assert plan.basis is not None
+        began = time.perf_counter()
+        work.begin()
+        plan.learned = work.learn()
+        work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
+        with staged(out) as stage:
+            write_model(plan, document.config, stage, request.text, started)
+        shutil.rmtree(request.partial, ignore_errors=True)
+    return work.bill
 
 
 def _link(file: Path, place: Path) -> None:

@@ -119,11 +119,16 @@ def matrices_of(item: Item) -> Iterator[tuple[int, Item]]:
     if len(item.shape) == 2:
         yield 0, item
         return
-    numel = item.shape[1] * item.shape[2]
-    for first in range(0, item.numel, numel):
-        base = None if item.base is None else _moved(item.base, first)
-        inputs = tuple(_moved(part, first) for part in item.inputs)
-        yield first, replace(item, shape=item.shape[1:], base=base, inputs=inputs)
+    for first in range(0, item.numel, item.shape[1] * item.shape[2]):
+        yield first, slice_of(item, first, item.shape[1:])
+
+
+def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
+    """An item of the elements from `first` on, as many as the shape has."""
+    base = None if item.base is None else _moved(item.base, first)
+    return replace(
+        item, shape=shape, base=base, inputs=tuple(_moved(p, first) for p in item.inputs)
+    )
 
 
 def _moved(part: Part, first: int) -> Part:

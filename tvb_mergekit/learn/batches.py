@@ -1,0 +1,104 @@
+"""Batches of examples, and which examples a basis learns from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tvb_mergekit.learn.data import Example
+
+Loss = Callable[[Tensor, "Batch"], Tensor]
+
+
+class Split(NamedTuple):
+    """The examples of one task: those that are learned from, and those held out."""
+
+    train: Sequence[Example]
+    held: Sequence[Example]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], share: float, seed: str) -> Split:
+        """Hold out a share of the examples, at least one if there are two."""
+        shuffled = random.Random(seed).sample(list(examples), len(examples))
+        held = 0
+        if share and len(shuffled) > 1:
+            held = min(len(shuffled) - 1, max(1, round(share * len(shuffled))))
+        return cls(shuffled[held:], shuffled[:held])
+
+
+def drawn(
+    weights: Sequence[float], tasks: Sequence[Sequence[Example]], factor: float, seed: str
+) -> list[Example]:
+    """Examples of a mixture of tasks, shuffled: of task i, `weights[i]` * `factor` times as many as
+    it has, the shares of a whole one by chance. None is taken again before all of its task are.
+
+    Args:
+        weights: of the tasks, without negative ones; their sum is 1.
+    """
+    chance = random.Random(seed)
+    found: list[Example] = []
+    for weight, examples in zip(weights, tasks, strict=True):
+        wanted = weight * factor * len(examples)
+        count = int(wanted) + (chance.random() < wanted - int(wanted))
+        while count > 0 and examples:
+            some = chance.sample(list(examples), min(count, len(examples)))
+            found += some
+            count -= len(some)
+    chance.shuffle(found)
+    return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples side by side, padded behind.
+
+    Attributes:
+        ids, mask: [n, length], tokens and 1 where there is one.
+        counted: [n, length] bool: the places whose next token's distribution counts.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    counted: Tensor
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
+        longest = max(len(example.ids) for example in examples)
+        ids = torch.zeros(len(examples), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        counted = torch.zeros(len(examples), longest, dtype=torch.bool)
+        for row, example in enumerate(examples):
+            count = len(example.ids)
+            ids[row, :count] = torch.tensor(list(example.ids))
+            mask[row, :count] = 1
+            counted[row, example.start - 1 : count - (not example.unlabeled)] = True
+        return cls(ids.to(device), mask.to(device), counted.to(device))
+
+
+def runs(examples: Sequence[Example], size: int) -> list[Sequence[Example]]:
+    """The examples in batches of `size`."""
+    return [examples[start : start + size] for start in range(0, len(examples), size)]
+
+
+def response_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Sum over examples of the mean of -log p of the response's tokens."""
+    counted = batch.counted[:, :-1]
+    labels = batch.ids[:, 1:].masked_fill(~counted, -100)
+    each = cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=-100
+    ).view(labels.shape)
+    return (each.sum(1) / counted.sum(1)).sum()
+
+
+def entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Sum over examples of the mean entropy of the next token's distribution, in nats."""
+    logs = torch.log_softmax(logits.float(), -1)
+    each = -(logs.exp() * logs).sum(-1)
+    counted = batch.counted
+    return ((each * counted).sum(1) / counted.sum(1)).sum()

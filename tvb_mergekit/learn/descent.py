@@ -1,0 +1,284 @@
+"""Gradient descent on what moves a model: epochs, a held-out loss, and the best that was seen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.learn.batches import Batch, Loss, runs
+from tvb_mergekit.learn.data import Example
+from tvb_mergekit.learn.moving import Moving
+from tvb_mergekit.tensors.checkpoint import metadata_of
+from tvb_mergekit.tensors.output import sync
+
+LOG = logging.getLogger(__name__)
+STATE = "tvb_descent"  # in the metadata of a state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How it is learned.
+
+    Attributes:
+        rate: of AdamW; of `mask` the size of a step, in units of the gradient's root mean square.
+        mask: steps of plain descent, whose gradients are divided by their root mean square:
+            what is sought is an order of entries, and Adam would give all of them equal steps.
+        cosine: the rate falls to 0 along a cosine.
+        patience: epochs without a lower held-out loss after which it ends.
+    """
+
+    epochs: int
+    rate: float
+    batch: int
+    decay: float = 0.0
+    clip: float = math.inf
+    mask: bool = False
+    cosine: bool = False
+    patience: int = 3
+
+
+@dataclass
+class History:
+    """What was seen: an epoch's mean loss, penalty included, and the held-out one after it.
+
+    The first entry is of the start, and has no loss. `best` is the number of the one that is kept.
+    """
+
+    losses: list[float | None] = field(default_factory=list)
+    held: list[float | None] = field(default_factory=list)
+    best: int = 0
+    forward: int = 0
+    backward: int = 0
+    stopped: str | None = None
+
+
+class Descent:
+    """Learns the variables of one `Moving`.
+
+    Args:
+        parameters: of `model`, by tensor.
+        loss: the sum over a batch.
+        tell: called with the number of examples done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        moving: Moving,
+        loss: Loss,
+        schedule: Schedule,
+        accelerator: Accelerator,
+        tell: Callable[..., object] = lambda done: None,
+    ) -> None:
+        self.model, self.parameters, self.moving = model, parameters, moving
+        self.loss, self.schedule, self.accelerator, self.tell = loss, schedule, accelerator, tell
+        self.device = next(model.parameters()).device
+        self.optimizer: torch.optim.Optimizer
+        if schedule.mask:
+            self.optimizer = torch.optim.SGD(moving.variables, lr=schedule.rate)
+        else:
+            self.optimizer = torch.optim.AdamW(
+                moving.variables, lr=schedule.rate, weight_decay=schedule.decay
+            )
+        self.history = History()
+        self.best = [variable.detach().clone() for variable in moving.variables]
+
+    def run(
+        self,
+        examples: Callable[[int], Sequence[Example]],
+        held: Sequence[Example],
+        state: Path | None = None,
+        told: Mapping[str, Any] | None = None,
+    ) -> History:
+        """Learn; the variables are then the best that were seen.
+
+        Args:
+            examples: of an epoch, by its number from 1 on.
+            held: what tells the best; without any it is the last.
+            state: a file that an interrupted run goes on from, and writes after each epoch.
+            told: what a state must be of.
+
+        Raises:
+            UserError: the loss is not finite at the start.
+        """
+        history, schedule = self.history, self.schedule
+        begun = 0
+        if state is not None and is_state(state, told):
+            begun = self._restore(state)
+            history = self.history
+            LOG.warning("--resume: %s are learned", counted(begun, "epoch"))
+        else:
+            history.losses.append(None)
+            history.held.append(self.held_loss(held))
+        for epoch in range(begun + 1, schedule.epochs + 1):
+            if history.stopped:
+                break
+            try:
+                mean = self._epoch(examples(epoch), epoch)
+                seen = self.held_loss(held)
+            except NotFinite as error:
+                if epoch == 1:
+                    raise UserError(str(error)) from error
+                history.stopped = str(error)
+                LOG.warning("%s; epoch %d is kept", error, history.best)
+                break
+            history.losses.append(mean)
+            history.held.append(seen)
+            least = history.held[history.best]
+            if seen is None or least is None or seen < least:
+                history.best = epoch
+                for best, variable in zip(self.best, self.moving.variables, strict=True):
+                    best.copy_(variable.detach())
+            elif epoch - history.best >= schedule.patience:
+                history.stopped = f"no lower held-out loss in {schedule.patience} epochs"
+            if state is not None:
+                self._save(state, epoch, told)
+        with torch.no_grad():
+            for best, variable in zip(self.best, self.moving.variables, strict=True):
+                variable.copy_(best)
+        return history
+
+    def held_loss(self, examples: Sequence[Example]) -> float | None:
+        """The mean loss of what theta will be, without gradients; None without examples."""
+        if not examples:
+            return None
+        with self.moving.sharp():
+            self.moving.set(self.parameters)
+        batches = runs(examples, self.schedule.batch)
+        total = sum(self._finite(self._loss(batch), batch) for batch in batches)
+        self.history.forward += len(examples)
+        return total / len(examples)
+
+    def _epoch(self, examples: Sequence[Example], epoch: int) -> float:
+        """One epoch of steps; the mean loss."""
+        total, schedule = 0.0, self.schedule
+        batches = runs(examples, schedule.batch)
+        with self.moving.attached(self.parameters):
+            for number, batch in enumerate(batches):
+                if schedule.cosine:
+                    done = (epoch - 1 + number / len(batches)) / schedule.epochs
+                    for group in self.optimizer.param_groups:
+                        group["lr"] = schedule.rate * (1 + math.cos(math.pi * done)) / 2
+                total += self.gradients(batch) * len(batch)
+                self._step()
+        self.history.forward += len(examples)
+        self.history.backward += len(examples)
+        return total / len(examples)
+
+    def gradients(self, batch: Sequence[Example]) -> float:
+        """Set the variables' gradients to those of the batch's mean loss and the penalty; the sum
+        of both."""
+        self.optimizer.zero_grad()
+        self.moving.set(self.parameters)
+        mean = self._finite(self._loss(batch, len(batch)), batch)
+        for variable in self.moving.variables:
+            if variable.grad is None:
+                variable.grad = torch.zeros_like(variable)
+            variable.grad.copy_(self._summed(variable.grad))
+        return mean + self.moving.add_penalty()
+
+    def _loss(self, examples: Sequence[Example], count: int = 0) -> Tensor:
+        """The sum of the losses of this process's share of the examples, float64; with `count` over
+        it, and its gradient is added."""
+        self.tell(len(examples))
+        share = examples[self.accelerator.process_index :: self.accelerator.num_processes]
+        if not share:
+            return torch.zeros((), dtype=torch.float64)
+        batch = Batch.of(share, self.device)
+        with self.accelerator.autocast(), torch.set_grad_enabled(count > 0):
+            logits = self.model(
+                input_ids=batch.ids, attention_mask=batch.mask, use_cache=False
+            ).logits
+            loss = self.loss(logits, batch) / max(1, count)
+        if count:
+            loss.backward()
+        return loss.detach().double().cpu()
+
+    def _finite(self, loss: Tensor, batch: Sequence[Example]) -> float:
+        """The loss added up over the processes, if it is a number."""
+        total = float(self._summed(loss))
+        if not math.isfinite(total):
+            raise NotFinite(
+                f"the loss is {total} in a batch that begins with {batch[0].path}, line "
+                f"{batch[0].line}"
+            )
+        return total
+
+    def _summed(self, value: Tensor) -> Tensor:
+        """Added up over the processes."""
+        if self.accelerator.num_processes == 1:
+            return value
+        summed: Tensor = self.accelerator.reduce(value.to(self.device), "sum")
+        return summed.to(value.device)
+
+    def _step(self) -> None:
+        schedule, variables = self.schedule, self.moving.variables
+        gradients = [v.grad for v in variables if v.grad is not None]
+        if schedule.mask:
+            square = sum(float(g.double().square().sum()) for g in gradients)
+            size = (square / sum(g.numel() for g in gradients)) ** 0.5
+            for gradient in gradients:
+                gradient.div_(size or 1.0)
+        elif schedule.clip < math.inf:
+            torch.nn.utils.clip_grad_norm_(variables, schedule.clip)
+        self.optimizer.step()
+
+    def _save(self, file: Path, epoch: int, told: Mapping[str, Any] | None) -> None:
+        """Write what an interrupted run goes on from; never half."""
+        if not self.accelerator.is_main_process:
+            return
+        tensors = {f"best.{k}": t for k, t in enumerate(self.best)}
+        tensors |= {f"value.{k}": v.detach() for k, v in enumerate(self.moving.variables)}
+        moments = self.optimizer.state_dict()["state"]
+        tensors |= {
+            f"{name}.{k}": torch.as_tensor(t) for k, s in moments.items() for name, t in s.items()
+        }
+        said = {STATE: json.dumps({"epoch": epoch, "told": told, **vars(self.history)})}
+        beside = file.with_name(f".{file.name}")
+        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, beside, said)
+        sync(beside)
+        os.replace(beside, file)
+
+    def _restore(self, file: Path) -> int:
+        """Take up a state; the number of its epoch."""
+        said: dict[str, Any] = json.loads(metadata_of(file)[STATE])
+        del said["told"]
+        epoch, held = int(said.pop("epoch")), load_file(file)
+        self.history = History(**said)
+        state = self.optimizer.state_dict()
+        with torch.no_grad():
+            for k, (best, variable) in enumerate(
+                zip(self.best, self.moving.variables, strict=True)
+            ):
+                best.copy_(held[f"best.{k}"])
+                variable.copy_(held[f"value.{k}"])
+                names = ("step", "exp_avg", "exp_avg_sq")
+                own = {name: held[f"{name}.{k}"] for name in names if f"{name}.{k}" in held}
+                if own:
+                    state["state"][k] = own
+        self.optimizer.load_state_dict(state)
+        return epoch
+
+
+def is_state(file: Path, told: Mapping[str, Any] | None = None) -> bool:
+    """Whether a file is the state of a descent, with `told` of this one."""
+    if not file.is_file() or STATE not in (found := metadata_of(file)):
+        return False
+    return told is None or json.loads(found[STATE])["told"] == told
+
+
+class NotFinite(Exception):
+    """A loss that is no number."""

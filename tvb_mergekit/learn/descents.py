@@ -1,0 +1,441 @@
+"""Localize-and-Stitch, AdaMerging and aTLAS: masks or coefficients of the bases, by gradients."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.learn.batches import Split, drawn, entropy, response_loss
+from tvb_mergekit.learn.descent import Descent, History, Schedule, is_state
+from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, bases_of, mixtures_of
+from tvb_mergekit.learn.models import load_model
+from tvb_mergekit.learn.moving import LAYER, PER, Coefficients, Mask, Moving, Rows
+from tvb_mergekit.learn.running import Costs, Request, Work
+from tvb_mergekit.plugin.inputs import read_inputs
+from tvb_mergekit.plugin.plan import Learned, Plan
+from tvb_mergekit.progress import bars
+from tvb_mergekit.store.facts import FOLDER
+from tvb_mergekit.store.sparse import Dense, sparse_store
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.checkpoint import metadata_of
+from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
+
+LOG = logging.getLogger(__name__)
+KEY = "tvb_learned"  # in the metadata of a file of what is learned
+VERSION = 1
+COEFFICIENTS = "coefficients.safetensors"
+RECIPE = "learned.yml"  # in basis/ of a merged model
+STATE = "state.safetensors"  # in OUT.partial
+
+SCHEDULES = {
+    "localize": Schedule(epochs=10, rate=1.0, batch=8, mask=True),
+    "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
+    "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
+}
+
+
+class Descents(Work):
+    """What is learned by gradients, of a model that begins as the base's."""
+
+    folder = "learned"
+
+    def __init__(self, request: Request, plan: Plan) -> None:
+        super().__init__(request, plan)
+        given = {
+            "epochs": request.epochs,
+            "rate": request.learning_rate,
+            "batch": request.batch_size,
+            "patience": request.patience,
+        }
+        changes: Any = {key: value for key, value in given.items() if value is not None}
+        self.schedule = replace(SCHEDULES[request.method], **changes)
+        self.histories: list[History] = []
+
+    @property
+    def localizes(self) -> bool:
+        return self.request.method == "localize"
+
+    def costs(self) -> Costs:
+        request, schedule = self.request, self.schedule
+        held = sum(_held(used, request.held_out) for used, _ in self.examples_used.values())
+        train = sum(used for used, _ in self.examples_used.values()) - held
+        model = self.model_bytes
+        numel = sum(item.numel for item in self.plan.items())
+        largest = max(item.numel for item in self.plan.items())
+        bases = 1 if self.localizes else self.most_bases
+        memory = 2 * model + 4 * bases * numel  # theta, theta_0 and the bases
+        if self.localizes:  # S, its gradient, the best S, and what sorting it takes
+            memory += 20 * numel
+        memory += 8 * largest  # a gradient, and theta as it is made
+        disk = 0
+        if self.localizes:
+            disk = int(self.most_bases * 3.3 * request.density * numel)
+        if request.store is not None:
+            disk *= 2
+        activations = 0
+        if self.files:
+            activations = self.models.activations(
+                min(schedule.batch, train), self.longest, checkpointing=request.checkpointing
+            )
+        else:
+            train = held = 0
+        return Costs(
+            schedule.epochs * train + (schedule.epochs + 1) * held,
+            schedule.epochs * train,
+            memory if request.source is None else 0,
+            activations,
+            disk,
+        )
+
+    def is_ours(self, file: Path) -> bool:
+        return is_state(file) or _told_in(file) is not None
+
+    @property
+    def _files(self) -> list[Path]:
+        """Where what is learned lies: of each basis, or in one file."""
+        if not self.localizes:
+            return [self.place / COEFFICIENTS]
+        count = bases_of(self.plan).shape[1]
+        return [self.place / f"basis-{number:03d}.safetensors" for number in range(count)]
+
+    def known(self) -> None:
+        """Nothing but the method can be told before the bases are built."""
+        folder, method = self.place, self.request.method
+        found = [told for file in folder.glob("*.safetensors") if (told := _told_in(file))]
+        if not found:
+            raise UserError(f"--from {self.request.source}: nothing that {method} has learned")
+        if found[0]["method"] != method:
+            raise UserError(f"--from {self.request.source}: learned by {found[0]['method']}")
+
+    def learn(self) -> Learned:
+        request = self.request
+        if request.source is not None:
+            self._check_known()
+        elif self.localizes:
+            self._masks()
+        else:
+            self._coefficients()
+        if self.localizes:
+            if request.store is not None:
+                self._keep(request.store)
+            return ByMasks(request.method, self._files, self.write)
+        held, told = load_file(self._files[0])["coefficients"], _told_in(self._files[0])
+        assert told is not None
+        rows = Rows.of(list(self.plan.counted), told["per"], told["blocks"])
+        if rows.titles != told["rows"]:
+            raise UserError(f"{self._files[0]}: coefficients of other tensors than this recipe's")
+        return ByCoefficients(request.method, held, rows, self.write)
+
+    def _check_known(self) -> None:
+        """Raise UserError where what is in --from was learned of other bases."""
+        for file in self._files:
+            told = _told_in(file)
+            if told is None:
+                raise UserError(f"{file}: not what {self.request.method} has learned; learn anew")
+            if told["bases"] != self._bases_told():
+                raise UserError(
+                    f"{file}: learned of other bases than this recipe's; take the recipe or store "
+                    "of that run, or learn anew"
+                )
+            self.histories.append(History(**told["history"]))
+
+    def _bases_told(self) -> dict[str, Any]:
+        """What tells the bases from others."""
+        bases = bases_of(self.plan)
+        rounded = [[float(f"{value:.6g}") for value in row] for row in bases.tolist()]
+        return {"fingerprints": list(self.plan.fingerprints.values()), "encoder": rounded}
+
+    def _wanted(self) -> dict[str, Any]:
+        """What a file or a state must be of."""
+        request = self.request
+        return {
+            "version": VERSION,
+            "method": request.method,
+            "bases": self._bases_told(),
+            "data": {file.task: file.sha256 for file in self.files},
+            "seed": request.seed,
+            "subsample": request.subsample,
+            "held_out": request.held_out,
+            "schedule": {k: str(v) for k, v in asdict(self.schedule).items()},
+            "precision": request.precision,
+            **self._options(),
+        }
+
+    def _options(self) -> dict[str, Any]:
+        """The options of the method alone."""
+        request = self.request
+        if self.localizes:
+            names = ["mixture", "density", "penalty", "dataless"]
+            return {name: getattr(request, name) for name in names}
+        return {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
+
+    @property
+    def per(self) -> PER:
+        """For what each basis has a coefficient."""
+        return self.request.per or ("layer" if self.request.method == "adamerging" else "tensor")
+
+    def _model(self) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Tensor]]:
+        """The base's model, its parameters that are moved, and theta_0 of each, flattened."""
+        trust = self.request.options.trust_remote_code
+        model = load_model(self.models.base_folder, self.device, trust)
+        if self.request.checkpointing:
+            try:
+                cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+            except ValueError as error:
+                raise UserError(f"--checkpointing: {error}") from error
+            model.train()  # checkpoints are made in training alone
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        parameters = self.models.named(model)
+        if not parameters:
+            raise UserError(
+                f"{self.models.base_folder}: in memory the model names its tensors otherwise than "
+                "its files; save it anew with a current transformers"
+            )
+        if missing := [name for name in self.plan.counted if name not in parameters]:
+            told = "%s: not learned, as the model names its tensors otherwise"
+            LOG.warning(told, listed(missing))
+        base = {name: p.detach().clone().view(-1) for name, p in parameters.items()}
+        return model, parameters, base
+
+    def _splits(self) -> list[Split]:
+        """Of each task, what is learned from and what is held out."""
+        request = self.request
+        return [
+            Split.of(examples, request.held_out, f"{request.seed} {task}")
+            for task, examples in self.examples.items()
+        ]
+
+    def _descent(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], moving: Moving, tell: Any
+    ) -> Descent:
+        loss = entropy if self.unlabeled else response_loss
+        return Descent(model, parameters, moving, loss, self.schedule, self.accelerator, tell)
+
+    def _bar(self) -> Any:
+        costs = self.costs()
+        return bars(self.request.options.quiet)(self.request.method, costs.forward, "example")
+
+    def _coefficients(self) -> None:
+        """Learn coefficients into their file."""
+        request, wanted, file = self.request, self._wanted(), self._files[0]
+        if _same(file, wanted):
+            LOG.warning("--resume: all is learned")
+            told = _told_in(file)
+            assert told is not None
+            self._remember(History(**told["history"]))
+            return
+        model, parameters, base = self._model()
+        bases = self.models.stacked(bases_of(self.plan))
+        rows = Rows.of(list(self.plan.counted), self.per, request.blocks)
+        start = self._start()
+        moving = Coefficients(base, bases, rows, start, request.nonnegative)
+        splits, seed = self._splits(), request.seed
+        train, weights = [split.train for split in splits], [1 / len(splits)] * len(splits)
+        held = [example for split in splits for example in split.held]
+        descent = self._descent(model, parameters, moving, self._bar())
+        history = descent.run(
+            lambda epoch: drawn(weights, train, len(splits), f"{seed} {epoch}"),
+            held,
+            request.partial / STATE,
+            wanted,
+        )
+        self._remember(history)
+        told = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
+        if ranks.world().leads:
+            values = {"coefficients": moving.values.detach().cpu().contiguous()}
+            _save(file, values, told)
+            (request.partial / STATE).unlink(missing_ok=True)
+        ranks.world().share(lambda: None)
+
+    def write(self, folder: Path) -> None:
+        super().write(folder)
+        recipe = None if self.localizes else self._recipe()
+        if recipe is not None:
+            text = yaml.safe_dump(recipe, sort_keys=False)
+            (folder / FOLDER / RECIPE).write_text(text, encoding="utf-8")
+
+    def _recipe(self) -> dict[str, Any] | None:
+        """What mergekit's own `task_arithmetic` makes the same model of, but for rounding; None
+        where a recipe cannot say it: blocks, and the vectors of a store."""
+        plan, told = self.plan, _told_in(self._files[0])
+        assert told is not None
+        if told["blocks"] > 1 or plan.recipe.store is not None or plan.recipe.in_store:
+            return None
+        held = load_file(self._files[0])["coefficients"].double()
+        weights = (held @ bases_of(plan).T).T.tolist()  # of each model, in each row
+        ends = "." if told["per"] == "layer" else ""
+        titles = [
+            f"{title}{ends}" if LAYER.match(f"{title}.") and ends else title
+            for title in told["rows"]
+        ]
+        moved = {name: job.counted_as for name, job in plan.jobs().items()}
+        still = [name for name in plan.tensors if name not in moved]
+        # The first filter that is found in a name counts: the longest come first.
+        order = sorted(range(len(titles)), key=lambda row: -len(titles[row]))
+        models = [
+            {
+                "model": str(model),
+                "parameters": {
+                    "weight": [
+                        *({"filter": name, "value": 0.0} for name in still),
+                        *({"filter": titles[row], "value": own[row]} for row in order),
+                        {"value": 0.0},
+                    ]
+                },
+            }
+            for model, own in zip(plan.recipe.models, weights, strict=True)
+        ]
+        return {
+            "merge_method": "task_arithmetic",
+            "base_model": str(plan.recipe.base),
+            "models": models,
+            "parameters": {"normalize": False, "lambda": 1.0},
+            "dtype": plan.out_dtype or "float32",
+        }
+
+    def _start(self) -> float:
+        """Where coefficients begin: aTLAS at 0, and AdaMerging at the recipe's lambda."""
+        if self.request.method == "adamerging":
+            values = self.plan.tunables.get("lambda") or {0.4}
+            assert self.plan.basis is not None
+            return sum(values) / len(values) * self.plan.basis.scale
+        return 0.1 if self.request.nonnegative else 0.0  # a square has no gradient at 0
+
+    def _masks(self) -> None:
+        """Learn the mask of each basis, one after the other, into files."""
+        request, plan = self.request, self.plan
+        matrix, wanted, world = bases_of(plan), self._wanted(), ranks.world()
+        assert plan.basis is not None
+        matrix = matrix * plan.basis.scale
+        weights, splits = torch.zeros(0), list[Split]()
+        if not request.dataless:
+            weights, splits = mixtures_of(plan, request.mixture), self._splits()
+            weights = weights / weights.sum(0)
+        model, parameters, base = self._model()
+        tell, factor = self._bar() if splits else None, len(self.tasks) / matrix.shape[1]
+        for number, file in enumerate(self._files):
+            own = {**wanted, "basis": number}
+            if _same(file, own):
+                LOG.warning("--resume: the mask of basis %d is there", number)
+                told = _told_in(file)
+                assert told is not None
+                self._remember(History(**told["history"]))
+                continue
+            bases = self.models.stacked(matrix[:, number : number + 1])
+            mask = Mask(base, bases, request.density, penalty=request.penalty)
+            history = History()
+            if splits:
+                column: list[float] = weights[:, number].tolist()
+                train, held = [s.train for s in splits], [s.held for s in splits]
+                seed = f"{request.seed} {number}"
+                descent = self._descent(model, parameters, mask, tell)
+                history = descent.run(
+                    lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),  # noqa: B023
+                    drawn(column, held, factor, seed),
+                    request.partial / STATE,
+                    own,
+                )
+            self._remember(history)
+            if world.leads:
+                kept = mask.kept()
+                shapes = {item.name: item.shape for item in plan.items()}
+                masked = (
+                    (name, (bases[name][0] * kept[name]).view(shapes[name]).cpu()) for name in kept
+                )
+                told = {**own, "history": asdict(history)}
+                write_sparse(file, masked, self._dtype, {KEY: json.dumps(told)})
+                (request.partial / STATE).unlink(missing_ok=True)
+            world.share(lambda: None)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the values of masked bases: of the output, if it can be."""
+        wanted = getattr(torch, self.plan.out_dtype or "float32")
+        return wanted if wanted in DTYPES else torch.float32
+
+    def _keep(self, out: str) -> None:
+        """Write the store of the masked bases."""
+        recipe, request, world = self.plan.recipe, self.request, ranks.world()
+        if world.leads:
+            if recipe.store is not None:
+                dense = Dense.of_store(recipe.store.bases, recipe.store.order, recipe.weights)
+            else:
+                assert isinstance(self.plan.basis, Basis)
+                inputs = read_inputs(request.document, request.options)
+                dense = Dense.of_models(inputs, self.plan.basis)
+            sparse_store(dense, self._files, out, **self.plan.means)
+        world.share(lambda: None)
+
+    def _remember(self, history: History) -> None:
+        self.histories.append(history)
+        self.passes = self.passes[0] + history.forward, self.passes[1] + history.backward
+
+    def facts(self) -> dict[str, Any]:
+        request = self.request
+        return {
+            **({"start": self._start()} if not self.localizes else {}),
+            **self._options(),
+            "schedule": asdict(self.schedule),
+            "held_out": request.held_out,
+            "precision": request.precision,
+            "tasks": [
+                {
+                    "task": file.task,
+                    "file": os.path.abspath(file.path),
+                    "sha256": file.sha256,
+                    "lines": len(file.records),
+                    "examples": file.count(self.share),
+                }
+                for file in self.files
+            ],
+            "history": [asdict(history) for history in self.histories],
+        }
+
+
+def _held(examples: int, share: float) -> int:
+    """How many are held out, as `Split.of` has it."""
+    return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
+
+
+def _told_in(file: Path) -> dict[str, Any] | None:
+    """What a file says that it was learned of; None where it is no such file.
+
+    Raises:
+        UserError: it is of a later version.
+    """
+    if not file.is_file() or KEY not in (found := metadata_of(file)):
+        return None
+    told: dict[str, Any] = json.loads(found[KEY])
+    if told["version"] > VERSION:
+        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
+    return told
+
+
+def _same(file: Path, wanted: Mapping[str, Any]) -> bool:
+    """Whether a file has what is wanted."""
+    told = _told_in(file)
+    return told is not None and {key: told.get(key) for key in wanted} == dict(wanted)
+
+
+def _save(file: Path, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    """Write what was learned; never half."""
+    beside = file.with_name(f".{file.name}")
+    save_file(dict(tensors), beside, {KEY: json.dumps(told)})
+    beside.chmod(0o644)  # `save_file` lets only the owner read
+    os.replace(beside, file)

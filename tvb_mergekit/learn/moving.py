@@ -1,0 +1,224 @@
+"""What gradients change: theta as a function of a few variables, tensor by tensor.
+
+A model's weights are set to theta before a pass. Behind it, the gradient of each weight goes on to
+the variables as soon as it is whole, and is dropped: one tensor's gradient is held at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+PER = Literal["layer", "tensor"]
+LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+class Moving(ABC):
+    """theta = theta_0 + a differentiable function of `variables` and the bases.
+
+    Attributes:
+        base: theta_0 of each tensor, flattened.
+        bases: B_m of each tensor, [M, n].
+        variables: what is learned.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
+        self.base, self.bases = base, bases
+        self.variables: list[Tensor] = []
+
+    @abstractmethod
+    def theta(self, name: str) -> Tensor:
+        """The weights of one tensor, flattened."""
+
+    def add_penalty(self) -> float:
+        """Add the gradient of what is minimized beside the loss, and return it."""
+        return 0.0
+
+    @contextmanager
+    def sharp(self) -> Iterator[None]:
+        """Take for theta what the merged model will have."""
+        yield
+
+    @contextmanager
+    def attached(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Gradients of these parameters alone are computed, and go on to the variables."""
+        with ExitStack() as stack:
+            for name, parameter in parameters.items():
+                parameter.requires_grad_(True)
+                hook = parameter.register_post_accumulate_grad_hook(self._pulling(name))
+                stack.callback(hook.remove)
+            yield
+
+    def set(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Write theta into a model's parameters."""
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.view(-1).copy_(self.theta(name))
+
+    def _pulling(self, name: str) -> Callable[[Tensor], None]:
+        def pull(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            with torch.enable_grad():
+                self.theta(name).backward(gradient.view(-1))
+
+        return pull
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which coefficients each tensor has: those of its `blocks` rows from `first[name]` on."""
+
+    first: Mapping[str, int]
+    titles: Sequence[str]
+    blocks: int = 1
+
+    @classmethod
+    def of(cls, names: Sequence[str], per: PER, blocks: int = 1) -> Rows:
+        """A row for each tensor, or for all tensors of a layer; those of no layer have their own.
+
+        Args:
+            blocks: rows of each tensor, for as many pieces of its flattened entries, of equal size
+                up to one entry, as `torch.tensor_split` cuts them.
+        """
+        titles, first = dict[str, int](), dict[str, int]()
+        for name in names:
+            layer = LAYER.match(name) if per == "layer" else None
+            first[name] = titles.setdefault(layer[1] if layer else name, blocks * len(titles))
+        return cls(first, list(titles), blocks)
+
+    def of_tensor(self, name: str) -> slice:
+        return slice(self.first[name], self.first[name] + self.blocks)
+
+    @property
+    def count(self) -> int:
+        return self.blocks * len(self.titles)
+
+
+class Coefficients(Moving):
+    """theta_0 + sum_m c_m B_m, with c [M] for each layer, tensor or block of a tensor.
+
+    AdaMerging (Yang et al., ICLR 2024) and aTLAS (Zhang et al., NeurIPS 2024) over bases.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        bases: Mapping[str, Tensor],
+        rows: Rows,
+        start: float,
+        nonnegative: bool = False,
+    ) -> None:
+        """`nonnegative`: c is the square of what is learned."""
+        super().__init__(base, bases)
+        self.rows, self.nonnegative = rows, nonnegative
+        example = next(iter(bases.values()))
+        value = example.new_full((rows.count, example.shape[0]), start)
+        if nonnegative:
+            value.sqrt_()
+        self.variables = [value.requires_grad_()]
+
+    @property
+    def values(self) -> Tensor:
+        """c [rows, M]."""
+        (value,) = self.variables
+        return value.square() if self.nonnegative else value
+
+    def theta(self, name: str) -> Tensor:
+        own, bases = self.values[self.rows.of_tensor(name)], self.bases[name]
+        pieces = bases.tensor_split(self.rows.blocks, dim=1)
+        moved = [row @ piece for row, piece in zip(own, pieces, strict=True)]
+        return torch.cat(moved).add(self.base[name])
+
+
+class Mask(Moving):
+    """theta_0 + sigma(S) * B for one basis B [1, n] (Localize-and-Stitch, He et al., 2024; paper,
+    equation of the weighted objective), with lambda ||sigma(S)||_1 as penalty."""
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        bases: Mapping[str, Tensor],
+        density: float,
+        bias: float = 5.0,
+        penalty: float = 0.0,
+    ) -> None:
+        """S is `bias` at the largest entries of B, a share `density` of them, else -`bias`.
+
+        An entry where B is 0 is never among them.
+        """
+        super().__init__(base, bases)
+        self.density, self.penalty = density, penalty
+        self.names = list(bases)
+        self._kept: dict[str, Tensor] | None = None
+        sizes = {name: bases[name][0].abs() for name in self.names}
+        chosen = largest(sizes, density)
+        self.variables = [
+            torch.where(chosen[name], bias, -bias).to(sizes[name].dtype).requires_grad_()
+            for name in self.names
+        ]
+
+    def theta(self, name: str) -> Tensor:
+        basis = self.bases[name][0]
+        if self._kept is not None:
+            return self.base[name] + basis * self._kept[name]
+        own = self.variables[self.names.index(name)]
+        return self.base[name] + own.sigmoid() * basis
+
+    def add_penalty(self) -> float:
+        if not self.penalty:
+            return 0.0
+        total = 0.0
+        for own in self.variables:
+            mass = self.penalty * own.sigmoid().sum()
+            mass.backward()
+            total += float(mass.detach())
+        return total
+
+    def kept(self) -> dict[str, Tensor]:
+        """The binary mask of each tensor: the largest S, as many as the density says."""
+        with torch.no_grad():
+            sizes = {
+                name: torch.where(self.bases[name][0] != 0, own.sigmoid(), 0)
+                for name, own in zip(self.names, self.variables, strict=True)
+            }
+        return largest(sizes, self.density)
+
+    @contextmanager
+    def sharp(self) -> Iterator[None]:
+        self._kept = self.kept()
+        yield
+        self._kept = None
+
+
+def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
+    """Which entries of all tensors are the largest, in all a share `density` of them, as masks.
+
+    Entries of size 0 are not taken. Of equal ones the first are.
+    """
+    total = sum(size.numel() for size in sizes.values())
+    wanted = max(1, round(density * total))
+    every = torch.cat([size.reshape(-1) for size in sizes.values()])
+    if wanted < total:
+        threshold = torch.topk(every, wanted).values[-1]
+    else:
+        threshold = every.min()
+    left = wanted - int((every > threshold).sum())
+    del every
+    found = {}
+    for name, size in sizes.items():
+        mask = size > threshold
+        ties = (size == threshold) & (size > 0)
+        if left > 0 and bool(ties.any()):
+            places = ties.nonzero()[:left, 0]
+            mask[places] = True
+            left -= len(places)
+        found[name] = mask
+    return found
