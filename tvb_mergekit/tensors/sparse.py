@@ -109,11 +109,12 @@ class Sparse(Decoded):
         high = low + int(counts.sum())
         offsets = self._stored(name + OFFSETS, low, high)
         values = self._stored(name + VALUES, low, high)
-        blocks = torch.arange(first, last) * BLOCK
+        blocks = torch.arange(first, last, device="cpu") * BLOCK
         places = torch.repeat_interleave(blocks, counts, output_size=high - low) + offsets
         if (places.diff() <= 0).any() or places[-1:].gt(self.tensors[name].numel - 1).any():
             raise self._damaged(name)
-        inside = slice(*torch.searchsorted(places, torch.tensor([start, stop])).tolist())
+        ends = torch.tensor([start, stop], device="cpu")
+        inside = slice(*torch.searchsorted(places, ends).tolist())
         return places[inside], values[inside]
 
     def _checked(self, name: str) -> Tensor:
@@ -131,7 +132,7 @@ class Sparse(Decoded):
         blocks = -(-math.prod(info.shape) // BLOCK)
         if not whole or [counts.shape, offsets.shape] != [(blocks,), values.shape]:
             raise self._damaged(name)
-        sums, most = [torch.zeros(1, dtype=torch.int64)], SPAN // BLOCK * 2**11
+        sums, most = [torch.zeros(1, dtype=torch.int64, device="cpu")], SPAN // BLOCK * 2**11
         for first in range(0, blocks, most):
             some = self._counts(name, first, min(first + most, blocks))
             whole = whole and int(some.min()) >= 0 and int(some.max()) <= BLOCK
