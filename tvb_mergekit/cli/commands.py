@@ -779,7 +779,7 @@ def score(
 @click.option(
     "--learning-rate",
     type=POSITIVE,
-    show_default="localize 1, adamerging 0.001, atlas 0.1",
+    show_default="localize 3, adamerging 0.001, atlas 0.1",
     help="By gradients.",
 )
 @click.option(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.learn.batches import Batch, Loss, runs
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.moving import Moving
+from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.output import sync
 
@@ -70,6 +70,7 @@ class Descent:
     Args:
         parameters: of `model`, by tensor.
         loss: the sum over a batch.
+        dtype: of the passes, by `torch.autocast`.
         tell: called with the number of examples done.
     """
 
@@ -80,12 +81,12 @@ class Descent:
         moving: Moving,
         loss: Loss,
         schedule: Schedule,
-        accelerator: Accelerator,
+        dtype: torch.dtype = torch.float32,
         tell: Callable[..., object] = lambda done: None,
     ) -> None:
         self.model, self.parameters, self.moving = model, parameters, moving
-        self.loss, self.schedule, self.accelerator, self.tell = loss, schedule, accelerator, tell
-        self.device = next(model.parameters()).device
+        self.loss, self.schedule, self.dtype, self.tell = loss, schedule, dtype, tell
+        self.device, self.world = next(model.parameters()).device, ranks.world()
         self.optimizer: torch.optim.Optimizer
         if schedule.mask:
             self.optimizer = torch.optim.SGD(moving.variables, lr=schedule.rate)
@@ -187,18 +188,19 @@ class Descent:
         for variable in self.moving.variables:
             if variable.grad is None:
                 variable.grad = torch.zeros_like(variable)
-            variable.grad.copy_(self._summed(variable.grad))
+            if self.world.size > 1:
+                variable.grad.copy_(self._summed(variable.grad))
         return mean + self.moving.add_penalty()
 
     def _loss(self, examples: Sequence[Example], count: int = 0) -> Tensor:
         """The sum of the losses of this process's share of the examples, float64; with `count` over
         it, and its gradient is added."""
         self.tell(len(examples))
-        share = examples[self.accelerator.process_index :: self.accelerator.num_processes]
+        share = examples[self.world.rank :: self.world.size]
         if not share:
             return torch.zeros((), dtype=torch.float64)
         batch = Batch.of(share, self.device)
-        with self.accelerator.autocast(), torch.set_grad_enabled(count > 0):
+        with passing(self.device, self.dtype), torch.set_grad_enabled(count > 0):
             logits = self.model(
                 input_ids=batch.ids, attention_mask=batch.mask, use_cache=False
             ).logits
@@ -219,10 +221,9 @@ class Descent:
 
     def _summed(self, value: Tensor) -> Tensor:
         """Added up over the processes."""
-        if self.accelerator.num_processes == 1:
-            return value
-        summed: Tensor = self.accelerator.reduce(value.to(self.device), "sum")
-        return summed.to(value.device)
+        summed = value.cpu().contiguous()
+        self.world.add_up(summed)
+        return summed
 
     def _step(self) -> None:
         schedule, variables = self.schedule, self.moving.variables
@@ -238,7 +239,7 @@ class Descent:
 
     def _save(self, file: Path, epoch: int, told: Mapping[str, Any] | None) -> None:
         """Write what an interrupted run goes on from; never half."""
-        if not self.accelerator.is_main_process:
+        if not self.world.leads:
             return
         tensors = {f"best.{k}": t for k, t in enumerate(self.best)}
         tensors |= {f"value.{k}": v.detach() for k, v in enumerate(self.moving.variables)}
@@ -271,6 +272,11 @@ class Descent:
                     state["state"][k] = own
         self.optimizer.load_state_dict(state)
         return epoch
+
+
+def passing(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Passes of models in float32 within it are computed in `dtype`, where that is enough."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def is_state(file: Path, told: Mapping[str, Any] | None = None) -> bool:

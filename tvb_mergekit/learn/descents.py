@@ -15,19 +15,18 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.batches import Split, drawn, entropy, response_loss
 from tvb_mergekit.learn.descent import Descent, History, Schedule, is_state
-from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, bases_of, mixtures_of
+from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, base_names, bases_of, mixtures_of
 from tvb_mergekit.learn.models import load_model
 from tvb_mergekit.learn.moving import LAYER, PER, Coefficients, Mask, Moving, Rows
 from tvb_mergekit.learn.running import Costs, Request, Work
-from tvb_mergekit.plugin.inputs import read_inputs
+from tvb_mergekit.plugin.inputs import dense_of
 from tvb_mergekit.plugin.plan import Learned, Plan
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store.facts import FOLDER
-from tvb_mergekit.store.sparse import Dense, sparse_store
+from tvb_mergekit.store.sparse import sparse_store
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
@@ -40,7 +39,7 @@ RECIPE = "learned.yml"  # in basis/ of a merged model
 STATE = "state.safetensors"  # in OUT.partial
 
 SCHEDULES = {
-    "localize": Schedule(epochs=10, rate=1.0, batch=8, mask=True),
+    "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
     "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
     "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
 }
@@ -225,7 +224,7 @@ class Descents(Work):
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], moving: Moving, tell: Any
     ) -> Descent:
         loss = entropy if self.unlabeled else response_loss
-        return Descent(model, parameters, moving, loss, self.schedule, self.accelerator, tell)
+        return Descent(model, parameters, moving, loss, self.schedule, self.dtype, tell)
 
     def _bar(self) -> Any:
         costs = self.costs()
@@ -328,6 +327,7 @@ class Descents(Work):
             weights, splits = mixtures_of(plan, request.mixture), self._splits()
             weights = weights / weights.sum(0)
         model, parameters, base = self._model()
+        names = base_names(plan)
         tell, factor = self._bar() if splits else None, len(self.tasks) / matrix.shape[1]
         for number, file in enumerate(self._files):
             own = {**wanted, "basis": number}
@@ -356,7 +356,8 @@ class Descents(Work):
                 kept = mask.kept()
                 shapes = {item.name: item.shape for item in plan.items()}
                 masked = (
-                    (name, (bases[name][0] * kept[name]).view(shapes[name]).cpu()) for name in kept
+                    (names[name], (bases[name][0] * kept[name]).view(shapes[name]).cpu())
+                    for name in kept
                 )
                 told = {**own, "history": asdict(history)}
                 write_sparse(file, masked, self._dtype, {KEY: json.dumps(told)})
@@ -371,14 +372,9 @@ class Descents(Work):
 
     def _keep(self, out: str) -> None:
         """Write the store of the masked bases."""
-        recipe, request, world = self.plan.recipe, self.request, ranks.world()
+        world = ranks.world()
         if world.leads:
-            if recipe.store is not None:
-                dense = Dense.of_store(recipe.store.bases, recipe.store.order, recipe.weights)
-            else:
-                assert isinstance(self.plan.basis, Basis)
-                inputs = read_inputs(request.document, request.options)
-                dense = Dense.of_models(inputs, self.plan.basis)
+            dense = dense_of(self.request.document, self.plan)
             sparse_store(dense, self._files, out, **self.plan.means)
         world.share(lambda: None)
 

@@ -24,8 +24,8 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 
-# Whose encoder may have negative entries, or none at all.
-MIXED = ("pca", "linear_ae", "rand_proj")
+# Whose encoder may have negative entries.
+MIXED = ("pca", "linear_ae")
 Mixture = Literal["encoder", "equal", "positive"]
 BY_MIXTURES = ("fisher", "regmean", "localize")
 
@@ -188,19 +188,21 @@ class ByMasks:
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
         masked = [Sparse.open(file) for file in self.files]
-        jobs, means = plan.jobs(), plan.means
-        stitched = [
-            replace(
-                item,
-                inputs=tuple(Part.of(v, jobs[item.name].counted_as, "delta") for v in masked),
-            )
-            if item.name in jobs
-            else item
-            for item in items
-        ]
+        jobs, means, names = plan.jobs(), plan.means, base_names(plan)
+
+        def of_masked(item: Item) -> Item:
+            name = names[jobs[item.name].counted_as]
+            return replace(item, inputs=tuple(Part.of(each, name, "delta") for each in masked))
+
+        stitched = [of_masked(item) if item.name in jobs else item for item in items]
         step: Step = Stitch(torch.eye(len(masked), dtype=torch.float64))
         update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
         combine_pass(stitched, dict.fromkeys(jobs, step), sink, **means, progress=update)
+
+
+def base_names(plan: Plan) -> dict[str, str]:
+    """Tensor that counts -> its name in the base's files."""
+    return {name: planned.names[0] or name for name, planned in plan.counted.items()}
 
 
 def bases_of(plan: Plan) -> Tensor:
@@ -248,11 +250,6 @@ def check_basis(plan: Plan, method: str, mixture: Mixture) -> None:
     """Raise UserError where the recipe's basis is known not to do for a method."""
     recipe = plan.recipe
     name = recipe.settings.basis if recipe.store is None else recipe.store.bases.basis
-    if name == "rand_proj" and recipe.store is None:
-        raise UserError(
-            "`basis` is rand_proj, whose bases hold no tasks: nothing is learned of them; take "
-            "another, or --from a store"
-        )
     if name in MIXED and mixture == "encoder" and method in BY_MIXTURES:
         raise UserError(needs_mixtures(str(name), mixture))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
+from mergekit.common import dtype_from_name
 
 from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
@@ -165,8 +165,7 @@ class Work(ABC):
                 "model has learned; set `tokenizer_source: base`"
             )
         self.device = plan.devices[0]
-        mixed = "bf16" if request.precision == "bfloat16" else "no"
-        self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision=mixed)
+        self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)
         self.tasks = self.models.tasks
         self.files: list[DataFile] = []
@@ -393,7 +392,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
     """
     from tvb_mergekit.learn.descents import Descents
     from tvb_mergekit.learn.visits import Visits
-    from tvb_mergekit.plugin.inputs import planned
+    from tvb_mergekit.plugin.inputs import check_for_store, planned
     from tvb_mergekit.plugin.preflight import input_folders
     from tvb_mergekit.plugin.run import staged, write_model
     from tvb_mergekit.store.store import lock
@@ -402,6 +401,8 @@ def learn(request: Request, dry: bool = False) -> Bill:
     started, world = time.perf_counter(), ranks.world()
     document, out = request.document, request.out
     check_request(request)
+    if request.store is not None:
+        check_for_store(document)
     with ExitStack() as stack:
         plan = stack.enter_context(planned(document, request.options, request.memory))
         check_basis(plan, request.method, request.mixture)
@@ -414,7 +415,8 @@ def learn(request: Request, dry: bool = False) -> Bill:
                 check_new_folder(request.store, input_folders(document.recipe))
         work.check()
         if world.leads:
-            stack.callback(lock(out, lambda text: LOG.warning("%s", text)).release)
+            for path in filter(None, (out, request.store)):
+                stack.callback(lock(path, lambda text: LOG.warning("%s", text)).release)
         plan.build()
         assert plan.basis is not None
         began = time.perf_counter()

@@ -14,6 +14,7 @@ import torch
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn import statistics
+from tvb_mergekit.learn.descent import passing
 from tvb_mergekit.learn.merging import ByStatistics, layer_bytes, mixtures_of
 from tvb_mergekit.learn.running import Costs, Request, Work
 from tvb_mergekit.plugin.plan import Plan
@@ -141,7 +142,7 @@ class Visits(Work):
             )
         if missing := [name for name in self.plan.counted if name not in parameters]:
             LOG.warning("%s: no statistics, the mean of the bases", listed(missing))
-        with self.accelerator.autocast():
+        with passing(self.device, self.dtype):
             if request.method == "fisher":
                 seed, samples = f"{request.seed} {task}", request.samples
                 return statistics.fisher(model, parameters, examples, path, samples, seed, tell)

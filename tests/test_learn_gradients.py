@@ -1,0 +1,492 @@
+"""`tvb learn` by gradients: Localize-and-Stitch, AdaMerging and aTLAS over bases.
+
+What is learned is compared with a model of its own in float64, whose weights are functions of the
+variables in one graph (`torch.func.functional_call`), and with finite differences.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import merge, refused, tvb
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_learn import TASKS, Case, as_lines, lines
+from tiny import gpt2, load
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tvb_mergekit.learn import descent as descent_module
+from tvb_mergekit.learn.batches import Batch, Split, drawn, entropy, response_loss
+from tvb_mergekit.learn.data import Example
+from tvb_mergekit.learn.descent import Descent, Schedule
+from tvb_mergekit.learn.models import TaskModels
+from tvb_mergekit.learn.moving import Coefficients, Mask, Moving, Rows, largest
+from tvb_mergekit.plugin.document import read_document
+from tvb_mergekit.plugin.inputs import Options, planned
+
+LEARNED = ("localize", "adamerging", "atlas")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("gradients"))
+
+
+def examples(case: Case, count: int = 3) -> list[Example]:
+    every = [(ids, start) for task in TASKS for ids, start in case.data[task]]
+    return [Example(ids, start, line, "data") for line, (ids, start) in enumerate(every[:count])]
+
+
+def doubled(case: Case) -> tuple[Any, dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """The base's model in float64, its parameters, theta_0, and the task vectors [T, n]."""
+    model = AutoModelForCausalLM.from_pretrained(case.base, dtype=torch.float64).eval()
+    parameters = dict(model.named_parameters())
+    base = {name: p.detach().clone().view(-1) for name, p in parameters.items()}
+    models = [load(path) for path in case.models]
+    bases = {n: torch.stack([m[n].double().view(-1) for m in models]) - t for n, t in base.items()}
+    return model, parameters, base, bases
+
+
+def moving(kind: str, base: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> Moving:
+    if kind == "mask":
+        found = Mask(base, {n: b[:1] for n, b in bases.items()}, 0.3, bias=1.0, penalty=1e-3)
+        with torch.no_grad():
+            for own in found.variables:
+                own += torch.randn_like(own)
+        return found
+    rows = Rows.of(list(base), "layer") if kind == "layers" else Rows.of(list(base), "tensor", 3)
+    made = Coefficients(base, bases, rows, 0.3, kind == "squares")
+    with torch.no_grad():
+        made.variables[0] += 0.2 * torch.randn_like(made.variables[0])
+    return made
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Of GPT-2, which computes in the dtype of its weights: Llama's norms are float32."""
+    return Case(tmp_path_factory.mktemp("exact"), make=gpt2)
+
+
+@pytest.mark.parametrize("kind", ["mask", "layers", "blocks", "squares"])
+@pytest.mark.parametrize("loss", [response_loss, entropy])
+def test_gradients_are_those_of_finite_differences(exact: Case, kind: str, loss: Any) -> None:
+    torch.manual_seed(1)
+    case = exact
+    model, parameters, base, bases = doubled(case)
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    way, batch = moving(kind, base, bases), examples(case)
+    schedule = Schedule(epochs=1, rate=1.0, batch=8)
+    work = Descent(model, parameters, way, loss, schedule)
+    with way.attached(parameters):
+        work.gradients(batch)
+    found = [variable.grad.clone() for variable in way.variables if variable.grad is not None]
+    assert len(found) == len(way.variables)
+
+    def value() -> float:
+        way.set(parameters)
+        with torch.no_grad():
+            logits = model(input_ids=(b := Batch.of(batch, torch.device("cpu"))).ids,
+                           attention_mask=b.mask).logits  # fmt: skip
+            # As the losses but in float64, which they do not keep.
+            logs = torch.log_softmax(logits, -1)
+            if loss is entropy:
+                each, counted = -(logs.exp() * logs).sum(-1), b.counted
+            else:
+                each = -logs[:, :-1].gather(2, b.ids[:, 1:, None])[..., 0]
+                counted = b.counted[:, :-1]
+            total = float(((each * counted).sum(1) / counted.sum(1)).mean())
+        masks = way.variables if kind == "mask" else []
+        return total + 1e-3 * sum(float(own.detach().sigmoid().sum()) for own in masks)
+
+    for variable, gradient in list(zip(way.variables, found, strict=True))[:8]:
+        flat = variable.detach().view(-1)
+        for place in torch.randperm(flat.numel())[:3].tolist():
+            kept, ends = float(flat[place]), []
+            for step in (1e-4, -1e-4):
+                flat[place] = kept + step
+                ends.append(value())
+            flat[place] = kept
+            wanted = (ends[0] - ends[1]) / 2e-4
+            assert abs(float(gradient.view(-1)[place]) - wanted) < 1e-6 * max(1.0, abs(wanted))
+
+
+def reference(
+    case: Case, method: str, values: Tensor, batch: list[Example]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The published formula over T task vectors in one graph: the loss, and theta."""
+    model, _, base, bases = doubled(case)
+    theta = {}
+    for row, (name, tau) in enumerate(bases.items()):
+        theta[name] = (base[name] + values[row] @ tau).view(model.get_parameter(name).shape)
+    b = Batch.of(batch, torch.device("cpu"))
+    logits = torch.func.functional_call(
+        model, theta, kwargs={"input_ids": b.ids, "attention_mask": b.mask}
+    ).logits
+    loss = entropy if method == "adamerging" else response_loss
+    return loss(logits, b) / len(batch), theta
+
+
+def test_over_all_tasks_it_is_the_published_method(case: Case) -> None:
+    """aTLAS: a coefficient for each task vector and tensor, AdamW, cosine, clipped (its code)."""
+    source = case.recipe("all", basis="none")
+    words = (*case.words, "--epochs", 3, "--held-out", 0, "--batch-size", 5, "--patience", 9)
+    merged = case.learn(source, "atlas", "atlas-all", *words)
+    tokens = {t: [Example(i, s, 0) for i, s in case.data[t]] for t in TASKS}
+    splits = [Split.of(tokens[t], 0.0, f"0 {t}").train for t in TASKS]
+    names = [n for n, _ in AutoModelForCausalLM.from_pretrained(case.base).named_parameters()]
+    values = torch.zeros(len(names), 3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([values], lr=0.1, weight_decay=0.1)
+    steps = []
+    for epoch in (1, 2, 3):
+        every = drawn([1 / 3] * 3, splits, 3, f"0 {epoch}")
+        assert len(every) == 12
+        steps += [every[k : k + 5] for k in range(0, 12, 5)]
+    for number, batch in enumerate(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * (1 + math.cos(math.pi * number / len(steps))) / 2
+        optimizer.zero_grad()
+        loss, _ = reference(case, "atlas", values, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([values], 1.0)
+        optimizer.step()
+    _, theta = reference(case, "atlas", values, steps[0])
+    base = load(case.base)
+    for name, wanted in theta.items():
+        moved = float((wanted - base[name]).norm())
+        assert float((merged.tensors[name].double() - wanted).norm()) < 1e-4 * moved, name
+    told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+    assert told["passes"] == {"forward": 36, "backward": 36}
+    assert [round(x, 6) for x in told["history"][0]["losses"][1:]]
+
+
+def coefficients(folder: Path) -> Tensor:
+    return load_file(folder / "basis" / "learned" / "coefficients.safetensors")["coefficients"]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("adamerging", ()), ("atlas", ("--blocks", 3)), ("atlas", ("--nonnegative",))],
+)
+def test_coefficients_make_the_model_and_its_recipe(
+    case: Case, method: str, more: tuple[object, ...]
+) -> None:
+    source = case.recipe("two", basis="balanced", num_bases=2)
+    name = f"{method}-{len(more)}"
+    words = (*case.words, *more, "--epochs", 2, "--learning-rate", 0.05)
+    merged = case.learn(source, method, name, *words)
+    base, encoder = load(case.base), merged.basis["encoder"]
+    values = coefficients(merged.folder).double().numpy()
+    titles = list(base) if method == "atlas" else []
+    for tensor, start in base.items():
+        taus = np.stack([(load(m)[tensor] - start).double().numpy().ravel() for m in case.models])
+        bases = encoder.T @ taus
+        if method == "atlas":
+            blocks = 3 if "--blocks" in more else 1
+            rows = values[blocks * titles.index(tensor) :][:blocks]
+        else:
+            told = metadata(merged.folder)["rows"]
+            layer = next((k for k, row in enumerate(told) if f"{row}." in tensor), None)
+            rows = values[[told.index(tensor) if layer is None else layer]]
+        pieces = np.array_split(bases, len(rows), axis=1)
+        moved = np.concatenate([row @ piece for row, piece in zip(rows, pieces, strict=True)])
+        wanted = start.double().numpy().ravel() + moved
+        found = merged.tensors[tensor].double().numpy().ravel()
+        assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max() + 1e-7, tensor
+    if "--nonnegative" in more:
+        assert values.min() >= 0 and values.std() > 0
+    written = merged.folder / "basis" / "learned.yml"
+    assert written.exists() == ("--blocks" not in more)
+    if written.exists():  # mergekit's own method makes the same of it
+        text = yaml.safe_load(written.read_text())
+        assert text["merge_method"] == "task_arithmetic"
+        again = merge(text, case.folder / f"{name}-again")
+        for tensor, wanted_ in merged.tensors.items():
+            assert torch.allclose(again.tensors[tensor], wanted_, atol=1e-6), tensor
+    same = case.learn(source, method, f"{name}-from", "--from", merged.folder)
+    assert all(torch.equal(t, same.tensors[n]) for n, t in merged.tensors.items())
+    other = case.recipe("three", basis="ae", num_bases=2)
+    words = ("--from", merged.folder, "--out", case.folder / "no", "--quiet")
+    line = refused("learn", other, method, *words)
+    assert "learned of other bases than this recipe's" in line
+
+
+def metadata(folder: Path) -> dict[str, Any]:
+    """What the file of coefficients says of itself."""
+    with safe_open(folder / "basis" / "learned" / "coefficients.safetensors", "pt") as file:
+        told: dict[str, Any] = json.loads(file.metadata()["tvb_learned"])
+    return told
+
+
+@pytest.mark.parametrize("dataless", [True, False])
+def test_masks_are_stitched(case: Case, dataless: bool) -> None:
+    source = case.recipe("masks", basis="balanced", num_bases=2, lambda_scale="tasks")
+    store, words = case.folder / f"store-{dataless}", ("--density", 0.1, "--store")
+    name = f"masked-{dataless}"
+    data = ("--dataless",) if dataless else (*case.words, "--epochs", 2, "--held-out", 0)
+    merged = case.learn(source, "localize", name, *data, *words, store)
+    base = {n: t.double().numpy().ravel() for n, t in load(case.base).items()}
+    total = sum(map(len, base.values()))
+    masks = []
+    for column in merged.basis["encoder"].T:
+        whole = np.concatenate(
+            [
+                sum(
+                    1.5 * weight * (load(m)[n].double().numpy().ravel() - start)
+                    for weight, m in zip(column, case.models, strict=True)
+                )
+                for n, start in base.items()
+            ]
+        )
+        masks.append((whole, np.sort(np.argsort(-np.abs(whole))[: round(0.1 * total)])))
+    vectors = [load_sparse(store / f"basis-00{m}") for m in range(2)]
+    for (whole, top), vector in zip(masks, vectors, strict=True):
+        found = np.concatenate([vector[n].ravel() for n in base])
+        kept = np.flatnonzero(found)
+        assert len(kept) == round(0.1 * total)
+        np.testing.assert_allclose(found[kept], whole[kept], rtol=1e-4, atol=1e-8)
+        assert np.array_equal(kept, top) == dataless  # data have chosen other entries
+    for tensor, start in base.items():
+        some = np.stack([v[tensor].ravel() for v in vectors])
+        stitched = start + some.sum(0) / np.maximum(1, (some != 0).sum(0))
+        np.testing.assert_allclose(merged.tensors[tensor].ravel(), stitched, atol=1e-6)
+    same = case.learn(source, "localize", f"{name}-from", "--from", merged.folder)
+    assert all(torch.equal(t, same.tensors[n]) for n, t in merged.tensors.items())
+    assert "sparse" in tvb("inspect", store).output
+
+
+def load_sparse(folder: Path) -> dict[str, Any]:
+    from tvb_mergekit.tensors.sparse import Sparse
+
+    held = Sparse.open(folder)
+    return {name: held.tensor(name).double().numpy() for name in held.tensors}
+
+
+def test_learning_lowers_the_loss_that_it_should(case: Case, tmp_path: Path) -> None:
+    """The response's loss (atlas, localize) or the entropy (adamerging) on what is learned from."""
+    source = case.recipe("loss", basis="ae", num_bases=2)
+    for method, rate in (("localize", 1.0), ("adamerging", 0.01), ("atlas", 0.1)):
+        words = (*case.words, "--epochs", 5, "--no-subsample", "--learning-rate", rate)
+        merged = case.learn(source, method, f"loss-{method}", *words, "--held-out", 0.25)
+        told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+        for history in told["history"]:
+            best = history["best"]
+            assert history["held"][best] == min(history["held"])
+        losses = [history["losses"] for history in told["history"]]
+        assert sum(each[-1] for each in losses) < sum(each[1] for each in losses), method
+
+
+@given(st.data())
+def test_what_is_drawn_keeps_to_the_mixture(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    raw = data.draw(st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    weights = [w / sum(raw) for w in raw] if sum(raw) > 0.01 else [1 / len(raw)] * len(raw)
+    tasks = [[Example([k, n], 1, n) for n in range(size)] for k, size in enumerate(sizes)]
+    factor = data.draw(st.floats(0.5, 4))
+    found = drawn(weights, tasks, factor, "seed")
+    for k, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        own = [e.line for e in found if e.ids[0] == k]
+        assert abs(len(own) - weight * factor * size) < 1
+        counts = [own.count(n) for n in range(size)]
+        assert max(counts) - min(counts) <= 1
+    assert found == drawn(weights, tasks, factor, "seed")
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.floats(0.01, 1))
+def test_the_largest_entries(values: list[int], density: float) -> None:
+    sizes = {"a": torch.tensor(values[:7]).float(), "b": torch.tensor(values[7:]).float()}
+    found = largest(sizes, density)
+    kept = torch.cat([found["a"], found["b"]])
+    every = torch.tensor(values).float()
+    wanted = min(max(1, round(density * len(values))), int((every > 0).sum()))
+    assert int(kept.sum()) == wanted
+    if wanted and wanted < len(values):
+        assert every[kept].min() >= every[~kept].max()
+
+
+def test_half_of_the_bases_take_half_of_the_passes(case: Case, tmp_path: Path) -> None:
+    files = [("--data", f"{t}={as_lines(tmp_path / t, lines(k, 40))}") for k, t in enumerate(TASKS)]
+    words = [word for pair in files for word in pair]
+    store = case.folder / "six"
+    for method in ("fisher", "regmean", *LEARNED):
+        found = []
+        for size in (2, 1):
+            source = case.recipe(f"size{size}", basis="balanced", num_bases=size)
+            dry = ("--out", case.folder / "dry", "--dry-run")
+            said = tvb("learn", source, method, *words, *dry).output
+            line = next(line for line in said.splitlines() if "Passes" in line)
+            found.append([int(word) for word in line.replace(",", "").split() if word.isdecimal()])
+        assert all(half <= 0.55 * whole for half, whole in zip(*found[::-1], strict=True)), method
+    assert not store.exists()
+
+
+def test_an_interrupted_run_goes_on_after_its_last_epoch(case: Case) -> None:
+    source, kept = case.recipe("cut", basis="balanced", num_bases=2), descent_module.Descent._epoch
+    words = (*case.words, "--epochs", 3, "--quiet", "--patience", 9)
+    for method, stops in (("atlas", 2), ("localize", 5)):
+        whole = case.learn(source, method, f"{method}-whole", *words)
+        out, calls = case.folder / f"{method}-cut", 0
+
+        def stopping(self: Descent, some: Any, epoch: int) -> float:
+            nonlocal calls
+            calls += 1
+            if calls == stops:  # noqa: B023
+                raise KeyboardInterrupt
+            return kept(self, some, epoch)
+
+        with mock.patch.object(Descent, "_epoch", stopping):
+            done = tvb("learn", source, method, *words, "--out", out, code=130)
+            assert "--resume goes on" in done.stderr and not out.exists()
+            tvb("learn", source, method, *words, "--out", out, "--resume")
+        assert calls == 3 * (1 + (method == "localize")) + 1
+        found = load(out)
+        assert all(torch.equal(t, found[n]) for n, t in whole.tensors.items())
+        told = [json.loads((f / "basis" / "learned.json").read_text()) for f in (out, whole.folder)]
+        assert told[0]["history"] == told[1]["history"] and told[0]["passes"] == told[1]["passes"]
+
+
+def test_a_loss_that_is_not_finite_keeps_the_last_good(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = case.recipe("wild", basis="none")
+    kept, calls = response_loss, 0
+
+    def spoiled(logits: Tensor, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += logits.requires_grad
+        return kept(logits, batch) * (math.nan if calls > 4 and logits.requires_grad else 1)
+
+    words = ("learn", source, "atlas", *case.words, "--epochs", 9, "--quiet", "--batch-size", 4)
+    with mock.patch("tvb_mergekit.learn.descents.response_loss", spoiled):
+        tvb(*words, "--out", case.folder / "wild-out")
+    assert "the loss is nan in a batch that begins with" in caplog.text
+    assert coefficients(case.folder / "wild-out").isfinite().all()
+    calls = 5
+    with mock.patch("tvb_mergekit.learn.descents.response_loss", spoiled):
+        assert "the loss is nan" in refused(*words, "--out", case.folder / "wild-no")
+
+
+def test_memory_precision_and_activations(case: Case) -> None:
+    source = case.recipe("memory", basis="balanced", num_bases=2)
+    plain = case.learn(source, "atlas", "plain", *case.words, "--epochs", 2)
+    less = case.learn(source, "atlas", "less", *case.words, "--epochs", 2, "--checkpointing")
+    half = case.learn(
+        source, "atlas", "half", *case.words, "--epochs", 2, "--precision", "bfloat16"
+    )
+    a, b, c = (coefficients(each.folder) for each in (plain, less, half))
+    assert torch.allclose(a, b, atol=1e-5) and not torch.equal(a, c)
+    assert torch.allclose(a, c, atol=0.1)
+    with planned(read_document(str(source)), Options(quiet=True)) as plan:
+        models = TaskModels(plan, torch.device("cpu"))
+        told = [models.activations(4, 32, checkpointing=how) for how in (False, True)]
+        model, kept = AutoModelForCausalLM.from_pretrained(case.base), {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logits = model(input_ids=torch.zeros(4, 32, dtype=torch.long), use_cache=False).logits
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        measured = sum(size for place, size in kept.items() if place not in weights)
+    assert 0.95 < told[0] / (measured + 12 * logits.numel()) < 1.2
+    assert told[1] < 0.8 * told[0]
+    line = refused("learn", source, "atlas", *case.words, "--out", case.folder / "no",
+                   "--memory", "16MB")  # fmt: skip
+    assert "16.0 MB of memory are too little for atlas" in line and "activations about" in line
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["atlas", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fisher", "localize"))],
+)
+def test_two_processes_learn_the_same(case: Case, method: str) -> None:
+    source = case.recipe("pair", basis="balanced", num_bases=2)
+    torchrun = Path(sys.executable).with_name("torchrun")
+    words = [*case.words, *(("--epochs", 2) if method != "fisher" else ())]
+    one = case.learn(source, method, f"one-{method}", *words)
+    out = case.folder / f"pair-{method}"
+    command = ["tvb", "learn", source, method, *words, "--out", out, "--quiet"]
+    ran = subprocess.run(
+        [torchrun, "--nproc-per-node", "2", "--no-python", *map(str, command)],
+        capture_output=True,
+        text=True,
+        cwd=case.folder,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found, base = load(out), load(case.base)
+    off = sum(float((found[n] - t).square().sum()) for n, t in one.tensors.items())
+    moved = sum(float((base[n] - t).square().sum()) for n, t in one.tensors.items())
+    # A rounding may choose another entry of a mask.
+    assert off**0.5 < (0.05 if method == "localize" else 1e-4) * moved**0.5
+
+
+def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:
+    prompts = [
+        (
+            "--data",
+            f"{t}={as_lines(tmp_path / t, [{'prompt': r['prompt']} for r in case.records[t]])}",
+        )
+        for t in TASKS
+    ]
+    words = [word for pair in prompts for word in pair]
+    source = case.recipe("open", basis="balanced", num_bases=2)
+    case.learn(source, "adamerging", "prompts", *words, "--epochs", 1)
+    assert "expected `prompt` and `response`" in refused(
+        "learn", source, "atlas", *words, "--out", tmp_path / "out"
+    )
+    other = as_lines(tmp_path / "law", lines(7))
+    merged = case.learn(source, "atlas", "law", "--data", f"law={other}", "--epochs", 1)
+    told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+    assert [each["task"] for each in told["tasks"]] == ["law"]
+
+
+def test_bases_without_mixtures(case: Case) -> None:
+    pca = case.recipe("pca", basis="pca", num_bases=2)
+    for how in ("equal", "positive"):
+        case.learn(pca, "localize", f"pca-{how}", *case.words, "--epochs", 1, "--mixture", how)
+    line = refused("learn", pca, "localize", *case.words, "--out", case.folder / "no")
+    assert "negative weights" in line and "--mixture equal or positive" in line
+    case.learn(pca, "atlas", "pca-atlas", *case.words, "--epochs", 1)  # needs none
+
+
+def test_over_a_store_and_a_zoo(case: Case) -> None:
+    for bits in (None, 4):
+        store = case.folder / f"learn-{bits}"
+        source = case.recipe(f"for-{bits}", basis="balanced" if bits is None else "none",
+                             **({"num_bases": 2} if bits is None else {}))  # fmt: skip
+        tvb("build", source, store, "--quiet", *(("--bits", bits) if bits else ()))
+        for method in LEARNED:
+            merged = case.learn(store, method, f"{method}-{bits}", *case.words, "--epochs", 1)
+            assert merged.facts["method"] == method
+            assert not (merged.folder / "basis" / "learned.yml").exists()
+        shutil.rmtree(store)
+
+
+def test_options_that_do_not_belong(case: Case) -> None:
+    plain, out = case.recipe("plain", basis="none"), case.folder / "no"
+    for told, method, *words in (
+        ("--blocks belongs to atlas", "fisher", "--blocks", 2),
+        ("--epochs belongs to localize, adamerging, atlas", "regmean", "--epochs", 2),
+        ("--density belongs to localize", "atlas", "--density", 0.1),
+        ("--dataless takes no --data", "localize", "--dataless", *case.words),
+        ("no data: give --data NAME=FILE", "atlas"),
+        ("no data for math", "adamerging"),
+        ("nothing that atlas has learned", "atlas", "--from", case.base),
+    ):
+        assert told in refused("learn", plain, method, *words, "--out", out), told
