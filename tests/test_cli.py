@@ -170,7 +170,7 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             shutil.rmtree(here / "merged")
         if name == "learn":
             shutil.rmtree(here / "two")
-        if name in ("inspect", "add", "undo", "export", "tune"):
+        if name in ("inspect", "add", "undo", "export", "learn", "tune"):
             shutil.copytree(here / "built", here / "store")
         if name in ("add", "remove"):
             made = yaml.safe_load((here / "recipe.yml").read_text())

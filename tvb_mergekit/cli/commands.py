@@ -817,11 +817,11 @@ def learn(
 
     \b
     METHOD is one of
-      fisher      each entry is weighted by its Fisher information
-      regmean     each linear layer fits the outputs of all, by the products of its inputs
-      localize    each basis keeps a few entries, by a mask that is learned for its tasks
-      adamerging  coefficients per layer and basis that make predictions on prompts certain
-      atlas       coefficients per tensor and basis of least loss, on examples of any task
+      fisher      entries are weighted by their Fisher information
+      regmean     linear layers fit the outputs of all, by products of inputs
+      localize    bases keep a few entries, by masks learned for their tasks
+      adamerging  coefficients per layer that make predictions certain
+      atlas       coefficients per tensor of least loss, for any tasks
 
     RECIPE is one of `basis_ta`; its lambda is where adamerging begins, and unused by the others. A
     STORE is merged over its bases, or its tasks. FILE holds one example a line: {"prompt",
@@ -833,9 +833,8 @@ def learn(
     Example:
       tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
       tvb learn other.yml regmean --from two --out other
-      tvb learn two.yml localize --dataless --density 0.1 --out sparse --store masked
-      tvb learn ./store atlas --data law=law.jsonl --out law --dry-run
-      torchrun --nproc-per-node 4 --no-python tvb learn ./store atlas --data law=law.jsonl --out law
+      tvb learn two.yml localize --dataless --out few --store masked
+      tvb learn ./store atlas --data law=m.jsonl --out law --dry-run
     """
     import_mergekit()
     from tvb_mergekit.learn.running import Request
