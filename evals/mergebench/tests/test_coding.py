@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import json
 import os
 import shutil
 import signal
@@ -16,10 +18,14 @@ from pathlib import Path
 
 import pytest
 from coding_rows import CONALA, HUMANEVAL, MBPP
+from lm_eval.tasks import TaskManager
+from safety_rows import write_judge
 from scripted import MERGEBENCH, module, namespaces
+from transformers import AutoTokenizer
 
 CODING = MERGEBENCH / "coding"
 programs = module("coding/programs")
+exact_text = module("coding/exact_text")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,38 @@ def test_a_program_is_prompt_completion_and_tests() -> None:
     # CoNaLa's own words where nobody has rewritten them
     prompt = module("coding/conala").prompt(CONALA[1])
     assert f"\nInstruction:\nread a file by lines{19 * ' '}\nSolution:\n" in prompt
+
+
+TIDY = "clean_up_tokenization_spaces"  # Llama 3's setting, which 5.7 and newer heed only with:
+FORCED = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
+def test_a_tokenizer_that_makes_other_code_of_code_is_refused(tmp_path: Path) -> None:
+    write_judge(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    exact_text.check()  # nothing to see
+    refused = {}
+    for tidy, forced in itertools.product((False, True), repeat=2):
+        file.write_text(json.dumps(settings | {TIDY: tidy, FORCED: forced}))
+        reader = AutoTokenizer.from_pretrained(tmp_path)
+        code = "return ' , '.join(words)"
+        changed = reader.decode(reader(code)["input_ids"]) != code
+        for model in ({"pretrained": str(tmp_path)}, {"pretrained": "no", "tokenizer": reader}):
+            try:
+                exact_text.check(**model, dtype="bfloat16", config_source="a.yaml")
+            except SystemExit as error:
+                assert str(error).startswith(f"the tokenizer of {tmp_path} takes spaces out of gen")
+                assert TIDY in str(error) and "\n" not in str(error)
+                refused[tidy, forced] = True
+            assert refused.get((tidy, forced), False) == changed
+    assert refused == {(True, True): True}
+    # and a task hands over what --model_args say, before it loads any data
+    named = {"pretrained": str(tmp_path)}
+    manager = TaskManager(include_path=str(MERGEBENCH), include_defaults=False, metadata=named)
+    for task in ("humaneval_plus", "mbpp_plus", "val_coding"):
+        with pytest.raises(SystemExit, match="takes spaces out of generated code"):
+            manager.load([f"mergebench_{task}"])
 
 
 # -------------------------------------------------------------------------------------- the sandbox

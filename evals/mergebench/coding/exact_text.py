@@ -1,0 +1,33 @@
+"""Whether generated code reaches its tests as the model wrote it.
+
+lm-eval decodes as the tokenizer's configuration says. With `clean_up_tokenization_spaces`, which
+Llama 3's sets, transformers 5.0.0 to 5.6.2 make `','.join(x)` of `' , '.join(x)`; from 5.7 on, only
+of tokenizers other than BPE.
+"""
+
+from typing import Any
+
+import transformers
+
+SPACED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're k"  # each place that a clean-up changes
+LOADING = ("revision", "subfolder", "gguf_file", "trust_remote_code")
+
+
+def check(pretrained: Any = None, tokenizer: Any = None, **model: Any) -> None:
+    """Ends the program, with one line, if the model's tokenizer takes out spaces when it decodes.
+
+    The arguments are `--model_args`; without them, as for a model made in Python, nothing is seen.
+    """
+    if (chosen := tokenizer or pretrained) is None:
+        return
+    name = getattr(chosen, "name_or_path", chosen)  # a model or a tokenizer, made in Python
+    if not isinstance(chosen, transformers.PreTrainedTokenizerBase):
+        given = {key: model[key] for key in LOADING if key in model}
+        chosen = transformers.AutoTokenizer.from_pretrained(name, **given)
+    tokens = chosen(SPACED)["input_ids"]
+    if chosen.decode(tokens) != chosen.decode(tokens, clean_up_tokenization_spaces=False):
+        raise SystemExit(
+            f"the tokenizer of {name} takes spaces out of generated code, with transformers"
+            f' {transformers.__version__}: pip install "transformers>=5.7", or set'
+            ' "clean_up_tokenization_spaces": false in its tokenizer_config.json'
+        )
