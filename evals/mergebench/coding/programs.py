@@ -36,6 +36,7 @@ HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif", "\n```",
 MBPP_STOPS = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n<|/", "\n```")
 HUMANEVAL_SECONDS, MBPP_SECONDS = 20.0, 10.0
 MORE_SECONDS = 30.0  # for sandbox.py to start and to end
+SECOND_LOOK_SECONDS = 300.0  # for all programs of a task that timed out
 PASSED, TIMED_OUT = "passed", "failed: timed out"
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -182,7 +183,8 @@ def _kill(sandbox: "subprocess.Popen[bytes]") -> None:
 
 def run_all(programs: Sequence[str], seconds: float) -> list[str]:
     """The verdicts, in order, of programs that run in parallel. Those that were too slow run once
-    more, alone: a busy machine is no fault of theirs."""
+    more, alone: a busy machine is no fault of theirs. That begins for SECOND_LOOK_SECONDS; for the
+    rest, the first verdict stands."""
     seconds = _seconds(seconds)
     with ThreadPoolExecutor(_workers()) as pool:
         found = pool.map(lambda program: run(program, seconds), programs)
@@ -191,11 +193,17 @@ def run_all(programs: Sequence[str], seconds: float) -> list[str]:
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, do not run the others first
     slow = [number for number, verdict in enumerate(verdicts) if verdict == TIMED_OUT]
+    end = time.monotonic() + SECOND_LOOK_SECONDS
+    again = 0
     for number in tqdm(slow, desc="Running the slow ones alone", disable=not slow):
+        if time.monotonic() >= end:
+            break
         verdicts[number] = run(programs[number], seconds)
+        again += 1
     if slow:
-        log.warning("%d of %d programs timed out after %g s, %d of them also when they ran alone",
-                    len(slow), len(programs), seconds, verdicts.count(TIMED_OUT))  # fmt: skip
+        log.warning("%d of %d programs timed out after %g s; %d of them ran again, alone, and %d "
+                    "passed or failed in time", len(slow), len(programs), seconds, again,
+                    len(slow) - verdicts.count(TIMED_OUT))  # fmt: skip
     return verdicts
 
 

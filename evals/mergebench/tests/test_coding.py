@@ -415,29 +415,36 @@ def test_a_container_has_fewer_cores_than_its_machine(
     assert programs._workers() == 5
 
 
-def test_what_timed_out_runs_once_more_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("budget", "again", "first"),
+    [(300.0, ["slow", "hangs"], "slow"), (0.05, ["slow"], "slow"), (0.0, [], "failed: timed out")],
+)
+def test_what_timed_out_runs_once_more_alone_within_a_budget(
+    budget: float, again: list[str], first: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     calls: list[str] = []
     active: set[str] = set()
 
     def run(program: str, seconds: float) -> str:
-        again = program in calls
+        second = program in calls
         calls.append(program)
         active.add(program)
-        if again:
+        if second:
             assert active == {program} and len(set(calls)) == 4
-        time.sleep(0.05)
+        time.sleep(0.1)
         active.remove(program)
-        hangs = program == "hangs" or (program == "slow" and not again)
+        hangs = program == "hangs" or (program == "slow" and not second)
         return "failed: timed out" if hangs else program
 
     monkeypatch.setattr(programs, "run", run)
+    monkeypatch.setattr(programs, "SECOND_LOOK_SECONDS", budget)
     monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "4")
     said = programs.run_all(["slow", "a", "hangs", "b"], 7)
-    assert said == ["slow", "a", "failed: timed out", "b"] and calls[4:] == ["slow", "hangs"]
+    assert said == [first, "a", "failed: timed out", "b"] and calls[4:] == again
     assert caplog.messages == [
-        "2 of 4 programs timed out after 7 s, 1 of them also when they ran alone"
+        f"2 of 4 programs timed out after 7 s; {len(again)} of them ran again, alone, and "
+        f"{int(first == 'slow')} passed or failed in time"
     ]
     caplog.clear()
     assert programs.run_all(["c"], 7) == ["c"] and not caplog.messages
