@@ -1,9 +1,13 @@
 """The items of MATH, the answer in a response, and whether it equals the reference.
 
 Where an answer is found follows dart-math (https://github.com/hkust-nlp/dart-math,
-dart_math/eval.py): the last box, else what follows "answer is" or the like, else the last formula,
-else the last number. What is equal is left to math_verify, in a process of its own: a power tower
-in a response keeps one C function busy for hours, and only a kill stops that.
+dart_math/eval.py, from August 2024 on): the last box, else what follows "answer is" or the like,
+else the last formula, else the last number; no box before the last "Therefore" counts, and all that
+follows "answer is" does. The second metric, `flexible`, forgives manners: bold type, a sentence
+after the answer, a "Therefore" after the box.
+
+What is equal is left to math_verify, in a process of its own: a power tower in a response keeps one
+C function busy for hours, and only a kill stops that.
 """
 
 import atexit
@@ -35,6 +39,16 @@ AFTER_ANSWER = ("is the ans", "is our ans")
 FORMULA = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 NUMBER = re.compile(r"-?\d*\.?\d+")
 
+# for `flexible`
+BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w*])")
+ANNOUNCED = re.compile(
+    r"\banswers?(?: to [^.\n]{1,40})? (?:is|are)\b|\banswers?\s*:", re.IGNORECASE
+)
+WITH_DOLLARS = re.compile(r"\$+((?:\\.|[^$\\])+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+BETWEEN = re.compile(r"\s*(?:,|,?\s*(?:and|or)\b)\s*")
+SENTENCE = re.compile(r".*?(?=(?<![ap]\.m)[.!?](?:\s|$)|\n|$)")
+NUMBER_OF = re.compile(r"(-?(?:\\?\$)?[\d,]*\.?\d+)\s+(?!and\b|or\b)[A-Za-z]{2}")
+
 
 def load(**_: object) -> datasets.DatasetDict:
     """All 5000 test problems: `problem`, `level`, `type`, `solution`, `config` and `answer`."""
@@ -48,7 +62,9 @@ def load(**_: object) -> datasets.DatasetDict:
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    return {"score": float(equal(doc["answer"], find_answer(results[0])))}
+    found = {"score": find_answer(results[0]), "flexible": find_answer_flexibly(results[0])}
+    right = {answer: float(equal(doc["answer"], answer)) for answer in set(found.values())}
+    return {metric: right[answer] for metric, answer in found.items()}
 
 
 def boxed(text: str) -> str | None:
@@ -85,6 +101,43 @@ def find_answer(response: str) -> str:
     if numbers := NUMBER.findall(response.replace(",", "")):
         return str(numbers[-1])
     return ""
+
+
+def find_answer_flexibly(response: str) -> str:
+    """The last box or announced answer that holds a number or a formula, else words that are
+    announced, else what `find_answer` takes."""
+    text = BOLD.sub(r"\1", response)
+    marks = [*BOX.finditer(text), *ANNOUNCED.finditer(text)]
+    words, end = "", len(text)
+    for mark in sorted(marks, key=lambda mark: mark.start(), reverse=True):
+        if mark.re is BOX:
+            answer = boxed(text[mark.start() : end])
+        else:
+            answer = _announced(text[mark.end() : end].lstrip(": \n"))
+        if answer and (mark.re is BOX or re.search(r"[\d\\]", answer)):
+            return answer
+        words, end = words or answer or "", mark.start()
+    return words or find_answer(text)
+
+
+def _announced(text: str) -> str:
+    """The formulas that a text begins with, else of its first sentence the number at its beginning,
+    the formula in it, or all of it."""
+    formulas = []
+    place = 0
+    while formula := WITH_DOLLARS.match(text, place):
+        formulas.append("".join(filter(None, formula.groups())).strip())
+        between = BETWEEN.match(text, formula.end())
+        place = between.end() if between else len(text)
+    if formulas:
+        return ", ".join(formulas)
+    sentence = SENTENCE.match(text)
+    assert sentence is not None  # it may be empty
+    if number := NUMBER_OF.match(sentence[0]):
+        return number[1]
+    if formula := WITH_DOLLARS.search(sentence[0]):
+        return "".join(filter(None, formula.groups())).strip()
+    return _bare(sentence[0])
 
 
 def _bare(answer: str) -> str:

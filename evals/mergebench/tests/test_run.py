@@ -372,6 +372,33 @@ FOUND = {  # response -> where its answer is
     "It takes 1,234.5 hours": "1234.5",
     **dict.fromkeys(("I do not know", "", "answer is", "$$", r"\boxed{}", r"\boxed"), ""),
 }
+MANNERS = {  # response -> its answer by dart-math's rules, and by `flexible`
+    r"$x=\boxed{\$36}$. Therefore we are done.": ("x=\\boxed{\\", r"\$36"),
+    r"We get $\boxed{9}$. Therefore, 9 hens lay 9 eggs.": (r"\boxed{9}", "9"),
+    "The final answer is **$9$**": ("**$9$**", "9"),
+    "**Answer:** $\\frac{1}{2}$\n\nLet me know if you need more!": ("\\frac{1}{2}", "\\frac{1}{2}"),
+    "The answer is 5. I hope this helps!": ("5. I hope this helps!", "5"),
+    "The answer is: $2.5$. Let me check: $2 + 0.5 = 2.5$.": (
+        "$2.5$. Let me check: $2 + 0.5 = 2.5$",
+        "2.5",
+    ),
+    "The answer is 4:30 p.m. in London. Good luck!": (
+        "4:30 p.m. in London. Good luck!",
+        "4:30 p.m. in London",
+    ),
+    "The answers are $3$ and $-5$, as said.": ("-5", "3, -5"),
+    "The answer is \\[\n 7 \n\\] as you see.": ("\\[\n 7 \n\\] as you see", "7"),
+    r"The answer is $\$36$ in all.": (r"$\$36$ in all", r"\$36"),
+    "The answer is 12 apples, because $3 \\cdot 4 = 12$.": (
+        r"12 apples, because $3 \cdot 4 = 12$",
+        "12",
+    ),
+    "The answer is Evelyn. Have fun!": ("Evelyn. Have fun!", "Evelyn"),
+    r"It is $\boxed{5}$. The answer is correct.": ("5", "5"),
+    r"We had \boxed{1}. Therefore, the answer is 2.": ("2", "2"),
+    "First 2**3 = 8 and 4**2 = 16. #### 24": ("24", "24"),
+    "I do not know": ("", ""),
+}
 EQUAL = [  # reference, answer, are they the same?
     (r"\frac12", "0.5", True),
     (r"\frac12", "1/2", True),
@@ -392,6 +419,38 @@ EQUAL = [  # reference, answer, are they the same?
     (r"\text{Tuesday}", "Friday", False),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\\begin{pmatrix}1\\\\\n2\\end{pmatrix}", True),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", False),
+    (r"\frac{7}{5} + \frac{1}{5} i.", r"\frac{7}{5} + \frac{1}{5} i", True),
+    ("x^2+1.", "x^2-1", False),
+    ("(0.225, 0.275).", "(0.235, 0.275)", False),
+    (r"\left. 5 \right.", "6", False),
+    (r"\text{June 20}", "June 20", True),
+    (r"\text{June 20}", "June 21", False),
+    (r"\text{A,D}", "D, A", True),
+    (r"\text{A,D}", "A, C", False),
+    (r"\text{(B)}", "b", True),
+    (r"4:30 \text{ p.m.}", "4:30 PM", True),
+    (r"4:30 \text{ p.m.}", "4:30", True),
+    (r"4:30 \text{ p.m.}", "4:30 a.m.", False),
+    (r"4:30 \text{ p.m.}", "5:30 p.m.", False),
+    (r"4:30 \text{ p.m.}", "9/2", False),
+    ("2:4", "1:2", True),
+    ("2112_6", "2112_{6}", True),
+    ("2112_6", "2112", True),
+    ("2112", "2112_{10}", True),
+    ("2112_6", "2112_3", False),
+    ("2112_6", "2113", False),
+    (r"4\text{A}_{11}", "4a_{11}", True),
+    ("x_1", "x_2", False),
+    (r"\frac \pi4 + 2 - \sqrt2", r"\frac \pi4 - 2 - \sqrt2", False),
+    (r"\frac \pi4 + 2 - \sqrt2", r"2 - \sqrt{2} + \dfrac{\pi}{4}", True),
+    (r"\sqrt\frac12", r"\frac{\sqrt2}2", True),
+    (r"\sqrt[3]8 + \frac1{x^{2}}", r"2 + x^{-2}", True),
+    (r"\frac", r"\sqrt{", False),
+    ("a. 3, b. 4", "a. 4, b. 4", False),
+    ("12%", r"12\%", True),
+    ("1,000", r"1{,}000", True),
+    ("3", "3!", False),
+    ("White", r"\text{white}", True),
     *(("5", odd, False) for odd in ("", "\x00 {{{ \\frac", "\ud83d", "\n")),
     ("", "", False),
 ]
@@ -399,6 +458,13 @@ EQUAL = [  # reference, answer, are they the same?
 
 def test_where_the_answer_is() -> None:
     assert {response: answers.find_answer(response) for response in FOUND} == FOUND
+    for response in MANNERS:
+        found = (answers.find_answer(response), answers.find_answer_flexibly(response))
+        assert found == MANNERS[response], response
+    for response, answer in FOUND.items():
+        assert answers.find_answer_flexibly(response) == answer, response
+    chatty = "The answer is 5. I hope this helps!"
+    assert answers.score({"answer": "5"}, [chatty]) == {"score": 0, "flexible": 1}
 
 
 def test_what_is_equal() -> None:
