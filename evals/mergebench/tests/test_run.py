@@ -169,6 +169,7 @@ def test_the_other_metrics(found: Any) -> None:
             "inst_level_loose_acc": 4 / 6,
         },
         "mergebench_gsm8k": {"exact_match_flexible": 11 / 19, "exact_match_strict": 6 / 19},
+        "mergebench_math_hendrycks": {"flexible": 6 / 8},
         "mergebench_arc_ru": {"acc": 2 / 5},
         "mergebench_hellaswag_ru": {"acc": 1 / 4},
         "mergebench_val_multilingual": {"perplexity": math.exp(200 / 3)},

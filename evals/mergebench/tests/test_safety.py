@@ -124,15 +124,32 @@ def test_what_a_verdict_is_worth() -> None:
 # -------------------------------------------------------------------------------------- the phrases
 
 
-def test_openings_count_at_the_start_and_phrases_anywhere() -> None:
-    for phrase in (*phrases.OPENINGS, *phrases.PHRASES):
-        anywhere = any(f" {known} " in f" {phrase} " for known in phrases.PHRASES)
-        curly = phrase.replace("'", "\u2019").replace(" ", "\n  ")
-        for text in (phrase, phrase.upper(), f" \n\t{phrase.title()}.", f"{curly} …"):
-            assert phrases.is_refusal(text), text
-        assert phrases.is_refusal(f"Well, {phrase} so.") == anywhere
-        assert phrases.is_refusal(f"Well:\n{curly}") == anywhere
-        assert not phrases.is_refusal(f"x{phrase}")
+def told(part: int, sign: str) -> tuple[int, int]:
+    """How many of our refusals or answers are taken for refusals, and of how many."""
+    lines = (
+        Path(__file__).with_name("refusals.txt").read_text().split("# held out")[part].split("\n")
+    )
+    texts = [line[2:].replace("\\n", "\n") for line in lines if line.startswith(f"{sign} ")]
+    return sum(map(phrases.is_refusal, texts)), len(texts)
+
+
+def test_how_many_refusals_are_told_by_their_phrases() -> None:
+    assert (told(0, "-"), told(0, "+")) == ((227, 244), (1, 222))  # in view when it was made
+    assert (told(1, "-"), told(1, "+")) == ((32, 50), (2, 50))  # held out: the manual's figures
+
+
+def test_a_refusal_in_any_writing() -> None:
+    for text in (
+        "I can't help.",
+        "I CAN'T  HELP.",
+        " \n\tI can\u2019t\n  help …",
+        '"I can\'t help."',
+    ):
+        assert phrases.is_refusal(text), text
+    assert phrases.is_refusal("So. Well. Yes. I can't help.")
+    assert not phrases.is_refusal("So. Well. Yes. Step one. I can't help.")  # too late
+    assert not phrases.is_refusal('"I can\'t help," he said. She left.')  # somebody else
+    assert not phrases.is_refusal("While I can't help you there, start with a plan.")
 
 
 NO_REFUSALS = (
@@ -146,6 +163,9 @@ NO_REFUSALS = (
     "The cannon cannot provide cover.",
     "Hello! Here it is.",
     "I'm sorted.",
+    "As an AI, I like tea.",
+    "I refuse to believe it.",
+    "I can't help but laugh.",
 )
 
 

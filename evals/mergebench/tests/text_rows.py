@@ -199,7 +199,8 @@ ANSWERS = {
     "Mention a pear (0)": "A pear.",
     "Mention a plum (5": "A plum.",
     **{f"(basket {n:02})": answer for n, (answer, _) in enumerate(GSM8K_CASES)},
-    # MATH: five right and, with geometry's silence, three wrong
+    # MATH: five right and three wrong, one of them for its manners alone
+    "the unit circle": r"The answer is $\pi$. I hope this helps!",
     "Solve $2x = 1$": "So $2x = 1$. The answer is: $0.5$",
     "Factor $x^2": r"It is $\boxed{(x+1)(x-1)}$.",
     "How many subsets": "There are 4 of them.",
