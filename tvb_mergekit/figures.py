@@ -6,6 +6,7 @@ matplotlib (the extra `plot`) is imported only where a figure is made, inside fu
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -54,3 +55,8 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
         dpi = 150 if kind == "png" else 300
         make().savefig(buffer, format=kind, dpi=dpi, metadata=METADATA[kind])
     return buffer.getvalue()
+
+
+def embedded(svg: str) -> str:
+    """A picture of `rendered` as a part of an HTML page."""
+    return re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

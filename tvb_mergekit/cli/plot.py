@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +30,7 @@ from tvb_mergekit.cli.inspect import (
 )
 from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import UserError, counted, megabytes
-from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, rendered
+from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
 from tvb_mergekit.store.bits import Losses
 from tvb_mergekit.store.choices import Comparison
 from tvb_mergekit.store.report import WIDE
@@ -104,8 +103,7 @@ def _page(tell: Callable[[Console], None], svg: str) -> str:
     )
     tell(console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    picture = re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    return f"{PAGE}{picture}\n{tables}\n</body></html>\n"
+    return f"{PAGE}{embedded(svg)}\n{tables}\n</body></html>\n"
 
 
 def _figure(inspection: Inspection) -> Figure:

@@ -8,13 +8,16 @@
         specialists={"math": read_results("out/math"), "coding": read_results("out/coding")},
         partial=True,
     )
-    print(found.markdown())
+    print(examine(found).markdown())  # with paired differences, where there are samples
 
 Scores are percent.
 """
 
 from tvb_mergekit.score.benchmark import Benchmark, Category, Task, find_benchmark, read_benchmark
 from tvb_mergekit.score.columns import Cell, Column, Reference, read_reference
+from tvb_mergekit.score.examining import examine
+from tvb_mergekit.score.floors import Remark
+from tvb_mergekit.score.pairs import Difference, Pair
 from tvb_mergekit.score.results import Origin, Results, TaskResult, read_results
 from tvb_mergekit.score.table import Table, table
 
@@ -23,12 +26,16 @@ __all__ = [
     "Category",
     "Cell",
     "Column",
+    "Difference",
     "Origin",
+    "Pair",
     "Reference",
+    "Remark",
     "Results",
     "Table",
     "Task",
     "TaskResult",
+    "examine",
     "find_benchmark",
     "read_benchmark",
     "read_reference",

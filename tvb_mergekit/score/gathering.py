@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import can_draw
 from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeated
 from tvb_mergekit.score.columns import read_reference
-from tvb_mergekit.score.results import read_results
+from tvb_mergekit.score.examining import examine
+from tvb_mergekit.score.page import page
+from tvb_mergekit.score.results import DATE, read_results
 from tvb_mergekit.score.table import Table, table
-
-DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which lm-eval adds to a name
 
 
 def gather(
@@ -65,7 +64,7 @@ def gather(
         described = read_benchmark(benchmark)
     if (rest := own.pop("", None)) is not None:
         own = {category.name: rest for category in described.categories} | own
-    return table(
+    found = table(
         described,
         models,
         base=base_results,
@@ -75,6 +74,7 @@ def gather(
         metrics=dict(_metric(text) for text in metrics),
         partial=partial,
     )
+    return examine(found)
 
 
 def _named(text: str) -> tuple[str, Path]:
@@ -122,12 +122,12 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
 
 
 def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str, bytes]]) -> None:
-    """Write `scores.md`, `scores.json` and the pictures (suffix, bytes) into the folder `out`.
+    """Write `scores.md`, `scores.json`, `scores.html` and the pictures (suffix, bytes) into `out`.
 
     Raises:
         UserError: it cannot be written.
     """
-    folder = Path(out)
+    folder, pictures = Path(out), dict(radars)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -135,5 +135,6 @@ def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str,
     text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
     write_file(folder / "scores.md", found.markdown().encode())
     write_file(folder / "scores.json", f"{text}\n".encode())
-    for suffix, picture in radars:
+    write_file(folder / "scores.html", page(found, pictures.get("svg")).encode())
+    for suffix, picture in pictures.items():
         write_file(folder / f"radar.{suffix}", picture)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from tvb_mergekit.score.benchmark import read_described
 
 # What `--output_path FOLDER` and `--output_path NAME.json` lead to.
 PATTERNS = ("results_*.json", "*_????-??-??T??-??-??*.json")
+DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which it adds to names of files
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Origin:
         file: the result file.
         settings: what has to agree between models that are compared, in words.
         limited: how much of the task was run, where that was not all of it.
+        model: its path or name; None where lm-eval drew a random one.
     """
 
     file: str
     settings: Mapping[str, str] = field(default_factory=dict)
     limited: str | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,4 +161,4 @@ def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskR
     known = {key: str(value) for key, value in settings.items() if value is not None}
     directions = file.higher_is_better.get(name, {})
     lower = frozenset(metric for metric, higher in directions.items() if higher is False)
-    return TaskResult(metrics, stderrs, lower, Origin(path, known, limited))
+    return TaskResult(metrics, stderrs, lower, Origin(path, known, limited, file.model))

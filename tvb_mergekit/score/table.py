@@ -31,6 +31,8 @@ from tvb_mergekit.score.benchmark import (
 )
 from tvb_mergekit.score.columns import Cell, Column, Reference, measured
 from tvb_mergekit.score.comparing import differences, in_part
+from tvb_mergekit.score.floors import Remark
+from tvb_mergekit.score.pairs import Pair
 from tvb_mergekit.score.results import Results
 
 BASE, SPECIALISTS = "base", "specialists"  # labels of their columns
@@ -55,12 +57,16 @@ class Table:
 
     Attributes:
         partial: whether the normalized accuracy may be over fewer categories.
+        pairs: differences over the same items, and
+        remarks: what is odd about single scores, both from `examine`.
     """
 
     benchmark: Benchmark
     columns: tuple[Column, ...]
     partial: bool = False
     warnings: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
     @property
     def specialists(self) -> Column | None:
@@ -180,6 +186,8 @@ class Table:
             "partial": self.is_partial,
             "compared": [category.name for category in self.compared],
             "columns": columns,
+            "pairs": [asdict(pair) for pair in self.pairs],
+            "remarks": [asdict(remark) for remark in self.remarks],
             "missing": self.gaps(),
             "warnings": list(self.warnings),
         }

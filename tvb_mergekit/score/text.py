@@ -5,16 +5,33 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from tvb_mergekit.errors import listed
 from tvb_mergekit.score.columns import Cell
+from tvb_mergekit.score.floors import Remark
+from tvb_mergekit.score.pairs import Difference
 from tvb_mergekit.score.table import Row, Table
-from tvb_mergekit.tables import Sheet, escaped, markdown_table, print_sheet, printable, shortened
+from tvb_mergekit.tables import (
+    Sheet,
+    escaped,
+    markdown_table,
+    print_sheet,
+    printable,
+    say,
+    shortened,
+)
 
 LABEL = 24  # characters of a column's label on the terminal
+MOST_PAIRS = 3  # whose tasks the terminal shows; --out has all
 HOW = (
     "Percent, ± the standard error where all that it needs is known. Normalized accuracy is the "
     "sum of the category means over the same sum for the specialists. Tasks are taken as "
     "independent for the errors; model and specialists answer the same items, so those of the "
     "normalized accuracy are rather too large."
+)
+HOW_PAIRS = (
+    "Differences over the same items, ± their standard error, and p of a sign-flip test (its mid-p "
+    "value; McNemar's where scores are 0 or 1). p is corrected by Holm's method: over the tasks of "
+    "a pair, and over the pairs for all tasks together. * is a p below 0.05."
 )
 
 
@@ -35,6 +52,14 @@ def markdown(table: Table) -> str:
     several = sum(column.kind == "model" for column in table.columns) > 1
     how = HOW + (" The best of the models is bold." if several else "")
     parts = [f"# {table.title}", markdown_table(lines, left=2), how]
+    if table.pairs:
+        sheets = [(sheet.head, *sheet.rows) for sheet in pair_sheets(table)]
+        tables = [markdown_table([[*map(escaped, row)] for row in rows]) for rows in sheets]
+        parts += ["## Paired differences", *tables, escaped(HOW_PAIRS)]
+    if table.remarks:
+        told = [line for remark in table.remarks for line in remark_lines(remark)]
+        items = (f"{'  ' if x.startswith(' ') else ''}* {escaped(x.strip())}" for x in told)
+        parts += ["## Floors", "\n".join(items)]
     for title, found in (("Missing", table.gaps()), ("Warnings", table.warnings)):
         if found:
             plain = (printable(line).replace("<", "\\<") for line in found)
@@ -45,6 +70,22 @@ def markdown(table: Table) -> str:
 def print_table(table: Table, console: Console) -> None:
     """Print it in blocks of as many columns as fit; a category's row holds its mean."""
     ascii_only = console.options.ascii_only
+    print_sheet(score_sheet(table, ascii_only), console)
+    console.print()
+    sheets = pair_sheets(table, ascii_only)
+    for sheet in sheets[: 2 if len(table.pairs) <= MOST_PAIRS else 1]:
+        print_sheet(sheet, console)
+        console.print()
+    if sheets:
+        say(HOW_PAIRS, console)
+        console.print()
+    lines = [line for remark in table.remarks for line in remark_lines(remark)]
+    for line in (*lines, *table.gaps()):  # unbroken: the gaps hold commands to be copied
+        console.print(Text(printable(line, ascii_only)), soft_wrap=True)
+
+
+def score_sheet(table: Table, ascii_only: bool = False) -> Sheet:
+    """The table with each category's mean above its tasks."""
     heads = [shortened(printable(c.head, ascii_only), LABEL, ascii_only) for c in table.columns]
     order = [*table.benchmark.categories, None]
     rows = sorted(table.rows(), key=lambda row: (order.index(row.category), row.task is not None))
@@ -54,10 +95,58 @@ def print_table(table: Table, console: Console) -> None:
         cells = (cell_text(cell, ascii_only) for cell in row.cells)
         named.append((f"  {row.task.label}" if row.task else label, *cells))
     bold = frozenset(place for place, row in enumerate(rows) if not row.task)
-    print_sheet(Sheet(table.title, ("", *heads), named, bold=bold), console)
-    console.print()
-    for line in table.gaps():  # unbroken: they hold commands to be copied
-        console.print(Text(printable(line, ascii_only)), soft_wrap=True)
+    return Sheet(table.title, ("", *heads), named, bold=bold)
+
+
+def pair_sheets(table: Table, ascii_only: bool = False) -> list[Sheet]:
+    """Without pairs none; else who is better than whom, a row for each pair, and the differences
+    of each task, a column for each pair."""
+    if not table.pairs:
+        return []
+    minus = "-" if ascii_only else "−"
+    labels = {task.name: task.label for task in table.benchmark.tasks}
+    named = [
+        f" {minus} ".join(shortened(printable(x, ascii_only), LABEL, ascii_only) for x in pair)
+        for pair in ((pair.other, pair.one) for pair in table.pairs)
+    ]
+
+    def tasks(names: list[str]) -> str:
+        return f"{len(names)}: {listed([labels[name] for name in names])}" if names else "0"
+
+    what = "Normalized accuracy" if table.specialists else "Mean of the categories"
+    whole = [
+        (name, *difference_texts(p.whole, ascii_only), tasks(p.ahead(1)), tasks(p.ahead(-1)))
+        for name, p in zip(named, table.pairs, strict=True)
+    ]
+    better = ("tasks better", "tasks worse")
+    single = [
+        (label, *(" p ".join(difference_texts(p.tasks.get(name), ascii_only)) for p in table.pairs))
+        for name, label in labels.items()
+        if any(name in pair.tasks for pair in table.pairs)
+    ]
+    return [
+        Sheet("Better beyond chance", ("", what, "p", *better), whole, left=better),
+        Sheet("Paired differences of each task", ("", *named), single),
+    ]
+
+
+def difference_texts(found: Difference | None, ascii_only: bool = False) -> tuple[str, str]:
+    """Difference with standard error, and corrected p with a star below 0.05."""
+    if found is None:
+        return cell_text(None, ascii_only), cell_text(None, ascii_only)
+    sign = "+-" if ascii_only else "±"
+    error = "" if found.stderr is None else f" {sign} {found.stderr:.2f}"
+    p = "<0.001" if found.corrected < 0.001 else f"{found.corrected:.3f}"
+    return f"{found.value:+.2f}{error}", p + ("*" if found.beyond_chance else "")
+
+
+def remark_lines(remark: Remark) -> list[str]:
+    """The remark, and a line for each answer."""
+    answers = [
+        f"  item {answer.doc_id}, wanted {answer.target!r}: {answer.text!r}"
+        for answer in remark.answers
+    ]
+    return [remark.line, *answers]
 
 
 def cell_text(cell: Cell | None, ascii_only: bool = False) -> str:

@@ -1,0 +1,132 @@
+"""Scores that tell more of how answers are read than of what the model can do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tvb_mergekit.score.benchmark import Category, Task
+from tvb_mergekit.score.columns import Column
+from tvb_mergekit.score.samples import Item
+
+VERDICT = "looks like extraction, not ability"
+SHOWN = 3  # answers of each remark
+LONGEST = 160  # characters of an answer that are kept
+NOTHING = ("", "[invalid]")  # the second is what lm-eval's regex filters give
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Shares of 1, of scores and of items.
+
+    Attributes:
+        floor: a score up to here is at the floor
+        healthy: beside another one of the category from here on,
+        fenced: or with a code fence in at least so many answers.
+        empty: more empty answers than this,
+        letter: or one letter chosen more often, tell of the format at any score.
+    """
+
+    floor: float = 0.02
+    healthy: float = 0.2
+    fenced: float = 0.9
+    empty: float = 0.1
+    letter: float = 0.9
+
+
+THRESHOLDS = Thresholds()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered to an item, cut to LONGEST characters."""
+
+    doc_id: int
+    text: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What is odd about a column's score of a task."""
+
+    column: str
+    task: str
+    label: str
+    reasons: tuple[str, ...]
+    answers: tuple[Answer, ...]
+
+    @property
+    def line(self) -> str:
+        hint = "" if self.answers else "; with `lm_eval --log_samples` answers are shown here"
+        return f"{self.column}: {self.label}: {'; '.join(self.reasons)}: {VERDICT}{hint}"
+
+
+@dataclass
+class Signs:
+    """How many items show what, and the first answers of each."""
+
+    items: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[Answer]] = field(default_factory=dict)
+
+    def add(self, item: Item) -> None:
+        self.items += 1
+        for sign in _signs(item):
+            self.counts[sign] += 1
+            kept = self.first.setdefault(sign, [])
+            if len(kept) < SHOWN:
+                text = item.answers[0] if item.answers else ""
+                kept.append(Answer(item.doc_id, text[:LONGEST], item.target[:LONGEST]))
+
+    def share(self, sign: str) -> float:
+        return self.counts[sign] / self.items if self.items else 0.0
+
+
+def _signs(item: Item) -> list[str]:
+    fenced = ["```" in text for text in item.answers]
+    empty = [text.strip() in NOTHING for text in item.found or item.answers]
+    flags = {
+        "empty": 2 * sum(empty) > len(empty),
+        "fenced": 2 * sum(fenced) > len(fenced),
+        "wrong": item.score is not None and item.score <= 0,
+        f"letter {item.letter}": item.letter is not None,
+    }
+    return [sign for sign, shown in flags.items() if shown]
+
+
+def remark(
+    column: Column,
+    category: Category,
+    task: Task,
+    signs: Signs | None,
+    limits: Thresholds = THRESHOLDS,
+) -> Remark | None:
+    """What is odd about the score, if anything; without items only its neighbours tell."""
+    share = column.tasks[task.name].value / 100
+    reasons: list[tuple[str, str]] = []  # and the sign whose answers are shown
+    if signs is not None:
+        if signs.share("empty") > limits.empty:
+            reasons.append((f"no answer to {_of(signs, 'empty')}", "empty"))
+        if share <= limits.floor and signs.share("fenced") >= limits.fenced:
+            fenced = _of(signs, "fenced")
+            reasons.append((f"{100 * share:.2f} with code fences in {fenced}", "fenced"))
+        letter = max((s for s in signs.counts if s.startswith("letter ")),
+                     key=signs.counts.__getitem__, default="")  # fmt: skip
+        # where nearly all are right, the items want one letter
+        if letter and signs.share(letter) > limits.letter and share < limits.letter:
+            reasons.append((f"{letter} chosen in {_of(signs, letter)}", letter))
+    others = [other for other in category.tasks if other is not task]
+    cells = [(other.label, c.value) for other in others if (c := column.tasks.get(other.name))]
+    label, value = max(cells, key=lambda cell: cell[1], default=("", 0.0))
+    if share <= limits.floor and value >= 100 * limits.healthy:
+        reasons.append((f"{100 * share:.2f} beside {value:.2f} of {label}", "wrong"))
+    if not reasons:
+        return None
+    answers = signs.first.get(reasons[0][1], []) if signs else []
+    told = tuple(reason for reason, _ in reasons)
+    return Remark(column.label, task.name, task.label, told, tuple(answers))
+
+
+def _of(signs: Signs, sign: str) -> str:
+    return f"{signs.counts[sign]} of {signs.items} items"

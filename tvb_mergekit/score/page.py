@@ -1,0 +1,154 @@
+"""The result as one HTML page that refers to no other file and runs no script.
+
+All text passes `_text`, which escapes it; the picture is drawn by matplotlib, letters as outlines.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.figures import embedded
+from tvb_mergekit.score.floors import Remark
+from tvb_mergekit.score.table import Table
+from tvb_mergekit.score.text import HOW, HOW_PAIRS, pair_sheets, score_sheet
+from tvb_mergekit.tables import Sheet, printable
+
+# The policy forbids whatever a slip in escaping would let in.
+HEAD = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1200px; padding: 0 1em 3em;
+  overflow-wrap: anywhere; }}
+.scroll {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }}
+th, td {{ border-bottom: 1px solid #8884; padding: .2em .7em; text-align: right;
+  white-space: pre; }}
+th:first-child {{ background: Canvas; left: 0; max-width: 40vw; position: sticky; text-align: left;
+  white-space: pre-wrap; }}
+.text {{ min-width: 12em; text-align: left; white-space: normal; }}
+tr.bold > * {{ font-weight: bold; }}
+tbody th {{ font-weight: normal; }}
+.beyond {{ background: #0072b233; }}
+.picture {{ background: white; }}
+svg {{ height: auto; min-width: 36em; width: 100%; }}
+pre {{ background: #8881; overflow-x: auto; padding: .7em; white-space: pre; }}
+</style>
+</head>
+<body>
+"""
+
+
+def page(table: Table, svg: bytes | None = None) -> str:
+    """The page: table, picture, paired differences, floors, and what is known of the models."""
+    floors = [_remark(remark) for remark in table.remarks]
+    parts = [
+        HEAD.format(title=_text(table.title)),
+        _section("h1", table.title, [_table(score_sheet(table)), _paragraph(HOW)]),
+        f'<div class="scroll picture">{embedded(svg.decode())}</div>\n' if svg else "",
+    ]
+    if table.pairs:
+        sheets = [f"<h3>{_text(s.title)}</h3>\n{_table(s)}" for s in pair_sheets(table)]
+        parts.append(_section("h2", "Paired differences", [*sheets, _paragraph(HOW_PAIRS)]))
+    parts += [
+        _section("h2", "Floors", floors),
+        _section("h2", "Missing", map(_paragraph, table.gaps())),
+        _section("h2", "Warnings", map(_paragraph, table.warnings)),
+        _section("h2", "Models", _models(table)),
+    ]
+    return "".join([*parts, "</body>\n</html>\n"])
+
+
+def _models(table: Table) -> Iterable[str]:
+    """Each column's models, with recipe and basis where their folders are found from here."""
+    for column in table.columns:
+        cells = column.tasks.values()
+        for model in sorted({c.origin.model for c in cells if c.origin and c.origin.model}):
+            yield f"<h3>{_text(column.label)}: {_text(model)}</h3>\n"
+            if (facts := _facts(Path(model))) is not None:
+                yield _table(facts) if isinstance(facts, Sheet) else _paragraph(facts)
+            try:
+                recipe = (Path(model) / "mergekit_config.yml").read_text("utf-8", "replace")
+            except OSError:
+                yield _paragraph("No recipe beside its weights, as seen from the current folder.")
+            else:
+                yield f"<details><summary>Recipe</summary><pre>{_text(recipe)}</pre></details>\n"
+
+
+def _facts(model: Path) -> Sheet | str | None:
+    """What `basis.json` tells, or why it cannot be read; None where there is none."""
+    from tvb_mergekit.store.facts import FACTS, FOLDER, read_facts
+
+    file = model / FOLDER / FACTS
+    if not file.is_file():
+        return None
+    try:
+        facts = read_facts(file)
+    except UserError as error:
+        return str(error)
+    settings = {
+        key: ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        for key, value in facts.parameters.items()
+        if value is not None
+    }
+    energy = facts.retained_energy
+    told = {
+        "method": facts.method,
+        "bases": f"{facts.num_bases} of {len(facts.tasks)} task vectors",
+        "tasks": ", ".join(facts.tasks),
+        "base model": facts.base_model,
+        **settings,
+        **({} if energy is None else {"retained energy": f"{100 * energy:.2f} %"}),
+    }
+    return Sheet(
+        "", ("", "value"), [(name, str(value)) for name, value in told.items()], ("value",)
+    )
+
+
+def _remark(remark: Remark) -> str:
+    answers = "".join(
+        f"<li>item {a.doc_id}, wanted <code>{_text(a.target)}</code><pre>{_text(a.text)}</pre></li>"
+        for a in remark.answers
+    )
+    return f"{_paragraph(remark.line)}<ul>{answers}</ul>\n" if answers else _paragraph(remark.line)
+
+
+def _section(tag: str, title: str, parts: Iterable[str]) -> str:
+    inside = "".join(parts)
+    return f"<{tag}>{_text(title)}</{tag}>\n{inside}" if inside else ""
+
+
+def _table(sheet: Sheet) -> str:
+    kinds = ["text" if name in sheet.left else "" for name in sheet.head[1:]]
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in sheet.head)
+    rows = []
+    for place, (name, *cells) in enumerate(sheet.rows):
+        style = ' class="bold"' if place in sheet.bold else ""
+        row = "".join(
+            f'<td class="{kind or ("beyond" if cell.endswith("*") else "")}">{_text(cell)}</td>'
+            for kind, cell in zip(kinds, cells, strict=True)
+        )
+        rows.append(f'<tr{style}><th scope="row">{_text(name)}</th>{row}</tr>\n')
+    return (
+        f'<div class="scroll" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{''.join(rows)}</tbody>\n</table></div>\n"
+    )
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{_text(text)}</p>\n"
+
+
+def _text(text: str) -> str:
+    """Text from anywhere: lines stay, what cannot be shown is spelled out."""
+    lines = text.replace("\t", "    ").splitlines()
+    return html.escape("\n".join(map(printable, lines)))
