@@ -1,6 +1,6 @@
 """`tvb score`: the paper's numbers, hand-made result files, and everything that is wrong with one.
 
-Files that lm_eval itself has written are tabled in evals/mergebench/tests.
+Files that lm_eval itself has written are tabled in evals/mergebench/tests and test_pairs.py.
 """
 
 from __future__ import annotations
@@ -493,7 +493,9 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "pip install 'tvb-mergekit[plot]', or give --radar none" in error
     assert not Path("out").exists()
     run("ta", *SFT, "--out", "out", "--radar", "none")
-    assert sorted(p.name for p in Path("out").iterdir()) == ["scores.json", "scores.md"]
+    assert sorted(p.name for p in Path("out").iterdir()) == [
+        "scores.html", "scores.json", "scores.md",
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- shown
@@ -510,7 +512,9 @@ def test_as_a_user_types(small: Path) -> None:
         assert done.returncode == 0 and done.stderr == "", done.stderr
         kept.append({path.name: path.read_bytes() for path in Path(out).iterdir()})
     assert kept[0] == kept[1]
-    assert sorted(kept[0]) == ["radar.png", "radar.svg", "scores.json", "scores.md"]
+    assert sorted(kept[0]) == [
+        "radar.png", "radar.svg", "scores.html", "scores.json", "scores.md",
+    ]  # fmt: skip
     assert [line.rstrip() for line in done.stdout.splitlines()] == [
         "Small",
         "                              base   specialists            TA   A|E*",
@@ -544,7 +548,7 @@ def test_as_a_user_types(small: Path) -> None:
     assert ta["tasks"]["add"]["origin"].pop("settings")["n-shot"] == "0"
     assert ta["tasks"]["add"] == {
         "value": 50.0, "stderr": 4.0, "metric": "score,none",
-        "origin": {"file": LATER, "limited": None},
+        "origin": {"file": LATER, "limited": None, "model": None},
     }  # fmt: skip
 
 

@@ -674,7 +674,9 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     default="tasks",
     help="The axes of the plot in --out.",
 )
-@click.option("--out", metavar="DIR", help="Write scores.md, scores.json, radar.svg, radar.png.")
+@click.option(
+    "--out", metavar="DIR", help="Write scores.html, scores.md, scores.json, radar.svg, radar.png."
+)
 def score(
     paths: tuple[str, ...],
     radar: Literal["tasks", "categories", "none"],
@@ -687,8 +689,13 @@ def score(
     one by one join. Normalized accuracy is the sum of a model's category means over the same sum
     for the specialists. Whatever is missing, or not measured alike, is named.
 
+    Where lm_eval was run with --log_samples, models are compared item by item: each pair's
+    differences with p values corrected by Holm's method; and scores that look like extraction, not
+    ability, are shown with three answers. scores.html has all of it, and each model's recipe.
+
     \b
     Example:
+      lm_eval ... --output_path out/ta --log_samples
       tvb score ta=out/ta ae=out/ae --specialist out/specialists --out scores
       tvb score ta=out/ta --base out/base --specialist math=out/math --partial
       tvb score ta=out/ta --reference paper --show-reference

@@ -33,8 +33,8 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1200px;
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }}
 th, td {{ border-bottom: 1px solid #8884; padding: .2em .7em; text-align: right;
   white-space: pre; }}
-th:first-child {{ background: Canvas; left: 0; max-width: 40vw; position: sticky; text-align: left;
-  white-space: pre-wrap; }}
+th:first-child {{ background: Canvas; left: 0; max-width: 40vw; min-width: 7em; position: sticky;
+  text-align: left; white-space: pre-wrap; }}
 .text {{ min-width: 12em; text-align: left; white-space: normal; }}
 tr.bold > * {{ font-weight: bold; }}
 tbody th {{ font-weight: normal; }}
@@ -129,7 +129,8 @@ def _section(tag: str, title: str, parts: Iterable[str]) -> str:
 
 def _table(sheet: Sheet) -> str:
     kinds = ["text" if name in sheet.left else "" for name in sheet.head[1:]]
-    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in sheet.head)
+    named = zip(("", *kinds), sheet.head, strict=True)
+    head = "".join(f'<th scope="col" class="{kind}">{_text(name)}</th>' for kind, name in named)
     rows = []
     for place, (name, *cells) in enumerate(sheet.rows):
         style = ' class="bold"' if place in sheet.bold else ""

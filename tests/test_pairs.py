@@ -1,0 +1,511 @@
+"""`tvb score` with lm-eval's samples: paired differences, remarks on floors, and the HTML page."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import norm, permutation_test
+from test_score import BENCH, SMALL, invoke, last, run, warnings, write_results
+
+from tvb_mergekit.score.floors import THRESHOLDS
+from tvb_mergekit.score.pairs import holm, sign_flip
+from tvb_mergekit.store.facts import Facts, write_facts
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+DATE = "2026-01-02T03-04-05.678901"
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+# ------------------------------------------------------------------------------------- the test
+
+
+def mid_p(values: Array) -> float:
+    """By all 2^n patterns of signs, of scipy."""
+    found = permutation_test(
+        (values,), lambda x, axis: np.sum(x, axis), vectorized=True,
+        permutation_type="samples", n_resamples=np.inf,
+    )  # fmt: skip
+    sums, total = np.abs(found.null_distribution), abs(values.sum())
+    return float(np.mean(sums > total + 1e-9) + np.mean(np.isclose(sums, total)) / 2)
+
+
+def test_p_values_are_those_of_all_sign_patterns() -> None:
+    # Fagerland, Lydersen and Laake 2013, Table 1: 1 and 7 discordant pairs
+    assert sign_flip(np.array([1.0] * 7 + [-1.0] + [0.0] * 13)) == pytest.approx(0.0391, abs=5e-5)
+    assert sign_flip(np.zeros(9)) == sign_flip(np.zeros(0)) == 1
+    generator = np.random.default_rng(0)
+    for values in (
+        generator.integers(-1, 2, 14) / 3,  # one size: exact
+        generator.integers(-9, 12, 14) / 10,  # pass@1 of ten samples
+        generator.normal(0.4, 1, 14),
+        np.concatenate([generator.integers(-1, 2, 7) / 7, generator.integers(0, 2, 6) / 6]),
+    ):
+        assert sign_flip(values) == pytest.approx(mid_p(values), abs=0.012)
+        assert sign_flip(values) == sign_flip(-values) == sign_flip(1e-3 * values)
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([]) == []
+
+
+def models(count: int, gain: float, runs: int) -> Iterator[tuple[Array, Array]]:
+    """Scores of two models on items of all difficulties; the second is better by about `gain`."""
+    generator = np.random.default_rng(0)
+    for _ in range(runs):
+        right = generator.uniform(size=count)
+        one, other = generator.uniform(size=(2, count))
+        yield (one < right).astype(float), (other < right + gain).astype(float)
+
+
+def unpaired(one: Array, other: Array) -> float:
+    """p of lm-eval's own comparator."""
+    error = np.hypot(one.std(ddof=1), other.std(ddof=1)) / len(one) ** 0.5
+    return float(2 * norm.sf(abs(one.mean() - other.mean()) / error))
+
+
+def rates(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, float]:
+    """How often the paired and the unpaired test find a difference at level 0.05."""
+    found = [(sign_flip(other - one), unpaired(one, other)) for one, other in pairs]
+    paired, plain = np.mean(np.array(found) < 0.05, axis=0)
+    return float(paired), float(plain)
+
+
+@pytest.mark.parametrize("items", [200, 541, 1319])
+def test_false_positives_of_1000_null_pairs(items: int) -> None:
+    paired, plain = rates(models(items, 0, 1000))
+    assert 0.04 <= paired <= 0.06 and plain < 0.03
+
+
+def test_false_positives_of_real_scores() -> None:
+    generator = np.random.default_rng(0)
+    draws = (generator.gamma(0.5, 1, (2, 60)) for _ in range(1000))
+    assert 0.04 <= rates((one, other) for one, other in draws)[0] <= 0.06
+
+
+def test_power() -> None:
+    """4 points on as many items as GSM8K has."""
+    paired, plain = rates(models(1319, 0.04, 1000))
+    assert paired > 0.65 and plain < 0.55, (paired, plain)
+
+
+# ------------------------------------------------------------------------------- whole commands
+
+
+def scored(folder: str, scores: dict[str, Sequence[float]], model: str = "", **more: Any) -> None:
+    """Results and samples as lm-eval 0.4.13 writes them; `more` replaces keys of each item."""
+    means = {task: sum(values) / len(values) for task, values in scores.items()}
+    named: dict[str, Any] = {"model_name": model, "config": {"model_args": {"pretrained": model}}}
+    write_results(f"{folder}/m/results_{DATE}.json", means, **(named if model else {}))
+    for task, values in scores.items():
+        lines = []
+        for number, score in enumerate(values):
+            line = {
+                "doc_id": number,
+                "doc": {"question": f"{task} {number}"},
+                "target": "1",
+                "arguments": {"gen_args_0": {"arg_0": "Q", "arg_1": {"until": []}}},
+                "resps": [["an answer"]],
+                "filtered_resps": ["an answer"],
+                "filter": "none",
+                "metrics": ["score"],
+                "doc_hash": hashlib.sha256(f"{task} {number}".encode()).hexdigest(),
+                "prompt_hash": "",
+                "target_hash": "",
+                "score": score,
+            }
+            other = {k: v[number] if isinstance(v, dict) and k != "arguments" else v
+                     for k, v in more.items()}  # fmt: skip
+            # another filter's lines stand in the same file
+            lines += [line | other, line | {"filter": "strict", "score": 1 - score}]
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        Path(f"{folder}/m/samples_{task}_{DATE}.jsonl").write_text(text)
+
+
+A = [1.0] * 30 + [0.0] * 30  # right in the first half
+B = [1.0] * 40 + [0.0] * 20  # and in ten items more
+C = [0.0, 1.0] * 30
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "150")
+    Path("small.yml").write_text(SMALL)
+    return tmp_path
+
+
+def written(out: str = "out") -> Any:
+    return json.loads(Path(out, "scores.json").read_text())
+
+
+def test_paired_differences_by_hand() -> None:
+    scored("a", {"add": A, "sub": C, "run": C})
+    scored("b", {"add": B, "sub": C, "run": C})
+    write_results("sft.json", {"add": 1.0, "sub": 1.0, "run": 1.0})
+    text = run("a", "b", *BENCH, "--specialist", "sft.json", "--out", "out", "--radar", "none")
+    (pair,) = written()["pairs"]
+    assert (pair["one"], pair["other"]) == ("a", "b")
+    # ten items of 60, all one way: 2 P(X < 0) + P(X = 0) = 2^-10, three tasks
+    gain = np.array([0.0] * 30 + [100.0] * 10 + [0.0] * 20)
+    error = gain.std(ddof=1) / 60**0.5
+    assert pair["tasks"]["add"] == {
+        "value": pytest.approx(100 / 6), "stderr": pytest.approx(error),
+        "p": pytest.approx(2**-10), "corrected": pytest.approx(3 * 2**-10), "items": 60,
+    }  # fmt: skip
+    assert pair["tasks"]["sub"]["p"] == pair["tasks"]["sub"]["corrected"] == 1
+    # the mean of Math is half of add, and the specialists' sum is 200
+    whole = pair["whole"]
+    assert whole["value"] == pytest.approx(100 / 6 / 4) and whole["stderr"] == error / 4
+    assert whole["p"] == whole["corrected"] == pytest.approx(2**-10) and whole["items"] == 180
+    normalized = [float(cell.split()[0]) for cell in last(text)]
+    assert normalized[2] - normalized[1] == pytest.approx(whole["value"], abs=0.01)
+    assert re.search(r"b − a +\+4\.17 ± 1\.21 +<0\.001\* +1: Add +0 *\n", text)
+    assert re.search(r"Add +\+16\.67 ± 4\.85 p 0\.003\*\n", text)
+    markdown = Path("out/scores.md").read_text()
+    assert "| Add | +16.67 ± 4.85 p 0.003\\* |" in markdown
+    # an earlier table with pairs is still a reference
+    assert last(run("b", *BENCH, "--reference", "out/scores.json"))[1].startswith("54.17")
+
+
+def test_many_models_and_no_specialists() -> None:
+    """The terminal shows who is better; pairs are corrected for their number."""
+    names = [f"m{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        right = 30 + 8 * number
+        scored(name, {"add": [1.0] * right + [0.0] * (60 - right), "sub": C, "run": C})
+    text = run(*names[1:], "--base", names[0], *BENCH, "--out", "out", "--radar", "none")
+    pairs = {(pair["one"], pair["other"]): pair for pair in written()["pairs"]}
+    assert len(pairs) == 6
+    assert "Mean of the categories" in text and "Paired differences of each task" not in text
+    assert "m3 − m2" in text and "| Add | +13.33" in Path("out/scores.md").read_text()
+    # 24, 16 or 8 items, all one way
+    expected = {("base", "m3"): 6 * 2**-24, ("base", "m2"): 5 * 2**-16, ("m2", "m3"): 3 * 2**-8}
+    for names_, corrected in expected.items():
+        assert pairs[names_]["whole"]["corrected"] == pytest.approx(corrected)
+    assert pairs["base", "m3"]["whole"]["value"] == pytest.approx(100 * 24 / 60 / 4)
+
+
+def test_items_that_differ_are_refused() -> None:
+    scored("a", {"add": A, "sub": A, "run": A})
+    scored("b", {"add": A[:59], "sub": A, "run": A}, items=59)
+    file = Path(f"b/m/samples_sub_{DATE}.jsonl")
+    lines = file.read_text().splitlines()
+    lines[14] = lines[14].replace('"doc_hash": "', '"doc_hash": "0')
+    file.write_text("\n".join(lines))
+    text = run("a", "b", *BENCH, "--out", "out", "--radar", "none")
+    assert [*written()["pairs"][0]["tasks"]] == ["run"] and written()["pairs"][0]["whole"] is None
+    assert (
+        "no paired differences of a and b, which were not given the same items: "
+        "add (item 59 is missing in one), sub (item 7 is another document)"
+    ) in warnings("a", "b", *BENCH)
+    assert re.search(r"b − a +— +— +0 +0 *\n", text)
+
+
+def test_samples_that_cannot_be_paired() -> None:
+    scored("a", {"add": A, "run": A})
+    scored("b", {"add": A, "run": A})
+    place = Path(f"b/m/samples_run_{DATE}.jsonl")
+    whole = place.read_text()
+    one = whole.splitlines(keepends=True)[0]
+    cases = {
+        whole[:-40]: rf"b, as {place} line 120 is no item of `lm_eval --log_samples`: Inv.*: run",
+        one.replace("doc_id", "id"): rf"b, as {place} line 1 is no item .* `doc_id`: Field req",
+        whole + one: rf"b, whose {place} holds item 0 twice: run",
+        one: "b, whose `score,none` is no mean over the items in samples: run",
+        whole.replace('"score": 1.0', '"score": [1, 2]'): "b, whose `score,none` is no mean",
+        "": "b, whose `score,none` is no mean",
+        whole.replace('"score": 1.0', '"score": NaN'): "b, whose `score,none` is no mean",
+    }
+    for text, told in cases.items():
+        place.write_text(text)
+        (line,) = warnings("a", "b", *BENCH)
+        assert re.match(f"no paired differences of {told}", line), line
+    place.unlink()
+    (line,) = warnings("a", "b", *BENCH)
+    assert line.endswith("b, which has no samples beside its results (`--log_samples`): run")
+    # those of another date belong to other results; nothing is said where nobody has any
+    shutil.copy(f"a/m/samples_run_{DATE}.jsonl", f"b/m/samples_run_{DATE[:-1]}2.jsonl")
+    assert warnings("a", "b", *BENCH) == [line]
+    for path in Path().glob("?/m/samples_*"):
+        path.unlink()
+    assert warnings("a", "b", *BENCH) == []
+
+
+# --------------------------------------------------------------------------------------- floors
+
+
+def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
+    for low, high, odd in ((2, 20, True), (3, 20, False), (2, 19, False)):
+        assert (low / 100 <= THRESHOLDS.floor and high / 100 >= THRESHOLDS.healthy) == odd
+        scored("m", {"add": [1.0] * high + [0.0] * (100 - high), "run": [0.0] * 100,
+                     "sub": [1.0] * low + [0.0] * (100 - low)})  # fmt: skip
+        text = run("m", *BENCH, "--out", "out", "--radar", "none")
+        found = written()["remarks"]
+        assert bool(found) == odd
+        if odd:  # `run` has no neighbour
+            line = "m: Sub: 2.00 beside 20.00 of Add: looks like extraction, not ability"
+            assert f"{line}\n  item 2, wanted '1': 'an answer'\n  item 3" in text
+            assert found[0]["task"] == "sub" and len(found[0]["answers"]) == 3
+            assert f"* {line}\n  * item 2" in Path("out/scores.md").read_text()
+    write_results("n.json", {"add": 0.4, "sub": 0.017})
+    assert "not ability; with `lm_eval --log_samples` answers are shown here" in run(
+        "n.json", *BENCH
+    )
+
+
+@pytest.mark.parametrize(
+    ("most", "passed", "odd"), [(90, 0, True), (89, 0, False), (100, 2, True), (100, 3, False)]
+)
+def test_code_fences_in_every_answer(most: int, passed: int, odd: bool) -> None:
+    answers = {
+        i: [["```python\nx\n```"] * 6 + ["x"] * 4 if i < most else ["x"]] for i in range(100)
+    }
+    scored("m", {"run": [1.0] * passed + [0.0] * (100 - passed)}, resps=answers)
+    text = run("m", *BENCH)
+    line = f"m: Run: {passed:.2f} with code fences in {most} of 100 items: looks like extr"
+    assert (line in text) == odd == ("looks like" in text)
+    assert not odd or "'```python\\nx\\n```'" in text
+
+
+@pytest.mark.parametrize("nothing", [" \n", "[invalid]"])
+@pytest.mark.parametrize(("most", "odd"), [(11, True), (10, False)])
+def test_empty_answers(nothing: str, most: int, odd: bool) -> None:
+    found = {i: [nothing if i < most else "4"] for i in range(100)}
+    scored("m", {"add": C + C[:40]}, filtered_resps=found)
+    text = run("m", *BENCH)
+    assert ("m: Add: no answer to 11 of 100 items: looks like extraction" in text) == odd
+    assert ("looks like" in text) == odd
+
+
+@pytest.mark.parametrize("by_text", [True, False])
+@pytest.mark.parametrize(
+    ("most", "right", "odd"), [(91, 50, True), (90, 50, False), (91, 89, True), (91, 90, False)]
+)
+def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> None:
+    said: dict[str, Any] = {"filtered_resps": {i: ["(B)" if i < most else "A"] for i in range(100)}}
+    if not by_text:  # two choices, by their likelihoods
+        pairs = {i: [["-3.5", "False"], ["-1.5" if i < most else "-9", "True"]] for i in range(100)}
+        said = {"filtered_resps": pairs, "resps": {i: [[p] for p in pairs[i]] for i in pairs}}
+        said["arguments"] = {f"gen_args_{i}": {"arg_0": "Q", "arg_1": f" c{i}"} for i in range(2)}
+    scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
+    text = run("m", *BENCH)
+    line = "m: Add: letter B chosen in 91 of 100 items: looks like extraction, not ability"
+    assert (line in text) == odd == ("looks like" in text)
+    assert not odd or (": 'an answer'" if by_text else ": 'B: c1'") in text
+
+
+# ------------------------------------------------------------------------------------- the page
+
+HOSTILE = "</td></pre><script>alert(1)</script>\"'&amp;-->"
+VOID = ("meta", "img", "br", "hr", "input", "link")
+
+
+class Page(HTMLParser):
+    """Fails on tags that are not closed in their order; gathers tags, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.said = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+
+
+def hostile_page() -> str:
+    """Of a command in which labels, paths, answers, recipe and facts are hostile."""
+    pytest.importorskip("matplotlib")
+    bad = Path("bad<script>")
+    (bad / "basis").mkdir(parents=True)
+    (bad / "mergekit_config.yml").write_text(f"merge_method: linear  # {HOSTILE}\n")
+    (bad / "basis/basis.json").write_text(json.dumps({"format_version": HOSTILE}))
+    Path("small.yml").write_text(SMALL.replace('label: "Run"', f"label: {json.dumps(HOSTILE)}"))
+    answers = {"resps": [[HOSTILE]], "target": HOSTILE}
+    for name, add in (("a", A), ("b", B)):
+        scored(name, {"add": add, "sub": [0.0] * 60, "run": C}, str(bad), **answers)
+    words = (f"{HOSTILE}=a", "b", *BENCH, "--specialist", "b", "--out", "out")
+    invoke(*words)
+    return Path("out/scores.html").read_text(encoding="utf-8")
+
+
+def test_the_page_holds_what_is_hostile_as_text() -> None:
+    text = hostile_page()
+    page = Page(text)
+    assert page.tags.isdisjoint(("script", "img", "iframe", "link", "object", "base", "form"))
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    for name, value in page.attributes:
+        if name in ("src", "href", "xlink:href", "action", "data"):
+            assert value.startswith("#")
+        assert name.startswith("xmlns") or "://" not in value
+        assert "url(" not in value.replace("url(#", "")
+    assert "@import" not in text and text.count("<svg") == 1
+    # label, task, answer, target, recipe
+    assert page.said.count("alert(1)") >= 5 and text.count("<script") == 0
+    assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
+    for part in (
+        "Better beyond chance",
+        "Floors",
+        "Models",
+        "bad<script>",
+        "was changed",
+        "Recipe",
+    ):
+        assert part in page.said or part == "was changed"
+
+
+def test_recipe_and_basis_of_a_merge() -> None:
+    """Of a model that was named by a path relative to the current folder."""
+    facts = {
+        "format_version": 1, "versions": {}, "method": "basis_ta", "tasks": ["x", "y"],
+        "parameters": {"lambda": 0.35, "num_bases": 1, "seed": None, "weights": {"x": 1.0}},
+        "models": ["./x", "./y"], "base_model": "./base", "num_bases": 1, "num_parameters": 9,
+        "dtype": "float32", "loss": None, "spectral_bound": None, "balanced_bound": None,
+        "relative_gap": None, "retained_energy": 0.653, "norms": {}, "left_out": {},
+        "fingerprints": {}, "gram_cached": False, "seconds": {},
+    }  # fmt: skip
+    Path("merged/basis").mkdir(parents=True)
+    write_facts(Path("merged/basis"), Facts.model_validate(facts))
+    Path("merged/mergekit_config.yml").write_text("merge_method: basis_ta  # 0.35 by tune\n")
+    scored("a", {"add": A, "sub": A, "run": A}, "./merged")
+    invoke("a", *BENCH, "--out", "out", "--radar", "none")
+    said = Page(Path("out/scores.html").read_text()).said
+    assert written()["columns"][0]["tasks"]["add"]["origin"]["model"] == "merged"
+    for part in ("a: merged", "1 of 2 task vectors", "65.30 %", "weightsx 1.0", "# 0.35 by tune"):
+        assert part in said
+    assert "seed" not in said
+    # facts that were changed since are told of, not shown
+    file = Path("merged/basis/basis.json")
+    file.write_text(file.read_text().replace("0.35", "0.4"))
+    invoke("a", *BENCH, "--out", "out", "--radar", "none")
+    said = Page(Path("out/scores.html").read_text()).said
+    assert "basis.json was changed after it was written" in said and "of 2 task" not in said
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
+# Loads the page as wide as a phone and writes down what a reader would notice.
+PROBE = """<!DOCTYPE html><iframe id=f src="out/scores.html"
+style="width:390px;height:800px;border:0"></iframe><p id=told></p><script>
+f.onload = () => {
+  const d = f.contentDocument, boxes = [...d.querySelectorAll('.scroll')];
+  told.textContent = JSON.stringify({
+    width: d.documentElement.scrollWidth, scripts: d.scripts.length, title: d.title,
+    scrolling: boxes.filter(b => b.scrollWidth > b.clientWidth).length,
+    picture: d.querySelector('svg').getBoundingClientRect().height > 100,
+    first: d.querySelector('tbody th').getBoundingClientRect().left,
+  });
+}
+</script>"""
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="no browser is installed")
+def test_the_page_on_a_phone(here: Path) -> None:
+    hostile_page()
+    Path("probe.html").write_text(PROBE)
+    browser = next(name for name in BROWSERS if shutil.which(name))
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--allow-file-access-from-files",
+         f"--user-data-dir={here / 'profile'}", "--virtual-time-budget=5000", "--dump-dom",
+         f"file://{here / 'probe.html'}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    (told,) = re.findall(r'<p id="told">(.*?)</p>', done.stdout)
+    found = json.loads(told.replace("&lt;", "<"))
+    assert found.pop("width") <= 390 and found.pop("scrolling") >= 2 and found.pop("first") >= 0
+    assert found == {"scripts": 0, "title": "Small", "picture": True}
+
+
+# -------------------------------------------------------------------------------- lm_eval itself
+
+CHOICES = """
+task: letters
+dataset_path: json
+dataset_kwargs: {data_files: {test: letters.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "copy:{{x}}="
+doc_to_choice: ["a", "b", "c"]
+doc_to_target: "{{y}}"
+metric_list: [{metric: acc}]
+"""
+LM_EVAL = """
+format_version: 1
+name: quick
+title: Quick
+categories:
+  - name: strings
+    label: Strings
+    tasks:
+      - {name: quickstart_sort, label: Sort, metric: "exact_match,none"}
+      - {name: letters, label: Letters, metric: "acc,none"}
+"""
+
+
+@pytest.mark.slow
+def test_with_what_lm_eval_writes(here: Path) -> None:
+    """Generated answers and choices, as a user types; both models copy, so that they choose a."""
+    items = [json.dumps({"x": "a" * (3 + i % 4), "y": i % 3}) for i in range(30)]
+    Path("letters.jsonl").write_text("\n".join(items))
+    quickstart = ROOT / "recipes/quickstart"
+    shutil.copytree(quickstart / "eval", "tasks")
+    Path("tasks/letters.yaml").write_text(CHOICES)
+    Path("quick.yml").write_text(LM_EVAL)
+    for name in ("base", "sort"):
+        done = subprocess.run(
+            [BIN / "lm_eval", "--model", "hf",
+             "--model_args", f"pretrained={quickstart / 'models' / name},dtype=float32",
+             "--tasks", "quickstart_sort,letters", "--include_path", "tasks",
+             "--limit", "60", "--batch_size", "64", "--device", "cpu",
+             "--output_path", f"out/{name}", "--log_samples"],
+            capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+    done = subprocess.run(
+        [BIN / "tvb", "score", "out/base", "out/sort", "--benchmark", "quick.yml",
+         "--out", "scores", "--radar", "none"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "no paired" not in done.stderr, done.stderr
+    found = written("scores")
+    (pair,) = found["pairs"]
+    one, other = (column["tasks"]["quickstart_sort"] for column in found["columns"])
+    sort = pair["tasks"]["quickstart_sort"]
+    assert sort["value"] == pytest.approx(other["value"] - one["value"]) and sort["items"] == 60
+    assert sort["corrected"] < 0.001 and pair["tasks"]["letters"]["items"] == 30
+    letters = [remark for remark in found["remarks"] if remark["task"] == "letters"]
+    assert [remark["reasons"] for remark in letters] == 2 * [["letter A chosen in 30 of 30 items"]]
+    assert letters[0]["answers"][1] == {"doc_id": 1, "text": "A: a", "target": "1"}
+    # paired errors are never above those of two independent columns by much
+    assert sort["stderr"] < 1.1 * np.hypot(one["stderr"], other["stderr"])
+    assert "Better beyond chance" in done.stdout
