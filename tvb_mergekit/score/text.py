@@ -120,7 +120,15 @@ def pair_sheets(table: Table, ascii_only: bool = False) -> list[Sheet]:
     ]
     better = ("tasks better", "tasks worse")
     single = [
-        (label, *(" p ".join(difference_texts(p.tasks.get(name), ascii_only)) for p in table.pairs))
+        (
+            label,
+            *(
+                " p ".join(difference_texts(p.tasks[name], ascii_only))
+                if name in p.tasks
+                else cell_text(None, ascii_only)
+                for p in table.pairs
+            ),
+        )
         for name, label in labels.items()
         if any(name in pair.tasks for pair in table.pairs)
     ]
@@ -137,7 +145,8 @@ def difference_texts(found: Difference | None, ascii_only: bool = False) -> tupl
     sign = "+-" if ascii_only else "±"
     error = "" if found.stderr is None else f" {sign} {found.stderr:.2f}"
     p = "<0.001" if found.corrected < 0.001 else f"{found.corrected:.3f}"
-    return f"{found.value:+.2f}{error}", p + ("*" if found.beyond_chance else "")
+    value = round(found.value, 2) + 0.0  # no minus before a zero
+    return f"{value:+.2f}{error}", p + ("*" if found.beyond_chance else "")
 
 
 def remark_lines(remark: Remark) -> list[str]:
