@@ -59,14 +59,18 @@ class Bar(tqdm.tqdm):  # type: ignore[type-arg]
 
 
 def bars(quiet: bool) -> Progress:
-    """A bar for each pass, and at its end a line at INFO with its speed."""
+    """A bar for each pass, and at its end a line at INFO with its speed.
+
+    What it returns also takes a note, which stands behind the bar.
+    """
 
     def start(title: str, total: int, unit: str = "B") -> Update:
         bar = Bar(total=total, desc=title, unit=unit, unit_scale=unit == "B", disable=quiet)
         done, started = 0, time.perf_counter()
 
-        def update(nbytes: int) -> None:
+        def update(nbytes: int, note: str = "") -> None:
             nonlocal done
+            bar.set_postfix_str(note, refresh=False)
             bar.update(nbytes)
             done += nbytes
             if done >= total:

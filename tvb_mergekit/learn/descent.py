@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import Batch, Loss, runs
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.moving import Moving
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.checkpoint import metadata_of
-from tvb_mergekit.tensors.output import sync
 
 LOG = logging.getLogger(__name__)
 STATE = "tvb_descent"  # in the metadata of a state
@@ -71,7 +68,7 @@ class Descent:
         parameters: of `model`, by tensor.
         loss: the sum over a batch.
         dtype: of the passes, by `torch.autocast`.
-        tell: called with the number of examples done.
+        tell: called with the number of examples done, and with the loss as text.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class Descent:
         with self.moving.sharp():
             self.moving.set(self.parameters)
         batches = runs(examples, self.schedule.batch)
-        total = sum(self._finite(self._loss(batch), batch) for batch in batches)
+        total = sum(len(batch) * self._mean(batch) for batch in batches)
         self.history.forward += len(examples)
         return total / len(examples)
 
@@ -184,7 +181,7 @@ class Descent:
         of both."""
         self.optimizer.zero_grad()
         self.moving.set(self.parameters)
-        mean = self._finite(self._loss(batch, len(batch)), batch)
+        mean = self._mean(batch, backward=True)
         for variable in self.moving.variables:
             if variable.grad is None:
                 variable.grad = torch.zeros_like(variable)
@@ -192,32 +189,34 @@ class Descent:
                 variable.grad.copy_(self._summed(variable.grad))
         return mean + self.moving.add_penalty()
 
-    def _loss(self, examples: Sequence[Example], count: int = 0) -> Tensor:
-        """The sum of the losses of this process's share of the examples, float64; with `count` over
-        it, and its gradient is added."""
-        self.tell(len(examples))
-        share = examples[self.world.rank :: self.world.size]
-        if not share:
-            return torch.zeros((), dtype=torch.float64)
-        batch = Batch.of(share, self.device)
-        with passing(self.device, self.dtype), torch.set_grad_enabled(count > 0):
-            logits = self.model(
-                input_ids=batch.ids, attention_mask=batch.mask, use_cache=False
-            ).logits
-            loss = self.loss(logits, batch) / max(1, count)
-        if count:
-            loss.backward()
-        return loss.detach().double().cpu()
+    def _mean(self, batch: Sequence[Example], backward: bool = False) -> float:
+        """The mean loss of a batch over all processes, each of which passes its share.
 
-    def _finite(self, loss: Tensor, batch: Sequence[Example]) -> float:
-        """The loss added up over the processes, if it is a number."""
-        total = float(self._summed(loss))
-        if not math.isfinite(total):
+        Args:
+            backward: add this process's part of the gradient.
+
+        Raises:
+            NotFinite: it is no number.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        if share := batch[self.world.rank :: self.world.size]:
+            tensors = Batch.of(share, self.device)
+            with passing(self.device, self.dtype), torch.set_grad_enabled(backward):
+                logits = self.model(
+                    input_ids=tensors.ids, attention_mask=tensors.mask, use_cache=False
+                ).logits
+                loss = self.loss(logits, tensors) / len(batch)
+            if backward:
+                loss.backward()
+            total += loss.detach().double().cpu()
+        mean = float(self._summed(total))
+        if not math.isfinite(mean):
+            first = batch[0]
             raise NotFinite(
-                f"the loss is {total} in a batch that begins with {batch[0].path}, line "
-                f"{batch[0].line}"
+                f"the loss is {mean} in a batch that begins with {first.path}, line {first.line}"
             )
-        return total
+        self.tell(len(batch), f"loss {mean:.4g}")
+        return mean
 
     def _summed(self, value: Tensor) -> Tensor:
         """Added up over the processes."""
@@ -247,15 +246,11 @@ class Descent:
         tensors |= {
             f"{name}.{k}": torch.as_tensor(t) for k, s in moments.items() for name, t in s.items()
         }
-        said = {STATE: json.dumps({"epoch": epoch, "told": told, **vars(self.history)})}
-        beside = file.with_name(f".{file.name}")
-        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, beside, said)
-        sync(beside)
-        os.replace(beside, file)
+        kept.save(file, STATE, tensors, {"epoch": epoch, "told": told, **vars(self.history)})
 
     def _restore(self, file: Path) -> int:
         """Take up a state; the number of its epoch."""
-        said: dict[str, Any] = json.loads(metadata_of(file)[STATE])
+        said = kept.told_in(file, STATE) or {}
         del said["told"]
         epoch, held = int(said.pop("epoch")), load_file(file)
         self.history = History(**said)
@@ -281,9 +276,8 @@ def passing(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 def is_state(file: Path, told: Mapping[str, Any] | None = None) -> bool:
     """Whether a file is the state of a descent, with `told` of this one."""
-    if not file.is_file() or STATE not in (found := metadata_of(file)):
-        return False
-    return told is None or json.loads(found[STATE])["told"] == told
+    said = kept.told_in(file, STATE)
+    return said is not None and (told is None or said["told"] == told)
 
 
 class NotFinite(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -12,10 +11,11 @@ from typing import Any, cast
 
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import Split, drawn, entropy, response_loss
 from tvb_mergekit.learn.descent import Descent, History, Schedule, is_state
 from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, base_names, bases_of, mixtures_of
@@ -28,12 +28,10 @@ from tvb_mergekit.progress import bars
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.sparse import sparse_store
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
 
 LOG = logging.getLogger(__name__)
 KEY = "tvb_learned"  # in the metadata of a file of what is learned
-VERSION = 1
 COEFFICIENTS = "coefficients.safetensors"
 RECIPE = "learned.yml"  # in basis/ of a merged model
 STATE = "state.safetensors"  # in OUT.partial
@@ -99,7 +97,7 @@ class Descents(Work):
         )
 
     def is_ours(self, file: Path) -> bool:
-        return is_state(file) or _told_in(file) is not None
+        return is_state(file) or kept.told_in(file, KEY) is not None
 
     @property
     def _files(self) -> list[Path]:
@@ -112,7 +110,7 @@ class Descents(Work):
     def known(self) -> None:
         """Nothing but the method can be told before the bases are built."""
         folder, method = self.place, self.request.method
-        found = [told for file in folder.glob("*.safetensors") if (told := _told_in(file))]
+        found = [told for file in folder.glob("*.safetensors") if (told := kept.told_in(file, KEY))]
         if not found:
             raise UserError(f"--from {self.request.source}: nothing that {method} has learned")
         if found[0]["method"] != method:
@@ -130,7 +128,7 @@ class Descents(Work):
             if request.store is not None:
                 self._keep(request.store)
             return ByMasks(request.method, self._files, self.write)
-        held, told = load_file(self._files[0])["coefficients"], _told_in(self._files[0])
+        held, told = load_file(self._files[0])["coefficients"], kept.told_in(self._files[0], KEY)
         assert told is not None
         rows = Rows.of(list(self.plan.counted), told["per"], told["blocks"])
         if rows.titles != told["rows"]:
@@ -140,7 +138,7 @@ class Descents(Work):
     def _check_known(self) -> None:
         """Raise UserError where what is in --from was learned of other bases."""
         for file in self._files:
-            told = _told_in(file)
+            told = kept.told_in(file, KEY)
             if told is None:
                 raise UserError(f"{file}: not what {self.request.method} has learned; learn anew")
             if told["bases"] != self._bases_told():
@@ -160,7 +158,6 @@ class Descents(Work):
         """What a file or a state must be of."""
         request = self.request
         return {
-            "version": VERSION,
             "method": request.method,
             "bases": self._bases_told(),
             "data": {file.task: file.sha256 for file in self.files},
@@ -233,9 +230,9 @@ class Descents(Work):
     def _coefficients(self) -> None:
         """Learn coefficients into their file."""
         request, wanted, file = self.request, self._wanted(), self._files[0]
-        if _same(file, wanted):
+        if kept.same(file, KEY, wanted):
             LOG.warning("--resume: all is learned")
-            told = _told_in(file)
+            told = kept.told_in(file, KEY)
             assert told is not None
             self._remember(History(**told["history"]))
             return
@@ -258,7 +255,7 @@ class Descents(Work):
         told = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
         if ranks.world().leads:
             values = {"coefficients": moving.values.detach().cpu().contiguous()}
-            _save(file, values, told)
+            kept.save(file, KEY, values, told)
             (request.partial / STATE).unlink(missing_ok=True)
         ranks.world().share(lambda: None)
 
@@ -272,7 +269,7 @@ class Descents(Work):
     def _recipe(self) -> dict[str, Any] | None:
         """What mergekit's own `task_arithmetic` makes the same model of, but for rounding; None
         where a recipe cannot say it: blocks, and the vectors of a store."""
-        plan, told = self.plan, _told_in(self._files[0])
+        plan, told = self.plan, kept.told_in(self._files[0], KEY)
         assert told is not None
         if told["blocks"] > 1 or plan.recipe.store is not None or plan.recipe.in_store:
             return None
@@ -331,9 +328,9 @@ class Descents(Work):
         tell, factor = self._bar() if splits else None, len(self.tasks) / matrix.shape[1]
         for number, file in enumerate(self._files):
             own = {**wanted, "basis": number}
-            if _same(file, own):
+            if kept.same(file, KEY, own):
                 LOG.warning("--resume: the mask of basis %d is there", number)
-                told = _told_in(file)
+                told = kept.told_in(file, KEY)
                 assert told is not None
                 self._remember(History(**told["history"]))
                 continue
@@ -353,14 +350,14 @@ class Descents(Work):
                 )
             self._remember(history)
             if world.leads:
-                kept = mask.kept()
+                chosen = mask.kept()
                 shapes = {item.name: item.shape for item in plan.items()}
                 masked = (
-                    (names[name], (bases[name][0] * kept[name]).view(shapes[name]).cpu())
-                    for name in kept
+                    (names[name], (bases[name][0] * chosen[name]).view(shapes[name]).cpu())
+                    for name in chosen
                 )
                 told = {**own, "history": asdict(history)}
-                write_sparse(file, masked, self._dtype, {KEY: json.dumps(told)})
+                write_sparse(file, masked, self._dtype, {KEY: kept.described(told)})
                 (request.partial / STATE).unlink(missing_ok=True)
             world.share(lambda: None)
 
@@ -407,31 +404,3 @@ class Descents(Work):
 def _held(examples: int, share: float) -> int:
     """How many are held out, as `Split.of` has it."""
     return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
-
-
-def _told_in(file: Path) -> dict[str, Any] | None:
-    """What a file says that it was learned of; None where it is no such file.
-
-    Raises:
-        UserError: it is of a later version.
-    """
-    if not file.is_file() or KEY not in (found := metadata_of(file)):
-        return None
-    told: dict[str, Any] = json.loads(found[KEY])
-    if told["version"] > VERSION:
-        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
-    return told
-
-
-def _same(file: Path, wanted: Mapping[str, Any]) -> bool:
-    """Whether a file has what is wanted."""
-    told = _told_in(file)
-    return told is not None and {key: told.get(key) for key in wanted} == dict(wanted)
-
-
-def _save(file: Path, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
-    """Write what was learned; never half."""
-    beside = file.with_name(f".{file.name}")
-    save_file(dict(tensors), beside, {KEY: json.dumps(told)})
-    beside.chmod(0o644)  # `save_file` lets only the owner read
-    os.replace(beside, file)

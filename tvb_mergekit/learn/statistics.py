@@ -1,4 +1,4 @@
-"""What is summed of one task's model over its examples, and the files that hold the sums.
+"""What is summed of one task's model over its examples.
 
 One example goes through the model at a time, so no padding is in any sum.
 """
@@ -6,26 +6,19 @@ One example goes through the model at a time, so no padding is in any sum.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
-from tvb_mergekit.tensors.checkpoint import metadata_of
-from tvb_mergekit.tensors.output import sync
 
-KEY = "tvb_statistics"
-VERSION = 1
+KEY = "tvb_statistics"  # in the metadata of a file of them
 
 
 def fisher(
@@ -168,27 +161,3 @@ def _checked(sums: dict[str, Tensor], path: str) -> dict[str, Tensor]:
 
 def _number(seed: str) -> int:
     return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % 2**63
-
-
-def save(file: Path, sums: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
-    """Write the statistics of one task, with what they are of; never half."""
-    beside = file.with_name(f".{file.name}")
-    metadata = {KEY: json.dumps({"version": VERSION, **told})}
-    save_file({name: tensor.contiguous() for name, tensor in sums.items()}, beside, metadata)
-    beside.chmod(0o644)  # `save_file` lets only the owner read
-    sync(beside)
-    os.replace(beside, file)
-
-
-def told_in(file: Path) -> dict[str, Any] | None:
-    """What the statistics in a file are of; None where it is no such file.
-
-    Raises:
-        UserError: it is of a later version.
-    """
-    if not file.is_file() or KEY not in (found := metadata_of(file)):
-        return None
-    told: dict[str, Any] = json.loads(found[KEY])
-    if told.pop("version") > VERSION:
-        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
-    return told

@@ -13,10 +13,11 @@ import torch
 
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.learn import statistics
+from tvb_mergekit.learn import kept, statistics
 from tvb_mergekit.learn.descent import passing
 from tvb_mergekit.learn.merging import ByStatistics, layer_bytes, mixtures_of
 from tvb_mergekit.learn.running import Costs, Request, Work
+from tvb_mergekit.learn.statistics import KEY
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store.bits import slugs
@@ -61,11 +62,11 @@ class Visits(Work):
         )
 
     def is_ours(self, file: Path) -> bool:
-        return statistics.told_in(file) is not None
+        return kept.told_in(file, KEY) is not None
 
     def known(self) -> None:
         for task, file in self._places().items():
-            told = statistics.told_in(file)
+            told = kept.told_in(file, KEY)
             if told is None:
                 raise UserError(f"--from {self.request.source}: no statistics of {task} ({file})")
             if told["method"] != self.request.method:
@@ -87,7 +88,7 @@ class Visits(Work):
         if request.source is None:
             wanted = self._wanted()
             self.told = list(wanted.values())
-            left = [task for task in self.tasks if not _same(files[task], wanted[task])]
+            left = [task for task in self.tasks if not kept.same(files[task], KEY, wanted[task])]
             if len(left) < len(files):
                 done = [task for task in files if task not in left]
                 LOG.warning("--resume: the statistics of %s are there", listed(done))
@@ -96,7 +97,7 @@ class Visits(Work):
             total = sum(wanted[task]["examples"] for task in mine)
             tell = bars(request.options.quiet)(request.method, total, "example")
             for task in mine:
-                statistics.save(files[task], self._sums(task, tell), wanted[task])
+                kept.save(files[task], KEY, self._sums(task, tell), wanted[task])
             forward = sum(told["examples"] for told in self.told)
             backward = forward * max(1, request.samples) * (request.method == "fisher")
             self.passes = forward, backward
@@ -157,9 +158,3 @@ class Visits(Work):
             "off_diagonal": self.request.off_diagonal if regmean else None,
             "tasks": self.told,
         }
-
-
-def _same(file: Path, wanted: Mapping[str, Any]) -> bool:
-    """Whether a file has the statistics that are wanted, wherever the data lies."""
-    told = statistics.told_in(file)
-    return told is not None and {**told, "file": None} == {**wanted, "file": None}

@@ -1,0 +1,55 @@
+"""Files of what is learned: tensors, and in their metadata what they were learned from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.checkpoint import metadata_of
+from tvb_mergekit.tensors.output import sync
+
+VERSION = 1
+
+
+def save(file: Path, key: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    """Write tensors and, under a key of the metadata, what they are of; never half."""
+    beside = file.with_name(f".{file.name}")
+    held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(held, beside, {key: described(told)})
+    beside.chmod(0o644)  # `save_file` lets only the owner read
+    sync(beside)
+    os.replace(beside, file)
+
+
+def described(told: Mapping[str, Any]) -> str:
+    """What a file is of, as a value of its metadata."""
+    return json.dumps({"version": VERSION, **told})
+
+
+def told_in(file: Path, key: str) -> dict[str, Any] | None:
+    """What a file is of; None where it is none with this key.
+
+    Raises:
+        UserError: it is of a later version.
+    """
+    if not file.is_file() or key not in (found := metadata_of(file)):
+        return None
+    told: dict[str, Any] = json.loads(found[key])
+    if told.pop("version") > VERSION:
+        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
+    return told
+
+
+def same(file: Path, key: str, wanted: Mapping[str, Any]) -> bool:
+    """Whether a file is of what is wanted, and perhaps more; `file`, where data lie, may differ."""
+    told = told_in(file, key)
+    return told is not None and all(
+        told.get(name) == value for name, value in wanted.items() if name != "file"
+    )
