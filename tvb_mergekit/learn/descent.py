@@ -21,7 +21,6 @@ from tvb_mergekit.learn.moving import Moving
 from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
-STATE = "tvb_descent"  # in the metadata of a state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +245,11 @@ class Descent:
         tensors |= {
             f"{name}.{k}": torch.as_tensor(t) for k, s in moments.items() for name, t in s.items()
         }
-        kept.save(file, STATE, tensors, {"epoch": epoch, "told": told, **vars(self.history)})
+        kept.save(file, kept.STATE, tensors, {"epoch": epoch, "told": told, **vars(self.history)})
 
     def _restore(self, file: Path) -> int:
         """Take up a state; the number of its epoch."""
-        said = kept.told_in(file, STATE) or {}
+        said = kept.told_in(file, kept.STATE) or {}
         del said["told"]
         epoch, held = int(said.pop("epoch")), load_file(file)
         self.history = History(**said)
@@ -276,7 +275,7 @@ def passing(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 def is_state(file: Path, told: Mapping[str, Any] | None = None) -> bool:
     """Whether a file is the state of a descent, with `told` of this one."""
-    said = kept.told_in(file, STATE)
+    said = kept.told_in(file, kept.STATE)
     return said is not None and (told is None or said["told"] == told)
 
 

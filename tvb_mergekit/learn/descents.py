@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import Split, drawn, entropy, response_loss
-from tvb_mergekit.learn.descent import Descent, History, Schedule, is_state
+from tvb_mergekit.learn.descent import Descent, History, Schedule
 from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, base_names, bases_of, mixtures_of
 from tvb_mergekit.learn.models import load_model
 from tvb_mergekit.learn.moving import LAYER, PER, Coefficients, Mask, Moving, Rows
@@ -31,7 +31,6 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
 
 LOG = logging.getLogger(__name__)
-KEY = "tvb_learned"  # in the metadata of a file of what is learned
 COEFFICIENTS = "coefficients.safetensors"
 RECIPE = "learned.yml"  # in basis/ of a merged model
 STATE = "state.safetensors"  # in OUT.partial
@@ -96,11 +95,8 @@ class Descents(Work):
             disk,
         )
 
-    def is_ours(self, file: Path) -> bool:
-        return is_state(file) or kept.told_in(file, KEY) is not None
-
     @property
-    def _files(self) -> list[Path]:
+    def outputs(self) -> list[Path]:
         """Where what is learned lies: of each basis, or in one file."""
         if not self.localizes:
             return [self.place / COEFFICIENTS]
@@ -110,7 +106,11 @@ class Descents(Work):
     def known(self) -> None:
         """Nothing but the method can be told before the bases are built."""
         folder, method = self.place, self.request.method
-        found = [told for file in folder.glob("*.safetensors") if (told := kept.told_in(file, KEY))]
+        found = [
+            told
+            for file in folder.glob("*.safetensors")
+            if (told := kept.told_in(file, kept.LEARNED))
+        ]
         if not found:
             raise UserError(f"--from {self.request.source}: nothing that {method} has learned")
         if found[0]["method"] != method:
@@ -127,18 +127,21 @@ class Descents(Work):
         if self.localizes:
             if request.store is not None:
                 self._keep(request.store)
-            return ByMasks(request.method, self._files, self.write)
-        held, told = load_file(self._files[0])["coefficients"], kept.told_in(self._files[0], KEY)
+            return ByMasks(request.method, self.outputs, self.write)
+        held, told = (
+            load_file(self.outputs[0])["coefficients"],
+            kept.told_in(self.outputs[0], kept.LEARNED),
+        )
         assert told is not None
         rows = Rows.of(list(self.plan.counted), told["per"], told["blocks"])
         if rows.titles != told["rows"]:
-            raise UserError(f"{self._files[0]}: coefficients of other tensors than this recipe's")
+            raise UserError(f"{self.outputs[0]}: coefficients of other tensors than this recipe's")
         return ByCoefficients(request.method, held, rows, self.write)
 
     def _check_known(self) -> None:
         """Raise UserError where what is in --from was learned of other bases."""
-        for file in self._files:
-            told = kept.told_in(file, KEY)
+        for file in self.outputs:
+            told = kept.told_in(file, kept.LEARNED)
             if told is None:
                 raise UserError(f"{file}: not what {self.request.method} has learned; learn anew")
             if told["bases"] != self._bases_told():
@@ -229,10 +232,10 @@ class Descents(Work):
 
     def _coefficients(self) -> None:
         """Learn coefficients into their file."""
-        request, wanted, file = self.request, self._wanted(), self._files[0]
-        if kept.same(file, KEY, wanted):
+        request, wanted, file = self.request, self._wanted(), self.outputs[0]
+        if kept.same(file, kept.LEARNED, wanted):
             LOG.warning("--resume: all is learned")
-            told = kept.told_in(file, KEY)
+            told = kept.told_in(file, kept.LEARNED)
             assert told is not None
             self._remember(History(**told["history"]))
             return
@@ -255,7 +258,7 @@ class Descents(Work):
         told = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
         if ranks.world().leads:
             values = {"coefficients": moving.values.detach().cpu().contiguous()}
-            kept.save(file, KEY, values, told)
+            kept.save(file, kept.LEARNED, values, told)
             (request.partial / STATE).unlink(missing_ok=True)
         ranks.world().share(lambda: None)
 
@@ -269,11 +272,11 @@ class Descents(Work):
     def _recipe(self) -> dict[str, Any] | None:
         """What mergekit's own `task_arithmetic` makes the same model of, but for rounding; None
         where a recipe cannot say it: blocks, and the vectors of a store."""
-        plan, told = self.plan, kept.told_in(self._files[0], KEY)
+        plan, told = self.plan, kept.told_in(self.outputs[0], kept.LEARNED)
         assert told is not None
         if told["blocks"] > 1 or plan.recipe.store is not None or plan.recipe.in_store:
             return None
-        held = load_file(self._files[0])["coefficients"].double()
+        held = load_file(self.outputs[0])["coefficients"].double()
         weights = (held @ bases_of(plan).T).T.tolist()  # of each model, in each row
         ends = "." if told["per"] == "layer" else ""
         titles = [
@@ -326,11 +329,11 @@ class Descents(Work):
         model, parameters, base = self._model()
         names = base_names(plan)
         tell, factor = self._bar() if splits else None, len(self.tasks) / matrix.shape[1]
-        for number, file in enumerate(self._files):
+        for number, file in enumerate(self.outputs):
             own = {**wanted, "basis": number}
-            if kept.same(file, KEY, own):
+            if kept.same(file, kept.LEARNED, own):
                 LOG.warning("--resume: the mask of basis %d is there", number)
-                told = kept.told_in(file, KEY)
+                told = kept.told_in(file, kept.LEARNED)
                 assert told is not None
                 self._remember(History(**told["history"]))
                 continue
@@ -357,7 +360,7 @@ class Descents(Work):
                     for name in chosen
                 )
                 told = {**own, "history": asdict(history)}
-                write_sparse(file, masked, self._dtype, {KEY: kept.described(told)})
+                write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(told)})
                 (request.partial / STATE).unlink(missing_ok=True)
             world.share(lambda: None)
 
@@ -372,7 +375,7 @@ class Descents(Work):
         world = ranks.world()
         if world.leads:
             dense = dense_of(self.request.document, self.plan)
-            sparse_store(dense, self._files, out, **self.plan.means)
+            sparse_store(dense, self.outputs, out, **self.plan.means)
         world.share(lambda: None)
 
     def _remember(self, history: History) -> None:

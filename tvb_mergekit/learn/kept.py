@@ -16,6 +16,7 @@ from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.output import sync
 
 VERSION = 1
+STATISTICS, LEARNED, STATE = "tvb_statistics", "tvb_learned", "tvb_descent"  # keys of metadata
 
 
 def save(file: Path, key: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
@@ -45,6 +46,12 @@ def told_in(file: Path, key: str) -> dict[str, Any] | None:
     if told.pop("version") > VERSION:
         raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
     return told
+
+
+def is_ours(file: Path) -> bool:
+    """Whether `tvb learn` has written a file."""
+    keys = {STATISTICS, LEARNED, STATE}
+    return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 
 def same(file: Path, key: str, wanted: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from mergekit.common import dtype_from_name
 
 from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
 from tvb_mergekit.learn.merging import Mixture, check_basis
 from tvb_mergekit.learn.models import TaskModels
@@ -216,6 +217,11 @@ class Work(ABC):
         base = self.plan.checkpoints[self.plan.recipe.base]
         return 4 * sum(info.numel for info in base.tensors.values())
 
+    @property
+    @abstractmethod
+    def outputs(self) -> list[Path]:
+        """The files of what is learned, where they lie while it is made, or in --from."""
+
     @abstractmethod
     def costs(self) -> Costs:
         """What it takes, as far as it is known."""
@@ -223,10 +229,6 @@ class Work(ABC):
     @abstractmethod
     def known(self) -> None:
         """Raise UserError where --from has not what this merge needs."""
-
-    @abstractmethod
-    def is_ours(self, file: Path) -> bool:
-        """Whether an unfinished run has written this file."""
 
     @abstractmethod
     def learn(self) -> Learned:
@@ -258,7 +260,7 @@ class Work(ABC):
             )
         check_disk(request.out, bill.disk)
         there = [file for file in request.partial.glob("*") if not file.name.startswith(".")]
-        if not all(self.is_ours(file) for file in there):
+        if not all(kept.is_ours(file) for file in there):
             raise UserError(
                 f"{request.partial} is in the way, and no unfinished run; move or delete it"
             )
@@ -297,7 +299,7 @@ class Work(ABC):
         """`learned.json`, what was learned, and a line in the model card."""
         request, place = self.request, folder / FOLDER / self.folder
         place.mkdir()
-        for file in self.place.glob("*.safetensors"):
+        for file in self.outputs:
             _link(file, place / file.name)
         found = {
             "format_version": 1,
@@ -348,6 +350,10 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
         "Hugging Face writes them",
     )
     yield request.source and request.data, "--from takes what was learned: no --data"
+    yield (
+        request.store and ranks.world().size > 1,
+        "--store is written by one process: learn without it, then give --from and --store",
+    )
     yield request.dataless and request.data, "--dataless takes no --data"
     yield request.dataless and request.source, "--dataless and --from: give one of them"
     usual = Request(document=document, text="", method=method, out="")
@@ -404,7 +410,8 @@ def learn(request: Request, dry: bool = False) -> Bill:
     if request.store is not None:
         check_for_store(document)
     with ExitStack() as stack:
-        plan = stack.enter_context(planned(document, request.options, request.memory))
+        made = planned(document, request.options, request.memory)
+        plan = world.first(lambda: stack.enter_context(made))
         check_basis(plan, request.method, request.mixture)
         work: Work = (Descents if request.by_gradient else Visits)(request, plan)
         if dry:

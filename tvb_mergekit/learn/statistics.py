@@ -18,8 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
 
-KEY = "tvb_statistics"  # in the metadata of a file of them
-
 
 def fisher(
     model: nn.Module,

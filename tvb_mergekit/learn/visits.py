@@ -17,7 +17,6 @@ from tvb_mergekit.learn import kept, statistics
 from tvb_mergekit.learn.descent import passing
 from tvb_mergekit.learn.merging import ByStatistics, layer_bytes, mixtures_of
 from tvb_mergekit.learn.running import Costs, Request, Work
-from tvb_mergekit.learn.statistics import KEY
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store.bits import slugs
@@ -61,12 +60,9 @@ class Visits(Work):
             forward, backward, max(visiting, merging), activations, stored * len(self.tasks)
         )
 
-    def is_ours(self, file: Path) -> bool:
-        return kept.told_in(file, KEY) is not None
-
     def known(self) -> None:
         for task, file in self._places().items():
-            told = kept.told_in(file, KEY)
+            told = kept.told_in(file, kept.STATISTICS)
             if told is None:
                 raise UserError(f"--from {self.request.source}: no statistics of {task} ({file})")
             if told["method"] != self.request.method:
@@ -76,6 +72,10 @@ class Visits(Work):
             if told["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
             self.told.append(told)
+
+    @property
+    def outputs(self) -> list[Path]:
+        return list(self._places().values())
 
     def _places(self) -> dict[str, Path]:
         """Task -> the file of its statistics."""
@@ -88,7 +88,11 @@ class Visits(Work):
         if request.source is None:
             wanted = self._wanted()
             self.told = list(wanted.values())
-            left = [task for task in self.tasks if not kept.same(files[task], KEY, wanted[task])]
+            left = [
+                task
+                for task in self.tasks
+                if not kept.same(files[task], kept.STATISTICS, wanted[task])
+            ]
             if len(left) < len(files):
                 done = [task for task in files if task not in left]
                 LOG.warning("--resume: the statistics of %s are there", listed(done))
@@ -97,14 +101,14 @@ class Visits(Work):
             total = sum(wanted[task]["examples"] for task in mine)
             tell = bars(request.options.quiet)(request.method, total, "example")
             for task in mine:
-                kept.save(files[task], KEY, self._sums(task, tell), wanted[task])
+                kept.save(files[task], kept.STATISTICS, self._sums(task, tell), wanted[task])
             forward = sum(told["examples"] for told in self.told)
             backward = forward * max(1, request.samples) * (request.method == "fisher")
             self.passes = forward, backward
             world.collect(None)
         return ByStatistics(
             request.method,
-            list(files.values()),
+            self.outputs,
             mixtures,
             self.dimensions,
             request.off_diagonal,
