@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,26 +27,39 @@ class Split(NamedTuple):
     def of(cls, examples: Sequence[Example], share: float, seed: str) -> Split:
         """Hold out a share of the examples, at least one if there are two."""
         shuffled = random.Random(seed).sample(list(examples), len(examples))
-        held = 0
-        if share and len(shuffled) > 1:
-            held = min(len(shuffled) - 1, max(1, round(share * len(shuffled))))
+        held = held_out(len(shuffled), share)
         return cls(shuffled[held:], shuffled[:held])
+
+
+def held_out(examples: int, share: float) -> int:
+    """How many of a task's examples are held out."""
+    return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
+
+
+def shuffled(tasks: Sequence[Sequence[Example]], seed: str) -> list[Example]:
+    """All examples of all tasks, once."""
+    every = [example for examples in tasks for example in examples]
+    return random.Random(seed).sample(every, len(every))
 
 
 def drawn(
     weights: Sequence[float], tasks: Sequence[Sequence[Example]], factor: float, seed: str
 ) -> list[Example]:
-    """Examples of a mixture of tasks, shuffled: of task i, `weights[i]` * `factor` times as many as
-    it has, the shares of a whole one by chance. None is taken again before all of its task are.
+    """Examples of a mixture of tasks, shuffled: `factor` times as many as a task has in the mean.
+
+    Task i has its share `weights[i]` of them, the parts of a whole one by chance, whatever the
+    number of its examples: none of these comes again before all have come.
 
     Args:
         weights: of the tasks, without negative ones; their sum is 1.
     """
     chance = random.Random(seed)
+    total = max(1, round(factor * sum(map(len, tasks)) / len(tasks)))
+    end = chance.random()
     found: list[Example] = []
     for weight, examples in zip(weights, tasks, strict=True):
-        wanted = weight * factor * len(examples)
-        count = int(wanted) + (chance.random() < wanted - int(wanted))
+        begin, end = end, end + weight * total
+        count = math.floor(end + 1e-9) - math.floor(begin + 1e-9)
         while count > 0 and examples:
             some = chance.sample(list(examples), min(count, len(examples)))
             found += some

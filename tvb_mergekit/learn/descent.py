@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.errors import UserError, counted, listed
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import Batch, Loss, runs
 from tvb_mergekit.learn.data import Example
@@ -39,7 +39,7 @@ class Schedule:
     rate: float
     batch: int
     decay: float = 0.0
-    clip: float = math.inf
+    clip: float | None = None
     mask: bool = False
     cosine: bool = False
     patience: int = 3
@@ -78,7 +78,7 @@ class Descent:
         loss: Loss,
         schedule: Schedule,
         dtype: torch.dtype = torch.float32,
-        tell: Callable[..., object] = lambda done: None,
+        tell: Callable[..., object] = lambda done, note: None,
     ) -> None:
         self.model, self.parameters, self.moving = model, parameters, moving
         self.loss, self.schedule, self.dtype, self.tell = loss, schedule, dtype, tell
@@ -113,13 +113,20 @@ class Descent:
         """
         history, schedule = self.history, self.schedule
         begun = 0
-        if state is not None and is_state(state, told):
+        resumed = state is not None and state.is_file()
+        if resumed and (other := kept.differing(cast(Path, state), kept.STATE, told or {})):
+            LOG.warning("%s is of another %s: learning anew", state, listed(other))
+            resumed = False
+        if state is not None and resumed:
             begun = self._restore(state)
             history = self.history
             LOG.warning("--resume: %s are learned", counted(begun, "epoch"))
         else:
             history.losses.append(None)
-            history.held.append(self.held_loss(held))
+            try:
+                history.held.append(self.held_loss(held))
+            except NotFinite as error:
+                raise UserError(str(error)) from error
         for epoch in range(begun + 1, schedule.epochs + 1):
             if history.stopped:
                 break
@@ -139,7 +146,7 @@ class Descent:
                 history.best = epoch
                 for best, variable in zip(self.best, self.moving.variables, strict=True):
                     best.copy_(variable.detach())
-            elif epoch - history.best >= schedule.patience:
+            elif schedule.patience <= epoch - history.best and epoch < schedule.epochs:
                 history.stopped = f"no lower held-out loss in {schedule.patience} epochs"
             if state is not None:
                 self._save(state, epoch, told)
@@ -231,7 +238,7 @@ class Descent:
             size = (square / sum(g.numel() for g in gradients)) ** 0.5
             for gradient in gradients:
                 gradient.div_(size or 1.0)
-        elif schedule.clip < math.inf:
+        elif schedule.clip is not None:
             torch.nn.utils.clip_grad_norm_(variables, schedule.clip)
         self.optimizer.step()
 
@@ -245,14 +252,14 @@ class Descent:
         tensors |= {
             f"{name}.{k}": torch.as_tensor(t) for k, s in moments.items() for name, t in s.items()
         }
-        kept.save(file, kept.STATE, tensors, {"epoch": epoch, "told": told, **vars(self.history)})
+        found = {"epoch": epoch, "history": vars(self.history)}
+        kept.save(file, kept.STATE, tensors, {**(told or {}), **found})
 
     def _restore(self, file: Path) -> int:
         """Take up a state; the number of its epoch."""
         said = kept.told_in(file, kept.STATE) or {}
-        del said["told"]
-        epoch, held = int(said.pop("epoch")), load_file(file)
-        self.history = History(**said)
+        epoch, held = int(said["epoch"]), load_file(file)
+        self.history = History(**said["history"])
         state = self.optimizer.state_dict()
         with torch.no_grad():
             for k, (best, variable) in enumerate(
@@ -271,12 +278,6 @@ class Descent:
 def passing(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Passes of models in float32 within it are computed in `dtype`, where that is enough."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-
-
-def is_state(file: Path, told: Mapping[str, Any] | None = None) -> bool:
-    """Whether a file is the state of a descent, with `told` of this one."""
-    said = kept.told_in(file, kept.STATE)
-    return said is not None and (told is None or said["told"] == told)
 
 
 class NotFinite(Exception):

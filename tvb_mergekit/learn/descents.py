@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn import kept
-from tvb_mergekit.learn.batches import Split, drawn, entropy, response_loss
+from tvb_mergekit.learn.batches import (
+    Split,
+    drawn,
+    entropy,
+    held_out,
+    response_loss,
+    shuffled,
+)
 from tvb_mergekit.learn.descent import Descent, History, Schedule
 from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, base_names, bases_of, mixtures_of
 from tvb_mergekit.learn.models import load_model
@@ -58,6 +71,15 @@ class Descents(Work):
         changes: Any = {key: value for key, value in given.items() if value is not None}
         self.schedule = replace(SCHEDULES[request.method], **changes)
         self.histories: list[History] = []
+        self.told: dict[str, Any] = {}
+        every = self.models.named(self.models.empty)
+        first = {id(parameter): name for name, parameter in reversed(every.items())}
+        if twice := [name for name, p in every.items() if first[id(p)] != name]:
+            other = first[id(every[twice[0]])]
+            raise UserError(
+                f"tensors `{other}` and `{twice[0]}` are one in the base's model, and two in "
+                f"others: they cannot be learned apart; set `exclude` to one of them"
+            )
 
     @property
     def localizes(self) -> bool:
@@ -65,21 +87,24 @@ class Descents(Work):
 
     def costs(self) -> Costs:
         request, schedule = self.request, self.schedule
-        held = sum(_held(used, request.held_out) for used, _ in self.examples_used.values())
+        held = sum(held_out(used, request.held_out) for used, _ in self.examples_used.values())
         train = sum(used for used, _ in self.examples_used.values()) - held
         model = self.model_bytes
         numel = sum(item.numel for item in self.plan.items())
         largest = max(item.numel for item in self.plan.items())
         bases = 1 if self.localizes else self.most_bases
-        memory = 2 * model + 4 * bases * numel  # theta, theta_0 and the bases
-        if self.localizes:  # S, its gradient, the best S, and what sorting it takes
+        memory = 4 * bases * numel
+        if self.files:
+            memory += 2 * model  # theta and theta_0
+        if self.localizes:  # S, its gradient, the best S, what of it is compared, and the masks
             memory += 20 * numel
-        memory += 8 * largest  # a gradient, and theta as it is made
+        memory += 24 * largest  # a gradient, theta as it is made, and the places of a mask
         disk = 0
-        if self.localizes:
-            disk = int(self.most_bases * 3.3 * request.density * numel)
-        if request.store is not None:
-            disk *= 2
+        if self.localizes:  # counts and places, and of a state S and the best, while it is replaced
+            size = 2 / 256 + request.density * (1 + self._dtype.itemsize)
+            disk = int(self.most_bases * size * numel) + 16 * numel * bool(self.files)
+        if request.source is not None:
+            disk = 0
         activations = 0
         if self.files:
             activations = self.models.activations(
@@ -125,14 +150,8 @@ class Descents(Work):
         else:
             self._coefficients()
         if self.localizes:
-            if request.store is not None:
-                self._keep(request.store)
             return ByMasks(request.method, self.outputs, self.write)
-        held, told = (
-            load_file(self.outputs[0])["coefficients"],
-            kept.told_in(self.outputs[0], kept.LEARNED),
-        )
-        assert told is not None
+        held, told = load_file(self.outputs[0])["coefficients"], self.told
         rows = Rows.of(list(self.plan.counted), told["per"], told["blocks"])
         if rows.titles != told["rows"]:
             raise UserError(f"{self.outputs[0]}: coefficients of other tensors than this recipe's")
@@ -144,60 +163,66 @@ class Descents(Work):
             told = kept.told_in(file, kept.LEARNED)
             if told is None:
                 raise UserError(f"{file}: not what {self.request.method} has learned; learn anew")
-            if told["bases"] != self._bases_told():
+            bases, found = self._bases_told(), told["bases"]
+            same = found | {"encoder": None} == bases | {"encoder": None}
+            if not same or not np.allclose(found["encoder"], bases["encoder"], 1e-5, 1e-9):
                 raise UserError(
                     f"{file}: learned of other bases than this recipe's; take the recipe or store "
                     "of that run, or learn anew"
                 )
             self.histories.append(History(**told["history"]))
+            self.told = told
 
     def _bases_told(self) -> dict[str, Any]:
         """What tells the bases from others."""
-        bases = bases_of(self.plan)
-        rounded = [[float(f"{value:.6g}") for value in row] for row in bases.tolist()]
-        return {"fingerprints": list(self.plan.fingerprints.values()), "encoder": rounded}
+        plan = self.plan
+        assert plan.basis is not None
+        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.items()])
+        return {
+            "fingerprints": list(plan.fingerprints.values()),
+            "encoder": bases_of(plan).tolist(),
+            "scale": plan.basis.scale if self.localizes else None,
+            "tensors": hashlib.sha256(tensors.encode()).hexdigest(),
+        }
 
     def _wanted(self) -> dict[str, Any]:
-        """What a file or a state must be of."""
+        """What a file or a state must be of, as JSON has it."""
         request = self.request
-        return {
-            "method": request.method,
+        found = {
             "bases": self._bases_told(),
-            "data": {file.task: file.sha256 for file in self.files},
+            "data": [[file.task, file.sha256] for file in self.files],
+            "method": request.method,
+            "mixture": request.mixture,
             "seed": request.seed,
             "subsample": request.subsample,
             "held_out": request.held_out,
-            "schedule": {k: str(v) for k, v in asdict(self.schedule).items()},
             "precision": request.precision,
-            **self._options(),
+            "schedule": asdict(self.schedule),
         }
-
-    def _options(self) -> dict[str, Any]:
-        """The options of the method alone."""
-        request = self.request
         if self.localizes:
-            names = ["mixture", "density", "penalty", "dataless"]
-            return {name: getattr(request, name) for name in names}
-        return {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
+            names = ("density", "penalty", "dataless")
+            own = {name: getattr(request, name) for name in names}
+            return {**found, **own, "dtype": str(self._dtype)}
+        own = {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
+        return {**found, **own, "start": self._start().tolist()}
 
     @property
     def per(self) -> PER:
         """For what each basis has a coefficient."""
-        return self.request.per or ("layer" if self.request.method == "adamerging" else "tensor")
+        return "layer" if self.request.method == "adamerging" else "tensor"
 
     def _model(self) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Tensor]]:
         """The base's model, its parameters that are moved, and theta_0 of each, flattened."""
         trust = self.request.options.trust_remote_code
         model = load_model(self.models.base_folder, self.device, trust)
         if self.request.checkpointing:
-            try:
-                cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
-            except ValueError as error:
-                raise UserError(f"--checkpointing: {error}") from error
-            model.train()  # checkpoints are made in training alone
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            layers = [
+                each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
+            ]
+            if not layers:
+                raise UserError("--checkpointing: this model's code has no layers for it")
+            for layer in layers:  # not transformers' way, which works in training mode alone
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         parameters = self.models.named(model)
@@ -230,36 +255,41 @@ class Descents(Work):
         costs = self.costs()
         return bars(self.request.options.quiet)(self.request.method, costs.forward, "example")
 
+    def _is_there(self, file: Path, wanted: Mapping[str, Any]) -> bool:
+        """Whether an interrupted run has finished a file."""
+        if not file.is_file():
+            return False
+        if other := kept.differing(file, kept.LEARNED, wanted):
+            LOG.warning("%s is of another %s: learning anew", file, listed(other))
+            return False
+        told = kept.told_in(file, kept.LEARNED)
+        assert told is not None
+        LOG.warning("--resume: %s is there", file.stem)
+        self._remember(History(**told["history"]), told)
+        return True
+
     def _coefficients(self) -> None:
         """Learn coefficients into their file."""
         request, wanted, file = self.request, self._wanted(), self.outputs[0]
-        if kept.same(file, kept.LEARNED, wanted):
-            LOG.warning("--resume: all is learned")
-            told = kept.told_in(file, kept.LEARNED)
-            assert told is not None
-            self._remember(History(**told["history"]))
+        if self._is_there(file, wanted):
             return
         model, parameters, base = self._model()
         bases = self.models.stacked(bases_of(self.plan))
         rows = Rows.of(list(self.plan.counted), self.per, request.blocks)
-        start = self._start()
-        moving = Coefficients(base, bases, rows, start, request.nonnegative)
+        moving = Coefficients(base, bases, rows, self._start(), request.nonnegative)
         splits, seed = self._splits(), request.seed
-        train, weights = [split.train for split in splits], [1 / len(splits)] * len(splits)
+        train = [split.train for split in splits]
         held = [example for split in splits for example in split.held]
         descent = self._descent(model, parameters, moving, self._bar())
-        history = descent.run(
-            lambda epoch: drawn(weights, train, len(splits), f"{seed} {epoch}"),
-            held,
-            request.partial / STATE,
-            wanted,
-        )
-        self._remember(history)
+        state = request.partial / STATE
+        history = descent.run(lambda epoch: shuffled(train, f"{seed} {epoch}"), held, state, wanted)
         told = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
+        told["tasks"] = self._tasks_told()
+        self._remember(history, told)
         if ranks.world().leads:
-            values = {"coefficients": moving.values.detach().cpu().contiguous()}
+            values = {"coefficients": moving.values.detach()}
             kept.save(file, kept.LEARNED, values, told)
-            (request.partial / STATE).unlink(missing_ok=True)
+            state.unlink(missing_ok=True)
         ranks.world().share(lambda: None)
 
     def write(self, folder: Path) -> None:
@@ -272,28 +302,28 @@ class Descents(Work):
     def _recipe(self) -> dict[str, Any] | None:
         """What mergekit's own `task_arithmetic` makes the same model of, but for rounding; None
         where a recipe cannot say it: blocks, and the vectors of a store."""
-        plan, told = self.plan, kept.told_in(self.outputs[0], kept.LEARNED)
-        assert told is not None
+        plan, told = self.plan, self.told
         if told["blocks"] > 1 or plan.recipe.store is not None or plan.recipe.in_store:
             return None
         held = load_file(self.outputs[0])["coefficients"].double()
         weights = (held @ bases_of(plan).T).T.tolist()  # of each model, in each row
-        ends = "." if told["per"] == "layer" else ""
-        titles = [
-            f"{title}{ends}" if LAYER.match(f"{title}.") and ends else title
-            for title in told["rows"]
-        ]
-        moved = {name: job.counted_as for name, job in plan.jobs().items()}
-        still = [name for name in plan.tensors if name not in moved]
+        rows = Rows.of(list(plan.counted), told["per"])
+        jobs, filters = plan.jobs(), dict[str, int | None]()
+        for name in plan.tensors:
+            layer = LAYER.match(name) if told["per"] == "layer" else None
+            row = rows.first[jobs[name].counted_as] if name in jobs else None
+            filters[f"{layer[1]}." if layer and row is not None else name] = row
         # The first filter that is found in a name counts: the longest come first.
-        order = sorted(range(len(titles)), key=lambda row: -len(titles[row]))
+        order = sorted(filters.items(), key=lambda each: -len(each[0]))
         models = [
             {
                 "model": str(model),
                 "parameters": {
                     "weight": [
-                        *({"filter": name, "value": 0.0} for name in still),
-                        *({"filter": titles[row], "value": own[row]} for row in order),
+                        *(
+                            {"filter": text, "value": 0.0 if row is None else own[row]}
+                            for text, row in order
+                        ),
                         {"value": 0.0},
                     ]
                 },
@@ -308,13 +338,24 @@ class Descents(Work):
             "dtype": plan.out_dtype or "float32",
         }
 
-    def _start(self) -> float:
-        """Where coefficients begin: aTLAS at 0, and AdaMerging at the recipe's lambda."""
-        if self.request.method == "adamerging":
-            values = self.plan.tunables.get("lambda") or {0.4}
-            assert self.plan.basis is not None
-            return sum(values) / len(values) * self.plan.basis.scale
-        return 0.1 if self.request.nonnegative else 0.0  # a square has no gradient at 0
+    def _start(self) -> Tensor:
+        """Where coefficients begin, [rows, M] float64: aTLAS at 0, and AdaMerging at the recipe's
+        addition, of each row with the mean of its tensors' lambda."""
+        plan, basis = self.plan, self.plan.basis
+        assert basis is not None
+        rows = Rows.of(list(plan.counted), self.per, self.request.blocks)
+        columns = bases_of(plan).shape[1]
+        if self.request.method != "adamerging":  # a square has no gradient at 0
+            start = 0.1 if self.request.nonnegative else 0.0
+            return torch.full((rows.count, columns), start).double()
+        found: list[list[float]] = [[] for _ in range(rows.count)]
+        for job in plan.jobs().values():
+            found[rows.first[job.counted_as]].append(job.tunables.lambda_)
+        lambdas = torch.tensor([sum(some) / len(some) for some in found], dtype=torch.float64)
+        counted = torch.ones(columns, dtype=torch.float64)
+        if plan.recipe.store is not None:  # whose bases may stand for several tasks
+            counted = basis.addition[:columns] / torch.tensor(plan.recipe.weights).double()
+        return basis.scale * torch.outer(lambdas, counted)
 
     def _masks(self) -> None:
         """Learn the mask of each basis, one after the other, into files."""
@@ -326,16 +367,14 @@ class Descents(Work):
         if not request.dataless:
             weights, splits = mixtures_of(plan, request.mixture), self._splits()
             weights = weights / weights.sum(0)
-        model, parameters, base = self._model()
+        if request.store is not None:
+            dense_of(request.document, plan)  # refuses what a store cannot hold
+        model, parameters, base = self._model() if splits else (nn.Module(), {}, {})
         names = base_names(plan)
         tell, factor = self._bar() if splits else None, len(self.tasks) / matrix.shape[1]
         for number, file in enumerate(self.outputs):
             own = {**wanted, "basis": number}
-            if kept.same(file, kept.LEARNED, own):
-                LOG.warning("--resume: the mask of basis %d is there", number)
-                told = kept.told_in(file, kept.LEARNED)
-                assert told is not None
-                self._remember(History(**told["history"]))
+            if self._is_there(file, own):
                 continue
             bases = self.models.stacked(matrix[:, number : number + 1])
             mask = Mask(base, bases, request.density, penalty=request.penalty)
@@ -351,7 +390,8 @@ class Descents(Work):
                     request.partial / STATE,
                     own,
                 )
-            self._remember(history)
+            told = {**own, "history": asdict(history), "tasks": self._tasks_told()}
+            self._remember(history, told)
             if world.leads:
                 chosen = mask.kept()
                 shapes = {item.name: item.shape for item in plan.items()}
@@ -359,7 +399,6 @@ class Descents(Work):
                     (names[name], (bases[name][0] * chosen[name]).view(shapes[name]).cpu())
                     for name in chosen
                 )
-                told = {**own, "history": asdict(history)}
                 write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(told)})
                 (request.partial / STATE).unlink(missing_ok=True)
             world.share(lambda: None)
@@ -370,40 +409,29 @@ class Descents(Work):
         wanted = getattr(torch, self.plan.out_dtype or "float32")
         return wanted if wanted in DTYPES else torch.float32
 
-    def _keep(self, out: str) -> None:
-        """Write the store of the masked bases."""
-        world = ranks.world()
-        if world.leads:
+    def after(self) -> None:
+        if self.request.store is not None:
             dense = dense_of(self.request.document, self.plan)
-            sparse_store(dense, self.outputs, out, **self.plan.means)
-        world.share(lambda: None)
+            sparse_store(dense, self.outputs, self.request.store, **self.plan.means)
 
-    def _remember(self, history: History) -> None:
+    def _remember(self, history: History, told: dict[str, Any]) -> None:
         self.histories.append(history)
+        self.told = told
         self.passes = self.passes[0] + history.forward, self.passes[1] + history.backward
 
+    def _tasks_told(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "task": file.task,
+                "file": os.path.abspath(file.path),
+                "sha256": file.sha256,
+                "lines": len(file.records),
+                "examples": file.count(self.share),
+            }
+            for file in self.files
+        ]
+
     def facts(self) -> dict[str, Any]:
-        request = self.request
-        return {
-            **({"start": self._start()} if not self.localizes else {}),
-            **self._options(),
-            "schedule": asdict(self.schedule),
-            "held_out": request.held_out,
-            "precision": request.precision,
-            "tasks": [
-                {
-                    "task": file.task,
-                    "file": os.path.abspath(file.path),
-                    "sha256": file.sha256,
-                    "lines": len(file.records),
-                    "examples": file.count(self.share),
-                }
-                for file in self.files
-            ],
-            "history": [asdict(history) for history in self.histories],
-        }
-
-
-def _held(examples: int, share: float) -> int:
-    """How many are held out, as `Split.of` has it."""
-    return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
+        left = ("bases", "data", "history", "rows", "basis", "method", "dtype")
+        told = {key: value for key, value in self.told.items() if key not in left}
+        return {**told, "history": [asdict(history) for history in self.histories]}

@@ -54,9 +54,9 @@ def is_ours(file: Path) -> bool:
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 
-def same(file: Path, key: str, wanted: Mapping[str, Any]) -> bool:
-    """Whether a file is of what is wanted, and perhaps more; `file`, where data lie, may differ."""
+def differing(file: Path, key: str, wanted: Mapping[str, Any]) -> list[str]:
+    """What a file is not of, of what is wanted; where data lie, `file`, may differ."""
     told = told_in(file, key)
-    return told is not None and all(
-        told.get(name) == value for name, value in wanted.items() if name != "file"
-    )
+    if told is None:
+        return list(wanted)
+    return [name for name, value in wanted.items() if name != "file" and told.get(name) != value]

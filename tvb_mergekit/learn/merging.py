@@ -243,14 +243,16 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
         return torch.where(encoder > 0, encoder, -torch.inf).softmax(0)
     if float(encoder.min()) < 0:
         raise UserError(needs_mixtures("this", mixture))
+    if float(encoder.sum(0).min()) <= 0:
+        raise UserError("a basis holds no task (its column of W_e is 0); take fewer bases")
     return encoder
 
 
-def check_basis(plan: Plan, method: str, mixture: Mixture) -> None:
-    """Raise UserError where the recipe's basis is known not to do for a method."""
+def check_basis(plan: Plan, mixture: Mixture) -> None:
+    """Raise UserError where the recipe's basis is known to give no mixtures of tasks."""
     recipe = plan.recipe
     name = recipe.settings.basis if recipe.store is None else recipe.store.bases.basis
-    if name in MIXED and mixture == "encoder" and method in BY_MIXTURES:
+    if name in MIXED and mixture == "encoder":
         raise UserError(needs_mixtures(str(name), mixture))
 
 

@@ -108,7 +108,7 @@ class TaskModels:
         return {name: held.to(self.device) for name, held in sink.held.items()}
 
     @functools.cached_property
-    def _empty(self) -> nn.Module:
+    def empty(self) -> nn.Module:
         """The base's model without weights."""
         with torch.device("meta"), refused(self.base_folder):
             return self._made()
@@ -154,7 +154,7 @@ class TaskModels:
 
     def dimensions(self) -> dict[str, int]:
         """Weight of a linear layer -> the dimension in which its inputs lie; nothing is loaded."""
-        model = self._empty
+        model = self.empty
         layers, parameters = linear_layers(model), self.named(model)
         return {n: input_dimension(layers[id(p)]) for n, p in parameters.items() if id(p) in layers}
 

@@ -35,7 +35,7 @@ class Moving(ABC):
 
     @abstractmethod
     def theta(self, name: str) -> Tensor:
-        """The weights of one tensor, flattened."""
+        """The weights of one tensor, flattened [n]."""
 
     def add_penalty(self) -> float:
         """Add the gradient of what is minimized beside the loss, and return it."""
@@ -95,10 +95,12 @@ class Rows:
         return cls(first, list(titles), blocks)
 
     def of_tensor(self, name: str) -> slice:
+        """The rows of one tensor, as many as it has blocks."""
         return slice(self.first[name], self.first[name] + self.blocks)
 
     @property
     def count(self) -> int:
+        """How many rows there are."""
         return self.blocks * len(self.titles)
 
 
@@ -113,14 +115,15 @@ class Coefficients(Moving):
         base: Mapping[str, Tensor],
         bases: Mapping[str, Tensor],
         rows: Rows,
-        start: float,
+        start: float | Tensor,
         nonnegative: bool = False,
     ) -> None:
-        """`nonnegative`: c is the square of what is learned."""
+        """c begins at `start`, one number or [rows, M]; `nonnegative`: it is the square of what is
+        learned."""
         super().__init__(base, bases)
         self.rows, self.nonnegative = rows, nonnegative
         example = next(iter(bases.values()))
-        value = example.new_full((rows.count, example.shape[0]), start)
+        value = example.new_zeros(rows.count, example.shape[0]) + torch.as_tensor(start).to(example)
         if nonnegative:
             value.sqrt_()
         self.variables = [value.requires_grad_()]
@@ -158,7 +161,8 @@ class Mask(Moving):
         self.density, self.penalty = density, penalty
         self.names = list(bases)
         self._kept: dict[str, Tensor] | None = None
-        sizes = {name: bases[name][0].abs() for name in self.names}
+        every = {name: bases[name][0] for name in self.names}
+        sizes = {n: torch.where(basis != 0, basis.abs(), -torch.inf) for n, basis in every.items()}
         chosen = largest(sizes, density)
         self.variables = [
             torch.where(chosen[name], bias, -bias).to(sizes[name].dtype).requires_grad_()
@@ -186,7 +190,7 @@ class Mask(Moving):
         """The binary mask of each tensor: the largest S, as many as the density says."""
         with torch.no_grad():
             sizes = {
-                name: torch.where(self.bases[name][0] != 0, own.sigmoid(), 0)
+                name: torch.where(self.bases[name][0] != 0, own, -torch.inf)
                 for name, own in zip(self.names, self.variables, strict=True)
             }
         return largest(sizes, self.density)
@@ -194,31 +198,37 @@ class Mask(Moving):
     @contextmanager
     def sharp(self) -> Iterator[None]:
         self._kept = self.kept()
-        yield
-        self._kept = None
+        try:
+            yield
+        finally:
+            self._kept = None
 
 
 def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
     """Which entries of all tensors are the largest, in all a share `density` of them, as masks.
 
-    Entries of size 0 are not taken. Of equal ones the first are.
+    Compared in float32. Entries of -inf are not taken; of equal ones the first are. The threshold
+    is found by bisection, so that no copy of all entries is made.
     """
-    total = sum(size.numel() for size in sizes.values())
-    wanted = max(1, round(density * total))
-    every = torch.cat([size.reshape(-1) for size in sizes.values()])
-    if wanted < total:
-        threshold = torch.topk(every, wanted).values[-1]
-    else:
-        threshold = every.min()
-    left = wanted - int((every > threshold).sum())
-    del every
-    found = {}
+    wanted = max(1, round(density * sum(size.numel() for size in sizes.values())))
+    low, high = -(2**31), 2**31 - 1
+    while low < high:  # the largest threshold that lets enough pass
+        middle = (low + high + 1) // 2
+        if sum(int((_ordered(size) >= middle).sum()) for size in sizes.values()) >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    found = {name: _ordered(size) > low for name, size in sizes.items()}
+    left = wanted - sum(int(mask.sum()) for mask in found.values())
     for name, size in sizes.items():
-        mask = size > threshold
-        ties = (size == threshold) & (size > 0)
-        if left > 0 and bool(ties.any()):
-            places = ties.nonzero()[:left, 0]
-            mask[places] = True
+        if left > 0:
+            places = ((_ordered(size) == low) & (size > -torch.inf)).nonzero()[:left, 0]
+            found[name][places] = True
             left -= len(places)
-        found[name] = mask
     return found
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Integers in the order of float32 values."""
+    bits = values.detach().float().view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -22,7 +22,7 @@ from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
-from tvb_mergekit.learn.merging import Mixture, check_basis
+from tvb_mergekit.learn.merging import BY_MIXTURES, Mixture, check_basis
 from tvb_mergekit.learn.models import TaskModels
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
@@ -64,7 +64,6 @@ class Request:
     dataless: bool = False
     penalty: float = 0.0
     store: str | None = None
-    per: Literal["layer", "tensor"] | None = None
     blocks: int = 1
     nonnegative: bool = False
     precision: Precision = "float32"
@@ -234,6 +233,9 @@ class Work(ABC):
     def learn(self) -> Learned:
         """What merges the bases; `write` is called after it."""
 
+    def after(self) -> None:  # noqa: B027
+        """What is written once the merged model is whole."""
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """What learned.json says beside what all methods have."""
@@ -305,9 +307,6 @@ class Work(ABC):
             "format_version": 1,
             "version": __version__,
             "method": request.method,
-            "mixture": request.mixture,
-            "seed": request.seed,
-            "subsample": request.subsample,
             "from": request.source,
             **self.facts(),
             "passes": dict(zip(("forward", "backward"), self.passes, strict=True)),
@@ -332,8 +331,9 @@ def check_request(request: Request) -> None:
     for wrong, told in _mistakes(request):
         if wrong:
             raise UserError(told)
-    if document.varying and not document.recipe.in_store:  # whose own recipes have some
-        LOG.warning("%s does not use the recipe's `%s`", method, listed(list(document.varying)))
+    unused = [key for key in document.varying if (method, key) != ("adamerging", "lambda")]
+    if unused and not document.recipe.in_store:  # whose own recipes have some
+        LOG.warning("%s does not use the recipe's `%s`", method, listed(unused))
 
 
 def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
@@ -361,13 +361,20 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
         field_ = option.replace("-", "_")
         if getattr(request, field_) != getattr(usual, field_):
             yield method not in methods, f"--{option} belongs to {listed(methods, 5)}"
+            later = option in LATER and not (option == "mixture" and request.by_gradient)
             told = f"--{option}: what was learned is in --from already; leave it out"
-            yield request.source and option not in LATER, told
+            yield request.source and not later, told
+            told = f"--{option}: --dataless passes no examples; leave it out"
+            yield request.dataless and option not in ("density", "dataless", "store"), told
 
 
 # Options of some methods alone; those that are not among LATER shape what is learned.
 GRADIENT = ("localize", "adamerging", "atlas")
+EVERY = ("fisher", "regmean", *GRADIENT)
 BELONGS = {
+    "seed": EVERY,
+    "subsample": EVERY,
+    "precision": EVERY,
     "samples": ("fisher",),
     "off-diagonal": ("regmean",),
     "mixture": ("fisher", "regmean", "localize"),
@@ -412,7 +419,8 @@ def learn(request: Request, dry: bool = False) -> Bill:
     with ExitStack() as stack:
         made = planned(document, request.options, request.memory)
         plan = world.first(lambda: stack.enter_context(made))
-        check_basis(plan, request.method, request.mixture)
+        if request.method in BY_MIXTURES and not request.dataless:
+            check_basis(plan, request.mixture)
         work: Work = (Descents if request.by_gradient else Visits)(request, plan)
         if dry:
             return work.bill
@@ -432,6 +440,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
         work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
         with staged(out) as stage:
             write_model(plan, document.config, stage, request.text, started)
+        work.after()
         shutil.rmtree(request.partial, ignore_errors=True)
     return work.bill
 

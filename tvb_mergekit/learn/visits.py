@@ -91,7 +91,7 @@ class Visits(Work):
             left = [
                 task
                 for task in self.tasks
-                if not kept.same(files[task], kept.STATISTICS, wanted[task])
+                if kept.differing(files[task], kept.STATISTICS, wanted[task])
             ]
             if len(left) < len(files):
                 done = [task for task in files if task not in left]
@@ -159,6 +159,9 @@ class Visits(Work):
     def facts(self) -> dict[str, Any]:
         regmean = self.request.method == "regmean"
         return {
+            "mixture": self.request.mixture,
+            "seed": self.request.seed,
+            "subsample": self.request.subsample,
             "off_diagonal": self.request.off_diagonal if regmean else None,
             "tasks": self.told,
         }

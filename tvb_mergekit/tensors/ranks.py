@@ -106,7 +106,7 @@ class World:
         return values
 
     def add_up(self, counts: Tensor) -> None:
-        """Add every process's counts (integers, contiguous, on the CPU) in place."""
+        """Add every process's numbers (contiguous, on the CPU) in place."""
         self._meet(lambda dist: dist.all_reduce(counts))
 
     def agree(self, what: object, about: str) -> None:
