@@ -13,6 +13,7 @@ import pytest
 MINI = Path(__file__).resolve().parent.parent
 # `data`, `plan` and the like are no names to leave in sys.modules for other tests
 NAMES = "data plan model score train runs cells sheets report pictures compare matrices".split()
+NAMES += ["learned"]
 
 
 @pytest.fixture(scope="module")
