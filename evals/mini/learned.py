@@ -31,11 +31,24 @@ import score
 import torch
 import train
 import yaml
-from matrices import LAMBDAS
+from matrices import LAMBDAS, QUICKSTART, Quickstart
 from plan import HALF, PLANS, Cell, Plan, T, reference, settings
 from report import write_study
 from runs import Run, Weights, difference
-from sheets import Column, Record, Runs, Sheet, Spread, Value, dig, name, sheet, spread, value_of
+from sheets import (
+    Column,
+    Record,
+    Runs,
+    Sheet,
+    Spread,
+    Value,
+    dig,
+    name,
+    over,
+    sheet,
+    spread,
+    value_of,
+)
 from transformers.utils import logging
 
 import tvb_mergekit
@@ -55,9 +68,9 @@ COUNTS = (HALF, 3)  # M; T/4 is 2.5
 BASES = ("ae_adam_5", "balanced", "rand_select", "pca")
 CONVEX = ("ae_adam_5", "balanced")
 UNTUNED = 0.3  # where AdaMerging starts as published
-FACTORS = tuple(10 * by for by in LAMBDAS if by <= 0.63)  # of a mean: T times lambda
+FACTORS = tuple(10 * by for by in LAMBDAS if by <= 0.63)  # of a mean of T = 10
 SCALES = tuple(by for by in LAMBDAS if by >= 0.25)  # of what is stitched
-PARTS = ("methods", "controls")
+PARTS = ("methods", "controls", "quickstart")
 
 
 @dataclass(frozen=True)
@@ -149,12 +162,12 @@ def _defaults(method: str) -> dict[str, Any]:
 def control_cells(plan: Plan, shots: int) -> list[Cell]:
     """Why some stay below addition, over all task vectors."""
     whole = {"basis": "none", "num_bases": T, "seed": 0, "shots": shots, "tested": plan.tested}
-    half = whole | {"tested": plan.tested // 2}  # for a whole path
+    few = whole | {"tested": max(1, plan.tested // 4)}  # after each epoch
     found: list[Cell] = [{"kind": "learned_fisher", "how": how} | whole | {"lambdas": [*LAMBDAS]}
                          for how in FISHERS]  # fmt: skip
     found += [{"kind": "learned_masks", "how": how} | whole | _defaults("localize")
               for how in MASKS]  # fmt: skip
-    found += [{"kind": "learned_path", "how": how} | half | _defaults("adamerging")
+    found += [{"kind": "learned_path", "how": how} | few | _defaults("adamerging")
               for how in PATHS]  # fmt: skip
     return found
 
@@ -173,7 +186,8 @@ class Data:
         self.given = []
         for task, docs in self.docs.items():
             file = folder / f"{task}.jsonl"
-            file.write_text("".join(json.dumps(_example(doc, prompts)) + "\n" for doc in docs))
+            lines = (json.dumps(_example(run, doc, prompts)) + "\n" for doc in docs)
+            file.write_text("".join(lines))
             self.given.append(f"{task}={file}")
         self.files: list[DataFile] = read_data(self.given, run.tasks, prompts)
 
@@ -182,9 +196,10 @@ class Data:
         return [self.docs[f.task][k] for f in self.files for k in f.drawn(share, seed=0)]
 
 
-def _example(doc: data.Doc, prompts: bool) -> dict[str, str]:
-    prompt = {"prompt": doc["prompt"]}
-    return prompt if prompts else prompt | {"response": f" {doc['answer']} <eos>"}
+def _example(run: Run, doc: data.Doc, prompts: bool) -> dict[str, str]:
+    prompt, quickstart = {"prompt": doc["prompt"]}, isinstance(run, Quickstart)
+    response = doc["answer"] if quickstart else f" {doc['answer']} <eos>"
+    return prompt if prompts else prompt | {"response": response}
 
 
 def asked(run: Run, weights: Mapping[str, torch.Tensor], questions: score.Questions) -> float:
@@ -205,12 +220,13 @@ def tuned(
 
 def recipe(run: Run, cell: Cell, by: float) -> dict[str, Any]:
     label = cell["basis"]
+    folder = run.folder if isinstance(run, Quickstart) else run.folder / "full"
     size = {} if label == "none" else {"num_bases": cell["num_bases"], "seed": cell["seed"]}
     scale = {"lambda": by, "lambda_scale": cell.get("scale", "tasks")}
     return {
         "merge_method": "basis_ta",
         "base_model": str((run.folder / "base").resolve()),
-        "models": [{"model": str((run.folder / "full" / t).resolve())} for t in run.tasks],
+        "models": [{"model": str((folder / task).resolve())} for task in run.tasks],
         "parameters": settings(label) | size | scale,
         "dtype": "float32",
     }
@@ -318,10 +334,10 @@ def measure_fisher(run: Run, cell: Cell) -> dict[str, Any]:
                            for each in weights]  # fmt: skip
         vector, facts["models"] = weighted_mean(vectors, weights)
         by, curve = tuned(run, vector, files.drawn(1.0), FACTORS)
-    tested = TASKS, cell["tested"]
+    tested = run.tasks, cell["tested"]
     total = cells.total(run, run.tasks)
     return facts | {
-        "length": T * cells.norm(vector) / cells.norm(total),
+        "length": len(run.tasks) * cells.norm(vector) / cells.norm(total),
         "factor": by,
         "curve": curve,
         "plain": run.accuracy(run.shifted((1.0, vector)), "test", *tested),
@@ -354,8 +370,7 @@ def weighted_mean(vectors: Sequence[Weights], weights: Sequence[Weights]) -> tup
 
 # -------------------------------------------------------------- what stitching costs, after masking
 
-MASKS = {"localize": "learned, 5 %", "localize_dense": "learned, 20 %",
-         "dataless": "dataless, 5 %", "dataless_dense": "dataless, 20 %"}  # fmt: skip
+MASKS = {"localize": "learned, 5 %", "localize_dense": "learned, 20 %", "dataless": "dataless, 5 %"}
 
 
 def measure_masks(run: Run, cell: Cell) -> dict[str, Any]:
@@ -461,19 +476,21 @@ class Look:
             found = score.ask(model, self.run.tokenizer, self.questions)
         return {
             "accuracy": cells._mean(found, self.run.tasks),
-            "prompt": self._mean(model, "prompt", entropy),
-            "answer": self._mean(model, "answer", entropy),
-            "loss": self._mean(model, "answer", response_loss),
-        }
+            "prompt": self._means(model, "prompt", entropy)[0],
+            **dict(zip(("answer", "loss"), self._means(model, "answer", entropy, response_loss),
+                       strict=True)),
+        }  # fmt: skip
 
     @torch.no_grad()
-    def _mean(self, model: Any, key: str, loss: Loss) -> float:
-        total, examples = 0.0, sorted(self.examples[key], key=lambda e: len(e.ids))
+    def _means(self, model: Any, key: str, *losses: Loss) -> list[float]:
+        totals, examples = [0.0] * len(losses), sorted(self.examples[key], key=lambda e: len(e.ids))
         for some in batched(examples, 64):
             batch = Batch.of(some, torch.device(self.run.device))
             logits = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
-            total += float(loss(logits, batch))
-        return total / len(examples)
+            totals = [
+                t + float(loss(logits, batch)) for t, loss in zip(totals, losses, strict=True)
+            ]
+        return [total / len(examples) for total in totals]
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -604,11 +621,20 @@ def mixtures(runs: Runs) -> list[Sheet]:
     return sheet(runs, caption, "learned", shown, rows)
 
 
-def fishers(runs: Runs) -> list[Sheet]:
+def fishers(runs: Runs, absolute: bool = False) -> list[Sheet]:
+    """`absolute`: the accuracy itself, of tasks that are not the ten."""
+
+    def score_of(key: str) -> Value:
+        def value(record: Record) -> float | None:
+            found = dig(record, "result", key)
+            return over(found, found)
+
+        return value if absolute else runs.normal(key)
+
     values = {
-        "as it is": Column(runs.normal("plain")),
+        "as it is": Column(score_of("plain")),
         "best factor": Column(value_of("factor"), ".1f"),
-        "at that": Column(runs.normal("tuned")),
+        "at that": Column(score_of("tuned")),
         "length": Column(value_of("length"), ".2f"),
         "models that count": Column(value_of("models"), ".1f"),
         "largest share of F": Column(value_of("largest"), ".2f"),
@@ -617,7 +643,8 @@ def fishers(runs: Runs) -> list[Sheet]:
         title: [spread(map(c.value, runs.find("learned_fisher", how=how))) for c in values.values()]
         for how, title in FISHERS.items()
     }
-    caption = "Weighted means of all ten models: normalized accuracy"
+    caption = "Weighted means of all models: "
+    caption += "mean accuracy on eight tasks" if absolute else "normalized accuracy"
     return sheet(runs, caption, "learned_fisher", values, rows, corner="weights")
 
 
@@ -642,8 +669,10 @@ def masks(runs: Runs) -> list[Sheet]:
 
 def paths(runs: Runs) -> list[Sheet]:
     """At the start, at the epoch that the held-out objective likes best, and after the last."""
-    kinds = {"prompt": "entropy behind the prompt", "answer": "entropy along the answer",
-             "loss": "loss on it", "accuracy": "accuracy"}  # fmt: skip
+    whens = ("start", "kept", "last")
+    kinds = {"accuracy": ("accuracy", whens), "prompt": ("entropy behind the prompt", whens[::2]),
+             "answer": ("entropy along the answer", whens[::2]),
+             "loss": ("loss on the answer", whens[::2])}  # fmt: skip
 
     def at(key: str, when: str) -> Value:
         def value(record: Record) -> float | None:
@@ -654,16 +683,16 @@ def paths(runs: Runs) -> list[Sheet]:
 
         return value
 
-    columns = {f"{title}, {when}": Column(at(key, when), sd=False)
-               for key, title in kinds.items() for when in ("start", "kept", "last")}  # fmt: skip
-    columns = {"start": Column(value_of("start"), ".2f", sd=False)} | columns
+    columns = {"from": Column(value_of("start"), ".2f", sd=False)}
+    for key, (title, some) in kinds.items():
+        columns |= {f"{title}, {when}": Column(at(key, when), sd=False) for when in some}
     rows = {
         path.title: [
             spread(map(c.value, runs.find("learned_path", how=how))) for c in columns.values()
         ]
         for how, path in PATHS.items()
     }
-    caption = "Coefficients of all ten task vectors, one for each layer, by what they fall along"
+    caption = "Coefficients of all task vectors, one for each layer, by what they fall along"
     return sheet(runs, caption, "learned_path", columns, rows, corner="falls along")
 
 
@@ -671,7 +700,9 @@ def sheets(records: Sequence[Record], preset: str) -> dict[str, list[Sheet]]:
     runs = Runs(records, preset, "full")
     made = {"methods": methods, "kept": kept, "cost": cost, "sparse": sparse, "amounts": amounts,
             "mixtures": mixtures, "fishers": fishers, "masks": masks, "paths": paths}  # fmt: skip
-    return {title: make(runs) for title, make in made.items()}
+    shipped = Runs(records, "quickstart", "full")
+    others = {"quickstart": fishers(shipped, absolute=True) + paths(shipped)}
+    return {title: make(runs) for title, make in made.items()} | others
 
 
 def write(records: Sequence[Record], preset: str, folder: Path, page: Path | None) -> list[Path]:
@@ -680,6 +711,27 @@ def write(records: Sequence[Record], preset: str, folder: Path, page: Path | Non
 
 
 # ----------------------------------------------------------------------------------------- command
+
+
+def quickstart_records(out: Path, device: str, shots: int, as_is: bool) -> list[Record]:
+    """The controls of Fisher and of AdaMerging that tell most, over the eight shipped models."""
+    whole = {"basis": "none", "num_bases": 8, "seed": 0, "shots": shots, "tested": 200}
+    wanted = [{"kind": "learned_fisher", "how": how} | whole | {"lambdas": [*LAMBDAS]}
+              for how in ("mean", "fisher", "each")]  # fmt: skip
+    few = whole | {"tested": 50} | _defaults("adamerging")
+    wanted += [{"kind": "learned_path", "how": how} | few
+               for how in ("prompts", "answers", "labels")]  # fmt: skip
+    folder, about = QUICKSTART / "models", {"preset": "quickstart", "method": "full"}
+    models = compare.fingerprint(folder, "", [p.name for p in sorted(folder.iterdir())])
+    works = []
+    for cell in wanted:
+        work = compare.work_of(folder, "", device, models, cell)
+        works.append(replace(work, file=out / "quickstart" / "cells" / work.file.name))
+    if not as_is and not all(work.file.exists() for work in works):
+        compare.take(Quickstart(device), "")
+    found = compare.serially(works, "quickstart", as_is)
+    return [about | {"train_seed": 0} | record for record in found]
+
 
 cells.KINDS |= {"learned": measure, "learned_fisher": measure_fisher,
                 "learned_masks": measure_masks, "learned_path": measure_path}  # fmt: skip
@@ -707,7 +759,7 @@ def records_of(
 @click.option("--seeds", callback=compare._numbers, default="0", show_default=True,
               help="Of the trainings, comma-separated.")  # fmt: skip
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS,
-              help="Only this; may be repeated. By default both.")  # fmt: skip
+              help="Only this; may be repeated. By default all.")  # fmt: skip
 @click.option("--shots", type=click.IntRange(2), default=SHOTS, show_default=True,
               help="Validation items of a task.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
@@ -735,6 +787,8 @@ def main(
     on, records = train.chosen_device(device), list[Record]()
     for seed in seeds:
         records += records_of(preset, seed, out, on, parts, shots, as_is)
+    if "quickstart" in parts:
+        records += quickstart_records(out, on, shots, as_is)
     if not records:
         raise click.ClickException(f"{out} has no results of {preset}: leave out --as-is")
     for path in write(records, preset, folder or out / f"report-{preset}", page):
