@@ -344,6 +344,12 @@ class Page(HTMLParser):
         self.said += data
 
 
+def before_the_run(folder: Path) -> None:
+    """As if written before any results, whose date is 1."""
+    for file in folder.rglob("*"):
+        os.utime(file, (0, 0))
+
+
 def hostile_page() -> str:
     """Of a command in which labels, paths, answers, recipe and facts are hostile."""
     pytest.importorskip("matplotlib")
@@ -351,10 +357,11 @@ def hostile_page() -> str:
     (bad / "basis").mkdir(parents=True)
     (bad / "mergekit_config.yml").write_text(f"merge_method: linear  # {HOSTILE}\n")
     (bad / "basis/basis.json").write_text(json.dumps({"format_version": HOSTILE}))
+    before_the_run(bad)
     Path("small.yml").write_text(SMALL.replace('label: "Run"', f"label: {json.dumps(HOSTILE)}"))
     answers = {"resps": [[HOSTILE]], "target": HOSTILE}
-    for name, add in (("a", A), ("b", B)):
-        scored(name, {"add": add, "sub": [0.0] * 60, "run": C}, str(bad), **answers)
+    for name, add, model in (("a", A, bad), ("b", B, "other<script>")):
+        scored(name, {"add": add, "sub": [0.0] * 60, "run": C}, str(model), **answers)
     words = (f"{HOSTILE}=a", "b", *BENCH, "--specialist", "b", "--out", "out")
     invoke(*words)
     return Path("out/scores.html").read_text(encoding="utf-8")
@@ -398,19 +405,60 @@ def test_recipe_and_basis_of_a_merge() -> None:
     Path("merged/basis").mkdir(parents=True)
     write_facts(Path("merged/basis"), Facts.model_validate(facts))
     Path("merged/mergekit_config.yml").write_text("merge_method: basis_ta  # 0.35 by tune\n")
+    before_the_run(Path("merged"))
     scored("a", {"add": A, "sub": A, "run": A}, "./merged")
     invoke("a", *BENCH, "--out", "out", "--radar", "none")
     said = Page(Path("out/scores.html").read_text()).said
     assert written()["columns"][0]["tasks"]["add"]["origin"]["model"] == "merged"
     for part in ("a: merged", "1 of 2 task vectors", "65.30 %", "weightsx 1.0", "# 0.35 by tune"):
         assert part in said
+    assert "Found as merged from the current folder." in said
     assert "seed" not in said
     # facts that were changed since are told of, not shown
     file = Path("merged/basis/basis.json")
     file.write_text(file.read_text().replace("0.35", "0.4"))
+    before_the_run(Path("merged"))
     invoke("a", *BENCH, "--out", "out", "--radar", "none")
     said = Page(Path("out/scores.html").read_text()).said
     assert "basis.json was changed after it was written" in said and "of 2 task" not in said
+
+
+def models_said(*words: str) -> str:
+    """What the page says of the models."""
+    invoke(*words, *BENCH, "--out", "out", "--radar", "none")
+    return Page(Path("out/scores.html").read_text()).said.rpartition("Models")[2]
+
+
+@pytest.mark.parametrize("name", ["mergekit_config.yml", "basis/basis.json"])
+def test_no_recipe_of_a_folder_that_was_merged_anew(here: Path, name: str) -> None:
+    Path("merged/basis").mkdir(parents=True)
+    for file in ("mergekit_config.yml", "basis/basis.json"):
+        Path("merged", file).write_text("merge_method: linear\n")
+    before_the_run(Path("merged"))
+    scored("a", {"add": A, "sub": A, "run": A}, str(here / "merged"))
+    assert "linear" in models_said("a") and "Found as" not in models_said("a")
+    os.utime(Path("merged", name), (2, 2))
+    said = models_said("a")
+    assert f"No recipe: {Path(name).name} changed after this run." in said and "linear" not in said
+    # and where it is not known when the run was
+    file = next(Path("a").rglob("results_*.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"date": 0}))
+    said = models_said("a")
+    assert "do not say when they were run" in said and "linear" not in said
+
+
+def test_no_recipe_of_a_folder_that_gave_two_scores(here: Path) -> None:
+    Path("merged").mkdir()
+    Path("merged/mergekit_config.yml").write_text("merge_method: linear\n")
+    before_the_run(Path("merged"))
+    scored("a", {"add": A, "sub": A, "run": A}, str(here / "merged"))
+    scored("b", {"add": A, "sub": A, "run": A}, "merged")
+    assert models_said("a", "b").count("linear") == 2  # the same model twice
+    scored("b", {"add": A, "sub": B, "run": A}, "merged")
+    said = models_said("a", "b")
+    assert "linear" not in said
+    assert "No recipe: b was run from the same folder, and its score of sub is another." in said
+    assert "No recipe: a was run from the same folder" in said
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")

@@ -6,11 +6,13 @@ All text passes `_text`, which escapes it; the picture is drawn by matplotlib, l
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.figures import embedded
+from tvb_mergekit.score.columns import Column
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.table import Table
 from tvb_mergekit.score.text import HOW, HOW_PAIRS, pair_sheets, score_sheet
@@ -69,28 +71,67 @@ def page(table: Table, svg: bytes | None = None) -> str:
 
 
 def _models(table: Table) -> Iterable[str]:
-    """Each column's models, with recipe and basis where their folders are found from here."""
+    """Each column's models, with recipe and basis where their folders are found from here and hold
+    what was run."""
     for column in table.columns:
         cells = column.tasks.values()
         for model in sorted({c.origin.model for c in cells if c.origin and c.origin.model}):
             yield f"<h3>{_text(column.label)}: {_text(model)}</h3>\n"
-            if (facts := _facts(Path(model))) is not None:
-                yield _table(facts) if isinstance(facts, Sheet) else _paragraph(facts)
+            recipe, facts = _described(model)
+            found = [file for file in (recipe, facts) if os.path.isfile(file)]
+            if found and not os.path.isabs(model):
+                yield _paragraph(f"Found as {model} from the current folder.")
+            if found and (doubt := _doubt(table, column, model, found)):
+                yield _paragraph(doubt)
+                continue
+            if facts in found:
+                told = _facts(facts)
+                yield _table(told) if isinstance(told, Sheet) else _paragraph(told)
             try:
-                recipe = (Path(model) / "mergekit_config.yml").read_text("utf-8", "replace")
+                text = recipe.read_text("utf-8", "replace") if recipe in found else None
             except OSError:
+                text = None
+            if text is None:
                 yield _paragraph("No recipe beside its weights, as seen from the current folder.")
             else:
-                yield f"<details><summary>Recipe</summary><pre>{_text(recipe)}</pre></details>\n"
+                yield f"<details><summary>Recipe</summary><pre>{_text(text)}</pre></details>\n"
 
 
-def _facts(model: Path) -> Sheet | str | None:
-    """What `basis.json` tells, or why it cannot be read; None where there is none."""
-    from tvb_mergekit.store.facts import FACTS, FOLDER, read_facts
+def _described(model: str) -> tuple[Path, Path]:
+    """Where a merge writes its recipe, and the facts of its basis."""
+    from tvb_mergekit.store.facts import FACTS, FOLDER
 
-    file = model / FOLDER / FACTS
-    if not file.is_file():
-        return None
+    return Path(model) / "mergekit_config.yml", Path(model) / FOLDER / FACTS
+
+
+def _doubt(table: Table, column: Column, model: str, found: Iterable[Path]) -> str | None:
+    """Why the files found in the model's folder may not be of the model that was run, if so."""
+    place = os.path.realpath(model)
+    began = []
+    for name, cell in column.tasks.items():
+        if cell.origin is None or cell.origin.model != model:
+            continue
+        began.append(cell.origin.date)
+        for other in table.columns:
+            rival = other.tasks.get(name)
+            if rival is None or rival.origin is None or rival.origin.model is None:
+                continue
+            if rival.value != cell.value and os.path.realpath(rival.origin.model) == place:
+                return (
+                    f"No recipe: {other.label} was run from the same folder, and its score of "
+                    f"{name} is another."
+                )
+    dates = [date for date in began if date is not None]
+    if len(dates) < len(began):
+        return "No recipe: its results do not say when they were run."
+    newer = [file.name for file in found if os.path.getmtime(file) > min(dates)]
+    return f"No recipe: {listed(newer)} changed after this run." if newer else None
+
+
+def _facts(file: Path) -> Sheet | str:
+    """What `basis.json` tells, or why it cannot be read."""
+    from tvb_mergekit.store.facts import read_facts
+
     try:
         facts = read_facts(file)
     except UserError as error:

@@ -34,12 +34,14 @@ class Origin:
         settings: what has to agree between models that are compared, in words.
         limited: how much of the task was run, where that was not all of it.
         model: its path or name; None where lm-eval drew a random one.
+        date: when the run began, in seconds since 1970; None where the file does not say.
     """
 
     file: str
     settings: Mapping[str, str] = field(default_factory=dict)
     limited: str | None = None
     model: str | None = None
+    date: float | None = None
 
 
 @dataclass(frozen=True)
@@ -161,4 +163,5 @@ def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskR
     known = {key: str(value) for key, value in settings.items() if value is not None}
     directions = file.higher_is_better.get(name, {})
     lower = frozenset(metric for metric, higher in directions.items() if higher is False)
-    return TaskResult(metrics, stderrs, lower, Origin(path, known, limited, file.model))
+    origin = Origin(path, known, limited, file.model, file.date or None)
+    return TaskResult(metrics, stderrs, lower, origin)
