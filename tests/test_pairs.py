@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from scipy.stats import norm, permutation_test
 from test_score import BENCH, SMALL, invoke, last, run, warnings, write_results
 
 from tvb_mergekit.score.floors import THRESHOLDS
-from tvb_mergekit.score.pairs import holm, sign_flip
+from tvb_mergekit.score.pairs import compare, holm, sign_flip
 from tvb_mergekit.store.facts import Facts, write_facts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,45 @@ def test_p_values_are_those_of_all_sign_patterns() -> None:
     ):
         assert sign_flip(values) == pytest.approx(mid_p(values), abs=0.012)
         assert sign_flip(values) == sign_flip(-values) == sign_flip(1e-3 * values)
+
+
+def every_sum(sizes: Array) -> tuple[Array, Array]:
+    """What a sum of +-sizes, integers, may be, and how likely each is, by convolution."""
+    total = int(sizes.sum())
+    likely = np.zeros(2 * total + 1)
+    likely[total] = 1
+    for size in map(int, sizes):
+        up, down = np.zeros((2, len(likely)))
+        up[size:], down[: len(likely) - size] = likely[: len(likely) - size], likely[size:]
+        likely = (up + down) / 2
+    return np.arange(-total, total + 1), likely
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        (np.random.default_rng(0).integers(1, 10, 40), 0.15),  # pass@1 of ten samples
+        (np.round(np.random.default_rng(0).gamma(0.5, 100, 60)) + 1, 0.02),  # real-valued
+        (np.array([100] * 3 + [*range(1, 10)] * 22), 0.05),  # a short task and a long one
+        (np.array([22] * 5 + [1] * 100), 0.15),  # the same, of scores 0 and 1
+    ],
+)
+def test_p_values_far_out(sizes: Array, error: float) -> None:
+    """Against the exact ones, down to 1e-10; a few of them are drawn."""
+    sums, likely = every_sum(sizes)
+    tails = likely[::-1].cumsum()[::-1]
+    for level in (0.1, 0.03, 4e-3, 1e-3, 1e-5, 1e-7, 1e-10):
+        place = np.flatnonzero((2 * tails <= level) & (likely > 0))[0]
+        minus = (sizes.sum() - sums[place]) / 2  # the sizes that are taken with a minus
+        signs = np.ones(len(sizes))
+        for index in np.argsort(-sizes):
+            if sizes[index] <= minus:
+                signs[index], minus = -1, minus - sizes[index]
+        exact = 2 * tails[place] - likely[place]
+        found = sign_flip(signs * sizes)
+        if minus == 0:
+            assert found == pytest.approx(exact, rel=max(error, 0.15 * (4e-3 < exact < 0.2)))
+    assert sign_flip(sizes * 1.0) == pytest.approx(0.5 ** len(sizes))  # all of one sign
 
 
 def test_holm_by_hand() -> None:
@@ -100,6 +140,55 @@ def test_power() -> None:
     """4 points on as many items as GSM8K has."""
     paired, plain = rates(models(1319, 0.04, 1000))
     assert paired > 0.65 and plain < 0.55, (paired, plain)
+
+
+def equal_models(count: int, generator: np.random.Generator) -> dict[str, list[Array]]:
+    """Scores of equally good models: 0 or 1, and means of four checks."""
+    tasks = {}
+    for task, (items, checks) in {"a": (60, 1), "b": (164, 1), "c": (541, 1), "d": (300, 4)}.items():
+        right = generator.uniform(size=(items, 1))
+        tasks[task] = [
+            (generator.uniform(size=(items, checks)) < right).mean(1) * 100 for _ in range(count)
+        ]
+    return tasks
+
+
+def claims(tasks: dict[str, list[Array]]) -> tuple[int, int]:
+    """How many differences are beyond chance, of tasks and of all of them together."""
+    names = range(len(tasks["a"]))
+    values = {
+        (str(i), str(j)): {name: scores[j] - scores[i] for name, scores in tasks.items()}
+        for i, j in combinations(names, 2)
+    }
+    pairs = compare(values, dict.fromkeys(tasks, 1 / len(tasks)))
+    single = sum(found.beyond_chance for pair in pairs for found in pair.tasks.values())
+    return single, sum(pair.whole is not None and pair.whole.beyond_chance for pair in pairs)
+
+
+def false_tables(runs: int) -> Array:
+    """Shares of tables of ten equal models with a claim, about a task and about the whole."""
+    generator = np.random.default_rng(0)
+    found = [claims(equal_models(10, generator)) for _ in range(runs)]
+    return np.mean(np.array(found) > 0, axis=0)
+
+
+def test_few_tables_of_equal_models_make_a_claim() -> None:
+    assert max(false_tables(20)) <= 0.15  # 15 of 20 where each pair is corrected alone
+
+
+@pytest.mark.slow
+def test_one_table_of_equal_models_in_twenty_makes_a_claim() -> None:
+    single, whole = false_tables(400)
+    assert single <= 0.06 and whole <= 0.06, (single, whole)
+
+
+def test_one_of_forty_models_is_better() -> None:
+    """Real-valued scores: 780 pairs, of which the 39 of the better model are beyond chance."""
+    generator = np.random.default_rng(0)
+    hard = generator.normal(size=200)
+    scores = [hard + generator.normal(size=200) for _ in range(40)]
+    scores[39] += 1
+    assert claims({"a": scores}) == (39, 39)
 
 
 # ------------------------------------------------------------------------------- whole commands

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TypeVar
 
 import numpy as np
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.floors import Signs, remark
-from tvb_mergekit.score.pairs import Array, Difference, Pair, difference, holm
+from tvb_mergekit.score.pairs import Array, compare
 from tvb_mergekit.score.samples import read_items, samples_file
 from tvb_mergekit.score.table import Table
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def examine(table: Table) -> Table:
     warnings = [f"no paired differences of {why}: {listed(tasks)}" for why, tasks in told.items()]
     return replace(
         table,
-        pairs=_pairs(table, values),
+        pairs=compare(values, _weights(table)),
         remarks=tuple(found for found in remarks if found),
         warnings=(*table.warnings, *warnings),
     )
@@ -102,27 +99,6 @@ def _subtracted(one: Answered, other: Answered) -> Array | str:
         if first[0] != second[0]:
             return f"item {doc_id} is another document"
     return np.array([other.scores[i][1] - score for i, (_, score) in one.scores.items()])
-
-
-def _pairs(table: Table, values: Mapping[tuple[str, str], Mapping[str, Array]]) -> tuple[Pair, ...]:
-    """Differences of tasks, corrected over a pair's tasks; of all, corrected over the pairs."""
-    weights = _weights(table)
-    pairs = []
-    for (one, other), parts in values.items():
-        if not parts:
-            continue
-        tasks = _corrected({name: difference([part]) for name, part in parts.items()})
-        whole = None
-        if weights and weights.keys() <= parts.keys():
-            whole = difference([weight * parts[name] for name, weight in weights.items()])
-        pairs.append(Pair(one, other, tasks, whole))
-    wholes = _corrected({i: pair.whole for i, pair in enumerate(pairs) if pair.whole})
-    return tuple(replace(pair, whole=wholes.get(i)) for i, pair in enumerate(pairs))
-
-
-def _corrected(found: Mapping[Key, Difference]) -> dict[Key, Difference]:
-    corrected = holm([one.p for one in found.values()])
-    return {key: replace(found[key], corrected=p) for key, p in zip(found, corrected, strict=True)}
 
 
 def _weights(table: Table) -> dict[str, float]:

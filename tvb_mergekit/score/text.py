@@ -31,7 +31,7 @@ HOW = (
 HOW_PAIRS = (
     "Differences over the same items, ± their standard error, and p of a sign-flip test (its mid-p "
     "value; McNemar's where scores are 0 or 1). p is corrected by Holm's method: over the tasks of "
-    "a pair, and over the pairs for all tasks together. * is a p below 0.05."
+    "all pairs, and over the pairs for all tasks together. * is a p below 0.05."
 )
 
 
