@@ -350,10 +350,29 @@ def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
             assert f"{line}\n  item 2, wanted '1': 'an answer'\n  item 3" in text
             assert found[0]["task"] == "sub" and len(found[0]["answers"]) == 3
             assert f"* {line}\n  * item 2" in Path("out/scores.md").read_text()
-    write_results("n.json", {"add": 0.4, "sub": 0.017})
-    assert "not ability; with `lm_eval --log_samples` answers are shown here" in run(
-        "n.json", *BENCH
-    )
+    for items, odd in ((50, True), (49, False)):
+        write_results("n.json", {"add": 0.4, "sub": 0.017}, items=items)
+        line = "not ability; with `lm_eval --log_samples` answers are shown here"
+        assert (line in run("n.json", *BENCH)) == odd
+
+
+def test_few_items_tell_of_no_floor() -> None:
+    for items, odd in ((50, True), (49, False)):
+        answers = {"resps": [["```"]], "filtered_resps": ["[invalid]"]}
+        scored("m", {"add": [1.0] * items, "sub": [0.0] * items, "run": [0.0] * items}, **answers)
+        assert ("looks like" in run("m", *BENCH)) == odd
+
+
+def test_a_model_that_refuses_nothing() -> None:
+    """Its score is its own; answers that are missing are not."""
+    name = "mergebench_harmbench"
+    scored("m", {name: [0.0] * 100, "mergebench_xstest": [1.0] * 100}, resps=[["```Sure"]])
+    assert "looks like" not in run("m")
+    scored("m", {name: [0.0] * 100, "mergebench_xstest": [1.0] * 100}, resps=[[""]],
+           filtered_resps=[""])  # fmt: skip
+    text = run("m")
+    assert "m: HarmBench: no answer to 100 of 100 items: looks like" in text
+    assert "XSTest: no answer" not in text  # to which no answer is right
 
 
 @pytest.mark.parametrize(
@@ -371,18 +390,19 @@ def test_code_fences_in_every_answer(most: int, passed: int, odd: bool) -> None:
 
 
 @pytest.mark.parametrize("nothing", [" \n", "[invalid]"])
-@pytest.mark.parametrize(("most", "odd"), [(11, True), (10, False)])
-def test_empty_answers(nothing: str, most: int, odd: bool) -> None:
+@pytest.mark.parametrize(("most", "right", "odd"), [(16, 0, True), (15, 0, False), (16, 1, False)])
+def test_empty_answers(nothing: str, most: int, right: int, odd: bool) -> None:
+    """Whose share is surely above 10 %; those that are right are no sign."""
     found = {i: [nothing if i < most else "4"] for i in range(100)}
-    scored("m", {"add": C + C[:40]}, filtered_resps=found)
+    scored("m", {"add": [1.0] * right + [0.0] * 40 + [1.0] * (60 - right)}, filtered_resps=found)
     text = run("m", *BENCH)
-    assert ("m: Add: no answer to 11 of 100 items: looks like extraction" in text) == odd
+    assert ("m: Add: no answer to 16 of 100 items: looks like extraction" in text) == odd
     assert ("looks like" in text) == odd
 
 
 @pytest.mark.parametrize("by_text", [True, False])
 @pytest.mark.parametrize(
-    ("most", "right", "odd"), [(91, 50, True), (90, 50, False), (91, 89, True), (91, 90, False)]
+    ("most", "right", "odd"), [(96, 50, True), (95, 50, False), (96, 89, True), (96, 90, False)]
 )
 def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> None:
     said: dict[str, Any] = {"filtered_resps": {i: ["(B)" if i < most else "A"] for i in range(100)}}
@@ -390,11 +410,24 @@ def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> 
         pairs = {i: [["-3.5", "False"], ["-1.5" if i < most else "-9", "True"]] for i in range(100)}
         said = {"filtered_resps": pairs, "resps": {i: [[p] for p in pairs[i]] for i in pairs}}
         said["arguments"] = {f"gen_args_{i}": {"arg_0": "Q", "arg_1": f" c{i}"} for i in range(2)}
+    said["target"] = {i: ("A", "(b)")[i % 2] if by_text else i % 2 for i in range(100)}
     scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
     text = run("m", *BENCH)
-    line = "m: Add: letter B chosen in 91 of 100 items: looks like extraction, not ability"
+    line = "m: Add: letter B chosen in 96 of 100 items: looks like extraction, not ability"
     assert (line in text) == odd == ("looks like" in text)
     assert not odd or (": 'an answer'" if by_text else ": 'B: c1'") in text
+    said["target"] = "B"  # that is what the items ask for
+    scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
+    assert "looks like" not in run("m", *BENCH)
+
+
+@pytest.mark.parametrize("answer", ["B", "b", "(B)", "**B**", "b.", "**(B)**", " `B`: "])
+def test_a_letter_in_many_dresses(answer: str) -> None:
+    targets = {i: "ab"[i % 2] for i in range(100)}
+    scored("m", {"add": [0.0, 1.0] * 50}, filtered_resps=[answer], target=targets)
+    assert "letter B chosen in 100 of 100 items" in run("m", *BENCH)
+    scored("m", {"add": [0.0, 1.0] * 50}, filtered_resps=["Be"], target=targets)
+    assert "letter" not in run("m", *BENCH)
 
 
 # ------------------------------------------------------------------------------------- the page
@@ -612,7 +645,7 @@ categories:
 @pytest.mark.slow
 def test_with_what_lm_eval_writes(here: Path) -> None:
     """Generated answers and choices, as a user types; both models copy, so that they choose a."""
-    items = [json.dumps({"x": "a" * (3 + i % 4), "y": i % 3}) for i in range(30)]
+    items = [json.dumps({"x": "a" * (3 + i % 4), "y": i % 3}) for i in range(60)]
     Path("letters.jsonl").write_text("\n".join(items))
     quickstart = ROOT / "recipes/quickstart"
     shutil.copytree(quickstart / "eval", "tasks")
@@ -639,9 +672,9 @@ def test_with_what_lm_eval_writes(here: Path) -> None:
     one, other = (column["tasks"]["quickstart_sort"] for column in found["columns"])
     sort = pair["tasks"]["quickstart_sort"]
     assert sort["value"] == pytest.approx(other["value"] - one["value"]) and sort["items"] == 60
-    assert sort["corrected"] < 0.001 and pair["tasks"]["letters"]["items"] == 30
+    assert sort["corrected"] < 0.001 and pair["tasks"]["letters"]["items"] == 60
     letters = [remark for remark in found["remarks"] if remark["task"] == "letters"]
-    assert [remark["reasons"] for remark in letters] == 2 * [["letter A chosen in 30 of 30 items"]]
+    assert [remark["reasons"] for remark in letters] == 2 * [["letter A chosen in 60 of 60 items"]]
     assert letters[0]["answers"][1] == {"doc_id": 1, "text": "A: a", "target": "1"}
     # paired errors are never above those of two independent columns by much
     assert sort["stderr"] < 1.1 * np.hypot(one["stderr"], other["stderr"])

@@ -11,6 +11,7 @@ A benchmark is a small YAML file, so that any group of tasks can be tabled:
         label: Math
         group: my_math                # optional: the lm-eval group that runs all of them
         options: --apply_chat_template    # optional: what lm_eval needs to run them
+        floors: false                 # optional: a score near 0 may well be the model's own
         tasks:
           - {name: my_sums, label: Sums}                       # its `score,none`
           - {name: gsm8k, label: GSM8k, metric: "exact_match,strict-match"}
@@ -48,13 +49,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Category:
-    """Its score is the plain mean of its tasks'."""
+    """Its score is the plain mean of its tasks'.
+
+    Attributes:
+        floors: whether a score near 0 is odd; that of a model which refuses nothing is not.
+    """
 
     name: str
     label: str
     tasks: Annotated[tuple[Task, ...], pydantic.Field(min_length=1)]
     group: str | None = None
     options: str | None = None
+    floors: bool = True
 
 
 @dataclass(frozen=True)

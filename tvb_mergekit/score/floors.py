@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tvb_mergekit.score.benchmark import Category, Task
-from tvb_mergekit.score.columns import Column
+from tvb_mergekit.score.columns import Cell, Column
 from tvb_mergekit.score.samples import Item
 
 VERDICT = "looks like extraction, not ability"
@@ -20,18 +20,24 @@ class Thresholds:
     """Shares of 1, of scores and of items.
 
     Attributes:
+        items: of fewer nothing is said, and a neighbour with fewer tells nothing. A model that can
+            do `healthy` has a score up to `floor` of so many once in 5000 times.
         floor: a score up to here is at the floor
         healthy: beside another one of the category from here on,
         fenced: or with a code fence in at least so many answers.
-        empty: more empty answers than this,
-        letter: or one letter chosen more often, tell of the format at any score.
+        empty: more empty answers than this among all items,
+        letter: or one letter chosen more often, tell of the format at any score, once `sure` says
+            so.
+        sure: the level of the lower confidence bound of such a share, one-sided.
     """
 
+    items: int = 50
     floor: float = 0.02
     healthy: float = 0.2
     fenced: float = 0.9
     empty: float = 0.1
     letter: float = 0.9
+    sure: float = 0.95
 
 
 THRESHOLDS = Thresholds()
@@ -64,14 +70,18 @@ class Remark:
 
 @dataclass
 class Signs:
-    """How many items show what, and the first answers of each."""
+    """How many items show what, and the first answers of each; `wanted` are the letters that the
+    items ask for."""
 
     items: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[Answer]] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
 
     def add(self, item: Item) -> None:
         self.items += 1
+        if item.wanted is not None and len(self.wanted) < 2:
+            self.wanted.add(item.wanted)
         for sign in _signs(item):
             self.counts[sign] += 1
             kept = self.first.setdefault(sign, [])
@@ -82,14 +92,22 @@ class Signs:
     def share(self, sign: str) -> float:
         return self.counts[sign] / self.items if self.items else 0.0
 
+    def surely(self, sign: str, level: float) -> float:
+        """The lower bound of the share (Clopper and Pearson 1934)."""
+        from scipy.stats import beta
+
+        count = self.counts[sign]
+        return float(beta.ppf(1 - level, count, self.items - count + 1)) if count else 0.0
+
 
 def _signs(item: Item) -> list[str]:
     fenced = ["```" in text for text in item.answers]
     empty = [text.strip() in NOTHING for text in item.found or item.answers]
+    wrong = item.score is not None and item.score <= 0
     flags = {
-        "empty": 2 * sum(empty) > len(empty),
+        "empty": wrong and 2 * sum(empty) > len(empty),  # else no answer is what is wanted
         "fenced": 2 * sum(fenced) > len(fenced),
-        "wrong": item.score is not None and item.score <= 0,
+        "wrong": wrong,
         f"letter {item.letter}": item.letter is not None,
     }
     return [sign for sign, shown in flags.items() if shown]
@@ -103,29 +121,41 @@ def remark(
     limits: Thresholds = THRESHOLDS,
 ) -> Remark | None:
     """What is odd about the score, if anything; without items only its neighbours tell."""
+    if _items(column.tasks[task.name], signs) < limits.items:
+        return None
     share = column.tasks[task.name].value / 100
+    low = category.floors and share <= limits.floor
     reasons: list[tuple[str, str]] = []  # and the sign whose answers are shown
     if signs is not None:
-        if signs.share("empty") > limits.empty:
+        if signs.surely("empty", limits.sure) > limits.empty:
             reasons.append((f"no answer to {_of(signs, 'empty')}", "empty"))
-        if share <= limits.floor and signs.share("fenced") >= limits.fenced:
+        if low and signs.share("fenced") >= limits.fenced:
             fenced = _of(signs, "fenced")
             reasons.append((f"{100 * share:.2f} with code fences in {fenced}", "fenced"))
         letter = max((s for s in signs.counts if s.startswith("letter ")),
                      key=signs.counts.__getitem__, default="")  # fmt: skip
+        often = signs.surely(letter, limits.sure) > limits.letter and len(signs.wanted) > 1
         # where nearly all are right, the items want one letter
-        if letter and signs.share(letter) > limits.letter and share < limits.letter:
+        if often and share < limits.letter:
             reasons.append((f"{letter} chosen in {_of(signs, letter)}", letter))
-    others = [other for other in category.tasks if other is not task]
-    cells = [(other.label, c.value) for other in others if (c := column.tasks.get(other.name))]
+    others = [(other.label, column.tasks.get(other.name)) for other in category.tasks]
+    cells = [(label, c.value) for label, c in others if c and _items(c) >= limits.items]
     label, value = max(cells, key=lambda cell: cell[1], default=("", 0.0))
-    if share <= limits.floor and value >= 100 * limits.healthy:
+    if low and value >= 100 * limits.healthy:
         reasons.append((f"{100 * share:.2f} beside {value:.2f} of {label}", "wrong"))
     if not reasons:
         return None
     answers = signs.first.get(reasons[0][1], []) if signs else []
     told = tuple(reason for reason, _ in reasons)
     return Remark(column.label, task.name, task.label, told, tuple(answers))
+
+
+def _items(cell: Cell, signs: Signs | None = None) -> int:
+    """How many items the score is over; 0 where nobody says."""
+    if signs is not None:
+        return signs.items
+    known = cell.origin.settings.get("the number of items", "") if cell.origin else ""
+    return int(known) if known.isdecimal() else 0
 
 
 def _of(signs: Signs, sign: str) -> str:

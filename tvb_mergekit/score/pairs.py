@@ -8,10 +8,9 @@ more power (Fagerland, Lydersen and Laake 2013, https://doi.org/10.1186/1471-228
 other score it is Fisher's randomization test of paired observations.
 
 A binomial sum has its p exactly, and so have up to FEW items that differ, by all their sign
-patterns. Of other sums p is the saddlepoint approximation (Robinson 1982, Saddlepoint approximations
-for permutation tests and confidence intervals, J. R. Statist. Soc. B 44, 91-101), which is close in
-relative error far out in the tail, where a correction for thousands of tests looks: no number of
-draws that can be afforded reaches there. Within NEAR, around the level of a single test, where few
+patterns. Of other sums p is the saddlepoint approximation (Kolassa and Robinson 2011,
+https://doi.org/10.1214/11-AOS945), which is close in relative error far out in the tail, where a
+correction for thousands of tests looks: no number of draws that can be afforded reaches there. Within NEAR, around the level of a single test, where few
 unequal sizes may put it off by a third, signs are drawn DRAWS times from a fixed seed instead.
 """
 

@@ -20,7 +20,7 @@ import pydantic
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.score.results import DATE
 
-LETTER = re.compile(r"\s*\(?([A-Z])[).]?\s*")
+LETTER = re.compile(r"[\s*_`().:]*([A-Za-z])[\s*_`().:]*")  # B, b., (B), **B**
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Item:
         answers: the texts as generated; of scored choices, the likeliest.
         found: what the task's filter took from the texts; empty where that is no text.
         letter: the choice, where there are several.
+        wanted: what the letter should be, in any spelling; None where that is no letter.
     """
 
     doc_id: int
@@ -42,6 +43,7 @@ class Item:
     found: tuple[str, ...]
     letter: str | None
     target: str
+    wanted: str | None = None
 
 
 class _Line(pydantic.BaseModel):
@@ -94,19 +96,28 @@ def _parsed(text: bytes, where: str) -> _Line:
 
 
 def _item(line: _Line, metric: str) -> Item:
-    value = (line.model_extra or {}).get(metric)
-    number = isinstance(value, (int, float)) and math.isfinite(value)
     first = line.resps[0] if line.resps else None
     scored = isinstance(first, list) and bool(first) and isinstance(first[0], list)
     found: tuple[str, ...] = ()
+    target = str(line.target)
     if scored:
         letter, answers = _likeliest(line)
+        wanted: str | None = target  # a number, a letter, or the choice itself
     else:
         answers, found = _texts(line.resps), _texts(line.filtered_resps)
-        match = LETTER.fullmatch(found[0]) if len(found) == 1 else None
-        letter = match[1] if match else None
-    score = float(value) if number else None  # type: ignore[arg-type]
-    return Item(line.doc_id, line.doc_hash, score, answers, found, letter, str(line.target))
+        letter = _letter(found[0]) if len(found) == 1 else None
+        wanted = _letter(target)
+    score = _number((line.model_extra or {}).get(metric))
+    return Item(line.doc_id, line.doc_hash, score, answers, found, letter, target, wanted)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _letter(text: str) -> str | None:
+    match = LETTER.fullmatch(text)
+    return match[1].upper() if match else None
 
 
 def _likeliest(line: _Line) -> tuple[str | None, tuple[str, ...]]:
