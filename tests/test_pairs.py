@@ -318,6 +318,9 @@ def test_samples_that_cannot_be_paired() -> None:
         whole.replace('"score": 1.0', '"score": [1, 2]'): "b, whose `score,none` is no mean",
         "": "b, whose `score,none` is no mean",
         whole.replace('"score": 1.0', '"score": NaN'): "b, whose `score,none` is no mean",
+        whole.replace('"score": 1.0', f'"score": 1{"0" * 400}'): "b, whose `score,none` is no mean",
+        whole.replace('"score": 1.0', '"score": 1e308')
+        .replace('"score": 0.0', '"score": -1e308'): "b, whose `score,none` is no mean",
     }
     for text, told in cases.items():
         place.write_text(text)
@@ -332,6 +335,11 @@ def test_samples_that_cannot_be_paired() -> None:
     for path in Path().glob("?/m/samples_*"):
         path.unlink()
     assert warnings("a", "b", *BENCH) == []
+
+
+def test_likelihoods_that_no_float_holds() -> None:
+    scored("m", {"add": C}, resps=[[["-1", "False"]]], filtered_resps=[[10**400], [1]])
+    assert "50.00" in run("m", *BENCH)
 
 
 # --------------------------------------------------------------------------------------- floors

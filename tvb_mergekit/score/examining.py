@@ -83,7 +83,7 @@ def _read(cell: Cell, task: str) -> Answered:
     except UserError as error:
         return Answered(None, {}, f"as {error}")
     mean = sum(score for _, score in scores.values()) / max(len(scores), 1)
-    if not numbers or abs(mean - cell.value) > 0.01:
+    if not numbers or not abs(mean - cell.value) <= 0.01:  # it may be no number
         return Answered(
             signs, scores, f"whose `{cell.metric}` is no mean over the items in samples"
         )

@@ -112,7 +112,10 @@ def _item(line: _Line, metric: str) -> Item:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None
 
 
 def _letter(text: str) -> str | None:
@@ -124,7 +127,7 @@ def _likeliest(line: _Line) -> tuple[str | None, tuple[str, ...]]:
     """Letter and text of the likeliest choice; no letter where there is no choice."""
     try:
         likelihoods = [float(pair[0]) for pair in line.filtered_resps]
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
         return None, ()
     if len(likelihoods) < 2:
         return None, ()
