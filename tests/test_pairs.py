@@ -515,11 +515,11 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
         "Better beyond chance",
         "Floors",
         "Models",
-        "bad<script>",
-        "was changed",
-        "Recipe",
+        "bad<script>/basis/basis.json is not whole",
+        f"Recipemerge_method: linear  # {HOSTILE}",
+        "other<script>",
     ):
-        assert part in page.said or part == "was changed"
+        assert part in page.said
 
 
 def test_recipe_and_basis_of_a_merge() -> None:
