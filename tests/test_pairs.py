@@ -304,6 +304,32 @@ def test_items_that_differ_are_refused() -> None:
     assert re.search(r"b − a +— +— +0 +0 *\n", text)
 
 
+def test_the_same_documents_under_other_ids() -> None:
+    """Paired by their hashes; where one is there twice, it is not known which is which."""
+    scored("a", {"add": A, "sub": A, "run": A})
+    scored("b", {"add": B, "sub": A, "run": A})
+    run("a", "b", *BENCH, "--out", "out", "--radar", "none")
+    (before,) = written()["pairs"]
+    file = Path(f"b/m/samples_add_{DATE}.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["doc_id"] = (line["doc_id"] + 7) % 60 + 1000
+    file.write_text("\n".join(map(json.dumps, lines)))
+    run("a", "b", *BENCH, "--out", "out", "--radar", "none")
+    assert written()["pairs"] == [before] and before["tasks"]["add"]["value"] > 16
+    for name in "ab":
+        file = Path(f"{name}/m/samples_add_{DATE}.jsonl")
+        hashes = {f"add {number}": f"add {number % 59}" for number in range(60)}
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            line["doc_hash"] = hashes[line["doc"]["question"]]
+        file.write_text("\n".join(map(json.dumps, lines)))
+    assert warnings("a", "b", *BENCH) == [
+        "no paired differences of a and b, which were not given the same items: "
+        "add (the same documents in another order, and some of them twice)"
+    ]
+
+
 def test_samples_that_cannot_be_paired() -> None:
     scored("a", {"add": A, "run": A})
     scored("b", {"add": A, "run": A})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -91,14 +92,30 @@ def _read(cell: Cell, task: str) -> Answered:
 
 
 def _subtracted(one: Answered, other: Answered) -> Array | str:
-    """The differences of all items, or what is the first that differs."""
+    """The differences of all items, or why there are none, with the first item that differs.
+
+    The same documents under other ids are paired by their hashes.
+    """
+    scores = other.scores
+    if {i: h for i, (h, _) in one.scores.items()} != {i: h for i, (h, _) in scores.items()}:
+        mine, theirs = (Counter(h for h, _ in found.scores.values()) for found in (one, other))
+        if mine != theirs:
+            return _first_other(one, other)
+        if max(mine.values()) > 1:
+            return "the same documents in another order, and some of them twice"
+        ids = {document: i for i, (document, _) in one.scores.items()}
+        scores = {ids[found[0]]: found for found in scores.values()}
+    return np.array([scores[i][1] - score for i, (_, score) in one.scores.items()])
+
+
+def _first_other(one: Answered, other: Answered) -> str:
     for doc_id in sorted(one.scores.keys() | other.scores.keys()):
         first, second = one.scores.get(doc_id), other.scores.get(doc_id)
         if first is None or second is None:
             return f"item {doc_id} is missing in one"
         if first[0] != second[0]:
             return f"item {doc_id} is another document"
-    return np.array([other.scores[i][1] - score for i, (_, score) in one.scores.items()])
+    raise AssertionError("the items are the same")
 
 
 def _weights(table: Table) -> dict[str, float]:
