@@ -145,7 +145,7 @@ def test_power() -> None:
 def equal_models(count: int, generator: np.random.Generator) -> dict[str, list[Array]]:
     """Scores of equally good models: 0 or 1, and means of four checks."""
     tasks = {}
-    for task, (items, checks) in {"a": (60, 1), "b": (164, 1), "c": (541, 1), "d": (300, 4)}.items():
+    for task, items, checks in (("a", 60, 1), ("b", 164, 1), ("c", 541, 1), ("d", 300, 4)):
         right = generator.uniform(size=(items, 1))
         tasks[task] = [
             (generator.uniform(size=(items, checks)) < right).mean(1) * 100 for _ in range(count)
@@ -345,8 +345,9 @@ def test_samples_that_cannot_be_paired() -> None:
         "": "b, whose `score,none` is no mean",
         whole.replace('"score": 1.0', '"score": NaN'): "b, whose `score,none` is no mean",
         whole.replace('"score": 1.0', f'"score": 1{"0" * 400}'): "b, whose `score,none` is no mean",
-        whole.replace('"score": 1.0', '"score": 1e308')
-        .replace('"score": 0.0', '"score": -1e308'): "b, whose `score,none` is no mean",
+        whole.replace('"score": 1.0', '"score": 1e308').replace(
+            '"score": 0.0', '"score": -1e308'
+        ): "b, whose `score,none` is no mean",
     }
     for text, told in cases.items():
         place.write_text(text)

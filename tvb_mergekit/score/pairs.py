@@ -10,8 +10,9 @@ other score it is Fisher's randomization test of paired observations.
 A binomial sum has its p exactly, and so have up to FEW items that differ, by all their sign
 patterns. Of other sums p is the saddlepoint approximation (Kolassa and Robinson 2011,
 https://doi.org/10.1214/11-AOS945), which is close in relative error far out in the tail, where a
-correction for thousands of tests looks: no number of draws that can be afforded reaches there. Within NEAR, around the level of a single test, where few
-unequal sizes may put it off by a third, signs are drawn DRAWS times from a fixed seed instead.
+correction for thousands of tests looks: no number of draws that can be afforded reaches there.
+Within NEAR, around the level of a single test, where few unequal sizes may put it off by a third,
+signs are drawn DRAWS times from a fixed seed instead.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def sign_flip(values: Array) -> float:
     if (items := int(counts.sum())) <= FEW:
         bits = np.arange(2**items)[:, None] >> np.arange(items) & 1
         above, level = _compared((2 * bits - 1) @ np.repeat(sizes, counts), total)
-        return (above + level / 2) / 2**items
+        return (above + level / 2) / len(bits)
     p = _saddlepoint(sizes, counts, total)
     return _drawn(sizes, counts, total) if NEAR[0] < p < NEAR[1] else p
 
