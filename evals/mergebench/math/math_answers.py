@@ -3,8 +3,8 @@
 Where an answer is found follows dart-math (https://github.com/hkust-nlp/dart-math,
 dart_math/eval.py, from August 2024 on): the last box, else what follows "answer is" or the like,
 else the last formula, else the last number; no box before the last "Therefore" counts, and all that
-follows "answer is" does. The second metric, `flexible`, forgives manners: bold type, a sentence
-after the answer, a "Therefore" after the box.
+follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives manners:
+bold type, a sentence after the answer, a "Therefore" after the box.
 
 What is equal is left to math_verify, in a process of its own: a power tower in a response keeps one
 C function busy for hours, and only a kill stops that.
@@ -42,12 +42,19 @@ NUMBER = re.compile(r"-?\d*\.?\d+")
 # for `flexible`
 BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w*])")
 ANNOUNCED = re.compile(
-    r"\banswers?(?: to [^.\n]{1,40})? (?:is|are)\b|\banswers?\s*:", re.IGNORECASE
+    r"\banswers?(?: to [^.\n]{1,40})? (?:is|are)\b(?: (?:therefore|thus|then|hence|simply)\b,?)?"
+    r"|\banswers?\s*:",
+    re.IGNORECASE,
 )
 WITH_DOLLARS = re.compile(r"\$+((?:\\.|[^$\\])+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 BETWEEN = re.compile(r"\s*(?:,|,?\s*(?:and|or)\b)\s*")
 SENTENCE = re.compile(r".*?(?=(?<![ap]\.m)[.!?](?:\s|$)|\n|$)")
-NUMBER_OF = re.compile(r"(-?(?:\\?\$)?[\d,]*\.?\d+)\s+(?!and\b|or\b)[A-Za-z]{2}")
+NUMBER_OF = re.compile(  # "12 apples", but not "3 million", of which it is a part
+    r"(-?(?:\\?\$)?[\d,]{0,40}\.?\d{1,40})\s+(?!(?:and|or|times|plus|minus|over|out|divided|squared"
+    r"|cubed|to the|pi|sqrt|hundred|thousand|million|billion|more|less|percent|equals)\b)[a-z]{2}",
+    re.IGNORECASE,
+)
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 
 
 def load(**_: object) -> datasets.DatasetDict:
@@ -62,9 +69,10 @@ def load(**_: object) -> datasets.DatasetDict:
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    found = {"score": find_answer(results[0]), "flexible": find_answer_flexibly(results[0])}
-    right = {answer: float(equal(doc["answer"], answer)) for answer in set(found.values())}
-    return {metric: right[answer] for metric, answer in found.items()}
+    found, other = find_answer(results[0]), find_answer_flexibly(results[0])
+    right = equal(doc["answer"], found)
+    flexible = right or (other != found and equal(doc["answer"], other))
+    return {"score": float(right), "flexible": float(flexible)}
 
 
 def boxed(text: str) -> str | None:
@@ -105,24 +113,31 @@ def find_answer(response: str) -> str:
 
 def find_answer_flexibly(response: str) -> str:
     """The last box or announced answer that holds a number or a formula, else words that are
-    announced, else what `find_answer` takes."""
+    announced, else what `find_answer` takes. A box or an announcement before it counts for more than
+    one that does not begin with its number or formula, as "The answer is right, since 5 + 7 is"."""
     text = BOLD.sub(r"\1", response)
     marks = [*BOX.finditer(text), *ANNOUNCED.finditer(text)]
     words, end = "", len(text)
+    announced = ""  # holds a number or a formula, but does not begin with it
     for mark in sorted(marks, key=lambda mark: mark.start(), reverse=True):
         if mark.re is BOX:
-            answer = boxed(text[mark.start() : end])
+            if answer := boxed(text[mark.start() : end]):
+                return answer
         else:
-            answer = _announced(text[mark.end() : end].lstrip(": \n"))
-        if answer and (mark.re is BOX or re.search(r"[\d\\]", answer)):
-            return answer
-        words, end = words or answer or "", mark.start()
-    return words or find_answer(text)
+            answer, begins = _announced(text[mark.end() : end].lstrip(": \n"))
+            if begins:
+                return answer
+            if re.search(r"[\d\\]", answer):
+                announced = announced or answer
+            words = words or answer
+        end = mark.start()
+    return announced or words or find_answer(text)
 
 
-def _announced(text: str) -> str:
+def _announced(text: str) -> tuple[str, bool]:
     """The formulas that a text begins with, else of its first sentence the number at its beginning,
-    the formula in it, or all of it."""
+    the formula in it, or all of it; "" of one that begins with "not". And whether it begins with
+    a number or a formula."""
     formulas = []
     place = 0
     while formula := WITH_DOLLARS.match(text, place):
@@ -130,14 +145,17 @@ def _announced(text: str) -> str:
         between = BETWEEN.match(text, formula.end())
         place = between.end() if between else len(text)
     if formulas:
-        return ", ".join(formulas)
+        return ", ".join(formulas), True
     sentence = SENTENCE.match(text)
     assert sentence is not None  # it may be empty
+    if re.match(r"not\b", sentence[0], re.IGNORECASE):
+        return "", False
     if number := NUMBER_OF.match(sentence[0]):
-        return number[1]
+        return number[1], True
     if formula := WITH_DOLLARS.search(sentence[0]):
-        return "".join(filter(None, formula.groups())).strip()
-    return _bare(sentence[0])
+        return "".join(filter(None, formula.groups())).strip(), False
+    answer = _bare(sentence[0])
+    return answer, bool(re.search(r"[\d\\]", answer)) and not WORD.search(answer)
 
 
 def _bare(answer: str) -> str:

@@ -399,7 +399,35 @@ MANNERS = {  # response -> its answer by dart-math's rules, and by `flexible`
     r"We had \boxed{1}. Therefore, the answer is 2.": ("2", "2"),
     "First 2**3 = 8 and 4**2 = 16. #### 24": ("24", "24"),
     "I do not know": ("", ""),
+    # a box counts before what is announced after it, unless that begins with a number or formula
+    r"The answer is $\boxed{12}$. To check the answer: 5+7 is 12, so the answer is right.": (
+        "12",
+        "12",
+    ),
+    r"The answer is $\boxed{12}$. The answer is not 13.": ("12", "12"),
+    r"As $\boxed{12}$ is 5 + 7, the answer is what 5 + 7 is.": ("12", "12"),
+    r"Is it $\boxed{12}$? The answer is 13 apples.": ("12", "13"),
+    r"Is it $\boxed{12}$? The answer is (1, 2).": ("12", "(1, 2)"),
+    "The answer is 12. The answer is not 13.": ("not 13", "12"),
+    "The answer is 12. To check the answer: 5+7 is 12.": ("5+7 is 12", "12"),
+    "The answer is therefore 5.": ("5", "5"),
+    # numbers that are a part of the answer
+    "The answer is 3 million people.": ("3 million people", "3 million people"),
+    "The answer is 3 out of 7.": ("3 out of 7", "3 out of 7"),
+    "The answer is 2 pi.": ("2 pi", "2 pi"),
+    "The answer is 2 Pi.": ("2 Pi", "2 Pi"),
+    "The answer is 8 minus 3 equals 5.": ("8 minus 3 equals 5", "8 minus 3 equals 5"),
+    "The answer is 4 percent.": ("4 percent", "4 percent"),
+    "The answer is 2 to the 5th.": ("2 to the 5th", "2 to the 5th"),
+    "The answer is 2 tons.": ("2 tons", "2"),
+    "The answer is 5 or 7.": ("5 or 7", "5 or 7"),
 }
+READ = [  # reference, response, whether it is right by `score` and by `flexible`
+    ("5", "The answer is 5. I hope this helps!", 0, 1),
+    ("12", r"The answer is $\boxed{12}$. The answer is 13.", 1, 1),  # what `score` takes counts too
+    ("5", "The answer is 5. Therefore 5.", 1, 1),
+    ("5", "The answer is 6. I hope this helps!", 0, 0),
+]
 EQUAL = [  # reference, answer, are they the same?
     (r"\frac12", "0.5", True),
     (r"\frac12", "1/2", True),
@@ -464,8 +492,8 @@ def test_where_the_answer_is() -> None:
         assert found == MANNERS[response], response
     for response, answer in FOUND.items():
         assert answers.find_answer_flexibly(response) == answer, response
-    chatty = "The answer is 5. I hope this helps!"
-    assert answers.score({"answer": "5"}, [chatty]) == {"score": 0, "flexible": 1}
+    for reference, response, *expected in READ:
+        assert [*answers.score({"answer": reference}, [response]).values()] == expected, response
 
 
 def test_what_is_equal() -> None:
