@@ -3,8 +3,8 @@
 Where an answer is found follows dart-math (https://github.com/hkust-nlp/dart-math,
 dart_math/eval.py, from August 2024 on): the last box, else what follows "answer is" or the like,
 else the last formula, else the last number; no box before the last "Therefore" counts, and all that
-follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives manners:
-bold type, a sentence after the answer, a "Therefore" after the box.
+follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives
+manners: bold type, a sentence after the answer, a "Therefore" after the box.
 
 What is equal is left to math_verify, in a process of its own: a power tower in a response keeps one
 C function busy for hours, and only a kill stops that.
@@ -113,8 +113,8 @@ def find_answer(response: str) -> str:
 
 def find_answer_flexibly(response: str) -> str:
     """The last box or announced answer that holds a number or a formula, else words that are
-    announced, else what `find_answer` takes. A box or an announcement before it counts for more than
-    one that does not begin with its number or formula, as "The answer is right, since 5 + 7 is"."""
+    announced, else what `find_answer` takes. An announcement that does not begin with its number or
+    formula, as "The answer is right, since 5 + 7 is", gives way to a box or another before it."""
     text = BOLD.sub(r"\1", response)
     marks = [*BOX.finditer(text), *ANNOUNCED.finditer(text)]
     words, end = "", len(text)

@@ -1,7 +1,8 @@
 r"""A program: reads pairs of formulas, a line of JSON each, and answers whether they are equal.
 
 math_verify compares, and is spared what it misreads: `\frac\pi4 + 2`, of which it takes the last
-number, the full stop of a sentence, the base of `2112_6`, which it drops, words, and clocks.
+number, the full stop of a sentence, the base of `2112_6`, which it drops, words, clocks, blanks
+between digits, and large letters, which it takes for small ones.
 
 It sets no time limit. math_answers.py, which runs it, kills it when it takes too long.
 """
@@ -15,32 +16,92 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 ARGUMENTS = {r"\frac": 2, r"\dfrac": 2, r"\tfrac": 2, r"\cfrac": 2, r"\sqrt": 1}
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 STYLED = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{([^{}]*)\}")
-UNSEEN = re.compile(r"\\(?:left|right)(?![a-z])|\\[,;:! ]|[\s~]|(?<=\\)[dt](?=frac)")
+TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
+SAME = [  # what is written in many ways -> in one
+    (re.compile(r"(?<!\\right)[.\s]+$"), ""),
+    (re.compile(r"(?<=\d)\\[,; ](?=\d{3}(?!\d))"), ""),  # 10\,000
+    (re.compile(r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])"), r"\\frac{\1}{\2}"),  # 3 1/2
+    (re.compile(r"\{:\}"), ":"),
+    (re.compile(r"\^?(?:\{\\degree\}|\\degree(?![a-z])|°)"), r"^\\circ"),
+    (re.compile(r"\\varnothing(?![a-z])"), r"\\emptyset"),
+    (re.compile(r"(?<=\d)\s*(?:percent\b|\\text\{\s*percent\s*\})"), r"\\%"),
+]
+UNSEEN = re.compile(r"\\(?:left|right)(?![a-z])|\\!|(?<=\\)[dt](?=frac)")
+SPACE = re.compile(r"(?:\\[,;: ]|[\s~])+")
+BLANK = re.compile(r"(?<!\w)(?<!\d,) | (?!\w)")
+WORD = re.compile(r"(?<!\\)(?<![^\W\d_])[^\W\d_]{2,}")
+LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
+NAME = re.compile(r"\\[a-zA-Z]+|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # no word
 NUMBER = re.compile(r"[-+]?[\d.,]+\s*(\\?%)?")
-CLOCK = re.compile(r"(\d{1,2}:\d\d)(?:([ap])\.?m\.?)?")
-IN_A_BASE = re.compile(r"(\d[\da-z]*)_\{?(\d+)\}?")
+PERCENT = re.compile(r"([-+]?[\d.]+)\s*\\?%")
+CLOCK = re.compile(r"(?=.*[ :.])(\d{1,2})(?::(\d\d))?(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
+BASES = "two three four five six seven eight nine ten eleven twelve".split()
+IN_A_BASE = re.compile(rf"\(?(\d[\da-z]*)\)?_\{{?\(?(\d+|{'|'.join(BASES)})\)?\}}?")
+INTERVAL = re.compile(r"[(\[].*[)\]]")
 
 
 def same(reference: str, answer: str) -> bool:
     formulas = [tidy(text) for text in (reference, answer)]
     texts = [letters(text) for text in formulas]
+    styled = STYLED.fullmatch(reference.strip(" .")) is not None
+    if styled:
+        texts = [text.casefold() for text in texts]
     if texts[0] == texts[1]:
         return True
+    words = [text.strip("()") for text in texts]
+    if LETTERS.fullmatch(words[0]) and (styled or len(words[0]) > 1 or words[0] != texts[0]):
+        return words[0].replace(" ", "") == words[1].replace(" ", "")
     meant, said = (CLOCK.fullmatch(text) for text in texts)
-    if meant and meant[2]:  # an answer may leave out which half of the day it is
-        return said is not None and said[1] == meant[1] and said[2] in (meant[2], None)
-    meant, said = (IN_A_BASE.fullmatch(text) for text in texts)
-    if meant and said:
-        return meant.groups() == said.groups()
-    if meant or said:  # the base may be left out
-        return (meant[1] if meant else texts[0]) == (said[1] if said else texts[1])
+    if meant and meant[3]:  # an answer may leave out which half of the day it is
+        said = said or re.fullmatch(r"(\d{1,2})()()", texts[1])
+        return said is not None and _time(said) in (_time(meant), (*_time(meant)[:2], ""))
+    meant, said = (IN_A_BASE.fullmatch(text.casefold()) for text in texts)
+    if meant:  # the answer may leave it out
+        return _based(said) == _based(meant) if said else meant[1] == texts[1].casefold()
+    if said:
+        return _based(said) == (texts[0].casefold(), 10)
+    if any(re.search(r"\d\s+\d", text) for text in formulas):
+        return False  # of which only the text says what it is
+    if not styled and _other_case(*formulas):
+        return False
     read = [_parsed(text) for text in formulas]
-    return bool(verify(*read, timeout_seconds=None))
+    if verify(*read, timeout_seconds=None):
+        return True
+    if INTERVAL.fullmatch(formulas[0]) and re.search(r"[<>]|\\[lg]e", formulas[1]):
+        return bool(verify(*reversed(read), timeout_seconds=None))
+    shares = [PERCENT.fullmatch(text) for text in formulas]
+    if (shares[0] is None) != (shares[1] is None):  # 50% is 0.5 as well
+        read = [
+            _parsed(rf"\frac{{{share[1]}}}{{100}}") if share else formula
+            for share, formula in zip(shares, read, strict=True)
+        ]
+        return bool(verify(*read, timeout_seconds=None))
+    return False
+
+
+def _time(clock: re.Match[str]) -> tuple[int, str, str]:
+    return int(clock[1]), clock[2] or "00", (clock[3] or "").casefold()
+
+
+def _based(number: re.Match[str]) -> tuple[str, int]:
+    """Digits and base."""
+    digits, base = number.groups()
+    return digits, BASES.index(base) + 2 if base in BASES else int(base)
+
+
+def _other_case(reference: str, answer: str) -> bool:
+    """Whether a variable of one is written large, and small in the other."""
+    meant, said = (set(NAME.findall(STYLED.sub("", text))) for text in (reference, answer))
+    return any(name.casefold() in {other.casefold() for other in said - meant}
+               for name in meant - said)  # fmt: skip
 
 
 def tidy(text: str) -> str:
-    """Without the full stop, the `\\text{}` around it all, and arguments that have no braces."""
-    text = re.sub(r"(?<!\\right)[.\s]+$", "", text.strip())
+    """Without the full stop, the `\\text{}` around it all, and arguments that have no braces; what
+    has several spellings in one of them."""
+    text = text.strip()
+    for written, instead in SAME:
+        text = written.sub(instead, text)
     if styled := STYLED.fullmatch(text):
         text = styled[1].strip().rstrip(".")
     tokens = TOKEN.findall(text)[::-1]
@@ -68,8 +129,11 @@ def _with_braces(tokens: list[str]) -> str:
 
 
 def letters(text: str) -> str:
-    """What is left to compare as text, in lower case."""
-    return UNSEEN.sub("", STYLED.sub(r"\1", text)).casefold()
+    """What is left to compare as text: words in lower case, and blanks only between letters and
+    digits or after the comma of a number."""
+    text = STYLED.sub(r"\1", TEXT.sub(lambda found: found[1].casefold(), text))
+    text = BLANK.sub("", SPACE.sub(" ", UNSEEN.sub("", text)))
+    return WORD.sub(lambda found: found[0].casefold(), text)
 
 
 def _parsed(text: str) -> list[object]:
