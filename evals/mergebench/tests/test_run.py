@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -574,10 +575,49 @@ def test_what_is_equal() -> None:
 
 def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "SECONDS", 0.5)
-    for endless in ("99999999^{99999999}", "9^{9^{9^9}}", "(" * 5000):
+    for endless in ("99999999^{99999999}", "9^{9^{9^9}}", "(" * 400):
         assert answers.equal("1", endless) is False
     monkeypatch.undo()
     assert answers.equal("1", "2/2") is True  # and the next comparison is made
+
+
+def test_what_is_long_is_compared_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers._Comparer, "ask", lambda self, pair: True)
+    for answer, same in (("1" * 500, True), ("1" * 501, False), (" 2 " + "3" * 501, True)):
+        assert answers.equal("2 " + "3" * 501 if same and "3" in answer else "1", answer) is same
+
+
+def test_the_time_for_comparisons_without_an_end_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    comparer = answers._Comparer()
+    monkeypatch.setattr(answers, "SECONDS", 0.2)
+    monkeypatch.setattr(answers, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(answers, "LOST_SHARE", 0.0)
+    assert comparer.ask(["1", "9^{9^{9^9}}"]) is False and comparer.lost >= 0.2
+    monkeypatch.setattr(answers, "SECONDS", 10.0)
+    assert [comparer.ask(["1", "2/2"]) for _ in range(2)] == [False, False]
+    assert [line.split(": ")[-1] for line in caplog.messages] == [
+        "some of the others are now compared as text alone"
+    ]
+    monkeypatch.setattr(answers, "LOST_SHARE", 10.0)  # each that is asked gives new time
+    assert comparer.ask(["1", "2/2"]) is True
+    comparer.close()
+    assert caplog.messages[1:] == ["2 of 4 answers to MATH were compared as text alone"]
+
+
+ENDLESS = [  # each cost seconds, by its square
+    "**a **", "$", "$$", r"\(", r"\[", "**a", "The answer is $", "The answer is **a ", "1", "1,",
+    "The answer is 1", "answer to ", r"\boxed{", r"\boxed", "herefore", "is the ans", "-", "not ",
+]  # fmt: skip
+
+
+def test_the_answer_is_found_in_time() -> None:
+    for text in ENDLESS:
+        for response in (text * 2048, "The answer is " + text * 2048, r"\(" + text * 2048):
+            start = time.process_time()
+            answers.find_answer(response), answers.find_answer_flexibly(response)
+            assert time.process_time() - start < 1, response[:40]
 
 
 def test_without_math_verify_it_is_said_before_any_generation(
