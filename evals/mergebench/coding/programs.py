@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -36,8 +37,9 @@ HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif", "\n```",
 MBPP_STOPS = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n<|/", "\n```")
 HUMANEVAL_SECONDS, MBPP_SECONDS = 20.0, 10.0
 MORE_SECONDS = 30.0  # for sandbox.py to start and to end
-SECOND_LOOK_SECONDS = 300.0  # for all programs of a task that timed out
+SECOND_LOOK_SECONDS = 300.0  # in which programs of a task that timed out may start once more
 PASSED, TIMED_OUT = "passed", "failed: timed out"
+UNCHECKED = TIMED_OUT + ", and was not looked at again"
 CGROUP = Path("/sys/fs/cgroup")
 
 log = logging.getLogger(__name__)
@@ -181,10 +183,12 @@ def _kill(sandbox: "subprocess.Popen[bytes]") -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def run_all(programs: Sequence[str], seconds: float) -> list[str]:
+def run_all(programs: Sequence[str], seconds: float, items: Sequence[int]) -> list[str]:
     """The verdicts, in order, of programs that run in parallel. Those that were too slow run once
-    more, alone: a busy machine is no fault of theirs. That begins for SECOND_LOOK_SECONDS; for the
-    rest, the first verdict stands."""
+    more, alone: a busy machine is no fault of theirs. None starts so later than SECOND_LOOK_SECONDS
+    after the first, so that all end by the limit of one program after that; the rest is UNCHECKED.
+    One program of each item (`items`: of which each program is) comes first, then the second of
+    each, so that the time is shared by all items."""
     seconds = _seconds(seconds)
     with ThreadPoolExecutor(_workers()) as pool:
         found = pool.map(lambda program: run(program, seconds), programs)
@@ -192,19 +196,28 @@ def run_all(programs: Sequence[str], seconds: float) -> list[str]:
             verdicts = list(tqdm(found, total=len(programs), desc="Running programs"))
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, do not run the others first
-    slow = [number for number, verdict in enumerate(verdicts) if verdict == TIMED_OUT]
+    slow = _in_rounds([n for n, verdict in enumerate(verdicts) if verdict == TIMED_OUT], items)
     end = time.monotonic() + SECOND_LOOK_SECONDS
-    again = 0
     for number in tqdm(slow, desc="Running the slow ones alone", disable=not slow):
-        if time.monotonic() >= end:
-            break
-        verdicts[number] = run(programs[number], seconds)
-        again += 1
+        late = time.monotonic() >= end
+        verdicts[number] = UNCHECKED if late else run(programs[number], seconds)
     if slow:
+        unchecked = verdicts.count(UNCHECKED)
         log.warning("%d of %d programs timed out after %g s; %d of them ran again, alone, and %d "
-                    "passed or failed in time", len(slow), len(programs), seconds, again,
-                    len(slow) - verdicts.count(TIMED_OUT))  # fmt: skip
+                    "passed or failed in time; %d were not looked at again", len(slow),
+                    len(programs), seconds, len(slow) - unchecked,
+                    len(slow) - unchecked - verdicts.count(TIMED_OUT), unchecked)  # fmt: skip
     return verdicts
+
+
+def _in_rounds(numbers: Sequence[int], items: Sequence[int]) -> list[int]:
+    """One number of each item, then a second of each, and so on."""
+    seen: Counter[int] = Counter()
+    rounds = []
+    for number in numbers:
+        rounds.append((seen[items[number]], number))
+        seen[items[number]] += 1
+    return [number for _, number in sorted(rounds)]
 
 
 # ---------------------------------------------------------------------------------- what YAML names
@@ -217,7 +230,8 @@ def _judge(
     completions = [list(each) for each in resps]
     programs = [build(doc, text) for doc, texts in zip(docs, completions, strict=True)
                 for text in texts]  # fmt: skip
-    verdicts = iter(run_all(programs, seconds))
+    items = [item for item, texts in enumerate(completions) for _ in texts]
+    verdicts = iter(run_all(programs, seconds, items))
     return [[next(verdicts) for _ in texts] for texts in completions]
 
 
@@ -232,9 +246,11 @@ def judge_mbpp(resps: Iterable[Sequence[str]], docs: Iterable[Doc]) -> list[list
 
 
 def score(doc: Doc, results: list[list[str]]) -> dict[str, float]:
-    """c of n passed: pass@1, whose estimate without bias is c/n (arXiv 2107.03374)."""
+    """c of n passed: pass@1, whose estimate without bias is c/n (arXiv 2107.03374). `unchecked` is
+    the share of programs that timed out and might have passed on a machine less busy."""
     (verdicts,) = results
-    return {"score": verdicts.count(PASSED) / len(verdicts)}
+    return {name: verdicts.count(verdict) / len(verdicts)
+            for name, verdict in (("score", PASSED), ("unchecked", UNCHECKED))}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- probes

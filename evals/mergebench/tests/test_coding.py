@@ -384,7 +384,7 @@ def test_memory_for_programs(bare: None, monkeypatch: pytest.MonkeyPatch) -> Non
     assert refusal().startswith("a program cannot start Python with numpy (failed: ")
     monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "1")
     assert programs.check("docs") == "docs"
-    said = programs.run_all(["x = 1", "bytearray(3 * 2**29)"], 5)
+    said = programs.run_all(["x = 1", "bytearray(3 * 2**29)"], 5, [0, 0])
     assert said == ["passed", "failed: MemoryError: "]
 
 
@@ -415,12 +415,20 @@ def test_a_container_has_fewer_cores_than_its_machine(
     assert programs._workers() == 5
 
 
+UNCHECKED = "failed: timed out, and was not looked at again"
+
+
 @pytest.mark.parametrize(
-    ("budget", "again", "first"),
-    [(300.0, ["slow", "hangs"], "slow"), (0.05, ["slow"], "slow"), (0.0, [], "failed: timed out")],
+    ("budget", "again", "ends"),
+    [
+        (300.0, ["slow", "quick", "hangs"], ("slow", "failed: timed out", "quick")),
+        (0.15, ["slow", "quick"], ("slow", UNCHECKED, "quick")),  # one of each item first
+        (0.05, ["slow"], ("slow", UNCHECKED, UNCHECKED)),
+        (0.0, [], (UNCHECKED,) * 3),
+    ],
 )
 def test_what_timed_out_runs_once_more_alone_within_a_budget(
-    budget: float, again: list[str], first: str,
+    budget: float, again: list[str], ends: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     calls: list[str] = []
@@ -431,20 +439,23 @@ def test_what_timed_out_runs_once_more_alone_within_a_budget(
         calls.append(program)
         active.add(program)
         if second:
-            assert active == {program} and len(set(calls)) == 4
+            assert active == {program} and len(set(calls)) == 5
         time.sleep(0.1)
         active.remove(program)
-        hangs = program == "hangs" or (program == "slow" and not second)
+        hangs = program == "hangs" or (program in ("slow", "quick") and not second)
         return "failed: timed out" if hangs else program
 
     monkeypatch.setattr(programs, "run", run)
     monkeypatch.setattr(programs, "SECOND_LOOK_SECONDS", budget)
-    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "4")
-    said = programs.run_all(["slow", "a", "hangs", "b"], 7)
-    assert said == [first, "a", "failed: timed out", "b"] and calls[4:] == again
+    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "5")
+    said = programs.run_all(["slow", "a", "hangs", "b", "quick"], 7, [0, 0, 0, 1, 1])
+    assert said == [ends[0], "a", ends[1], "b", ends[2]] and calls[5:] == again
     assert caplog.messages == [
-        f"2 of 4 programs timed out after 7 s; {len(again)} of them ran again, alone, and "
-        f"{int(first == 'slow')} passed or failed in time"
+        f"3 of 5 programs timed out after 7 s; {len(again)} of them ran again, alone, and "
+        f"{len(set(again) - {'hangs'})} passed or failed in time; {3 - len(again)} were not looked "
+        "at again"
     ]
+    shares = programs.score({}, [said])
+    assert shares == {"score": 0, "unchecked": (3 - len(again)) / 5}
     caplog.clear()
-    assert programs.run_all(["c"], 7) == ["c"] and not caplog.messages
+    assert programs.run_all(["c"], 7, [0]) == ["c"] and not caplog.messages
