@@ -362,6 +362,33 @@ class Own(ConfigurableTask):
 """
 
 
+def test_tasks_are_told_of_the_model(tmp_path: Path) -> None:
+    """As by lm_eval's command; and it changes no checksum, under which scores are kept."""
+    own_task(tmp_path / "tasks", "tt", {"test": 8})
+    found = []
+    for args in ("", "pretrained=b,dtype=float32"):
+        options = LmEval(metadata={"pretrained": "z", "split": "val"} if args else {"split": "val"},
+                         model_args=args)  # fmt: skip
+        manager = harness.manager([str(tmp_path / "tasks")], harness.told(options, Path("a")))
+        found.append(manager.metadata)
+        (entry,) = harness.load_entries(manager, ["tt"], {"tt": ["acc,none"]}, Choice(), options)
+        (task,) = entry.loaded["tasks"].values()
+        assert manager.metadata.items() <= task.config.metadata.items()
+    assert found == [
+        {"split": "val", "pretrained": "a"},
+        {"split": "val", "pretrained": "b", "dtype": "float32"},
+    ]
+    assert harness.told(LmEval(), None) == {}
+    kept = []
+    for base in ("a", "b"):
+        manager = harness.manager([str(tmp_path / "tasks")], harness.told(LmEval(), Path(base)))
+        args = (manager, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
+        kept.append(harness.load_entries(*args)[0].content)
+    plain = harness.manager([str(tmp_path / "tasks")], {})
+    args = (plain, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
+    assert {*kept, harness.load_entries(*args)[0].content} == {kept[0]}
+
+
 @pytest.mark.parametrize(("own_class", "shots"), [(False, 3), (True, 0), (True, 3)])
 def test_an_item_is_not_its_own_example(own_class: bool, shots: int, tmp_path: Path) -> None:
     """Where examples come from the validation split that is scored now, and where a class of the

@@ -153,6 +153,20 @@ def manager(include_path: Sequence[str], metadata: Mapping[str, Any]) -> Any:
     return TaskManager(include_path=list(include_path) or None, metadata=dict(metadata))
 
 
+def told(options: LmEval, base: Path | None) -> dict[str, Any]:
+    """lm-eval's metadata: what its command makes of --metadata and --model_args, for tasks that
+    look at the model. `base` stands for the models to come."""
+    model = {} if base is None else {"pretrained": str(base)}
+    return {**options.metadata, **model, **_model_args(options)}
+
+
+def _model_args(options: LmEval) -> dict[str, Any]:
+    from lm_eval.utils import simple_parse_args_string
+
+    given: dict[str, Any] = simple_parse_args_string(options.model_args or "")
+    return given
+
+
 def load_entries(
     manager: Any,
     names: Sequence[str],
@@ -183,7 +197,7 @@ def load_entries(
             if own not in entries:
                 loaded = manager.load(member)
                 _prepare(loaded["tasks"], options)
-                entries[own] = _entry(own, loaded, metrics.get(own), choice)
+                entries[own] = _entry(own, loaded, metrics.get(own), choice, options)
     return list(entries.values())
 
 
@@ -228,8 +242,11 @@ def _prepare(tasks: Mapping[str, Any], options: LmEval) -> None:
             task.set_config(key="num_fewshot", value=asked or 0)
 
 
-def _entry(name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice) -> Entry:
+def _entry(
+    name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice, options: LmEval
+) -> Entry:
     parts = []
+    model = ({"pretrained"} | _model_args(options).keys()) - options.metadata.keys()
     digest = hashlib.sha256(name.encode())
     better: dict[str, bool | None] = {}
     for leaf, task in loaded["tasks"].items():
@@ -237,7 +254,10 @@ def _entry(name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice) 
         docs = task.eval_docs
         chosen, rest = choice.part(leaf, len(docs), validation)
         parts.append(Part(leaf, split, len(docs), chosen, rest))
-        facts = [task.dump_config(), [docs[i] for i in chosen]]
+        config = task.dump_config()
+        metadata = dict(config.get("metadata") or {})
+        config["metadata"] = {key: metadata[key] for key in metadata if key not in model}
+        facts = [config, [docs[i] for i in chosen]]
         text = json.dumps(facts, sort_keys=True, default=str)
         digest.update(ADDRESS.sub("", text).encode())
         better |= task.higher_is_better() or {}
@@ -297,16 +317,14 @@ def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
         UserError: lm-eval cannot load it, or it has no chat template where one is to be applied.
     """
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.utils import simple_parse_args_string
 
-    given = simple_parse_args_string(options.model_args) if options.model_args else {}
     try:
         lm = HFLM(
             pretrained=str(folder),
             device=options.device,
             batch_size=options.batch_size,
             trust_remote_code=trust_remote_code,
-            **given,
+            **_model_args(options),
         )
     except Exception as error:  # all that --model-args can make wrong
         raise UserError(f"lm-eval cannot load the model: {_one_line(error)}") from error

@@ -168,6 +168,11 @@ class TunedRecipe:
         folders = [self._folders(model)[0] for model in self._models()]
         return max(Checkpoint.open(folder).nbytes for folder in folders)
 
+    def base(self) -> Path | None:
+        """Where the base lies, whose tokenizer merged models have unless the recipe says other."""
+        base = MergeConfiguration.model_validate(self.document).base_model
+        return None if base is None else self._folders(base)[0]
+
     def identity(self) -> dict[str, Any]:
         """What decides the merged models besides the point: for results that are kept."""
         document = copy.deepcopy(dict(self.document))

@@ -113,7 +113,7 @@ def tune(request: Request) -> Tuned:
     size = recipe.output_bytes()
     check_memory(size, request.device)
     check_disk(request.out, (DISK if recipe.linear else 1) * size)
-    goals = _objectives(request, choice)
+    goals = _objectives(request, choice, recipe.base())
     entries = [entry for goal in goals.values() for entry in goal.entries]
     notes = harness.without_split(entries)
     for note in notes:
@@ -178,7 +178,7 @@ def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> No
             raise UserError(told)
 
 
-def _objectives(request: Request, choice: Choice) -> dict[str, Objective]:
+def _objectives(request: Request, choice: Choice, base: Path | None) -> dict[str, Objective]:
     """The objectives "target", and for negation "control"."""
     reference = None if request.reference is None else read_results(request.reference)
     metrics: dict[str, list[str]] = {}
@@ -187,7 +187,7 @@ def _objectives(request: Request, choice: Choice) -> dict[str, Objective]:
         if not name or not metric:
             raise UserError(f"--metric {text}: expected TASK:METRIC, as in gsm8k:exact_match,none")
         metrics.setdefault(name, []).append(metric)
-    manager = harness.manager(request.include_path, request.metadata)
+    manager = harness.manager(request.include_path, harness.told(request, base))
     targets, controls = (
         harness.load_entries(manager, names, metrics, choice, request)
         for names in (request.tasks, request.controls)

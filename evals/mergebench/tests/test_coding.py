@@ -102,6 +102,33 @@ def test_a_tokenizer_that_makes_other_code_of_code_is_refused(tmp_path: Path) ->
             manager.load([f"mergebench_{task}"])
 
 
+def test_a_tokenizer_that_cannot_be_seen_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = str(tmp_path / "missing")
+    for model in ({"pretrained": missing}, {"pretrained": str(tmp_path), "gguf_file": "a.gguf"}):
+        with pytest.raises(SystemExit) as caught:
+            exact_text.check(**model)
+        line = str(caught.value)
+        assert line.startswith(f"the tokenizer of {model['pretrained']} cannot be loaded, to see")
+        assert "\n" not in line
+    exact_text.check(tokenizer="cl100k_base", tokenizer_backend="tiktoken")
+    assert len(caplog.messages) == 1 and "of tiktoken keeps code" in caplog.messages[0]
+    # it is loaded as lm-eval loads it
+    seen: list[dict[str, object]] = []
+
+    def load(name: str, **given: object) -> None:
+        seen.append(given)
+        raise ValueError
+
+    monkeypatch.setattr(exact_text.transformers.AutoTokenizer, "from_pretrained", load)
+    slow = {"use_fast_tokenizer": False, "revision": "a", "dtype": "auto"}
+    for more in ({}, {"gguf_file": "b"}):
+        with pytest.raises(SystemExit, match=r"ValueError$"):
+            exact_text.check(pretrained="c", **slow, **more)
+    assert seen == [{"use_fast": False, "revision": "a"}, {"gguf_file": "b", "revision": "a"}]
+
+
 # -------------------------------------------------------------------------------------- the sandbox
 
 ENDS = {  # program -> how it must end
