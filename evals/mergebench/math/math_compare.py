@@ -36,7 +36,8 @@ NUMBER = re.compile(r"[-+]?[\d.,]+\s*(\\?%)?")
 PERCENT = re.compile(r"([-+]?[\d.]+)\s*\\?%")
 CLOCK = re.compile(r"(?=.*[ :.])(\d{1,2})(?::(\d\d))?(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
 BASES = "two three four five six seven eight nine ten eleven twelve".split()
-IN_A_BASE = re.compile(rf"\(?(\d[\da-z]*)\)?_\{{?\(?(\d+|{'|'.join(BASES)})\)?\}}?")
+BASE = "|".join(("[2-9]", r"[12]\d", "3[0-6]", *BASES))
+IN_A_BASE = re.compile(rf"\(?((?=[a-z]*\d)[\da-z]+)\)?_\{{?\(?({BASE})\)?\}}?")
 INTERVAL = re.compile(r"[(\[].*[)\]]")
 
 

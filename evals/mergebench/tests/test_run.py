@@ -519,6 +519,8 @@ EQUAL = [  # reference, answer, are they the same?
     ("10_2", "10", True),
     *(("52_8", same, True) for same in (r"52_{\text{eight}}", "52_{(8)}", "(52)_8", "(52)_{8}")),
     ("52_8", r"52_{\text{nine}}", False),
+    ("A5_{16}", "a5_{16}", True),
+    ("2x_1", r"x_1 \cdot 2", True),  # no base
     (r"52_{\text{eight}}", "52_8", True),
     # times of the day
     (r"8\text{ a.m.}", "8 a.m.", True),
