@@ -114,6 +114,7 @@ def dense(
     encoder: Any,
     data: Mapping[str, Sequence[tuple[list[int], int]]],
     off_diagonal: float = 0.9,
+    normalize: bool = False,
 ) -> dict[str, Tensor]:
     """The merged model by the equations of the paper's table 1, in float64.
 
@@ -148,6 +149,9 @@ def dense(
                     assert parameter.grad is not None
                     add(name, parameter.grad**2 / len(examples))
         assert hooked or method == "fisher"
+        if normalize:
+            total = sum(float(each.sum()) for each in sums.values())
+            sums = {name: each / total for name, each in sums.items()}
         found.append(sums)
     merged = {}
     count = len(bases)
@@ -259,6 +263,13 @@ def test_merges_equal_the_equations(case: Case, method: str, basis: str) -> None
     assert f"tvb learn {method}" in (merged.folder / "README.md").read_text()
     assert not Path(f"{merged.folder}.partial").exists()
     transformers.AutoTokenizer.from_pretrained(merged.folder)
+
+
+def test_information_of_all_tasks_may_count_alike(case: Case) -> None:
+    source = case.recipe("alike-recipe", basis="balanced", num_bases=2)
+    merged = case.learn(source, "fisher", "alike", *case.words, "--no-subsample", "--normalize")
+    want = case.want("fisher", merged.basis["encoder"], normalize=True)
+    assert_near(merged.tensors, want, load(case.base))
 
 
 def test_layers_of_gpt2_and_their_off_diagonals(tmp_path: Path) -> None:

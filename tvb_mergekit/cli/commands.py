@@ -753,6 +753,7 @@ def score(
     default=0,
     help="fisher: draw the labels so many times from the model; 0: those of the data.",
 )
+@flag("--normalize", help="fisher: all tasks' information gets the same sum.")
 @click.option(
     "--off-diagonal",
     type=click.FloatRange(0, 1),

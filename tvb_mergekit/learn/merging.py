@@ -38,6 +38,7 @@ class ByStatistics:
         files: one for each task.
         mixtures: how much of each task's statistics a basis has, [T, M].
         dimensions: weight of a linear layer -> the dimension in which its inputs lie.
+        normalize: divide each task's Fisher information by its sum over all entries.
         note: writes what else belongs into the folder of the merged model.
     """
 
@@ -46,6 +47,7 @@ class ByStatistics:
     mixtures: Tensor
     dimensions: Mapping[str, int]
     off_diagonal: float
+    normalize: bool
     note: Callable[[Path], None]
 
     def write(self, folder: Path) -> None:
@@ -57,6 +59,10 @@ class ByStatistics:
         bases, encoder = bases_of(plan), self.mixtures
         statistics = [Checkpoint.open(file) for file in self.files]
         held = set.intersection(*(set(each.tensors) for each in statistics))
+        if self.normalize:
+            totals = [sum(float(f.tensor(n).double().sum()) for n in held) for f in statistics]
+            scales = [1 / total if total else 0.0 for total in totals]
+            encoder = torch.tensor(scales, dtype=torch.float64)[:, None] * encoder
         jobs, means = plan.jobs(), plan.means
         # Tensor -> the one whose statistics merge it; all others are the mean of the bases.
         known = {name: job.counted_as for name, job in jobs.items() if job.counted_as in held}

@@ -54,6 +54,7 @@ class Request:
     mixture: Mixture = "encoder"
     subsample: bool = True
     samples: int = 0
+    normalize: bool = False
     off_diagonal: float = 0.9
     epochs: int | None = None
     learning_rate: float | None = None
@@ -376,6 +377,7 @@ BELONGS = {
     "subsample": EVERY,
     "precision": EVERY,
     "samples": ("fisher",),
+    "normalize": ("fisher",),
     "off-diagonal": ("regmean",),
     "mixture": ("fisher", "regmean", "localize"),
     "epochs": GRADIENT,
@@ -391,7 +393,7 @@ BELONGS = {
     "blocks": ("atlas",),
     "nonnegative": ("adamerging", "atlas"),
 }
-LATER = ("off-diagonal", "mixture", "store")
+LATER = ("normalize", "off-diagonal", "mixture", "store")
 
 
 def learn(request: Request, dry: bool = False) -> Bill:

@@ -112,6 +112,7 @@ class Visits(Work):
             mixtures,
             self.dimensions,
             request.off_diagonal,
+            request.normalize,
             self.write,
         )
 
@@ -162,6 +163,7 @@ class Visits(Work):
             "mixture": self.request.mixture,
             "seed": self.request.seed,
             "subsample": self.request.subsample,
+            "normalize": self.request.normalize,
             "off_diagonal": self.request.off_diagonal if regmean else None,
             "tasks": self.told,
         }
