@@ -143,7 +143,7 @@ def method_cells(plan: Plan, shots: int, seed: int) -> list[Cell]:
 def _cell(plan: Plan, shots: int, how: str, label: str, count: int, seed: int = 0) -> Cell:
     way = WAYS[how]
     options = dict(way.options)
-    if label == "pca" and way.method in BY_MIXTURES:
+    if label == "pca" and way.method in BY_MIXTURES and "dataless" not in options:
         options.setdefault("mixture", "equal")  # its encoder has negative weights
     cell = {"kind": "learned", "how": how, "basis": label, "num_bases": count, "seed": seed}
     cell |= {"shots": shots, "tested": plan.tested, "scale": way.scale, "options": options}
