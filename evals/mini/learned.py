@@ -97,6 +97,7 @@ DENSE = {"density": 0.2}
 WAYS = {
     "ta": Way("task arithmetic", "ta"),
     "fisher": Way("Fisher", "fisher"),
+    "normalized": Way("Fisher, normalized", "fisher", {"normalize": True}),
     "regmean": Way("RegMean", "regmean"),
     "localize": Way("Localize-and-Stitch", "localize", scale="bases"),
     "dataless": Way("dataless", "localize", {"dataless": True}, "bases"),
@@ -108,8 +109,8 @@ WAYS = {
     ),
     "localize_tasks": Way("bases times T/M", "localize", {}, "tasks", CONVEX, (HALF,), False),
 }
-MAIN = ("ta", "fisher", "regmean", "localize", "dataless", "adamerging", "atlas")
-LEARNED = tuple(how for how in MAIN if how not in ("ta", "dataless"))
+MAIN = ("ta", "fisher", "normalized", "regmean", "localize", "dataless", "adamerging", "atlas")
+LEARNED = tuple(how for how in MAIN if how not in ("ta", "normalized", "dataless"))
 BY_MIXTURES = ("fisher", "regmean", "localize")
 # The same over a half of T, with all of the data; and with another mixture of it.
 for _how in ("ta", *LEARNED):
@@ -563,9 +564,7 @@ def cost(runs: Runs) -> list[Sheet]:
     ratios = {m: f"passes, M = {m} over all" for m in COUNTS}
     shown |= {title: Column(values[0], ".2f") for title in ratios.values()}
     rows = {}
-    for how in MAIN:
-        if how == "dataless":
-            continue
+    for how in ("ta", *LEARNED):
         cells_ = [found_of(runs, how, value, basis=basis, num_bases=m)
                   for basis, m in sizes.values() for value in values]  # fmt: skip
         whole = {r["train_seed"]: passes(r) for r in runs.find("learned", how=how, basis="none")}

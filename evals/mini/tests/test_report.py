@@ -112,7 +112,12 @@ def test_the_shipped_tables_are_of_the_shipped_cells(
         files.append({path.name: path.read_bytes() for path in paths})
     assert files[0] == files[1]
     others = {"bits.json", "small-full-bits.svg"}  # of evals/store/bits.py
-    others |= {"matrices.json", "small-matrices-lambda.svg", "small-matrices-online.svg"}
+    others |= {
+        "learned.json",
+        "matrices.json",
+        "small-matrices-lambda.svg",
+        "small-matrices-online.svg",
+    }
     assert {"RESULTS.md", *(path.name for path in SHIPPED.iterdir())} == others | set(files[0])
     assert files[0]["RESULTS.md"] == (mini.path / "RESULTS.md").read_bytes()
     for name in ("tables.md", "cells.jsonl"):
