@@ -191,16 +191,13 @@ def test_files_that_do_not_hold_what_they_say(case: str, tmp_path: Path) -> None
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-@given(st.integers(1, 4), st.integers(1, 600), st.floats(-2, 2), st.integers(0, 2**16))
+@given(st.integers(1, 4), st.integers(1, 600), st.integers(0, 2**16))
 @settings(max_examples=50, deadline=None)
-def test_overlaps_are_averaged(count: int, numel: int, scale: float, seed: int) -> None:
+def test_overlaps_are_averaged(count: int, numel: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = draw.standard_normal((count, numel)) * (draw.random((count, numel)) < 0.4)
-    start, order = draw.standard_normal(numel), draw.permutation(count)
-    weights = draw.uniform(0.5, 2, count)
-    bases = np.diag(weights)[:, order]
-    vectors = (rows.T @ bases).T
-    want = start + scale * vectors.sum(0) / np.maximum((vectors != 0).sum(0), 1)
+    start = draw.standard_normal(numel)
+    want = start + rows.sum(0) / np.maximum((rows != 0).sum(0), 1)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{k}.safetensors" for k in range(count)]
         for file, row in zip(files, rows, strict=True):
@@ -209,7 +206,7 @@ def test_overlaps_are_averaged(count: int, numel: int, scale: float, seed: int) 
         base = torch.from_numpy(start).float()
         parts = tuple(Part.of(each, "w", "delta") for each in sources)
         held = Part(torch.float32, lambda a, b, out: base[a:b], held=True)
-        sink, step = MemorySink(1), Stitch(torch.from_numpy(bases), scale)
+        sink, step = MemorySink(1), Stitch(count)
         combine_pass([Item("w", (numel,), held, parts)], {"w": step}, sink)
     torch.testing.assert_close(
         sink.states[0]["w"].double(), torch.from_numpy(want), rtol=1e-6, atol=1e-6

@@ -58,32 +58,26 @@ class FisherMean:
 
 @dataclass(frozen=True, eq=False)
 class Stitch:
-    """theta_0 + scale * sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
+    """theta_0 + sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
 
     Where sparse vectors overlap they are averaged (Localize-and-Stitch, He et al., 2024). A step of
-    `combine_pass`: the rows of a chunk are N vectors.
-
-    Attributes:
-        bases: V = vectors @ this, [N, M].
+    `combine_pass`: the rows of a chunk are the M vectors.
     """
 
-    bases: Tensor
-    scale: float = 1.0
+    vectors: int
     count = 1
 
     @property
     def rows(self) -> int:
         """Float32 rows of a chunk that computing takes beside the inputs."""
-        return 3 * self.bases.shape[1] + 3  # among them the places that are not 0, as int64
+        return 2 * self.vectors + 3  # the places that are not 0, as they are counted in int64
 
     def on(self, device: torch.device) -> Compute:
         """The step on one device."""
-        bases = self.bases.T.to(device, torch.float32)
 
         def compute(base32: Tensor, rows: Tensor) -> Tensor:
-            vectors = bases @ rows
-            total, there = vectors.sum(0), (vectors != 0).sum(0).clamp_(min=1)
-            return total.div_(there).mul_(self.scale).add_(base32)[None]
+            there = (rows != 0).sum(0).clamp_(min=1)
+            return rows.sum(0).div_(there).add_(base32)[None]
 
         return compute
 

@@ -234,8 +234,8 @@ class Descent:
         schedule, variables = self.schedule, self.moving.variables
         gradients = [v.grad for v in variables if v.grad is not None]
         if schedule.mask:
-            square = sum(float(g.double().square().sum()) for g in gradients)
-            size = (square / sum(g.numel() for g in gradients)) ** 0.5
+            norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
+            size = math.hypot(*norms) / sum(g.numel() for g in gradients) ** 0.5
             for gradient in gradients:
                 gradient.div_(size or 1.0)
         elif schedule.clip is not None:

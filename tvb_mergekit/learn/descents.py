@@ -87,8 +87,7 @@ class Descents(Work):
 
     def costs(self) -> Costs:
         request, schedule = self.request, self.schedule
-        held = sum(held_out(used, request.held_out) for used, _ in self.examples_used.values())
-        train = sum(used for used, _ in self.examples_used.values()) - held
+        train, _ = self._counts
         model = self.model_bytes
         numel = sum(item.numel for item in self.plan.items())
         largest = max(item.numel for item in self.plan.items())
@@ -110,15 +109,26 @@ class Descents(Work):
             activations = self.models.activations(
                 min(schedule.batch, train), self.longest, checkpointing=request.checkpointing
             )
-        else:
-            train = held = 0
         return Costs(
-            schedule.epochs * train + (schedule.epochs + 1) * held,
+            self._forward,
             schedule.epochs * train,
             memory if request.source is None else 0,
             activations,
             disk,
         )
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """Examples that are learned from, and held out."""
+        used = [some for some, _ in self.examples_used.values()]
+        held = sum(held_out(some, self.request.held_out) for some in used)
+        return sum(used) - held, held
+
+    @property
+    def _forward(self) -> int:
+        """Passes, if nothing ends them early."""
+        train, held = self._counts
+        return self.schedule.epochs * (train + held) + held
 
     @property
     def outputs(self) -> list[Path]:
@@ -226,14 +236,6 @@ class Descents(Work):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         parameters = self.models.named(model)
-        if not parameters:
-            raise UserError(
-                f"{self.models.base_folder}: in memory the model names its tensors otherwise than "
-                "its files; save it anew with a current transformers"
-            )
-        if missing := [name for name in self.plan.counted if name not in parameters]:
-            told = "%s: not learned, as the model names its tensors otherwise"
-            LOG.warning(told, listed(missing))
         base = {name: p.detach().clone().view(-1) for name, p in parameters.items()}
         return model, parameters, base
 
@@ -252,8 +254,7 @@ class Descents(Work):
         return Descent(model, parameters, moving, loss, self.schedule, self.dtype, tell)
 
     def _bar(self) -> Any:
-        costs = self.costs()
-        return bars(self.request.options.quiet)(self.request.method, costs.forward, "example")
+        return bars(self.request.options.quiet)(self.request.method, self._forward, "example")
 
     def _is_there(self, file: Path, wanted: Mapping[str, Any]) -> bool:
         """Whether an interrupted run has finished a file."""
@@ -412,7 +413,13 @@ class Descents(Work):
     def after(self) -> None:
         if self.request.store is not None:
             dense = dense_of(self.request.document, self.plan)
-            sparse_store(dense, self.outputs, self.request.store, **self.plan.means)
+            try:
+                sparse_store(dense, self.outputs, self.request.store, **self.plan.means)
+            except UserError as error:
+                done = self.request.out
+                again = f"another --out with --from {done} --store {self.request.store}"
+                told = f"{done} is whole, its store is not: {error}; give {again}"
+                raise UserError(told) from error
 
     def _remember(self, history: History, told: dict[str, Any]) -> None:
         self.histories.append(history)

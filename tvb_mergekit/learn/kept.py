@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tvb_mergekit.atomic import beside
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.output import sync
@@ -21,12 +21,11 @@ STATISTICS, LEARNED, STATE = "tvb_statistics", "tvb_learned", "tvb_descent"  # k
 
 def save(file: Path, key: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
     """Write tensors and, under a key of the metadata, what they are of; never half."""
-    beside = file.with_name(f".{file.name}")
     held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(held, beside, {key: described(told)})
-    beside.chmod(0o644)  # `save_file` lets only the owner read
-    sync(beside)
-    os.replace(beside, file)
+    with beside(file) as path:
+        save_file(held, path, {key: described(told)})
+        path.chmod(0o644)  # `save_file` lets only the owner read
+        sync(path)
 
 
 def described(told: Mapping[str, Any]) -> str:

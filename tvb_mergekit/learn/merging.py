@@ -39,7 +39,7 @@ class ByStatistics:
         mixtures: how much of each task's statistics a basis has, [T, M].
         dimensions: weight of a linear layer -> the dimension in which its inputs lie.
         normalize: divide each task's Fisher information by its sum over all entries.
-        note: writes what else belongs into the folder of the merged model.
+        write: as in `plan.Learned`.
     """
 
     method: str
@@ -48,11 +48,7 @@ class ByStatistics:
     dimensions: Mapping[str, int]
     off_diagonal: float
     normalize: bool
-    note: Callable[[Path], None]
-
-    def write(self, folder: Path) -> None:
-        """As in `plan.Learned`."""
-        self.note(folder)
+    write: Callable[[Path], None]
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
@@ -111,17 +107,13 @@ class ByCoefficients:
     Attributes:
         values: c [rows, M].
         rows: which of them a tensor has.
-        note: as above.
+        write: as above.
     """
 
     method: str
     values: Tensor
     rows: Rows
-    note: Callable[[Path], None]
-
-    def write(self, folder: Path) -> None:
-        """As in `plan.Learned`."""
-        self.note(folder)
+    write: Callable[[Path], None]
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
@@ -180,16 +172,12 @@ class ByMasks:
 
     Attributes:
         files: one for each basis.
-        note: as above.
+        write: as above.
     """
 
     method: str
     files: Sequence[Path]
-    note: Callable[[Path], None]
-
-    def write(self, folder: Path) -> None:
-        """As in `plan.Learned`."""
-        self.note(folder)
+    write: Callable[[Path], None]
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
@@ -201,7 +189,7 @@ class ByMasks:
             return replace(item, inputs=tuple(Part.of(each, name, "delta") for each in masked))
 
         stitched = [of_masked(item) if item.name in jobs else item for item in items]
-        step: Step = Stitch(torch.eye(len(masked), dtype=torch.float64))
+        step: Step = Stitch(len(masked))
         update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
         combine_pass(stitched, dict.fromkeys(jobs, step), sink, **means, progress=update)
 

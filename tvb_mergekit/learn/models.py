@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.stores import Stored
@@ -87,11 +87,22 @@ class TaskModels:
 
     def named(self, model: nn.Module, task: str | None = None) -> dict[str, nn.Parameter]:
         """The parameters of a task's model (None: the base's) that the merge moves, by their names
-        in the merged model. Those that the model names otherwise than its files are missing."""
+        in the merged model. Those that the model names otherwise than its files are missing.
+
+        Raises:
+            UserError: most are.
+        """
         state = model.state_dict(keep_vars=True)
         place = 0 if task is None or self.stored is not None else 1 + self.tasks.index(task)
         stored = {name: planned.names[place] for name, planned in self.plan.counted.items()}
-        return {name: state[own] for name, own in stored.items() if own in state}
+        found = {name: state[own] for name, own in stored.items() if own in state}
+        if missing := [name for name, own in stored.items() if own not in state]:
+            folder = self.base_folder if task is None else self.folder(task)
+            told = f"{folder}: in memory the model names {listed(missing)} otherwise than its files"
+            if 2 * len(missing) > len(stored):
+                raise UserError(f"{told}; save it anew with a current transformers")
+            LOG.warning("%s: nothing is learned of them", told)
+        return found
 
     def stacked(self, bases: Tensor) -> dict[str, Tensor]:
         """The bases [M, n] float32 of each tensor that the merge moves, on the device.

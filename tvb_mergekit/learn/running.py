@@ -251,8 +251,8 @@ class Work(ABC):
         examples, costs, output = self.examples_used, self.costs(), self.plan.output_bytes
         return Bill(name, self.most_bases, at_most, early, examples, costs, output)
 
-    def check(self) -> None:
-        """Raise UserError where the bill cannot be paid, or --from does not fit."""
+    def check(self) -> Bill:
+        """The bill. Raises UserError where it cannot be paid, or --from does not fit."""
         request = self.request
         bill = self.bill
         if bill.memory > request.memory:
@@ -269,6 +269,7 @@ class Work(ABC):
             )
         if request.source is not None:
             self.known()
+        return bill
 
     def _encoded(self, file: DataFile) -> list[Example]:
         """A file as tokens."""
@@ -430,7 +431,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
             check_output_folder(out, input_folders(document.recipe))
             if request.store is not None:
                 check_new_folder(request.store, input_folders(document.recipe))
-        work.check()
+        bill = work.check()
         if world.leads:
             for path in filter(None, (out, request.store)):
                 stack.callback(lock(path, lambda text: LOG.warning("%s", text)).release)
@@ -444,7 +445,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
             write_model(plan, document.config, stage, request.text, started)
         work.after()
         shutil.rmtree(request.partial, ignore_errors=True)
-    return work.bill
+    return bill
 
 
 def _link(file: Path, place: Path) -> None:

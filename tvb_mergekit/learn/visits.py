@@ -141,13 +141,6 @@ class Visits(Work):
         path = examples[0].path
         model = self.models.load(task)
         parameters = self.models.named(model, task)
-        if not parameters:
-            raise UserError(
-                f"{self.models.folder(task)}: in memory the model names its tensors otherwise than "
-                "its files; save it anew with a current transformers"
-            )
-        if missing := [name for name in self.plan.counted if name not in parameters]:
-            LOG.warning("%s: no statistics, the mean of the bases", listed(missing))
         with passing(self.device, self.dtype):
             if request.method == "fisher":
                 seed, samples = f"{request.seed} {task}", request.samples
