@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -229,12 +230,18 @@ def test_items_and_what_scores_depend_on_are_kept(out: Path, found: Any) -> None
 
 
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
-    """The specialists' column from the same file: the model's normalized accuracy is 100."""
+    """The specialists' column from the same file: the model's normalized accuracy is 100. And each
+    task has samples that can be paired, with those of a second model that is the same."""
     tvb = [str(Path(sys.executable).with_name("tvb")), "score", "--benchmark", "mergebench"]
-    files = ["--out", str(tmp_path), "--radar", "none", "--specialist", str(out), f"merged={out}"]
+    files = ["--out", str(tmp_path), "--radar", "none", "--specialist", str(out)]
+    files += [f"merged={out}", f"other={shutil.copytree(out, tmp_path / 'other')}"]
     done = subprocess.run([*tvb, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    merged = json.loads((tmp_path / "scores.json").read_text())["columns"][1]
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    (pair,) = scores["pairs"]
+    assert pair["tasks"].keys() == scores["columns"][1]["tasks"].keys()
+    assert {(each["value"], each["p"]) for each in pair["tasks"].values()} == {(0.0, 1.0)}
+    merged = scores["columns"][1]
     assert merged["normalized"]["value"] == pytest.approx(100)
     assert len(merged["tasks"]) == 21 and list(merged["categories"]) == list(CATEGORIES)
     for category, mean in merged["categories"].items():
