@@ -56,7 +56,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             "-torch.inf)\n                for name, own",
             "0)\n                for name, own",
         ),
-        ("core/learned.py", "(vectors != 0).sum(0)", "(vectors > 0).sum(0)"),
+        ("core/learned.py", "(rows != 0).sum(0)", "(rows > 0).sum(0)"),
         ("learn/descents.py", "matrix * plan.basis.scale", "matrix * 1"),
         ("learn/descents.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
         ("learn/descents.py", "basis.scale * torch.outer", "torch.outer"),
