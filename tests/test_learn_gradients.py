@@ -83,6 +83,27 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("exact"), make=gpt2)
 
 
+def by_formula(
+    kind: str, variables: list[Tensor], base: Mapping[str, Tensor], bases: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """theta by NumPy."""
+    values = [variable.detach().numpy() for variable in variables]
+    found, layers = {}, dict[str, int]()
+    for number, (name, start) in enumerate(base.items()):
+        vectors = bases[name].numpy()
+        if kind == "mask":
+            found[name] = start.numpy() + vectors[0] / (1 + np.exp(-values[number]))
+            continue
+        layer = ".".join(name.split(".")[:3]) if ".h." in name else name
+        row = layers.setdefault(layer, len(layers))
+        own = values[0][[row]] if kind == "layers" else values[0][3 * number : 3 * number + 3]
+        own = own**2 if kind == "squares" else own
+        pieces = np.array_split(vectors, len(own), axis=1)
+        moved = [row @ piece for row, piece in zip(own, pieces, strict=True)]
+        found[name] = start.numpy() + np.concatenate(moved)
+    return found
+
+
 @pytest.mark.parametrize("kind", ["mask", "layers", "blocks", "squares"])
 @pytest.mark.parametrize("loss", [response_loss, entropy])
 def test_gradients_are_those_of_finite_differences(exact: Case, kind: str, loss: Any) -> None:
@@ -92,6 +113,8 @@ def test_gradients_are_those_of_finite_differences(exact: Case, kind: str, loss:
     for parameter in parameters.values():
         parameter.requires_grad_(False)
     way, batch = moving(kind, base, bases), examples(case)
+    for name, theta in by_formula(kind, way.variables, base, bases).items():
+        np.testing.assert_allclose(way.theta(name).detach().numpy(), theta, atol=1e-12)
     schedule = Schedule(epochs=1, rate=1.0, batch=8)
     work = Descent(model, parameters, way, loss, schedule)
     with way.attached(parameters):
