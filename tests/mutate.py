@@ -44,7 +44,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/statistics.py", "example.start - 1 : -1", "example.start : -1"),
         ("learn/running.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
     ],
-    "test_learn_gradients.py -k 'gradients_are or stitched or published or masks or begins'": [
+    "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or counts'": [
         ("learn/moving.py", "own.sigmoid() * basis", "own.tanh() * basis"),
         ("learn/moving.py", "self.penalty * own", "-self.penalty * own"),
         ("learn/moving.py", "value.square() if", "value if"),

@@ -569,12 +569,27 @@ def test_options_that_do_not_belong(case: Case) -> None:
 
 
 def test_masks_keep_the_largest_however_large() -> None:
-    """Also where sigma(S) is 1 in float32."""
-    bases = {"w": torch.ones(1, 6)}
-    mask = Mask({}, bases, 1 / 3)
+    """Also where sigma(S) is 1 in float32; but none where the basis is 0."""
+    bases = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]])}
+    mask = Mask({}, bases, 3 / 7)
     with torch.no_grad():
-        mask.variables[0].copy_(torch.tensor([18.0, 19.0, 20.0, 5.0, 400.0, 300.0]))
-    assert mask.kept()["w"].tolist() == [False, False, False, False, True, True]
+        mask.variables[0].copy_(torch.tensor([-18.0, -19.0, -20.0, -5.0, 400.0, 300.0, 500.0]))
+    assert mask.kept()["w"].tolist() == [False, False, False, True, True, True, False]
+
+
+def test_what_a_loss_counts() -> None:
+    """The tokens of the response, each by what stands before it; of a prompt alone the next."""
+    torch.manual_seed(0)
+    answered, prompt = Example([3, 1, 2, 0], 2, 1), Example([2, 2, 1], 3, 2, unlabeled=True)
+    batch = Batch.of([answered, prompt], torch.device("cpu"))
+    logits = torch.randn(2, 4, 5)
+    logs = torch.log_softmax(logits.double(), -1)
+    entropies = -(logs.exp() * logs).sum(-1)
+    wanted = -(logs[0, 1, 2] + logs[0, 2, 0]) / 2
+    assert torch.allclose(response_loss(logits[:1], Batch.of([answered], batch.ids.device)),
+                          wanted.float())  # fmt: skip
+    wanted = (entropies[0, 1] + entropies[0, 2]) / 2 + entropies[1, 2]
+    assert torch.allclose(entropy(logits, batch), wanted.float())
 
 
 def test_what_is_held_out_is_not_learned_from() -> None:
