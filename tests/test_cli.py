@@ -364,8 +364,8 @@ def test_damaged_stores(here: Path) -> None:
     run("check", "over.yml")
     damages = {
         "checksum": content[:-1] + bytes([content[-1] ^ 1]),
-        "bytes, its store says": content[:-1],
-        "missing from its store": None,
+        "bytes, basis.json says": content[:-1],
+        "missing, and basis.json names it": None,
     }
     for want, change in damages.items():
         file.write_bytes(change) if change is not None else file.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from tvb_mergekit.core.learned import FisherMean, regression_mean
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import statistics
-from tvb_mergekit.learn.data import Example
+from tvb_mergekit.learn.data import Example, encode, read_data
 from tvb_mergekit.learn.models import TaskModels
 
 TASKS = ("math", "code", "chat")
@@ -296,7 +297,7 @@ def test_statistics_are_merged_again_over_other_bases(case: Case) -> None:
         again = case.learn(source, "regmean", "again", "--from", first.folder)
     want = case.want("regmean", again.basis["encoder"])
     assert_near(again.tensors, want, load(case.base))
-    assert "statistics of regmean, not of fisher" in refused(
+    assert "learned by regmean, not by fisher" in refused(
         "learn", source, "fisher", "--from", first.folder, "--out", case.folder / "no"
     )
 
@@ -375,7 +376,8 @@ def test_a_run_that_was_killed_leaves_whole_files(case: Case) -> None:
         while not first.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()
-    assert {file.name for file in first.parent.iterdir()} == {first.name} and not out.exists()
+    names = {file.name for file in first.parent.iterdir() if not file.name.startswith(".")}
+    assert names == {first.name} and not out.exists()
     stamp = first.stat().st_mtime_ns
     tvb(*words, "--resume")
     assert (out / "basis" / "statistics" / first.name).stat().st_mtime_ns == stamp
@@ -397,6 +399,12 @@ def test_a_run_that_was_killed_leaves_whole_files(case: Case) -> None:
             json.dumps({"prompt": "t1 ", "response": "t2 " * 65}),
             "line 2: a response of 65 tokens, and the model's context is 64",
         ),
+        (
+            json.dumps({"prompt": "t1 ", "response": "t2 " * 64}),
+            "line 2: a response of 64 tokens, and the model's context is 64",
+        ),
+        (json.dumps({"text": "t2 " * 65}), "line 2: a text of 65 tokens"),
+        ('{"text": "t1 \\ud800"}', "line 2: 'utf-8' codec can't encode character"),
         ('{"prompt": "t1", "response": ""}', "line 2: the response has no tokens to predict"),
     ],
 )
@@ -425,14 +433,82 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         ("`basis` is pca, whose encoder has negative weights", pca, *files),
         ("`merge_method` is basis_ties", ties, *files),
         ("no --data", plain, "--from", tmp_path, *files),
-        ("no statistics of math", plain, "--from", tmp_path),
+        ("basis/learned.json cannot be read; expected", plain, "--from", tmp_path),
+        ("expected TASK=FILE", plain, *files, "--data", f"={empty}"),
     ):
         assert told in refused("learn", source, "fisher", *words, "--out", tmp_path / "out"), told
     words = ["learn", plain, "regmean", *files, "--out", tmp_path / "out"]
     assert "--samples belongs to fisher" in refused(*words, "--samples", 2)
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine").write_text("")
-    assert "in the way" in refused(*words)
+    assert "out.partial/mine is in the way" in refused(*words)
+
+
+def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
+    source, out = case.recipe("changed", basis="none"), case.folder / "changed-out"
+    words = ["learn", source, "fisher", *case.words, "--quiet", "--out", out]
+    with mock.patch("tvb_mergekit.plugin.run.write_model", side_effect=KeyboardInterrupt):
+        tvb(*words, code=130)
+    left = case.folder / "changed-out.partial"
+    for told, *more in (
+        ("math.safetensors is of another samples: give what that run had", "--samples", 2),
+        ("math.safetensors is of another sha256", "--data", f"math={case.files['code']}"),
+    ):
+        cut = words[:3] + words[5:] if "--data" in more else words
+        assert f"--resume: {left}/{told}" in refused(*cut, *more, "--resume")
+    regmean = [*words[:2], "regmean", *words[3:]]
+    assert "math.safetensors is of another method" in refused(*regmean, "--resume")
+    whole = (left / "math.safetensors").read_bytes()
+    (left / "math.safetensors").write_bytes(whole[:100])
+    assert f"{left}/math.safetensors is in the way: damaged" in refused(*words, "--resume")
+    (left / "math.safetensors").unlink()
+    tvb(*words, "--resume")
+    assert f"{out} is whole already" in refused(*words, "--resume")
+    for change, told in (
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum is not the one in learned.json"),
+        (lambda data: data[:-9], "bytes, learned.json says"),
+        (lambda data: None, "missing, and learned.json names it"),
+    ):
+        file = out / "basis" / "statistics" / "math.safetensors"
+        whole = file.read_bytes()
+        file.unlink()
+        if change(whole) is not None:
+            file.write_bytes(change(whole))
+        again = ["learn", source, "fisher", "--from", out, "--out", tmp_path / "again"]
+        assert told in refused(*again, "--quiet")
+        file.write_bytes(whole)
+    tvb(*again, "--quiet")
+
+
+def test_what_another_process_has_written_meanwhile(case: Case) -> None:
+    out = case.folder / "taken"
+
+    def late(path: Any, waiting: Any) -> Any:
+        out.mkdir()
+        (out / "model.safetensors").write_bytes(b"")
+        return SimpleNamespace(release=lambda: None)
+
+    words = ["learn", case.recipe("late", basis="none"), "fisher", *case.words, "--quiet"]
+    with mock.patch("tvb_mergekit.store.store.lock", late):
+        assert "already holds weight files" in refused(*words, "--out", out)
+    assert not Path(f"{out}.partial").exists()
+
+
+def test_a_token_that_the_model_does_not_know(case: Case, tmp_path: Path) -> None:
+    (file,) = read_data([f"law={as_lines(tmp_path / 'law', [{'text': 't1 t95'}])}"], None)
+    tokenizer = AutoTokenizer.from_pretrained(case.models[0])
+    with pytest.raises(
+        UserError, match=r"line 1: token 95 \('t95'\), and the model knows 95; take"
+    ):
+        encode(file, tokenizer, 64, 95)
+    assert encode(file, tokenizer, 64, 96)
+
+
+def test_a_name_with_an_equals_sign_and_a_mark_of_the_byte_order(tmp_path: Path) -> None:
+    file = tmp_path / "data=1"
+    file.write_bytes(codecs.BOM_UTF8 + b'{"text": "t1 t2"}\n')
+    (found,) = read_data([f"a=b={file}"], ["a", "a=b"][1:])
+    assert found.task == "a=b" and found.path == str(file) and len(found.records) == 1
 
 
 def test_chat_templates_cut_prompts_and_missing_tokenizers(

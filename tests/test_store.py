@@ -577,14 +577,14 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
     for text, message in (
         (flipped, "checksum"),
         (whole[:-64] + bytes(64), "checksum"),  # as a power cut can leave it
-        (whole[:-4], "bytes, its store says"),
-        (b"", "bytes, its store says"),
+        (whole[:-4], "bytes, basis.json says"),
+        (b"", "bytes, basis.json says"),
     ):
         file.write_bytes(text)
         with pytest.raises(UserError, match=message):
             store.load(built)
     file.unlink()
-    with pytest.raises(UserError, match="missing from its store"):
+    with pytest.raises(UserError, match=r"missing, and basis\.json names it"):
         store.load(built)
     file.write_bytes(whole)
     store.load(built)

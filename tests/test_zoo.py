@@ -580,11 +580,11 @@ def _header(zoo: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut short": (_cut, "math/model.safetensors: .* bytes, its store says"),
+    "cut short": (_cut, "math/model.safetensors: .* bytes, basis.json says"),
     "one bit": (_flip, "checksum is not the one"),
     "of another task": (_other, "checksum is not the one"),
     "of a later version": (_header, "checksum is not the one"),
-    "gone": (lambda zoo: shutil.rmtree(zoo / "math"), "math/.*: missing from its store"),
+    "gone": (lambda zoo: shutil.rmtree(zoo / "math"), "math/.*: missing, and basis.json names it"),
 }
 
 

@@ -442,7 +442,7 @@ def measure_path(run: Run, cell: Cell) -> dict[str, Any]:
         by = path.start or _best(run, cell, files.drawn(1.0))[0]
 
         class Watched(Descent):
-            def held_loss(self, examples: Sequence[Example]) -> float | None:
+            def held_loss(self, examples: Sequence[Example]) -> float:
                 found = super().held_loss(examples)
                 with self.moving.sharp():
                     self.moving.set(self.parameters)
@@ -470,7 +470,9 @@ class Look:
             place = folder / f"test-{key}"
             place.mkdir()
             files = Data(run, place, tested, prompts, "test").files
-            self.examples[key] = [e for f in files for e in encode(f, run.tokenizer, 64)]
+            self.examples[key] = [
+                e for f in files for e in encode(f, run.tokenizer, 64, len(run.tokenizer))
+            ]
 
     def __call__(self, model: Any) -> dict[str, float]:
         with torch.no_grad():

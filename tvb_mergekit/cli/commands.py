@@ -48,7 +48,21 @@ OWN = "by default as wide as the models are stored (bfloat16 beside float16: flo
 flag = partial(click.option, is_flag=True)
 repeatable = partial(click.option, multiple=True)
 ARGUMENT, RECIPE = click.Path(), click.Path(exists=True, dir_okay=False)
-POSITIVE, SEED = click.FloatRange(0, min_open=True), click.IntRange(0, 2**32 - 1)
+
+
+class Range(click.FloatRange):
+    """Numbers, not NaN or infinity."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
+
+
+POSITIVE, SEED = Range(0, min_open=True), click.IntRange(0, 2**32 - 1)
 
 
 @click.group(context_settings={"show_default": True})
@@ -756,27 +770,27 @@ def score(
 @flag("--normalize", help="fisher: all tasks' information gets the same sum.")
 @click.option(
     "--off-diagonal",
-    type=click.FloatRange(0, 1),
+    type=Range(0, 1),
     default=0.9,
     help="regmean: what all but the diagonal of X^T X is multiplied by.",
 )
 @click.option(
     "--density",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Range(0, 1, min_open=True),
     default=0.05,
     help="localize: the share of a basis that its mask keeps.",
 )
 @flag("--dataless", help="localize: keep the largest entries, without any data.")
 @click.option(
     "--penalty",
-    type=click.FloatRange(0),
+    type=Range(0),
     default=0.0,
     help="localize: lambda of the penalty on the masks' sum, per entry.",
 )
 @click.option("--store", metavar="DIR", help="localize: also keep the masked bases as a store.")
 @click.option(
     "--blocks",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1000),
     default=1,
     help="atlas: coefficients of a basis in each tensor, for as many equal parts of it.",
 )
@@ -786,7 +800,7 @@ def score(
 )
 @click.option(
     "--learning-rate",
-    type=POSITIVE,
+    type=Range(0, 1e6, min_open=True),
     show_default="localize 3, adamerging 0.001, atlas 0.1",
     help="By gradients.",
 )
@@ -798,7 +812,7 @@ def score(
 )
 @click.option(
     "--held-out",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=Range(0, 1, max_open=True),
     default=0.2,
     help="By gradients: the share of the examples that tells the best epoch; 0: the last.",
 )
@@ -888,7 +902,7 @@ def learn(
 )
 @click.option(
     "--keep",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Range(0, 1, min_open=True),
     default=0.95,
     help="basis_negate: the least share of the control score that alpha 0 has.",
 )
@@ -896,7 +910,7 @@ def learn(
 @flag("--subsample", help="Of these items, M/T for M bases of T tasks (the paper's).")
 @click.option(
     "--test-share",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Range(0, 1, min_open=True),
     default=0.2,
     help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
 )

@@ -42,6 +42,11 @@ def shuffled(tasks: Sequence[Sequence[Example]], seed: str) -> list[Example]:
     return random.Random(seed).sample(every, len(every))
 
 
+def amount(factor: float, sizes: Sequence[int]) -> int:
+    """How many examples are `factor` times those of a task in the mean."""
+    return max(1, round(factor * sum(sizes) / len(sizes)))
+
+
 def drawn(
     weights: Sequence[float], tasks: Sequence[Sequence[Example]], factor: float, seed: str
 ) -> list[Example]:
@@ -54,7 +59,7 @@ def drawn(
         weights: of the tasks, without negative ones; their sum is 1.
     """
     chance = random.Random(seed)
-    total = max(1, round(factor * sum(map(len, tasks)) / len(tasks)))
+    total = amount(factor, [len(examples) for examples in tasks])
     end = chance.random()
     found: list[Example] = []
     for weight, examples in zip(weights, tasks, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
@@ -76,8 +77,11 @@ def read_data(
     """
     paths: dict[str, str] = {}
     for word in given:
-        task, equals, path = word.partition("=")
-        if not equals or not path:
+        # The name of a task may have a = in it.
+        known = sorted((t for t in tasks or () if word.startswith(f"{t}=")), key=len)
+        task = known[-1] if known else word.partition("=")[0]
+        path = word[len(task) + 1 :]
+        if not task or not path:
             raise UserError(f"--data {word}: expected TASK=FILE")
         if tasks is not None and task not in tasks:
             guess = nearest(task, tasks)
@@ -96,7 +100,7 @@ def read_data(
 
 def _read(task: str, path: str, unlabeled: bool) -> DataFile:
     try:
-        data = Path(path).read_bytes()
+        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         why = f"{error.strerror}; expected a file of JSON lines"
         raise UserError(f"--data {task}={path}: {why}") from error
@@ -104,7 +108,9 @@ def _read(task: str, path: str, unlabeled: bool) -> DataFile:
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
-                records.append((number, _checked(json.loads(line.decode("utf-8")), unlabeled)))
+                record = json.loads(line.decode("utf-8"))
+                json.dumps(record, ensure_ascii=False).encode()  # raises ValueError at surrogates
+                records.append((number, _checked(record, unlabeled)))
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
     if not records:
@@ -160,21 +166,32 @@ def open_tokenizer(folders: Sequence[Path | None], trust_remote_code: bool) -> A
     raise UserError(f"no tokenizer in {where}: put one beside the weights (tokenizer.json ...)")
 
 
-def encode(file: DataFile, tokenizer: Any, context: int) -> list[Example]:
+def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> list[Example]:
     """All records as tokens. A prompt that is too long loses its beginning, which is told.
 
+    Args:
+        context: the most tokens that the model takes.
+        vocabulary: how many different tokens it knows.
+
     Raises:
-        UserError: a response that is longer than the context or has no tokens; no chat template.
+        UserError: a response that is longer than the context or has no tokens; no chat template;
+            a token that the model does not know.
     """
     found, cut = [], 0
     for line, record in file.records:
         where = f"{file.path}, line {line}"
         ids, start = _tokens(record, tokenizer, where)
         unlabeled = "prompt" in record and "response" not in record
-        if len(ids) - start > context:
+        if len(ids) - start > context - (start > 0):  # the first is told by one of the prompt
+            what = "text" if "text" in record else "response"
             raise UserError(
-                f"{where}: a response of {len(ids) - start} tokens, and the model's context is "
+                f"{where}: a {what} of {len(ids) - start} tokens, and the model's context is "
                 f"{context}; shorten or split it"
+            )
+        if ids and (largest := max(ids)) >= vocabulary:
+            raise UserError(
+                f"{where}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and the "
+                f"model knows {vocabulary}; take the tokenizer that belongs to it"
             )
         over = max(0, len(ids) - context)
         cut += over > 0

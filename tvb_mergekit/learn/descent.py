@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tvb_mergekit.errors import UserError, counted, listed
+from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import Batch, Loss, runs
 from tvb_mergekit.learn.data import Example
@@ -21,6 +21,7 @@ from tvb_mergekit.learn.moving import Moving
 from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
+WEIGHTS = "look at the models' weights (`tvb check --deep`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,50 +105,50 @@ class Descent:
 
         Args:
             examples: of an epoch, by its number from 1 on.
-            held: what tells the best; without any it is the last.
+            held: what tells the best; without any it is the last with a finite loss in one batch.
             state: a file that an interrupted run goes on from, and writes after each epoch.
             told: what a state must be of.
 
         Raises:
-            UserError: the loss is not finite at the start.
+            UserError: the loss is not finite at the start; the state is of something else.
         """
         history, schedule = self.history, self.schedule
         begun = 0
-        resumed = state is not None and state.is_file()
-        if resumed and (other := kept.differing(cast(Path, state), kept.STATE, told or {})):
-            LOG.warning("%s is of another %s: learning anew", state, listed(other))
-            resumed = False
-        if state is not None and resumed:
+        if state is not None and state.is_file():
+            kept.check_same(state, kept.STATE, told or {})
             begun = self._restore(state)
             history = self.history
-            LOG.warning("--resume: %s are learned", counted(begun, "epoch"))
+            LOG.warning("--resume: goes on after %s", counted(begun, "epoch"))
         else:
             history.losses.append(None)
             try:
-                history.held.append(self.held_loss(held))
+                history.held.append(self.held_loss(held) if held else None)
             except NotFinite as error:
-                raise UserError(str(error)) from error
+                raise UserError(f"{error}, at the start; {WEIGHTS}") from error
         for epoch in range(begun + 1, schedule.epochs + 1):
             if history.stopped:
                 break
             try:
-                mean = self._epoch(examples(epoch), epoch)
-                seen = self.held_loss(held)
+                some = examples(epoch)
+                mean = self._epoch(some, epoch, keep=not held)
+                if not held and epoch == schedule.epochs:
+                    self.held_loss(some[: schedule.batch])
+                    self._keep(epoch)
+                seen = self.held_loss(held) if held else None
             except NotFinite as error:
-                if epoch == 1:
-                    raise UserError(str(error)) from error
+                if epoch == 1 or (not held and not history.best):
+                    raise UserError(f"{error}; lower --learning-rate, or {WEIGHTS}") from error
                 history.stopped = str(error)
                 LOG.warning("%s; epoch %d is kept", error, history.best)
                 break
             history.losses.append(mean)
             history.held.append(seen)
             least = history.held[history.best]
-            if seen is None or least is None or seen < least:
-                history.best = epoch
-                for best, variable in zip(self.best, self.moving.variables, strict=True):
-                    best.copy_(variable.detach())
-            elif schedule.patience <= epoch - history.best and epoch < schedule.epochs:
-                history.stopped = f"no lower held-out loss in {schedule.patience} epochs"
+            if seen is not None and least is not None:
+                if seen < least:
+                    self._keep(epoch)
+                elif schedule.patience <= epoch - history.best and epoch < schedule.epochs:
+                    history.stopped = f"no lower held-out loss in {schedule.patience} epochs"
             if state is not None:
                 self._save(state, epoch, told)
         with torch.no_grad():
@@ -155,10 +156,14 @@ class Descent:
                 variable.copy_(best)
         return history
 
-    def held_loss(self, examples: Sequence[Example]) -> float | None:
-        """The mean loss of what theta will be, without gradients; None without examples."""
-        if not examples:
-            return None
+    def _keep(self, epoch: int) -> None:
+        """Take the variables as they are for the best, those after an epoch."""
+        self.history.best = epoch
+        for best, variable in zip(self.best, self.moving.variables, strict=True):
+            best.copy_(variable.detach())
+
+    def held_loss(self, examples: Sequence[Example]) -> float:
+        """The mean loss of what theta will be, without gradients."""
         with self.moving.sharp():
             self.moving.set(self.parameters)
         batches = runs(examples, self.schedule.batch)
@@ -166,8 +171,12 @@ class Descent:
         self.history.forward += len(examples)
         return total / len(examples)
 
-    def _epoch(self, examples: Sequence[Example], epoch: int) -> float:
-        """One epoch of steps; the mean loss."""
+    def _epoch(self, examples: Sequence[Example], epoch: int, keep: bool) -> float:
+        """One epoch of steps; the mean loss.
+
+        Args:
+            keep: what it begins with is the best, once its first batch has a finite loss.
+        """
         total, schedule = 0.0, self.schedule
         batches = runs(examples, schedule.batch)
         with self.moving.attached(self.parameters):
@@ -177,6 +186,8 @@ class Descent:
                     for group in self.optimizer.param_groups:
                         group["lr"] = schedule.rate * (1 + math.cos(math.pi * done)) / 2
                 total += self.gradients(batch) * len(batch)
+                if keep and not number:
+                    self._keep(epoch - 1)
                 self._step()
         self.history.forward += len(examples)
         self.history.backward += len(examples)

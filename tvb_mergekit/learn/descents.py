@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import (
     Split,
+    amount,
     drawn,
     entropy,
     held_out,
@@ -46,7 +47,7 @@ from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
 LOG = logging.getLogger(__name__)
 COEFFICIENTS = "coefficients.safetensors"
 RECIPE = "learned.yml"  # in basis/ of a merged model
-STATE = "state.safetensors"  # in OUT.partial
+STATE = "state-"  # begins the name of a file in OUT.partial, which ends as that which is learned
 
 SCHEDULES = {
     "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
@@ -88,6 +89,7 @@ class Descents(Work):
     def costs(self) -> Costs:
         request, schedule = self.request, self.schedule
         train, _ = self._counts
+        rows = Rows.of(list(self.plan.counted), self.per, request.blocks).count
         model = self.model_bytes
         numel = sum(item.numel for item in self.plan.items())
         largest = max(item.numel for item in self.plan.items())
@@ -97,6 +99,8 @@ class Descents(Work):
             memory += 2 * model  # theta and theta_0
         if self.localizes:  # S, its gradient, the best S, what of it is compared, and the masks
             memory += 20 * numel
+        else:  # coefficients, their gradients, moments and best, and where they begin
+            memory += 32 * rows * bases
         memory += 24 * largest  # a gradient, theta as it is made, and the places of a mask
         disk = 0
         if self.localizes:  # counts and places, and of a state S and the best, while it is replaced
@@ -111,24 +115,34 @@ class Descents(Work):
             )
         return Costs(
             self._forward,
-            schedule.epochs * train,
+            self._runs * schedule.epochs * train,
             memory if request.source is None else 0,
             activations,
             disk,
         )
 
     @property
+    def _runs(self) -> int:
+        """How many descents there are."""
+        return self.most_bases if self.localizes else 1
+
+    @property
     def _counts(self) -> tuple[int, int]:
-        """Examples that are learned from, and held out."""
+        """Examples of an epoch of one descent, and of what is held out of it."""
         used = [some for some, _ in self.examples_used.values()]
-        held = sum(held_out(some, self.request.held_out) for some in used)
-        return sum(used) - held, held
+        if not used:
+            return 0, 0
+        held = [held_out(some, self.request.held_out) for some in used]
+        train = [some - apart for some, apart in zip(used, held, strict=True)]
+        factor = len(used) / self.most_bases if self.localizes else len(used)
+        return amount(factor, train), amount(factor, held) if any(held) else 0
 
     @property
     def _forward(self) -> int:
         """Passes, if nothing ends them early."""
         train, held = self._counts
-        return self.schedule.epochs * (train + held) + held
+        last = held or min(self.schedule.batch, train)
+        return self._runs * (self.schedule.epochs * (train + held) + last)
 
     @property
     def outputs(self) -> list[Path]:
@@ -137,19 +151,6 @@ class Descents(Work):
             return [self.place / COEFFICIENTS]
         count = bases_of(self.plan).shape[1]
         return [self.place / f"basis-{number:03d}.safetensors" for number in range(count)]
-
-    def known(self) -> None:
-        """Nothing but the method can be told before the bases are built."""
-        folder, method = self.place, self.request.method
-        found = [
-            told
-            for file in folder.glob("*.safetensors")
-            if (told := kept.told_in(file, kept.LEARNED))
-        ]
-        if not found:
-            raise UserError(f"--from {self.request.source}: nothing that {method} has learned")
-        if found[0]["method"] != method:
-            raise UserError(f"--from {self.request.source}: learned by {found[0]['method']}")
 
     def learn(self) -> Learned:
         request = self.request
@@ -260,14 +261,20 @@ class Descents(Work):
         """Whether an interrupted run has finished a file."""
         if not file.is_file():
             return False
-        if other := kept.differing(file, kept.LEARNED, wanted):
-            LOG.warning("%s is of another %s: learning anew", file, listed(other))
-            return False
+        kept.check_same(file, kept.LEARNED, wanted)
         told = kept.told_in(file, kept.LEARNED)
         assert told is not None
         LOG.warning("--resume: %s is there", file.stem)
         self._remember(History(**told["history"]), told)
         return True
+
+    def _state(self, file: Path) -> Path:
+        """What an interrupted run goes on from, of the descent whose end is a file."""
+        return self.request.partial / f"{STATE}{file.name}"
+
+    @property
+    def unfinished(self) -> list[Path]:
+        return [*self.outputs, *map(self._state, self.outputs)]
 
     def _coefficients(self) -> None:
         """Learn coefficients into their file."""
@@ -282,7 +289,7 @@ class Descents(Work):
         train = [split.train for split in splits]
         held = [example for split in splits for example in split.held]
         descent = self._descent(model, parameters, moving, self._bar())
-        state = request.partial / STATE
+        state = self._state(file)
         history = descent.run(lambda epoch: shuffled(train, f"{seed} {epoch}"), held, state, wanted)
         told = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
         told["tasks"] = self._tasks_told()
@@ -388,7 +395,7 @@ class Descents(Work):
                 history = descent.run(
                     lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),  # noqa: B023
                     drawn(column, held, factor, seed),
-                    request.partial / STATE,
+                    self._state(file),
                     own,
                 )
             told = {**own, "history": asdict(history), "tasks": self._tasks_told()}
@@ -401,7 +408,7 @@ class Descents(Work):
                     for name in chosen
                 )
                 write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(told)})
-                (request.partial / STATE).unlink(missing_ok=True)
+                self._state(file).unlink(missing_ok=True)
             world.share(lambda: None)
 
     @property
@@ -439,6 +446,7 @@ class Descents(Work):
         ]
 
     def facts(self) -> dict[str, Any]:
-        left = ("bases", "data", "history", "rows", "basis", "method", "dtype")
+        left = ["bases", "data", "history", "rows", "basis", "method", "dtype"]
+        left += ["start"] * (self.request.method == "atlas")  # one number
         told = {key: value for key, value in self.told.items() if key not in left}
         return {**told, "history": [asdict(history) for history in self.histories]}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tvb_mergekit.atomic import beside
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.output import sync
 
@@ -53,9 +53,13 @@ def is_ours(file: Path) -> bool:
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 
-def differing(file: Path, key: str, wanted: Mapping[str, Any]) -> list[str]:
-    """What a file is not of, of what is wanted; where data lie, `file`, may differ."""
-    told = told_in(file, key)
-    if told is None:
-        return list(wanted)
-    return [name for name, value in wanted.items() if name != "file" and told.get(name) != value]
+def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
+    """Raise UserError where a file of an unfinished run is of something else than is wanted; where
+    data lie, `file`, may differ."""
+    told = told_in(file, key) or {}
+    other = [name for name, value in wanted.items() if name != "file" and told.get(name) != value]
+    if other:
+        raise UserError(
+            f"--resume: {file} is of another {listed(other)}: give what that run had, or leave out "
+            "--resume to begin anew"
+        )

@@ -128,7 +128,7 @@ class ByCoefficients:
                 continue
             own = weights[self.rows.of_tensor(jobs[item.name].counted_as)]
             for number, (first, piece) in enumerate(blocks_of(item, self.rows.blocks)):
-                name = f"{number}/{item.name}"
+                name = item.name if self.rows.blocks == 1 else f"{item.name}, block {number}"
                 joined.places[name] = item.name, first
                 pieces.append(replace(piece, name=name))
                 steps[name] = Linear([[(1.0, own[number])]])

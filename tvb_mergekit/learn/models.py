@@ -66,12 +66,13 @@ class TaskModels:
             return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
         return [*prints.values(), task]
 
-    def context(self, task: str | None) -> int:
-        """The most tokens that a task's model (None: the base) takes."""
+    def limits(self, task: str | None) -> tuple[int, int]:
+        """The most tokens that a task's model (None: the base) takes, and how many it knows."""
         folder = self.base_folder if task is None else self.folder(task)
-        config = _config(folder, self.plan.options.trust_remote_code)
-        most = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return int(most or 2**31)
+        config = _config(folder, self.plan.options.trust_remote_code).get_text_config()
+        names = ("max_position_embeddings", "vocab_size")
+        context, vocabulary = (int(getattr(config, name, None) or 2**31) for name in names)
+        return context, vocabulary
 
     def load(self, task: str) -> nn.Module:
         """The model of a task; the one before it is gone."""

@@ -27,7 +27,8 @@ from tvb_mergekit.learn.models import TaskModels
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Learned, Plan
-from tvb_mergekit.store.facts import FOLDER
+from tvb_mergekit.store.facts import FOLDER, FileRecord
+from tvb_mergekit.store.store import check_files, record_of
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import most_bases
@@ -226,9 +227,13 @@ class Work(ABC):
     def costs(self) -> Costs:
         """What it takes, as far as it is known."""
 
-    @abstractmethod
-    def known(self) -> None:
-        """Raise UserError where --from has not what this merge needs."""
+    @property
+    def unfinished(self) -> list[Path]:
+        """The files that a run of this method may leave."""
+        return self.outputs
+
+    def known(self) -> None:  # noqa: B027
+        """Raise UserError where --from has not what this merge needs, as far as it is known."""
 
     @abstractmethod
     def learn(self) -> Learned:
@@ -262,14 +267,35 @@ class Work(ABC):
                 f"activations about {megabytes(bill.costs.activations)}; raise --memory"
             )
         check_disk(request.out, bill.disk)
-        there = [file for file in request.partial.glob("*") if not file.name.startswith(".")]
-        if not all(kept.is_ours(file) for file in there):
-            raise UserError(
-                f"{request.partial} is in the way, and no unfinished run; move or delete it"
-            )
+        for file in self._left():
+            if not kept.is_ours(file):
+                raise UserError(
+                    f"{file} is in the way: damaged, or not of an unfinished run; delete it "
+                    "(--resume learns anew what it held), or move it"
+                )
         if request.source is not None:
+            self._check_source(request.source)
             self.known()
         return bill
+
+    def _left(self) -> list[Path]:
+        """What an unfinished run has left."""
+        return [f for f in self.request.partial.glob("*") if not f.name.startswith(".")]
+
+    def _check_source(self, source: str) -> None:
+        """Raise UserError where --from is no output of this method, or files of it have changed."""
+        file, method = Path(source) / FOLDER / LEARNED, self.request.method
+        try:
+            said = json.loads(file.read_text(encoding="utf-8"))
+            found, files = said["method"], said["files"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--from {source}: {file} cannot be read; expected what `tvb learn` wrote as --out"
+            ) from error
+        if found != method:
+            raise UserError(f"--from {source}: learned by {found}, not by {method}")
+        records = {name: FileRecord.model_validate(record) for name, record in files.items()}
+        check_files(self.place, records, LEARNED, "restore it, or learn anew")
 
     def _encoded(self, file: DataFile) -> list[Example]:
         """A file as tokens."""
@@ -278,8 +304,8 @@ class Work(ABC):
             folders.append(models.folder(file.task))
         folders += [models.base_folder, *map(models.folder, self.tasks)]
         tokenizer = open_tokenizer(folders, self.request.options.trust_remote_code)
-        context = models.context(None if self.request.by_gradient else file.task)
-        return encode(file, tokenizer, context)
+        limits = models.limits(None if self.request.by_gradient else file.task)
+        return encode(file, tokenizer, *limits)
 
     @property
     def place(self) -> Path:
@@ -290,12 +316,18 @@ class Work(ABC):
 
     def begin(self) -> None:
         """Make the folder of an unfinished run, or go on in the one that is there."""
-        request = self.request
+        request, left = self.request, self._left()
         if request.source is None and ranks.world().leads:
-            if request.partial.is_dir() and not request.resume:
+            if left and not request.resume:
                 told = "%s, an unfinished run, is replaced (--resume continues it)"
                 LOG.warning(told, request.partial)
                 shutil.rmtree(request.partial)
+            if other := sorted({f.name for f in left} - {f.name for f in self.unfinished}):
+                if request.resume:
+                    raise UserError(
+                        f"--resume: {request.partial} is of another run ({listed(other)}): give "
+                        "what that had, or leave out --resume to begin anew"
+                    )
             request.partial.mkdir(parents=True, exist_ok=True)
         ranks.world().share(lambda: None)
 
@@ -303,14 +335,17 @@ class Work(ABC):
         """`learned.json`, what was learned, and a line in the model card."""
         request, place = self.request, folder / FOLDER / self.folder
         place.mkdir()
+        files = {}
         for file in self.outputs:
             _link(file, place / file.name)
+            files[file.name] = record_of(place / file.name).model_dump()
         found = {
             "format_version": 1,
             "version": __version__,
             "method": request.method,
             "from": request.source,
             **self.facts(),
+            "files": files,
             "passes": dict(zip(("forward", "backward"), self.passes, strict=True)),
             "seconds": round(self.seconds, 3),
             "peak_memory": peak_memory(),
@@ -355,6 +390,11 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
     yield (
         request.store and ranks.world().size > 1,
         "--store is written by one process: learn without it, then give --from and --store",
+    )
+    places = [Path(os.path.realpath(path)) for path in (request.out, request.store or "")]
+    yield (
+        request.store and any(a.is_relative_to(b) for a, b in (places, places[::-1])),
+        f"--store {request.store} and --out {request.out}: two folders, none in the other",
     )
     yield request.dataless and request.data, "--dataless takes no --data"
     yield request.dataless and request.source, "--dataless and --from: give one of them"
@@ -427,14 +467,23 @@ def learn(request: Request, dry: bool = False) -> Bill:
         work: Work = (Descents if request.by_gradient else Visits)(request, plan)
         if dry:
             return work.bill
-        if world.leads:
+
+        def check_places() -> None:
+            if request.resume and (Path(out) / FOLDER / LEARNED).is_file():
+                told = f"--resume: {out} is whole already"
+                more = f"; its store is made by --from {out} and another --out"
+                raise UserError(told + more * (request.store is not None))
             check_output_folder(out, input_folders(document.recipe))
             if request.store is not None:
                 check_new_folder(request.store, input_folders(document.recipe))
+
+        if world.leads:
+            check_places()
         bill = work.check()
         if world.leads:
             for path in filter(None, (out, request.store)):
                 stack.callback(lock(path, lambda text: LOG.warning("%s", text)).release)
+            check_places()  # another process may have written there meanwhile
         plan.build()
         assert plan.basis is not None
         began = time.perf_counter()

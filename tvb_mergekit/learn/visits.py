@@ -65,10 +65,6 @@ class Visits(Work):
             told = kept.told_in(file, kept.STATISTICS)
             if told is None:
                 raise UserError(f"--from {self.request.source}: no statistics of {task} ({file})")
-            if told["method"] != self.request.method:
-                raise UserError(
-                    f"{file}: statistics of {told['method']}, not of {self.request.method}"
-                )
             if told["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
             self.told.append(told)
@@ -88,14 +84,12 @@ class Visits(Work):
         if request.source is None:
             wanted = self._wanted()
             self.told = list(wanted.values())
-            left = [
-                task
-                for task in self.tasks
-                if kept.differing(files[task], kept.STATISTICS, wanted[task])
-            ]
-            if len(left) < len(files):
-                done = [task for task in files if task not in left]
+            done = [task for task in self.tasks if files[task].is_file()]
+            for task in done:
+                kept.check_same(files[task], kept.STATISTICS, wanted[task])
+            if done:
                 LOG.warning("--resume: the statistics of %s are there", listed(done))
+            left = [task for task in self.tasks if task not in done]
             world = ranks.world()
             mine = left[world.rank :: world.size]
             total = sum(wanted[task]["examples"] for task in mine)

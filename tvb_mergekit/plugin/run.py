@@ -258,8 +258,9 @@ def _write_companions(
     elif options.copy_tokenizer:
         try:
             _copy_tokenizer(config, str(folder), options=options)
-        except Exception as error:
-            LOG.error("the tokenizer could not be copied; the merge is whole", exc_info=error)
+        except Exception as error:  # of whatever kind the tokenizer's code leads to
+            told = "the tokenizer could not be copied; the merge is whole: %s"
+            LOG.error(told, " ".join(str(error).split()))
     elif config.chat_template:
         LOG.warning("`chat_template` is not saved: there is no tokenizer")
     files = plan.architecture.tagalong_files or []

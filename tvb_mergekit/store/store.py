@@ -254,7 +254,8 @@ def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"], withou
         files = facts.store.files
         own = {name: of for name, of in files.items() if name.partition("/")[0] != without}
         more = ", or take it out with `tvb remove`" if is_zoo(facts) else ""
-        _check_files(folder, own, verify, more)
+        remedy = f"restore it, or build the store anew{more}"
+        check_files(folder, own, FACTS, remedy, verify)
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
@@ -392,25 +393,34 @@ def read_store_facts(folder: Path) -> StoreFacts:
     return facts
 
 
-def _check_files(
-    folder: Path, files: Mapping[str, FileRecord], verify: bool | Literal["all"], more: str
+def check_files(
+    folder: Path,
+    files: Mapping[str, FileRecord],
+    told: str,
+    remedy: str,
+    verify: bool | Literal["all"] = True,
 ) -> None:
-    remedy = f"restore it, or build the store anew{more}"
+    """Raise UserError where a file in a folder is not what a record of it says.
+
+    Args:
+        told: the name of the file that has the records.
+        verify: as of `load`.
+    """
     for name, record in files.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path}: missing from its store; {remedy}")
+            raise UserError(f"{path}: missing, and {told} names it; {remedy}")
         size = path.stat().st_size
         if size != record.bytes:
             raise UserError(
-                f"{path}: {size:,} bytes, its store says {record.bytes:,}: the file was changed; "
+                f"{path}: {size:,} bytes, {told} says {record.bytes:,}: the file was changed; "
                 f"{remedy}"
             )
         if not verify or (verify is True and cache.is_verified(path, record.xxh3_128)):
             continue
         if record_of(path).xxh3_128 != record.xxh3_128:
             raise UserError(
-                f"{path}: its checksum is not the one in {FACTS}: the file was changed; {remedy}"
+                f"{path}: its checksum is not the one in {told}: the file was changed; {remedy}"
             )
         cache.note_verified(path, record.xxh3_128)
 
