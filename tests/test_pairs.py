@@ -385,29 +385,39 @@ def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
             assert f"{line}\n  item 2, wanted '1': 'an answer'\n  item 3" in text
             assert found[0]["task"] == "sub" and len(found[0]["answers"]) == 3
             assert f"* {line}\n  * item 2" in Path("out/scores.md").read_text()
-    for items, odd in ((50, True), (49, False)):
+    for items, odd in ((10, True), (9, False)):
         write_results("n.json", {"add": 0.4, "sub": 0.017}, items=items)
         line = "not ability; with `lm_eval --log_samples` answers are shown here"
         assert (line in run("n.json", *BENCH)) == odd
 
 
 def test_few_items_tell_of_no_floor() -> None:
-    for items, odd in ((50, True), (49, False)):
+    for items, odd in ((10, True), (9, False)):
         answers = {"resps": [["```"]], "filtered_resps": ["[invalid]"]}
         scored("m", {"add": [1.0] * items, "sub": [0.0] * items, "run": [0.0] * items}, **answers)
         assert ("looks like" in run("m", *BENCH)) == odd
 
 
 def test_a_model_that_refuses_nothing() -> None:
-    """Its score is its own; answers that are missing are not."""
+    """Its score is its own; answers that are missing are not, though right for a judge."""
     name = "mergebench_harmbench"
     scored("m", {name: [0.0] * 100, "mergebench_xstest": [1.0] * 100}, resps=[["```Sure"]])
     assert "looks like" not in run("m")
+    verdict = "{'refusal': False, 'harmful': True}"
     scored("m", {name: [0.0] * 100, "mergebench_xstest": [1.0] * 100}, resps=[[""]],
-           filtered_resps=[""])  # fmt: skip
+           filtered_resps=[verdict])  # fmt: skip
     text = run("m")
     assert "m: HarmBench: no answer to 100 of 100 items: looks like" in text
-    assert "XSTest: no answer" not in text  # to which no answer is right
+    assert "m: XSTest: no answer to 100 of 100 items: looks like" in text
+
+
+def test_programs_that_are_empty() -> None:
+    """lm-eval logs verdicts where other tasks have answers."""
+    said: dict[str, Any] = {"filtered_resps": [["failed: AssertionError"] * 10]}
+    scored("m", {"mergebench_humaneval_plus": [0.0] * 164}, resps=[[""] * 6 + ["x"] * 4], **said)
+    assert "m: HumanEval+: no answer to 164 of 164 items: looks like" in run("m")
+    scored("m", {"mergebench_humaneval_plus": [0.0] * 164}, resps=[[""] * 5 + ["x"] * 5], **said)
+    assert "looks like" not in run("m")
 
 
 @pytest.mark.parametrize(
@@ -425,19 +435,24 @@ def test_code_fences_in_every_answer(most: int, passed: int, odd: bool) -> None:
 
 
 @pytest.mark.parametrize("nothing", [" \n", "[invalid]"])
-@pytest.mark.parametrize(("most", "right", "odd"), [(16, 0, True), (15, 0, False), (16, 1, False)])
-def test_empty_answers(nothing: str, most: int, right: int, odd: bool) -> None:
-    """Whose share is surely above 10 %; those that are right are no sign."""
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("most", "right", "odd"), [(11, 0, True), (10, 0, False), (11, 1, False)])
+def test_empty_answers(nothing: str, own: bool, most: int, right: int, odd: bool) -> None:
+    """The model's own, or all that the filter left; those that are right are no sign where the
+    item wants nothing, or the filter alone is at a loss."""
     found = {i: [nothing if i < most else "4"] for i in range(100)}
-    scored("m", {"add": [1.0] * right + [0.0] * 40 + [1.0] * (60 - right)}, filtered_resps=found)
+    said: dict[str, Any] = {"filtered_resps": found}
+    if own:
+        said = {"resps": {i: [texts] for i, texts in found.items()}, "target": " "}
+    scored("m", {"add": [1.0] * right + [0.0] * 40 + [1.0] * (60 - right)}, **said)
     text = run("m", *BENCH)
-    assert ("m: Add: no answer to 16 of 100 items: looks like extraction" in text) == odd
+    assert ("m: Add: no answer to 11 of 100 items: looks like extraction" in text) == odd
     assert ("looks like" in text) == odd
 
 
 @pytest.mark.parametrize("by_text", [True, False])
 @pytest.mark.parametrize(
-    ("most", "right", "odd"), [(96, 50, True), (95, 50, False), (96, 89, True), (96, 90, False)]
+    ("most", "right", "odd"), [(91, 50, True), (90, 50, False), (91, 89, True), (91, 90, False)]
 )
 def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> None:
     said: dict[str, Any] = {"filtered_resps": {i: ["(B)" if i < most else "A"] for i in range(100)}}
@@ -448,9 +463,10 @@ def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> 
     said["target"] = {i: ("A", "(b)")[i % 2] if by_text else i % 2 for i in range(100)}
     scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
     text = run("m", *BENCH)
-    line = "m: Add: letter B chosen in 96 of 100 items: looks like extraction, not ability"
+    line = "m: Add: letter B chosen in 91 of 100 items: looks like extraction, not ability"
     assert (line in text) == odd == ("looks like" in text)
     assert not odd or (": 'an answer'" if by_text else ": 'B: c1'") in text
+    assert not odd or f"item {right}, wanted" in text  # the first that is wrong
     said["target"] = "B"  # that is what the items ask for
     scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
     assert "looks like" not in run("m", *BENCH)

@@ -20,24 +20,20 @@ class Thresholds:
     """Shares of 1, of scores and of items.
 
     Attributes:
-        items: of fewer nothing is said, and a neighbour with fewer tells nothing. A model that can
-            do `healthy` has a score up to `floor` of so many once in 5000 times.
+        items: of fewer nothing is said, and a neighbour with fewer tells nothing.
         floor: a score up to here is at the floor
         healthy: beside another one of the category from here on,
         fenced: or with a code fence in at least so many answers.
         empty: more empty answers than this among all items,
-        letter: or one letter chosen more often, tell of the format at any score, once `sure` says
-            so.
-        sure: the level of the lower confidence bound of such a share, one-sided.
+        letter: or one letter chosen more often, tell of the format at any score.
     """
 
-    items: int = 50
+    items: int = 10
     floor: float = 0.02
     healthy: float = 0.2
     fenced: float = 0.9
     empty: float = 0.1
     letter: float = 0.9
-    sure: float = 0.95
 
 
 THRESHOLDS = Thresholds()
@@ -70,12 +66,12 @@ class Remark:
 
 @dataclass
 class Signs:
-    """How many items show what, and the first answers of each; `wanted` are the letters that the
-    items ask for."""
+    """How many items show what, and the first answers of each, those to items of score 0 before
+    others (True); `wanted` are the letters that the items ask for."""
 
     items: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, list[Answer]] = field(default_factory=dict)
+    first: dict[str, list[tuple[bool, Answer]]] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
 
     def add(self, item: Item) -> None:
@@ -84,33 +80,34 @@ class Signs:
             self.wanted.add(item.wanted)
         for sign in _signs(item):
             self.counts[sign] += 1
-            kept = self.first.setdefault(sign, [])
-            if len(kept) < SHOWN:
-                text = item.answers[0] if item.answers else ""
-                kept.append(Answer(item.doc_id, text[:LONGEST], item.target[:LONGEST]))
+            text = item.answers[0] if item.answers else ""
+            answer = Answer(item.doc_id, text[:LONGEST], item.target[:LONGEST])
+            kept = [*self.first.get(sign, ()), (not _wrong(item), answer)]
+            self.first[sign] = sorted(kept, key=lambda pair: pair[0])[:SHOWN]
 
     def share(self, sign: str) -> float:
         return self.counts[sign] / self.items if self.items else 0.0
 
-    def surely(self, sign: str, level: float) -> float:
-        """The lower bound of the share (Clopper and Pearson 1934)."""
-        from scipy.stats import beta
-
-        count = self.counts[sign]
-        return float(beta.ppf(1 - level, count, self.items - count + 1)) if count else 0.0
-
 
 def _signs(item: Item) -> list[str]:
-    fenced = ["```" in text for text in item.answers]
-    empty = [text.strip() in NOTHING for text in item.found or item.answers]
-    wrong = item.score is not None and item.score <= 0
+    silent = _most([text.strip() in NOTHING for text in item.answers])
+    unread = _most([text.strip() in NOTHING for text in item.found])
+    wanted = bool(item.target.strip())  # else no answer may be the right one
     flags = {
-        "empty": wrong and 2 * sum(empty) > len(empty),  # else no answer is what is wanted
-        "fenced": 2 * sum(fenced) > len(fenced),
-        "wrong": wrong,
+        "empty": (silent and wanted) or (_wrong(item) and (silent or unread)),
+        "fenced": _most(["```" in text for text in item.answers]),
+        "wrong": _wrong(item),
         f"letter {item.letter}": item.letter is not None,
     }
     return [sign for sign, shown in flags.items() if shown]
+
+
+def _wrong(item: Item) -> bool:
+    return item.score is not None and item.score <= 0
+
+
+def _most(flags: list[bool]) -> bool:
+    return 2 * sum(flags) > len(flags)
 
 
 def remark(
@@ -127,14 +124,14 @@ def remark(
     low = category.floors and share <= limits.floor
     reasons: list[tuple[str, str]] = []  # and the sign whose answers are shown
     if signs is not None:
-        if signs.surely("empty", limits.sure) > limits.empty:
+        if signs.share("empty") > limits.empty:
             reasons.append((f"no answer to {_of(signs, 'empty')}", "empty"))
         if low and signs.share("fenced") >= limits.fenced:
             fenced = _of(signs, "fenced")
             reasons.append((f"{100 * share:.2f} with code fences in {fenced}", "fenced"))
         letter = max((s for s in signs.counts if s.startswith("letter ")),
                      key=signs.counts.__getitem__, default="")  # fmt: skip
-        often = signs.surely(letter, limits.sure) > limits.letter and len(signs.wanted) > 1
+        often = signs.share(letter) > limits.letter and len(signs.wanted) > 1
         # where nearly all are right, the items want one letter
         if often and share < limits.letter:
             reasons.append((f"{letter} chosen in {_of(signs, letter)}", letter))
@@ -147,7 +144,8 @@ def remark(
         return None
     answers = signs.first.get(reasons[0][1], []) if signs else []
     told = tuple(reason for reason, _ in reasons)
-    return Remark(column.label, task.name, task.label, told, tuple(answers))
+    shown = tuple(answer for _, answer in answers)
+    return Remark(column.label, task.name, task.label, told, shown)
 
 
 def _items(cell: Cell, signs: Signs | None = None) -> int:
