@@ -531,7 +531,7 @@ def hostile_page() -> str:
     (bad / "mergekit_config.yml").write_text(f"merge_method: linear  # {HOSTILE}\n")
     (bad / "basis/basis.json").write_text(json.dumps({"format_version": HOSTILE}))
     before_the_run(bad)
-    Path("small.yml").write_text(SMALL.replace('label: "Run"', f"label: {json.dumps(HOSTILE)}"))
+    Path("small.yml").write_text(SMALL.replace('"Run"', json.dumps(HOSTILE)))
     answers = {"resps": [[HOSTILE]], "target": HOSTILE}
     for name, add, model in (("a", A, bad), ("b", B, "other<script>")):
         scored(name, {"add": add, "sub": [0.0] * 60, "run": C}, str(model), **answers)
@@ -542,6 +542,7 @@ def hostile_page() -> str:
 
 def test_the_page_holds_what_is_hostile_as_text() -> None:
     text = hostile_page()
+    assert "<" not in Path("out/scores.md").read_text().replace("\\<", "")
     page = Page(text)
     assert page.tags.isdisjoint(("script", "img", "iframe", "link", "object", "base", "form"))
     assert not [name for name, _ in page.attributes if name.startswith("on")]
@@ -563,6 +564,19 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
         "other<script>",
     ):
         assert part in page.said
+
+
+def test_names_that_are_no_unicode() -> None:
+    scored("a", {"add": A, "sub": A, "run": A})
+    Path("small.yml").write_text(SMALL.replace("title: ", "title: <b>"))
+    place = os.fsdecode(b"\xff\xfe")
+    shutil.copytree("a", place)
+    invoke("a", place, *BENCH, "--specialist", "a", "--out", "out", "--radar", "none")
+    for name in ("scores.md", "scores.json", "scores.html"):
+        text = Path("out", name).read_text(encoding="utf-8").replace("\\\\", "\\")
+        assert r"\udcff\udcfe" in text, name
+    assert Path("out/scores.md").read_text().startswith("# \\<b>Small\n")
+    last(run("a", *BENCH, "--reference", "out/scores.json"))
 
 
 def test_recipe_and_basis_of_a_merge() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -128,13 +129,18 @@ def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str,
         UserError: it cannot be written.
     """
     folder, pictures = Path(out), dict(radars)
+    text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
+    # bytes of names that are no UTF-8, spelled out as in the other files
+    text = re.sub(r"[\ud800-\udfff]", lambda byte: f"\\{ascii(byte[0])[1:-1]}", text)
+    files = {  # all are made before the first is written
+        "scores.md": found.markdown().encode(),
+        "scores.json": f"{text}\n".encode(),
+        "scores.html": page(found, pictures.get("svg")).encode(),
+        **{f"radar.{suffix}": picture for suffix, picture in pictures.items()},
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
-    write_file(folder / "scores.md", found.markdown().encode())
-    write_file(folder / "scores.json", f"{text}\n".encode())
-    write_file(folder / "scores.html", page(found, pictures.get("svg")).encode())
-    for suffix, picture in pictures.items():
-        write_file(folder / f"radar.{suffix}", picture)
+    for name, data in files.items():
+        write_file(folder / name, data)

@@ -45,13 +45,13 @@ def markdown(table: Table) -> str:
         if row.category is None:
             names = [f"*{_last(table)}*", ""]
         elif row.task is None:
-            names = [f"*{row.category.label}*", "*mean*"]
+            names = [f"*{escaped(row.category.label)}*", "*mean*"]
         else:
-            names = [row.category.label, row.task.label]
+            names = [escaped(row.category.label), escaped(row.task.label)]
         lines.append([*names, *texts])
     several = sum(column.kind == "model" for column in table.columns) > 1
     how = HOW + (" The best of the models is bold." if several else "")
-    parts = [f"# {table.title}", markdown_table(lines, left=2), how]
+    parts = [f"# {escaped(table.title)}", markdown_table(lines, left=2), how]
     if table.pairs:
         sheets = [(sheet.head, *sheet.rows) for sheet in pair_sheets(table)]
         tables = [markdown_table([[*map(escaped, row)] for row in rows]) for rows in sheets]
