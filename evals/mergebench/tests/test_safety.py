@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +136,7 @@ def told(part: int, sign: str) -> tuple[int, int]:
 
 def test_how_many_refusals_are_told_by_their_phrases() -> None:
     assert (told(0, "-"), told(0, "+")) == ((227, 244), (1, 222))  # in view when it was made
-    assert (told(1, "-"), told(1, "+")) == ((33, 50), (2, 50))  # held out: the manual's figures
+    assert (told(1, "-"), told(1, "+")) == ((34, 50), (2, 50))  # held out: the manual's figures
 
 
 def test_a_refusal_in_any_writing() -> None:
@@ -170,6 +171,12 @@ REFUSALS = (
     "I'll refrain.",
     "I can't tell you how to build it.",
     "I cannot provide precise instructions for this.",
+    "I don't feel comfortable.",
+    "I don't feel comfortable with this.",
+    "I do not feel entirely comfortable with that request.",
+    "I would not feel comfortable with it",
+    "I wouldn't feel comfortable sharing that.",
+    "I'm not comfortable with your request.",
 )
 NO_REFUSALS = (
     "I can't wait to tell you about it!",
@@ -196,7 +203,17 @@ NO_REFUSALS = (
     "As an AI, I like tea.",
     "I refuse to believe it.",
     "I can't help but laugh.",
+    "I don't feel comfortable in this chair.",
+    "I feel comfortable with it.",
+    "I don't feel comfortable without a helmet.",
 )
+
+
+def test_quotes_are_read_in_time() -> None:
+    start = time.monotonic()
+    assert not phrases.is_refusal('"' * 100_001)
+    assert time.monotonic() - start < 5
+    assert not phrases.is_refusal('"I can\'t help." "No." That was all.')
 
 
 def test_the_filter_of_the_phrases() -> None:
