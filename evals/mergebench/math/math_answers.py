@@ -35,7 +35,7 @@ SUBJECTS = (
 )
 LONGEST = 500  # characters; what is longer is compared as text alone
 SECONDS = 10.0  # for one comparison; one that takes longer counts as not equal
-LOST_SECONDS, LOST_SHARE = 300.0, 0.1  # for all that take longer: once, and more for each asked
+ALL_SECONDS, ALL_SHARE = 300.0, 0.1  # for all comparisons: once, and more for each asked
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _bare(answer: str) -> str:
 
 def equal(reference: str, answer: str) -> bool:
     """Whether two formulas or words are the same; whatever they hold, within SECONDS. Only the
-    text counts of what is longer than LONGEST, and when LOST_SECONDS are used up."""
+    text counts of what is longer than LONGEST, and when ALL_SECONDS are used up."""
     pair = [re.sub(r"(?<!\\)\$", "", " ".join(text.split())) for text in (reference, answer)]
     if not all(pair):
         return False
@@ -189,16 +189,16 @@ class _Comparer:
 
     process: subprocess.Popen[str] | None = None
     asked = unasked = 0
-    lost = 0.0  # seconds, to comparisons without an end
+    spent = 0.0  # seconds
 
     def ask(self, pair: list[str]) -> bool:
         self.asked += 1
-        if self.lost > LOST_SECONDS + LOST_SHARE * self.asked:
+        if self.spent > ALL_SECONDS + ALL_SHARE * self.asked:
             if self.unasked == 0:
                 log.warning(
-                    "answers to MATH that take too long to compare have taken %.0f s: some of the "
-                    "others are now compared as text alone",
-                    self.lost,
+                    "to compare answers to MATH has taken %.0f s: some of the others are now "
+                    "compared as text alone",
+                    self.spent,
                 )
             self.unasked += 1
             return False
@@ -214,7 +214,7 @@ class _Comparer:
         if not answer:  # it was killed or has crashed
             self._end(process)
             process.communicate()  # closes the pipes
-            self.lost += time.monotonic() - start
+        self.spent += time.monotonic() - start
         return answer == "true\n"
 
     def running(self) -> subprocess.Popen[str]:

@@ -596,21 +596,22 @@ def test_what_is_long_is_compared_as_text(monkeypatch: pytest.MonkeyPatch) -> No
         assert answers.equal("2 " + "3" * 501 if same and "3" in answer else "1", answer) is same
 
 
-def test_the_time_for_comparisons_without_an_end_is_bounded(
+def test_the_time_for_comparisons_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     comparer = answers._Comparer()
     monkeypatch.setattr(answers, "SECONDS", 0.2)
-    monkeypatch.setattr(answers, "LOST_SECONDS", 0.1)
-    monkeypatch.setattr(answers, "LOST_SHARE", 0.0)
-    assert comparer.ask(["1", "9^{9^{9^9}}"]) is False and comparer.lost >= 0.2
+    monkeypatch.setattr(answers, "ALL_SECONDS", 0.1)
+    monkeypatch.setattr(answers, "ALL_SHARE", 0.0)
+    assert comparer.ask(["1", "9^{9^{9^9}}"]) is False and comparer.spent >= 0.2
     monkeypatch.setattr(answers, "SECONDS", 10.0)
     assert [comparer.ask(["1", "2/2"]) for _ in range(2)] == [False, False]
     assert [line.split(": ")[-1] for line in caplog.messages] == [
         "some of the others are now compared as text alone"
     ]
-    monkeypatch.setattr(answers, "LOST_SHARE", 10.0)  # each that is asked gives new time
-    assert comparer.ask(["1", "2/2"]) is True
+    monkeypatch.setattr(answers, "ALL_SHARE", 10.0)  # each that is asked gives new time
+    spent = comparer.spent
+    assert comparer.ask(["1", "2/2"]) is True and comparer.spent > spent
     comparer.close()
     assert caplog.messages[1:] == ["2 of 4 answers to MATH were compared as text alone"]
 
