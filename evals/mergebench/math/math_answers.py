@@ -4,7 +4,7 @@ Where an answer is found follows dart-math (https://github.com/hkust-nlp/dart-ma
 dart_math/eval.py, from August 2024 on): the last box, else what follows "answer is" or the like,
 else the last formula, else the last number; no box before the last "Therefore" counts, and all that
 follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives
-manners: bold type, a sentence after the answer, a "Therefore" after the box.
+manners: bold type or code, a sentence or unit after the answer, a "Therefore" after the box.
 
 What is equal is left to math_verify, in a process of its own: a power tower in a response keeps one
 C function busy for hours, and only a kill stops that.
@@ -46,9 +46,10 @@ FORMULA = re.compile(r"(?<!\$)\$+([^$]+)\$+|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?
 NUMBER = re.compile(r"-?\d*\.?\d+")
 
 # for `flexible`
-BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]{1,200})(?<=\S)\*\*(?![\w*])")
+BOLD = re.compile(r"(?<![\w*`])(\*\*?|__|`)(?=\S)([^*`\n]{1,200}?)(?<=\S)\1(?![\w*`])")
 ANNOUNCED = re.compile(
-    r"\banswers?(?: to [^.\n]{1,40})? (?:is|are)\b(?: (?:therefore|thus|then|hence|simply)\b,?)?"
+    r"(?<!if the )\banswers?(?: to [^.\n]{1,40})? (?:is|are)\b"
+    r"(?: (?:therefore|thus|then|hence|simply)\b,?)?"
     r"|\banswers?\s*:",
     re.IGNORECASE,
 )
@@ -56,10 +57,16 @@ WITH_DOLLARS = re.compile(
     r"(?<!\$)\$+((?:\\.|[^$\\])+)\$+|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL
 )
 BETWEEN = re.compile(r"\s*(?:,|,?\s*(?:and|or)\b)\s*")
-SENTENCE = re.compile(r".*?(?=(?<![ap]\.m)[.!?](?:\s|$)|\n|$)")
-NUMBER_OF = re.compile(  # "12 apples", but not "3 million", of which it is a part
-    r"(-?(?:\\?\$)?[\d,]{0,40}\.?\d{1,40})\s+(?!(?:and|or|times|plus|minus|over|out|divided|squared"
-    r"|cubed|to the|pi|sqrt|hundred|thousand|million|billion|more|less|percent|equals)\b)[a-z]{2}",
+SENTENCE = re.compile(r".*?(?=(?<![ap]\.m)[.!?](?:\s|$)|\.\s+[A-Z]|\n|$)")
+LEAD = re.compile(  # "the point (3, 4)"
+    r"(?:(?:simply|just|exactly|equal to|given by) )?(?:(?:the|an?) [a-z]+ )?", re.IGNORECASE
+)
+AMOUNT = re.compile(r"-?(?:\\?\$)?[\d,]{0,40}\.?\d{1,40}(?:/\d{1,40})?(?:\\?%)?")
+ENDS = re.compile(  # "12 apples, because", but not "3 million" or "5 choose 2"
+    r"(?:\s*(?:(?:square|cubic|different|possible) )?"
+    r"(?!(?:dozen|hundred|thousand|million|billion)s)(?:[a-z]*[a-rt-z]s|people|children|(?:wo)?men|feet"
+    r"|[ckm]?m|ft|k?g)\b(?:\^?[23²³])?)?\s*(?:$|\n|[.;:!?](?:\s|$)"
+    r"|,\s+(?!(?:(?:and|or)\s+)?[-\d$\\])|(?:as|because|since|which|per|each|in (?:all|total))\b)",
     re.IGNORECASE,
 )
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
@@ -123,7 +130,7 @@ def find_answer_flexibly(response: str) -> str:
     """The last box or announced answer that holds a number or a formula, else words that are
     announced, else what `find_answer` takes. An announcement that does not begin with its number or
     formula, as "The answer is right, since 5 + 7 is", gives way to a box or another before it."""
-    text = BOLD.sub(r"\1", response)
+    text = BOLD.sub(r"\2", response)
     marks = [*BOX.finditer(text), *ANNOUNCED.finditer(text)]
     words, end = "", len(text)
     announced = ""  # holds a number or a formula, but does not begin with it
@@ -143,25 +150,26 @@ def find_answer_flexibly(response: str) -> str:
 
 
 def _announced(text: str) -> tuple[str, bool]:
-    """The formulas that a text begins with, else of its first sentence the number at its beginning,
-    the formula in it, or all of it; "" of one that begins with "not". And whether it begins with
-    a number or a formula."""
+    """The formulas or the number that a text begins with, where its clause ends there or after a
+    unit, else its first sentence; "" of one that begins with "not". And whether it begins with a
+    number or a formula."""
+    lead = LEAD.match(text)
+    assert lead is not None  # it may be empty, as the sentence
     formulas = []
-    place = 0
+    place = end = lead.end()
     while formula := WITH_DOLLARS.match(text, place):
         formulas.append("".join(filter(None, formula.groups())).strip())
-        between = BETWEEN.match(text, formula.end())
+        end = formula.end()
+        between = BETWEEN.match(text, end)
         place = between.end() if between else len(text)
-    if formulas:
-        return ", ".join(formulas), True
+    if not formulas and (number := AMOUNT.match(text, end)):
+        formulas, end = [number[0]], number.end()
+    if formulas and ENDS.match(text, end):
+        return ", ".join(formulas), not lead[0]
     sentence = SENTENCE.match(text)
-    assert sentence is not None  # it may be empty
+    assert sentence is not None
     if re.match(r"not\b", sentence[0], re.IGNORECASE):
         return "", False
-    if number := NUMBER_OF.match(sentence[0]):
-        return number[1], True
-    if formula := WITH_DOLLARS.search(sentence[0]):
-        return "".join(filter(None, formula.groups())).strip(), False
     answer = _bare(sentence[0])
     return answer, bool(re.search(r"[\d\\]", answer)) and not WORD.search(answer)
 

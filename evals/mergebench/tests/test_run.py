@@ -438,6 +438,43 @@ READ = [  # reference, response, whether it is right by `score` and by `flexible
     ("12", r"The answer is $\boxed{12}$. The answer is 13.", 1, 1),  # what `score` takes counts too
     ("5", "The answer is 5. Therefore 5.", 1, 1),
     ("5", "The answer is 6. I hope this helps!", 0, 0),
+    ("5", "If the answer is 5, then it is not. So it is $6$.", 0, 0),
+    (r"4:30 \text{ p.m.}", "The answer is 4:30 p.m. Hope this helps", 0, 1),
+    (r"\frac12", "The answer is 1/2, as required.", 0, 1),
+    *(
+        ("5", f"The answer is {said}", 0, 1)
+        for said in (
+            "*5*.",
+            "`5`.",
+            "__5__.",
+            "$5$ cm. See?",
+            "5 square feet. See?",
+            "the number $5$. See?",
+            "5 cm^2, as said.",
+            "exactly 5 because of it.",
+            "$5$, or equivalently $10/2$.",
+        )
+    ),
+    *(
+        ("5", f"The answer is {said}.", 0, 0)
+        for said in (
+            "5 dozen",
+            "5 choose 2",
+            "5 mod 3",
+            "5 factorial",
+            "5 fewer than 20, so 15",
+            "5 apples more than 20, so 25",
+            "5 degrees more than 6",
+            "5 when x=1, in general 6",
+            "$5$ times $3$",
+            "$5$ percent of $20$, or $1$",
+            "found by adding $5$ to $6$",
+            "obtained from $5$ and $6$, giving $11$",
+            "see $5$. It is $6$",
+            "5, 6 or 7",
+            "$5$, or 6",
+        )
+    ),
 ]
 EQUAL = [  # reference, answer, are they the same?
     (r"\frac12", "0.5", True),
