@@ -14,12 +14,20 @@ import sys
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 ARGUMENTS = {r"\frac": 2, r"\dfrac": 2, r"\tfrac": 2, r"\cfrac": 2, r"\sqrt": 1}
+ARGUMENTS |= {r"\binom": 2, r"\dbinom": 2, r"\tbinom": 2}
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 STYLED = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{([^{}]*)\}")
 TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
+SIGNS = str.maketrans({"½": r"\frac12", "²": "^2", "³": "^3", "∪": r"\cup ", "∞": r"\infty ",
+                       "–": "-"})  # fmt: skip
 SAME = [  # what is written in many ways -> in one
     (re.compile(r"(?<!\\right)[.\s]+$"), ""),
-    (re.compile(r"(?<=\d)\\[,; ](?=\d{3}(?!\d))"), ""),  # 10\,000
+    (re.compile(r"(?<=\d)(?:\\[,; ]|[ ~])(?=\d{3}(?![\d/]))"), ""),  # 10\,000
+    (re.compile(r"^(?:\\approx(?![a-z])|\\?\$)\s*(?=[\d.])"), ""),
+    (re.compile(r"(?<=\d)\s*dollars?$"), ""),
+    (re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"\s*,?\s*(?:\\text\{\s*,?\s*and\s*\}|\band\b)\s*"), ", "),
+    (re.compile(r"(?<=\w)\s*(?:\\text\{)?\s*\(?base\s*\}?\s*(\w+)\)?\}?$"), r"_{\1}"),
     (re.compile(r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])"), r"\\frac{\1}{\2}"),  # 3 1/2
     (re.compile(r"\{:\}"), ":"),
     (re.compile(r"\^?(?:\{\\degree\}|\\degree(?![a-z])|°)"), r"^\\circ"),
@@ -33,11 +41,14 @@ WORD = re.compile(r"(?<!\\)(?<![^\W\d_])[^\W\d_]{2,}")
 LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 NAME = re.compile(r"\\[a-zA-Z]+|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # no word
 NUMBER = re.compile(r"[-+]?[\d.,]+\s*(\\?%)?")
-PERCENT = re.compile(r"([-+]?[\d.]+)\s*\\?%")
+PERCENT = re.compile(r"([-+]?[\d.]+|\d+\\frac\{\d+\}\{\d+\})\s*\\?%")
 CLOCK = re.compile(r"(?=.*[ :.])(\d{1,2})(?::(\d\d))?(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
 BASES = "two three four five six seven eight nine ten eleven twelve".split()
 BASE = "|".join(("[2-9]", r"[12]\d", "3[0-6]", *BASES))
 IN_A_BASE = re.compile(rf"\(?((?=[a-z]*\d)[\da-z]+)\)?_\{{?\(?({BASE})\)?\}}?")
+PRODUCT = re.compile("[a-z]{2}")
+POINT = re.compile(r"(?:\\left)?[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
+LIST = re.compile(r"(?!.*\\[{t])[^()\[\]=<>]*,[^()\[\]=<>]*")
 INTERVAL = re.compile(r"[(\[].*[)\]]")
 
 
@@ -50,7 +61,12 @@ def same(reference: str, answer: str) -> bool:
     if texts[0] == texts[1]:
         return True
     words = [text.strip("()") for text in texts]
-    if LETTERS.fullmatch(words[0]) and (styled or len(words[0]) > 1 or words[0] != texts[0]):
+    product = not styled and PRODUCT.fullmatch(formulas[0])
+    if (
+        not product
+        and LETTERS.fullmatch(words[0])
+        and (styled or len(words[0]) > 1 or words[0] != texts[0])
+    ):
         return words[0].replace(" ", "") == words[1].replace(" ", "")
     meant, said = (CLOCK.fullmatch(text) for text in texts)
     if meant and meant[3]:  # an answer may leave out which half of the day it is
@@ -63,21 +79,30 @@ def same(reference: str, answer: str) -> bool:
         return _based(said) == (texts[0].casefold(), 10)
     if any(re.search(r"\d\s+\d", text) for text in formulas):
         return False  # of which only the text says what it is
+    for one, other in (formulas, formulas[::-1]):
+        if POINT.fullmatch(one) and LIST.fullmatch(other):
+            return False
     if not styled and _other_case(*formulas):
         return False
     read = [_parsed(text) for text in formulas]
-    if verify(*read, timeout_seconds=None):
+    if _verified(read):
         return True
     if INTERVAL.fullmatch(formulas[0]) and re.search(r"[<>]|\\[lg]e", formulas[1]):
-        return bool(verify(*reversed(read), timeout_seconds=None))
+        return _verified(read[::-1])
     shares = [PERCENT.fullmatch(text) for text in formulas]
-    if (shares[0] is None) != (shares[1] is None):  # 50% is 0.5 as well
+    for way in ("{}", "({})/100") if any(shares) else ():  # 50% is 0.5 as well
         read = [
-            _parsed(rf"\frac{{{share[1]}}}{{100}}") if share else formula
-            for share, formula in zip(shares, read, strict=True)
+            _parsed(way.format(share[1]) if share else text)
+            for share, text in zip(shares, formulas, strict=True)
         ]
-        return bool(verify(*read, timeout_seconds=None))
+        if _verified(read):
+            return True
     return False
+
+
+def _verified(read: list[list[object]]) -> bool:
+    """Numbers may differ by the 1e-8 that dart-math allows."""
+    return bool(verify(*read, float_rounding=8, timeout_seconds=None))
 
 
 def _time(clock: re.Match[str]) -> tuple[int, str, str]:
@@ -100,7 +125,7 @@ def _other_case(reference: str, answer: str) -> bool:
 def tidy(text: str) -> str:
     """Without the full stop, the `\\text{}` around it all, and arguments that have no braces; what
     has several spellings in one of them."""
-    text = text.strip()
+    text = text.strip().translate(SIGNS)
     for written, instead in SAME:
         text = written.sub(instead, text)
     if styled := STYLED.fullmatch(text):
