@@ -740,7 +740,7 @@ def test_with_what_lm_eval_writes(here: Path) -> None:
     assert sort["corrected"] < 0.001 and pair["tasks"]["letters"]["items"] == 60
     letters = [remark for remark in found["remarks"] if remark["task"] == "letters"]
     assert [remark["reasons"] for remark in letters] == 2 * [["letter A chosen in 60 of 60 items"]]
-    assert letters[0]["answers"][1] == {"doc_id": 1, "text": "A: a", "target": "1"}
+    assert letters[0]["answers"][0] == {"doc_id": 1, "text": "A: a", "target": "1"}
     # paired errors are never above those of two independent columns by much
     assert sort["stderr"] < 1.1 * np.hypot(one["stderr"], other["stderr"])
     assert "Better beyond chance" in done.stdout

@@ -64,9 +64,11 @@ LEAD = re.compile(  # "the point (3, 4)"
 AMOUNT = re.compile(r"-?(?:\\?\$)?[\d,]{0,40}\.?\d{1,40}(?:/\d{1,40})?(?:\\?%)?")
 ENDS = re.compile(  # "12 apples, because", but not "3 million" or "5 choose 2"
     r"(?:\s*(?:(?:square|cubic|different|possible) )?"
-    r"(?!(?:dozen|hundred|thousand|million|billion)s)(?:[a-z]*[a-rt-z]s|people|children|(?:wo)?men|feet"
+    r"(?!(?:dozen|hundred|thousand|[mbt]r?illion|percent|halve|third|quarter"
+    r"|(?:four|fif|six|seven|eigh|nin|ten)th)s)(?:[a-z]*[a-rt-z]s|people|children|(?:wo)?men|feet"
     r"|[ckm]?m|ft|k?g)\b(?:\^?[23²³])?)?\s*(?:$|\n|[.;:!?](?:\s|$)"
-    r"|,\s+(?!(?:(?:and|or)\s+)?[-\d$\\])|(?:as|because|since|which|per|each|in (?:all|total))\b)",
+    r"|,\s+(?!(?:(?:and|or)\s+)?[-\d$\\])"
+    r"|(?:as|because|since|which|per [a-z]+|each|in (?:all|total))\b)",
     re.IGNORECASE,
 )
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")

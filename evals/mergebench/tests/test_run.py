@@ -459,6 +459,9 @@ READ = [  # reference, response, whether it is right by `score` and by `flexible
         ("5", f"The answer is {said}.", 0, 0)
         for said in (
             "5 dozen",
+            "5 halves",
+            "5 sixths",
+            "5 millions",
             "5 choose 2",
             "5 mod 3",
             "5 factorial",
@@ -690,8 +693,9 @@ def test_the_time_for_comparisons_is_bounded(
 
 
 ENDLESS = [  # each cost seconds, by its square
-    "**a **", "$", "$$", r"\(", r"\[", "**a", "The answer is $", "The answer is **a ", "1", "1,",
-    "The answer is 1", "answer to ", r"\boxed{", r"\boxed", "herefore", "is the ans", "-", "not ",
+    "**a **", "$", "$$", r"\(", r"\[", "**a", "__a ", "`", "The answer is $", "The answer is **a ",
+    "1", "1,", "The answer is 1", "answer to ", r"\boxed{", r"\boxed", "herefore",
+    "is the ans", "-", "not ",
 ]  # fmt: skip
 
 
