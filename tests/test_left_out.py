@@ -89,6 +89,7 @@ def test_what_is_left_out_is_said(
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # garbage of other tests
         call(base_change(state(0)), change(state(1)))
     assert [(w.category, str(w.message), w.filename) for w in caught] == [
         (UserWarning, said, __file__)
