@@ -21,7 +21,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
@@ -193,25 +193,37 @@ def _numbers(context: click.Context, option: click.Parameter, value: str) -> lis
         raise click.BadParameter(f"{value!r}: expected whole numbers, such as 0,1,2") from None
 
 
+def study_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that all studies have."""
+    folder = click.Path(file_okay=False, path_type=Path)
+    devices = click.Choice(["auto", "cpu", "cuda"])
+    page = click.Path(exists=True, dir_okay=False, path_type=Path)
+    for option in (
+        click.option("--page", type=page, help="A Markdown page whose marked tables are renewed."),
+        click.option("--as-is", is_flag=True, help="Compute nothing: report what is there."),
+        click.option("--report", "folder", type=folder,
+                     help="Where tables and pictures go; OUT/report-PRESET by default."),
+        click.option("--device", type=devices, default="auto", show_default=True,
+                     help="auto: a GPU where there is one."),
+        click.option("--out", type=folder, default="mini-runs", show_default=True,
+                     help="Runs of evals/mini are in OUT/PRESET-seedSEED."),
+        click.option("--seeds", callback=_numbers, default="0", show_default=True,
+                     help="Of the trainings, comma-separated."),
+        click.option("--preset", type=click.Choice(list(PLANS)), default="tiny",
+                     show_default=True),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command(epilog="Example: python evals/mini/compare.py --preset tiny --seeds 0,1")
-@click.option("--preset", type=click.Choice(list(PLANS)), default="tiny", show_default=True)
+@study_options
 @click.option("--method", "methods", type=click.Choice(train.METHODS), multiple=True,
               default=("full",), show_default=True, help="May be repeated.")  # fmt: skip
-@click.option("--seeds", callback=_numbers, default="0", show_default=True,
-              help="Of the trainings, comma-separated.")  # fmt: skip
 @click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, default=KINDS,
               help="Only this kind of cells; may be repeated. By default all.")  # fmt: skip
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
-              show_default=True, help="Runs go to OUT/PRESET-seedSEED.")  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              show_default=True, help="auto: a GPU where there is one.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1), help="Processes; by default as many as "
               "PyTorch would take threads, and one on a GPU.")  # fmt: skip
-@click.option("--report", "folder", type=click.Path(file_okay=False, path_type=Path),
-              help="Where tables and pictures go; OUT/report-PRESET by default.")  # fmt: skip
-@click.option("--as-is", is_flag=True, help="Compute nothing: report what is there.")
-@click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="A Markdown page whose marked tables are renewed.")  # fmt: skip
 def main(
     preset: str,
     methods: tuple[str, ...],

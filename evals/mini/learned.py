@@ -756,22 +756,11 @@ def records_of(
 
 
 @click.command(epilog="Example: python evals/mini/learned.py --preset tiny --seeds 0")
-@click.option("--preset", type=click.Choice(list(PLANS)), default="tiny", show_default=True)
-@click.option("--seeds", callback=compare._numbers, default="0", show_default=True,
-              help="Of the trainings, comma-separated.")  # fmt: skip
+@compare.study_options
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS,
               help="Only this; may be repeated. By default all.")  # fmt: skip
 @click.option("--shots", type=click.IntRange(2), default=SHOTS, show_default=True,
               help="Validation items of a task.")  # fmt: skip
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
-              show_default=True, help="Runs are in OUT/PRESET-seedSEED.")  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              show_default=True, help="auto: a GPU where there is one.")  # fmt: skip
-@click.option("--report", "folder", type=click.Path(file_okay=False, path_type=Path),
-              help="Where numbers go; OUT/report-PRESET by default.")  # fmt: skip
-@click.option("--as-is", is_flag=True, help="Compute nothing: report what is there.")
-@click.option("--page", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="A Markdown page whose marked tables are renewed.")  # fmt: skip
 def main(
     preset: str,
     seeds: list[int],
