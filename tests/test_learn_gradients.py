@@ -232,6 +232,7 @@ def test_coefficients_make_the_model_and_its_recipe(
         wanted = start.double().numpy().ravel() + moved
         found = merged.tensors[tensor].double().numpy().ravel()
         assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max() + 1e-7, tensor
+    assert ("start" in metadata(merged.folder)) == (method == "adamerging")  # else it is constant
     if "--nonnegative" in more:
         assert values.min() >= 0 and values.std() > 0
     written = merged.folder / "basis" / "learned.yml"

@@ -215,7 +215,8 @@ class Descents(Work):
             own = {name: getattr(request, name) for name in names}
             return {**found, **own, "dtype": str(self._dtype)}
         own = {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
-        return {**found, **own, "start": self._start().tolist()}
+        start = {"start": self._start().tolist()} if request.method == "adamerging" else {}
+        return {**found, **own, **start}
 
     @property
     def per(self) -> PER:
@@ -446,7 +447,6 @@ class Descents(Work):
         ]
 
     def facts(self) -> dict[str, Any]:
-        left = ["bases", "data", "history", "rows", "basis", "method", "dtype"]
-        left += ["start"] * (self.request.method == "atlas")  # one number
+        left = ("bases", "data", "history", "rows", "basis", "method", "dtype")
         told = {key: value for key, value in self.told.items() if key not in left}
         return {**told, "history": [asdict(history) for history in self.histories]}

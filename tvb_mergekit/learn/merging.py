@@ -56,7 +56,8 @@ class ByStatistics:
         statistics = [Checkpoint.open(file) for file in self.files]
         held = set.intersection(*(set(each.tensors) for each in statistics))
         if self.normalize:
-            totals = [sum(float(f.tensor(n).double().sum()) for n in held) for f in statistics]
+            names = sorted(held)  # a sum in one order
+            totals = [sum(float(f.tensor(n).double().sum()) for n in names) for f in statistics]
             scales = [1 / total if total else 0.0 for total in totals]
             encoder = torch.tensor(scales, dtype=torch.float64)[:, None] * encoder
         jobs, means = plan.jobs(), plan.means

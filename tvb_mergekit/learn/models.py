@@ -40,6 +40,7 @@ class TaskModels:
         self.stored = inputs if isinstance(inputs, Stored) else None
         self._live: Live | None = None
         self._model: nn.Module | None = None
+        self._told = set[str]()
 
     @property
     def tasks(self) -> list[str]:
@@ -102,7 +103,9 @@ class TaskModels:
             told = f"{folder}: in memory the model names {listed(missing)} otherwise than its files"
             if 2 * len(missing) > len(stored):
                 raise UserError(f"{told}; save it anew with a current transformers")
-            LOG.warning("%s: nothing is learned of them", told)
+            if told not in self._told:
+                LOG.warning("%s: nothing is learned of them", told)
+            self._told.add(told)
         return found
 
     def stacked(self, bases: Tensor) -> dict[str, Tensor]:
