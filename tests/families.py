@@ -190,15 +190,15 @@ def other_order(folder: Path) -> Models:
     return made
 
 
-def adapters(folder: Path) -> Models:
+def adapters(folder: Path, tasks: Sequence[str] = THREE) -> Models:
     base, _ = family(folder, tasks=())
     start, listed = load(base), []
     states = [{name: tensor.double() for name, tensor in start.items()}]
-    for seed, task in enumerate(THREE):
+    for seed, task in enumerate(tasks):
         change = train(base, folder / task, seed=seed)
         listed.append(f"{base}+{folder / task}")
         states.append({name: tensor + change[name] for name, tensor in states[0].items()})
-    return Models(base, listed, states, loader=CAUSAL)
+    return Models(base, listed, states, tasks, loader=CAUSAL)
 
 
 def a_store(basis: str, folder: Path) -> Models:

@@ -84,7 +84,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             "count * share, rank)\n    left",
             "0, rank - count * share)\n    left",
         ),
-        ("core/matrices.py", "STEPS = 2 ", "STEPS = 0 "),
+        ("core/matrices.py", "return 2 * precision * norm", "return 0 * precision * norm"),
+        ("core/matrices.py", "NULL = 1e-6", "NULL = 1e-9"),
         ("core/matrices.py", "eigen = 4 * square", "eigen = square"),
     ],
     "test_merges.py -k 'iso or tsvm or wudi'": [
@@ -96,6 +97,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/matrices.py", "self._first + start, self._first + stop", "start, stop"),
         ("tensors/matrices.py", "part.read(first + start, first + stop", "part.read(start, stop"),
         ("tensors/matrices.py", "min(item.shape[-2:]) < bases", "min(item.shape[-2:]) < 0"),
+        ("tensors/matrices.py", "return max(stored)", "return FLOAT32"),
     ],
     "test_zoo.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
         ("core/quantize.py", "if tensor in full or size > left:", "if size > left:"),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from commands import assert_close, recipe, tvb, write
+from families import Models, adapters
 from mergekit import merge_methods
-from reference import Dense, expect
-from tiny import family
+from reference import OF_MATRICES, Dense, expect
+from safetensors.torch import load_file
+from tiny import family, load
 from torch import Tensor
 
 import tvb_mergekit
@@ -53,6 +57,42 @@ def test_shapes(method: str, matrices: str | None) -> None:
     want = expect(dense, method, keys, {}, TASKS).tensors
     assert_close(merged, want, found[0], strict=1e-5 if method == "basis_wudi" else 2e-6)
     assert torch.equal(merged["same"], found[0]["same"])
+
+
+@pytest.mark.parametrize(
+    ("way", "most"),
+    {"fused": 2e-6, "float32": 2e-6, "bfloat16": 0.03, "float16": 4e-3, "adapters": 2e-6}.items(),
+)
+@pytest.mark.parametrize("method", ["basis_iso", "basis_wudi"])
+def test_bases_of_adapters_have_no_directions_but_theirs(
+    four: Models, method: str, way: str, most: float, tmp_path: Path
+) -> None:
+    """A merge of matrices of low rank is the dense one, which cuts its spectrum at 1e-6."""
+    out, keys = tmp_path / "out", {"basis": "balanced", "num_bases": 2}
+    listed: Sequence[Path | str] = four.listed
+    if way != "fused":
+        file = write(recipe("basis_ta", four.base, listed, **keys), tmp_path / "store")
+        kind = "--adapters" if way == "adapters" else f"--dtype={way}"
+        tvb("build", file, tmp_path / "store", kind, "--quiet")
+        listed, keys = sorted((tmp_path / "store").glob("basis-0*")), {}
+    file = write(recipe(method, four.base, listed, **keys), out)
+    tvb("merge", file, out, "--quiet", "--lora-merge-cache", tmp_path / "fused")
+    folder = out / "basis" if way == "fused" else tmp_path / "store"
+    encoder = load_file(folder / "basis.safetensors")["encoder"].numpy()
+    found, base = load(out), four.states[0]
+    for name, theta in base.items():
+        if theta.dim() != 2 or min(theta.shape) <= 4 * 4 or "embed" in name or "head" in name:
+            continue  # no matrix, or one of full rank
+        tau = np.stack([(state[name] - theta).numpy() for state in four.states[1:]], -1)
+        want = OF_MATRICES[method]((tau @ encoder).transpose(2, 0, 1))
+        moved = found[name].double().numpy() - theta.double().numpy()
+        assert np.linalg.norm(moved - want) < most * np.linalg.norm(want), name
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Four adapters of rank 4."""
+    return adapters(tmp_path_factory.mktemp("four") / "adapters", TASKS[:4])
 
 
 def test_isotropic_merges_over_balanced_bases_are_one_model() -> None:

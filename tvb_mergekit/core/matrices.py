@@ -6,13 +6,14 @@ data, and give the same bits for the same input and number of threads on the sam
 
 Everything comes from Gram matrices of the shorter side, summed in float64 over BLOCK columns at a
 time. Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest.
-One of at most NULL times the largest is taken for rounding of the float32 inputs: it counts as 0,
-and its direction contributes nothing, where an SVD would fill in an arbitrary one.
+One that rounding of the inputs can make counts as 0 (`_rounding`): its direction contributes
+nothing, where an SVD would fill in an arbitrary one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,21 +22,24 @@ from tvb_mergekit.settings import Settings
 
 BLOCK = 512  # columns that are held in float64 at a time
 NULL = 1e-6  # of the largest singular value
-RIDGE = 1e-11  # of the trace of WUDI's normal equations
-STEPS = 2  # of refinement, which take the ridge out again
+FLOAT32 = 2.0**-24  # the relative rounding of an entry
 
 
-def merge_matrix(settings: Settings, bases: Tensor) -> Tensor:
-    """D of one matrix, by the method of the settings."""
+def merge_matrix(settings: Settings, bases: Tensor, precision: float = FLOAT32) -> Tensor:
+    """D of one matrix, by the method of the settings.
+
+    Args:
+        precision: the largest relative rounding of an entry of the bases, 2^-9 for bfloat16.
+    """
     if settings.method == "basis_iso":
-        return isotropic(bases, settings.common)
+        return isotropic(bases, settings.common, precision)
     if settings.method == "basis_tsvm":
-        return singular_vectors(bases)
+        return singular_vectors(bases, precision)
     assert settings.method == "basis_wudi"
-    return interference_free(bases, settings.ridge)
+    return interference_free(bases, settings.ridge, precision)
 
 
-def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
+def isotropic(bases: Tensor, common: float = 1.0, precision: float = FLOAT32) -> Tensor:
     """D with one singular value for all its directions: those of the sum, or of each B_m as well.
 
     Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
@@ -51,9 +55,9 @@ def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
     count, rank = len(bases), min(bases.shape[1:])
     share = _share(rank, count, common)
     if not share:
-        polar, sizes = _polar(bases.sum(0))
+        polar, sizes = _polar(bases.sum(0), precision)
         return polar.mul_(sizes.mean())
-    common_left, values, common_right = _top(bases.sum(0), rank - count * share)
+    common_left, values, common_right = _top(bases.sum(0), rank - count * share, precision)
     floor = NULL * float(values[:1].sum())
     left, sizes, right = _places(bases, rank)
     part = slice(count * share, rank)
@@ -62,14 +66,15 @@ def isotropic(bases: Tensor, common: float = 1.0) -> Tensor:
     for number, base in enumerate(bases):
         part = slice(number * share, (number + 1) * share)
         outside = _outside(base, common_left)
-        left[:, part], sizes[part], right[:, part] = _top(outside, share, floor)
+        least = max(floor, _rounding(float(torch.linalg.vector_norm(base)), base.shape, precision))
+        left[:, part], sizes[part], right[:, part] = _top(outside, share, precision, least)
     del common_left, outside
-    left = _polar(left)[0]  # one after the other: neither is held longer than it is needed
-    right = _polar(right)[0]
+    left = _polar(left, precision)[0]  # neither is held longer than it is needed
+    right = _polar(right, precision)[0]
     return left.mul_(sizes.mean()) @ right.T
 
 
-def singular_vectors(bases: Tensor) -> Tensor:
+def singular_vectors(bases: Tensor, precision: float = FLOAT32) -> Tensor:
     """D = U S V^T of the bases' first singular triples, U and V made orthonormal.
 
     TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m; U of
@@ -80,13 +85,13 @@ def singular_vectors(bases: Tensor) -> Tensor:
     left, sizes, right = _places(bases, count * share)
     for number, base in enumerate(bases):
         part = slice(number * share, (number + 1) * share)
-        left[:, part], sizes[part], right[:, part] = _top(base, share)
-    left = _polar(left)[0]  # one after the other: neither is held longer than it is needed
-    right = _polar(right)[0]
+        left[:, part], sizes[part], right[:, part] = _top(base, share, precision)
+    left = _polar(left, precision)[0]  # neither is held longer than it is needed
+    right = _polar(right, precision)[0]
     return left.mul_(sizes.float()) @ right.T
 
 
-def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
+def interference_free(bases: Tensor, ridge: float = 0.0, precision: float = FLOAT32) -> Tensor:
     """The D of least `interference` with the bases, and among those the one of least norm.
 
     WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
@@ -102,6 +107,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
             directions, or some are small, D is many times as long as their sum without it.
     """
     count, rows, columns = bases.shape
+    shape = (count * rows, columns)  # of C
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
     inverse = torch.where(norms > 0, 1 / norms, 0)
     if columns <= count * rows:
@@ -118,7 +124,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
             push = ridge * float(normal.trace()) / columns
             normal.diagonal().add_(push)
             right.add_(bases.sum(0).T, alpha=push)
-        return _solve(normal, right).T.float()
+        return _solve(normal, right, shape, precision).T.float()
     scales = inverse.repeat_interleave(rows)
     pieces = (bases[:, :, part].double().flatten(0, 1) for part in _blocks(columns))
     normal = _gram(pieces).mul_(scales).mul_(scales[:, None])
@@ -129,7 +135,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0) -> Tensor:
         normal.diagonal().add_(push)
         for part, norm in zip(parts, norms.tolist(), strict=True):
             right[part].diagonal().add_(push * norm)
-    solution = _solve(normal, right).mul_(scales[:, None])
+    solution = _solve(normal, right, shape, precision).mul_(scales[:, None])
     merged = bases.new_empty(rows, columns)
     for part in _blocks(columns):
         merged[:, part] = solution.T @ bases[:, :, part].double().flatten(0, 1)
@@ -154,7 +160,8 @@ def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int
         normal, right, width = 8 * side**2, 8 * side * rows, 8 * min(BLOCK, columns)
         first = 2 * matrix + square if side == columns else max(right, 2 * side * width)
         last = right + matrix + (side + rows) * width
-        return count * matrix + normal + right + max(normal, first, last) + 128 * side
+        eigen = max(3 * normal, normal + 2 * right)  # with LAPACK's own
+        return count * matrix + normal + right + max(first, eigen, last) + 128 * side
     isotropic = settings.method == "basis_iso"
     share = _share(rank, count, settings.common) if isotropic else rank // count
     top, held = share, 4 * (rows + columns) * count * share
@@ -180,14 +187,16 @@ def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
     return bases.new_empty(rows, directions), sizes, bases.new_empty(columns, directions)
 
 
-def _top(matrix: Tensor, directions: int, floor: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def _top(
+    matrix: Tensor, directions: int, precision: float, floor: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
 
-    Zeros stand for the vectors of values of at most `floor`, or NULL times the largest.
+    Zeros stand for the vectors of values of at most `floor`, or that rounding can make.
     """
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
-    inverse = _inverse(sizes, floor)
+    inverse = _inverse(sizes, matrix.shape, precision, floor)
     first = slice(len(sizes) - directions, None)
     sizes, inverse = sizes[first].flip(0), inverse[first].flip(0)
     near = vectors[:, first].flip(1) * (inverse > 0)
@@ -208,11 +217,11 @@ def _outside(base: Tensor, left: Tensor) -> Tensor:
     return outside
 
 
-def _polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _polar(matrix: Tensor, precision: float) -> tuple[Tensor, Tensor]:
     """U V^T [m, n] float32 of a U S V^T [m, n], and S [r] float64, increasing."""
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
-    root = (vectors * _inverse(sizes)) @ vectors.T
+    root = (vectors * _inverse(sizes, matrix.shape, precision)) @ vectors.T
     del vectors
     polar = torch.empty_like(wide)
     for part in _blocks(wide.shape[1]):
@@ -229,34 +238,26 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_(min=0).sqrt_(), vectors
 
 
-def _inverse(sizes: Tensor, floor: float = 0.0) -> Tensor:
-    """1 / sigma [a], and 0 for those at most `floor` or NULL times the largest, the last."""
-    floor = max(floor, NULL * float(sizes[-1:].sum()))
-    return torch.where(sizes > floor, 1 / sizes, 0)
+def _inverse(sizes: Tensor, shape: Sequence[int], precision: float, floor: float = 0.0) -> Tensor:
+    """1 / sigma [r] of a matrix [m, n], sigma increasing; 0 for at most `floor` or rounding."""
+    rounding = _rounding(float(sizes.norm()), shape, precision)
+    return torch.where(sizes > max(floor, rounding, NULL * float(sizes[-1:].sum())), 1 / sizes, 0)
 
 
-def _solve(normal: Tensor, right: Tensor) -> Tensor:
-    """normal^+ @ right for a positive semidefinite `normal` [k, k], float64; overwrites both.
+def _rounding(norm: float, shape: Sequence[int], precision: float) -> float:
+    """The largest singular value that rounding of the entries of X [m, n] can make.
 
-    By Cholesky with a ridge, and STEPS of refinement: a direction of eigenvalue e is off by
-    (ridge / (e + ridge))^(1 + STEPS). Without a ridge, matrices of low rank have no factor.
-    Eigenvectors took six times as long, for k = 4096 on a CPU.
+    It is about precision ||X||_F (1 / sqrt(m) + 1 / sqrt(n)) for independent errors of entries of
+    one size. The factor 2 is the margin for entries of unequal size.
     """
-    ridge = RIDGE * float(normal.trace())
-    normal.diagonal().add_(ridge or 1.0)  # 1 where all is 0
-    normal.copy_(torch.linalg.cholesky(normal))
-    solution = _substituted(normal, right)
-    step = solution.clone()
-    for _ in range(STEPS):
-        solution += _substituted(normal, step).mul_(ridge)
-    return solution
+    return 2 * precision * norm * sum(1 / math.sqrt(max(size, 1)) for size in shape)
 
 
-def _substituted(factor: Tensor, right: Tensor) -> Tensor:
-    """(L L^T)^-1 @ right, in place of `right`."""
-    torch.linalg.solve_triangular(factor, right, upper=False, out=right)
-    torch.linalg.solve_triangular(factor.T, right, upper=True, out=right)
-    return right
+def _solve(normal: Tensor, right: Tensor, shape: Sequence[int], precision: float) -> Tensor:
+    """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C of `shape`, float64."""
+    values, vectors = torch.linalg.eigh(normal)
+    inverse = _inverse(values.clamp_(min=0).sqrt_(), shape, precision).square_()
+    return vectors @ (vectors.T @ right).mul_(inverse[:, None])
 
 
 def _gram(pieces: Iterable[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
-from tvb_mergekit.core.matrices import matrix_bytes, merge_matrix
+from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.settings import Settings
@@ -152,13 +152,26 @@ def merge_matrices(
     Args:
         passed: devices, of which the first computes, and the budget, as in `combine_pass`.
     """
-    encoder, merging = basis.weighted_encoder, partial(merge_matrix, basis.settings)
+    encoder = basis.weighted_encoder
+    merging = partial(merge_matrix, basis.settings, precision=_precision(item))
     if sum_alone(basis.settings):
         encoder = encoder.sum(1, keepdim=True)
     for first, matrix in matrices_of(item):
         held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
         within = Within(sink, item, first)
         yield merge_one(matrix, encoder, merging, held, within, scale, add_base, **passed)
+
+
+def _precision(item: Item) -> float:
+    """The largest relative rounding of the inputs, as they were written to a store.
+
+    A model's weights are not rounded task vectors: they are the model.
+    """
+    stored = [FLOAT32]
+    for part in item.inputs:
+        if part.holds == "delta" and part.dtype.is_floating_point:
+            stored.append(torch.finfo(part.dtype).eps / 2)
+    return max(stored)
 
 
 def merge_one(
