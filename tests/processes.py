@@ -93,6 +93,10 @@ def _run(
 ) -> None:
     gc.freeze()  # a collection of what the server imported would copy its memory
     atexit._clear()
+    # The shell of a background job, nohup or a CI may have had the tests ignore signals.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.update(env)
     os.chdir(folder)
     for name, number in (("out", 1), ("err", 2)):
