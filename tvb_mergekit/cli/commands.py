@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from tvb_mergekit.cli.inspect import Inspection
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.store.bits import Quantize
-    from tvb_mergekit.store.choices import Comparison
     from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.inputs import Inputs
     from tvb_mergekit.store.store import Bases
@@ -210,40 +209,20 @@ def _dtype(name: DtypeName | None) -> Any:
 @click.argument("path", type=ARGUMENT)
 @flag("--json", "as_text", help="JSON on standard output.")
 @click.option("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
-@flag("--bits", help="Compare what codes of each width, and bases, would take and lose.")
-def inspect(path: str, as_text: bool, plot: str | None, bits: bool, **values: Any) -> None:
+def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
 
-    With --bits, which takes a recipe: bytes and errors of its task vectors as codes of 8 to 0.5
-    bits an element, measured in one pass, and of 1 to T bases in the models' own dtype.
-
     \b
-    Example:
-      tvb inspect ./store --plot store.png
-      tvb inspect recipe.yml --bits --plot bits.png
+    Example: tvb inspect ./store --plot store.png
     """
     from rich.console import Console
 
-    from tvb_mergekit.cli.inspect import (
-        as_json,
-        comparison_json,
-        print_comparison,
-        print_inspection,
-    )
+    from tvb_mergekit.cli.inspect import as_json, print_inspection
 
     if plot is not None:
         from tvb_mergekit.cli import plot as plots
 
         plots.check_plot(plot)
-    if bits:
-        compared = _comparison(path, values)
-        if plot is not None:
-            plots.plot_comparison(compared, plot)
-        if as_text:
-            click.echo(json.dumps(comparison_json(compared), indent=2))
-        else:
-            print_comparison(compared, Console(highlight=False))
-        return
     found = _inspection(path, values)
     if plot is not None:
         plots.plot(found, plot)
@@ -251,23 +230,6 @@ def inspect(path: str, as_text: bool, plot: str | None, bits: bool, **values: An
         click.echo(json.dumps(as_json(found), indent=2))
     else:
         print_inspection(found, Console(highlight=False))
-
-
-def _comparison(path: str, values: dict[str, Any]) -> Comparison:
-    from tvb_mergekit.store.choices import compare
-
-    if os.path.isdir(path):
-        raise UserError(f"--bits: {path} is a folder; give a recipe that lists fine-tuned models")
-    document = _read(path)
-    if document.recipe.store is not None:
-        raise UserError(
-            f"--bits: {path} lists the bases of {document.recipe.store.path}, which are built; "
-            "give a recipe that lists fine-tuned models"
-        )
-    device, progress = device_of(values["device"]), bars(values["quiet"])
-    return compare(
-        _open(document, values), device=device, budget=values["memory"], progress=progress
-    )
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:

@@ -1,7 +1,7 @@
 """What the task vectors of a merge or a basis store are like, and what its bases lose.
 
 From `basis.json` (`facts`) and `basis.safetensors` (`tensors`) to numbers, tables on the terminal
-and plain JSON; with `--bits`, from what `store.choices` has measured. `plot` draws the same.
+and plain JSON. `plot` draws the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.store.bits import Loss, Losses, losses
-from tvb_mergekit.store.choices import Comparison, Kept
 from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
 from tvb_mergekit.store.report import WIDE, cosine_sheet, cosines, measures, row_sums
 from tvb_mergekit.store.store import Bases, is_zoo
@@ -462,90 +461,6 @@ def _choices_told(inspection: Inspection) -> list[Sheet | str]:
     head = ("M", "best %", "balanced %", "loss >=", "lambda_{M+1}")
     sheet = Sheet("Energy that M bases can retain", head, rows)
     return [sheet, smallest_line(inspection), CRITERION]
-
-
-# Before a build: `--bits`
-
-
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """What each way to keep the tasks would take and lose, in plain JSON types.
-
-    `sum_error` is null for codes, of which only the most that it can be is known before a build.
-    """
-    return {
-        "what": "recipe",
-        "tasks": list(comparison.tasks),
-        "base_model": comparison.base_model,
-        "model_bytes": comparison.model_bytes,
-        "basis": comparison.basis,
-        "dtype": comparison.dtype,
-        "kept": [
-            {
-                "bits": kept.bits,
-                "num_bases": kept.num_bases,
-                "bytes": kept.bytes,
-                "relative_error": kept.errors,
-                "mean_error": kept.mean_error,
-                "largest_error": kept.errors[kept.worst],
-                "sum_error": None if kept.bits else kept.sum_error,
-                "sum_error_at_most": kept.sum_error,
-            }
-            for kept in comparison.kept
-        ],
-    }
-
-
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """One table of all ways to keep the tasks, and what its numbers are."""
-    ascii_only, most = console.options.ascii_only, max(console.width // 4, 10)
-    rows = []
-    for kept in comparison.kept:
-        largest = round(kept.errors[kept.worst], 9)
-        worst = shortened(printable(kept.worst, ascii_only), most, ascii_only) if largest else ""
-        of_sum = "?"
-        if kept.sum_error is not None:
-            of_sum = f"{'<= ' if kept.bits else ''}{round(kept.sum_error, 9):.3g}"
-        rows.append(
-            (
-                kept_name(comparison, kept),
-                megabytes(kept.bytes),
-                f"{100 * kept.bytes / max(comparison.model_bytes, 1):.1f}",
-                f"{round(kept.mean_error, 9):.3g}",
-                f"{largest:.3g}",
-                worst,
-                of_sum,
-            )
-        )
-    show([comparison_headline(comparison)], console, "bold")
-    head = ("kept", "bytes", "models %", "mean error", "largest", "of", "of the sum")
-    show([Sheet("", head, rows, left=("of",)), *comparison_notes(comparison)], console)
-
-
-def comparison_headline(comparison: Comparison) -> str:
-    """What is compared, in one line."""
-    tasks = counted(len(comparison.tasks), "task vector")
-    size = megabytes(comparison.model_bytes)
-    return f"Ways to keep {tasks} of models of {size}, base {comparison.base_model}"
-
-
-def comparison_notes(comparison: Comparison) -> list[str]:
-    """What the numbers are; a line each."""
-    bases = f"Errors of bases follow from the Gram matrix, without rounding to {comparison.dtype}."
-    if comparison.basis is None:
-        bases = "No bases: what those of rand_proj lose depends on the directions drawn."
-    return [
-        "Errors are relative to the norms of the task vectors and of their sum. Those of codes are "
-        "measured; of their sum only a bound is known before a build, which measures it.",
-        bases,
-    ]
-
-
-def kept_name(comparison: Comparison, kept: Kept) -> str:
-    """`2 bits`, `1.5 bits, mixed`, `4 balanced bases`."""
-    if kept.bits is None:
-        return counted(kept.num_bases or 0, f"{comparison.basis} basis")
-    mixed = "" if kept.bits == int(kept.bits) else ", mixed"
-    return f"{counted(float(kept.bits), 'bit')}{mixed}"
 
 
 def error_text(low: float, high: float) -> str:

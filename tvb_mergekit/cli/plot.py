@@ -1,7 +1,5 @@
 """`tvb inspect --plot`: cosines, encoder, eigenvalues, energy and errors as one picture.
 
-With `--bits` it is errors over bytes.
-
 matplotlib (the extra `plot`) is imported inside functions, where a figure is made.
 """
 
@@ -22,17 +20,13 @@ from rich.console import Console
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.cli.inspect import (
     Inspection,
-    comparison_headline,
     headline,
-    kept_name,
-    print_comparison,
     print_inspection,
 )
 from tvb_mergekit.core.encoders.linear import Array
-from tvb_mergekit.errors import UserError, counted, megabytes
+from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
 from tvb_mergekit.store.bits import Losses
-from tvb_mergekit.store.choices import Comparison
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 
@@ -63,11 +57,6 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
         UserError: another suffix, no matplotlib, or the file cannot be written.
     """
     _draw(path, lambda: _figure(inspection), partial(print_inspection, inspection))
-
-
-def plot_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
-    """Draw errors over bytes of each way to keep the tasks into `path`; see `plot`."""
-    _draw(path, lambda: _compared(comparison), partial(print_comparison, comparison))
 
 
 def _draw(
@@ -257,49 +246,6 @@ def _draw_groups(axes: Axes, codes: Losses | None) -> None:
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlabel("relative error over all tasks")
-
-
-def _compared(comparison: Comparison) -> Figure:
-    """One panel: the mean relative error of a task over bytes."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    title = textwrap.fill(printable(comparison_headline(comparison)), 90, max_lines=3)
-    figure.suptitle(title, x=0.01, ha="left", size="large")
-    axes = figure.add_subplot()
-    codes = [kept for kept in comparison.kept if kept.bits is not None]
-    bases = [kept for kept in comparison.kept if kept.bits is None]
-    families = (
-        (codes, "o-", BLUE, "all task vectors, as codes"),
-        (bases, "s--", ORANGE, f"{comparison.basis} bases in {comparison.dtype}"),
-    )
-    for family, style, colour, label in families:
-        if not family:
-            continue
-        sizes, errors = zip(*((kept.bytes, kept.mean_error) for kept in family), strict=True)
-        axes.plot(sizes, errors, style, color=colour, markersize=5, label=label)
-        for kept in family:
-            axes.annotate(
-                f"M = {kept.num_bases}" if kept.bits is None else kept_name(comparison, kept),
-                (kept.bytes, kept.mean_error),
-                xytext=(6, 3),
-                textcoords="offset points",
-                color=colour,
-                size=8,
-            )
-    axes.axvline(comparison.model_bytes, color=DARK, linewidth=1, linestyle=":", zorder=0)
-    axes.set_xscale("log")
-    axes.margins(x=0.12)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(lambda size, _: megabytes(int(size)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=-0.02)
-    axes.set_xlabel("bytes (dotted: the models)")
-    axes.set_ylabel("relative error of a task, in the mean")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.legend(loc="best")
-    return figure
 
 
 def _count_x(axes: Axes, count: int, name: str, bases: int, right: float = 0.0) -> None:

@@ -257,7 +257,8 @@ def _solve(normal: Tensor, right: Tensor, shape: Sequence[int], precision: float
     """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C of `shape`, float64."""
     values, vectors = torch.linalg.eigh(normal)
     inverse = _inverse(values.clamp_(min=0).sqrt_(), shape, precision).square_()
-    return vectors @ (vectors.T @ right).mul_(inverse[:, None])
+    solution: Tensor = vectors @ (vectors.T @ right).mul_(inverse[:, None])
+    return solution
 
 
 def _gram(pieces: Iterable[Tensor]) -> Tensor:
