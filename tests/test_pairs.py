@@ -197,8 +197,11 @@ def test_one_of_forty_models_is_better() -> None:
 def scored(folder: str, scores: dict[str, Sequence[float]], model: str = "", **more: Any) -> None:
     """Results and samples as lm-eval 0.4.13 writes them; `more` replaces keys of each item."""
     means = {task: sum(values) / len(values) for task, values in scores.items()}
-    named: dict[str, Any] = {"model_name": model, "config": {"model_args": {"pretrained": model}}}
-    write_results(f"{folder}/m/results_{DATE}.json", means, **(named if model else {}))
+    counts = {task: {"original": len(own), "effective": len(own)} for task, own in scores.items()}
+    named: dict[str, Any] = {"n-samples": counts}
+    if model:
+        named |= {"model_name": model, "config": {"model_args": {"pretrained": model}}}
+    write_results(f"{folder}/m/results_{DATE}.json", means, **named)
     for task, values in scores.items():
         lines = []
         for number, score in enumerate(values):
@@ -212,7 +215,7 @@ def scored(folder: str, scores: dict[str, Sequence[float]], model: str = "", **m
                 "filter": "none",
                 "metrics": ["score"],
                 "doc_hash": hashlib.sha256(f"{task} {number}".encode()).hexdigest(),
-                "prompt_hash": "",
+                "prompt_hash": f"prompt {number}",
                 "target_hash": "",
                 "score": score,
             }
@@ -235,6 +238,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "150")
     Path("small.yml").write_text(SMALL)
     return tmp_path
+
+
+def amend(folder: str, **keys: Any) -> None:
+    """Set keys of a folder's result file; those of tasks and of the configuration are added."""
+    (file,) = Path(folder).rglob("results_*.json")
+    found = json.loads(file.read_text())
+    for key, value in keys.items():
+        old = found.get(key)
+        found[key] = {**old, **value} if isinstance(old, dict) else value
+    file.write_text(json.dumps(found))
 
 
 def written(out: str = "out") -> Any:
@@ -304,6 +317,46 @@ def test_items_that_differ_are_refused() -> None:
     assert re.search(r"b − a +— +— +0 +0 *\n", text)
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"system_instruction_sha": "59c30e71029f"}, "the system instruction"),
+        ({"chat_template_sha": "59c30e71029f"}, "the chat template"),
+        ({"fewshot_as_multiturn": True}, "--fewshot_as_multiturn"),
+        ({"config": {"fewshot_seed": 7}}, "the few-shot seed"),
+        ({"n-shot": {"add": 5}}, "n-shot"),
+        ({}, ""),
+    ],
+)
+def test_other_prompts_are_refused(keys: dict[str, Any], named: str) -> None:
+    scored("a", {"add": A, "sub": A, "run": A})
+    scored("b", {"add": B, "sub": A, "run": A})
+    first = {"fewshot_as_multiturn": False, "config": {"fewshot_seed": 1}, "n-shot": {"add": 2}}
+    amend("a", **first)
+    amend("b", **first | keys)
+    shown = [line for line in warnings("a", "b", *BENCH) if "paired" not in line]
+    assert len(shown) == bool(named) and all(line.startswith(f"{named} differs") for line in shown)
+    for name, of in (("a", {5: "one"}), ("b", {5: "other"})):
+        file = Path(f"{name}/m/samples_add_{DATE}.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            line["prompt_hash"] = of.get(line["doc_id"], "same")
+        file.write_text("\n".join(map(json.dumps, lines)))
+    why = named or "item 5"
+    assert (
+        f"no paired differences of a and b, which were not given the same prompts: add ({why})"
+    ) in warnings("a", "b", *BENCH, "--out", "out", "--radar", "none")
+    assert [*written()["pairs"][0]["tasks"]] == ["sub", "run"]
+    # settings that did not change a prompt refuse nothing; without hashes they have to do
+    for hashed in (True, False):
+        for name in "ab":
+            file = Path(f"{name}/m/samples_add_{DATE}.jsonl")
+            text = re.sub(r'"(one|other)"', '"same"', file.read_text())
+            file.write_text(text if hashed else text.replace('"prompt_hash"', '"unknown"'))
+        run("a", "b", *BENCH, "--out", "out", "--radar", "none")
+        assert ("add" in written()["pairs"][0]["tasks"]) == (hashed or not named)
+
+
 def test_the_same_documents_under_other_ids() -> None:
     """Paired by their hashes; where one is there twice, it is not known which is which."""
     scored("a", {"add": A, "sub": A, "run": A})
@@ -340,14 +393,19 @@ def test_samples_that_cannot_be_paired() -> None:
         whole[:-40]: rf"b, as {place} line 120 is no item of `lm_eval --log_samples`: Inv.*: run",
         one.replace("doc_id", "id"): rf"b, as {place} line 1 is no item .* `doc_id`: Field req",
         whole + one: rf"b, whose {place} holds item 0 twice: run",
-        one: "b, whose `score,none` is no mean over the items in samples: run",
-        whole.replace('"score": 1.0', '"score": [1, 2]'): "b, whose `score,none` is no mean",
-        "": "b, whose `score,none` is no mean",
-        whole.replace('"score": 1.0', '"score": NaN'): "b, whose `score,none` is no mean",
-        whole.replace('"score": 1.0', f'"score": 1{"0" * 400}'): "b, whose `score,none` is no mean",
+        one: rf"b, whose {place} holds 1 of 60 items \(item 1 is missing\): run",
+        "".join(whole.splitlines(keepends=True)[:-4]): rf"b, whose {place} holds 58 of 60 items "
+        r"\(item 58 is missing\): run",
+        whole.replace('"score": 1.0', '"score": 0.0'): "b, whose `score,none` is not the mean",
+        whole.replace('"score": 1.0', '"score": [1, 2]'): "b, whose `score,none` is not the mean",
+        "": rf"b, whose {place} holds 0 of 60 items",
+        whole.replace('"score": 1.0', '"score": NaN'): "b, whose `score,none` is not the mean",
+        whole.replace(
+            '"score": 1.0', f'"score": 1{"0" * 400}'
+        ): "b, whose `score,none` is not the mean",
         whole.replace('"score": 1.0', '"score": 1e308').replace(
             '"score": 0.0', '"score": -1e308'
-        ): "b, whose `score,none` is no mean",
+        ): "b, whose `score,none` is not the mean",
     }
     for text, told in cases.items():
         place.write_text(text)

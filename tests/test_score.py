@@ -81,12 +81,20 @@ def write_results(
         "n-shot": dict.fromkeys(scores, 0),
         "n-samples": {task: {"original": of, "effective": items} for task in scores},
         "higher_is_better": {task: {"score": True} for task in scores},
-        "config": {"model": "hf", "model_args": {}, "limit": None, "gen_kwargs": {}},
+        "config": {
+            "model": "hf", "model_args": {}, "limit": None, "gen_kwargs": {},
+            "model_dtype": "torch.float32", "batch_size": "auto",
+        },
         "configs": {task: {"metadata": {"MERGEBENCH_JUDGE": "default"}} for task in scores},
         "date": date,
         "model_name": "abcd1234",
         "chat_template_sha": None,
-    }
+        "system_instruction_sha": None,
+        "lm_eval_version": "0.4.13",
+        "transformers_version": "4",
+        "max_length": 2048,
+        "task_hashes": dict.fromkeys(scores, "a"),
+    }  # fmt: skip
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(found | other))
 
@@ -367,7 +375,23 @@ def test_what_was_measured_otherwise_is_told(small: Path) -> None:
         ({"n-shot": {"run": 5}}, "n-shot differs between sft.json and m.json: run (0 and 5)"),
         ({"versions": {"run": 2.0}}, "the task's version differs {}: run (1.0 and 2.0)"),
         ({"of": 90, "items": 90}, "the number of items differs {}: run (100 and 90)"),
-        ({"chat_template_sha": "a"}, "the use of a chat template differs {}: run (no and yes)"),
+        (
+            {"chat_template_sha": "abcdef012345"},
+            "the chat template differs {}: run (none and abcdef01)",
+        ),
+        ({"system_instruction_sha": "1"}, "the system instruction differs {}: run (none and 1)"),
+        (
+            {"lm_eval_version": "0.4.12"},
+            "the version of lm-eval differs {}: run (0.4.13 and 0.4.12)",
+        ),
+        ({"transformers_version": "5"}, "the version of transformers differs {}: run (4 and 5)"),
+        ({"max_length": 64}, "max_length differs {}: run (2048 and 64)"),
+        (
+            {"config": {"model_dtype": "torch.bfloat16"}},
+            "the dtype differs {}: run (torch.float32 and torch.bfloat16)",
+        ),
+        ({"config": {"batch_size": "8"}}, "the batch size differs {}: run (auto and 8)"),
+        ({"task_hashes": {"run": "b"}}, "the hash of items and prompts differs {}: run (a and b)"),
         ({"configs": judge}, "MERGEBENCH_JUDGE differs {}: run (default and mine)"),
         (
             {"config": {"gen_kwargs": [1]}},
@@ -441,7 +465,7 @@ def test_an_earlier_table_is_a_reference(small: Path) -> None:
 def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_results("good.json", {"add": 0.5})
     files = {
-        "cut.json": Path("good.json").read_text()[:-40],
+        "cut.json": Path("good.json").read_text().partition(": null")[0],
         "model.json": '{"architectures": []}',
         "version.yml": SMALL.replace("version: 1", "version: 2"),
         "deeper.yml": SMALL.replace("label: Add", "lable: Add"),

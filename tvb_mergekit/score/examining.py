@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.score.columns import Cell
-from tvb_mergekit.score.floors import Signs, remark
+from tvb_mergekit.score.floors import Signs, count_items, remark
 from tvb_mergekit.score.pairs import Array, compare
+from tvb_mergekit.score.results import PROMPTS
 from tvb_mergekit.score.samples import read_items, samples_file
 from tvb_mergekit.score.table import Table
 
@@ -23,13 +24,15 @@ class Answered:
 
     Attributes:
         signs: None without a file of samples.
-        scores: doc_id -> hash of the document, score in percent.
+        items: doc_id -> hash of the document, hash of the prompt, score in percent.
         why: why the scores cannot be paired, if they cannot.
+        settings: those of the run.
     """
 
     signs: Signs | None
-    scores: Mapping[int, tuple[str, float]]
+    items: Mapping[int, tuple[str, str, float]]
     why: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def examine(table: Table) -> Table:
@@ -54,9 +57,9 @@ def examine(table: Table) -> Table:
                         told.setdefault(f"{label}, {answered.why}", []).append(task.name)
             for one, other in combinations([n for n in known if known[n].why is None], 2):
                 found = _subtracted(known[one], known[other])
-                if isinstance(found, str):
-                    reason = f"{one} and {other}, which were not given the same items"
-                    told.setdefault(reason, []).append(f"{task.name} ({found})")
+                if isinstance(found, tuple):
+                    reason = f"{one} and {other}, which were not given the same {found[0]}"
+                    told.setdefault(reason, []).append(f"{task.name} ({found[1]})")
                 else:
                     values[one, other][task.name] = found
     warnings = [f"no paired differences of {why}: {listed(tasks)}" for why, tasks in told.items()]
@@ -70,47 +73,57 @@ def examine(table: Table) -> Table:
 
 def _read(cell: Cell, task: str) -> Answered:
     path = samples_file(cell.origin.file, task) if cell.origin else None
-    if path is None or cell.metric is None:
+    if path is None or cell.metric is None or cell.origin is None:
         return Answered(None, {}, "which has no samples beside its results (`--log_samples`)")
-    signs, scores = Signs(), dict[int, tuple[str, float]]()
+    signs, items = Signs(), dict[int, tuple[str, str, float]]()
     numbers = True
     try:
         for item in read_items(path, cell.metric):
             signs.add(item)
-            if item.doc_id in scores:
+            if item.doc_id in items:
                 return Answered(signs, {}, f"whose {path} holds item {item.doc_id} twice")
             numbers = numbers and item.score is not None
-            scores[item.doc_id] = item.document, 100 * (item.score or 0.0)
+            items[item.doc_id] = item.document, item.prompt, 100 * (item.score or 0.0)
     except UserError as error:
         return Answered(None, {}, f"as {error}")
-    mean = sum(score for _, score in scores.values()) / max(len(scores), 1)
+    if len(items) < (count := count_items(cell)):
+        lost = next(doc_id for doc_id in range(count) if doc_id not in items)
+        why = f"whose {path} holds {len(items)} of {count} items (item {lost} is missing)"
+        return Answered(signs, items, why)
+    mean = sum(score for *_, score in items.values()) / max(len(items), 1)
     if not numbers or not abs(mean - cell.value) <= 0.01:  # it may be no number
         return Answered(
-            signs, scores, f"whose `{cell.metric}` is no mean over the items in samples"
+            signs, items, f"whose `{cell.metric}` is not the mean over the items in samples"
         )
-    return Answered(signs, scores)
+    return Answered(signs, items, None, cell.origin.settings)
 
 
-def _subtracted(one: Answered, other: Answered) -> Array | str:
-    """The differences of all items, or why there are none, with the first item that differs.
+def _subtracted(one: Answered, other: Answered) -> Array | tuple[str, str]:
+    """The differences of all items; or `items` or `prompts`, if those differ, and where.
 
     The same documents under other ids are paired by their hashes.
     """
-    scores = other.scores
-    if {i: h for i, (h, _) in one.scores.items()} != {i: h for i, (h, _) in scores.items()}:
-        mine, theirs = (Counter(h for h, _ in found.scores.values()) for found in (one, other))
+    items = other.items
+    if {i: found[0] for i, found in one.items.items()} != {i: f[0] for i, f in items.items()}:
+        mine, theirs = (Counter(f[0] for f in found.items.values()) for found in (one, other))
         if mine != theirs:
-            return _first_other(one, other)
+            return "items", _first_other(one, other)
         if max(mine.values()) > 1:
-            return "the same documents in another order, and some of them twice"
-        ids = {document: i for i, (document, _) in one.scores.items()}
-        scores = {ids[found[0]]: found for found in scores.values()}
-    return np.array([scores[i][1] - score for i, (_, score) in one.scores.items()])
+            return "items", "the same documents in another order, and some of them twice"
+        ids = {document: i for i, (document, *_) in one.items.items()}
+        items = {ids[found[0]]: found for found in items.values()}
+    known = one.settings.keys() & other.settings.keys()
+    causes = [k for k in PROMPTS if k in known and one.settings[k] != other.settings[k]]
+    for doc_id, (_, prompt, _) in one.items.items():
+        second = items[doc_id][1]
+        if prompt != second if prompt and second else causes:
+            return "prompts", ", ".join(causes) or f"item {doc_id}"
+    return np.array([items[i][2] - score for i, (*_, score) in one.items.items()])
 
 
 def _first_other(one: Answered, other: Answered) -> str:
-    for doc_id in sorted(one.scores.keys() | other.scores.keys()):
-        first, second = one.scores.get(doc_id), other.scores.get(doc_id)
+    for doc_id in sorted(one.items.keys() | other.items.keys()):
+        first, second = one.items.get(doc_id), other.items.get(doc_id)
         if first is None or second is None:
             return f"item {doc_id} is missing in one"
         if first[0] != second[0]:

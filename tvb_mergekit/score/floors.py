@@ -118,7 +118,7 @@ def remark(
     limits: Thresholds = THRESHOLDS,
 ) -> Remark | None:
     """What is odd about the score, if anything; without items only its neighbours tell."""
-    if _items(column.tasks[task.name], signs) < limits.items:
+    if count_items(column.tasks[task.name], signs) < limits.items:
         return None
     share = column.tasks[task.name].value / 100
     low = category.floors and share <= limits.floor
@@ -136,7 +136,7 @@ def remark(
         if often and share < limits.letter:
             reasons.append((f"{letter} chosen in {_of(signs, letter)}", letter))
     others = [(other.label, column.tasks.get(other.name)) for other in category.tasks]
-    cells = [(label, c.value) for label, c in others if c and _items(c) >= limits.items]
+    cells = [(label, c.value) for label, c in others if c and count_items(c) >= limits.items]
     label, value = max(cells, key=lambda cell: cell[1], default=("", 0.0))
     if low and value >= 100 * limits.healthy:
         reasons.append((f"{100 * share:.2f} beside {value:.2f} of {label}", "wrong"))
@@ -148,8 +148,8 @@ def remark(
     return Remark(column.label, task.name, task.label, told, shown)
 
 
-def _items(cell: Cell, signs: Signs | None = None) -> int:
-    """How many items the score is over; 0 where nobody says."""
+def count_items(cell: Cell, signs: Signs | None = None) -> int:
+    """How many items the score is over; 0 if nobody says."""
     if signs is not None:
         return signs.items
     known = cell.origin.settings.get("the number of items", "") if cell.origin else ""

@@ -23,6 +23,15 @@ from tvb_mergekit.score.benchmark import read_described
 # What `--output_path FOLDER` and `--output_path NAME.json` lead to.
 PATTERNS = ("results_*.json", "*_????-??-??T??-??-??*.json")
 DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which it adds to names of files
+# The settings that prompts depend on, as `Origin.settings` names them.
+PROMPTS = (
+    "the system instruction",
+    "the chat template",
+    "--fewshot_as_multiturn",
+    "n-shot",
+    "the few-shot seed",
+    "the task's version",
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,12 @@ class _File(pydantic.BaseModel):
     counts: dict[str, dict[str, int]] = pydantic.Field({}, alias="n-samples")
     higher_is_better: dict[str, dict[str, Any]] = {}
     chat_template_sha: str | None = None
+    system_instruction_sha: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    lm_eval_version: str | None = None
+    transformers_version: str | None = None
+    max_length: int | None = None
+    task_hashes: dict[str, str] = {}
 
     @property
     def model(self) -> str | None:
@@ -146,12 +161,22 @@ def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskR
     counts, limit = file.counts.get(name, {}), file.config.get("limit")
     scored, every = counts.get("effective"), counts.get("original")
     generation = file.config.get("gen_kwargs") or {}
+    shots = file.shots.get(name)
     settings = {
-        "n-shot": file.shots.get(name),
+        "n-shot": shots,
+        "the few-shot seed": file.config.get("fewshot_seed") if shots else None,
+        "--fewshot_as_multiturn": file.fewshot_as_multiturn,
         "the task's version": file.versions.get(name),
         "the number of items": scored,
-        "the use of a chat template": "yes" if file.chat_template_sha else "no",
+        "the chat template": (file.chat_template_sha or "none")[:8],
+        "the system instruction": (file.system_instruction_sha or "none")[:8],
+        "the hash of items and prompts": file.task_hashes.get(name, "")[:8] or None,
         "--gen_kwargs": json.dumps(generation, sort_keys=True, default=str),
+        "the version of lm-eval": file.lm_eval_version,
+        "the version of transformers": file.transformers_version,
+        "the dtype": file.config.get("model_dtype"),
+        "the batch size": file.config.get("batch_size"),
+        "max_length": file.max_length,
     }
     recorded = file.configs.get(name, {}).get("metadata") or {}
     settings |= {key: value for key, value in recorded.items() if key.startswith("MERGEBENCH_")}

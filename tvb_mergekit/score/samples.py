@@ -29,6 +29,7 @@ class Item:
 
     Attributes:
         document: lm-eval's hash of the item.
+        prompt: lm-eval's hash of the model's input; empty in files that have none.
         score: None where the metric is no number of one item.
         answers: the texts as generated; of scored choices, the likeliest.
         found: what the task's filter took from the texts; empty where that is no text.
@@ -38,6 +39,7 @@ class Item:
 
     doc_id: int
     document: str
+    prompt: str
     score: float | None
     answers: tuple[str, ...]
     found: tuple[str, ...]
@@ -52,6 +54,7 @@ class _Line(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow")
     doc_id: int
     doc_hash: str
+    prompt_hash: str = ""
     filter: str | None = None
     target: Any = ""
     arguments: dict[str, dict[str, Any]] = {}
@@ -108,7 +111,9 @@ def _item(line: _Line, metric: str) -> Item:
         letter = _letter(found[0]) if len(found) == 1 else None
         wanted = _letter(target)
     score = _number((line.model_extra or {}).get(metric))
-    return Item(line.doc_id, line.doc_hash, score, answers, found, letter, target, wanted)
+    return Item(
+        line.doc_id, line.doc_hash, line.prompt_hash, score, answers, found, letter, target, wanted
+    )  # fmt: skip
 
 
 def _number(value: Any) -> float | None:
