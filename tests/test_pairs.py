@@ -9,7 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
@@ -434,16 +435,16 @@ def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
     for low, high, odd in ((2, 20, True), (3, 20, False), (2, 19, False)):
         assert (low / 100 <= THRESHOLDS.floor and high / 100 >= THRESHOLDS.healthy) == odd
         scored("m", {"add": [1.0] * high + [0.0] * (100 - high), "run": [0.0] * 100,
-                     "sub": [1.0] * low + [0.0] * (100 - low)})  # fmt: skip
+                     "sub": [1.0] * low + [0.0] * (100 - low)}, resps=[["x > 7"]])  # fmt: skip
         text = run("m", *BENCH, "--out", "out", "--radar", "none")
         found = written()["remarks"]
         assert bool(found) == odd
         if odd:  # `run` has no neighbour
             line = "m: Sub: 2.00 beside 20.00 of Add: looks like extraction, not ability"
-            assert f"{line}\n  item 2, wanted '1': 'an answer'\n  item 3" in text
+            assert f"{line}\n  item 2, wanted '1': 'x > 7'\n  item 3" in text
             assert found[0]["task"] == "sub" and len(found[0]["answers"]) == 3
             assert f"* {line}\n  * item 2" in Path("out/scores.md").read_text()
-    for items, odd in ((10, True), (9, False)):
+    for items, odd in ((21, True), (20, False)):  # a model that does 20 %: 0.8^21 < 0.01
         write_results("n.json", {"add": 0.4, "sub": 0.017}, items=items)
         line = "not ability; with `lm_eval --log_samples` answers are shown here"
         assert (line in run("n.json", *BENCH)) == odd
@@ -479,7 +480,7 @@ def test_programs_that_are_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "passed", "odd"), [(90, 0, True), (89, 0, False), (100, 2, True), (100, 3, False)]
+    ("most", "passed", "odd"), [(91, 0, True), (90, 0, False), (100, 2, True), (100, 3, False)]
 )
 def test_code_fences_in_every_answer(most: int, passed: int, odd: bool) -> None:
     answers = {
@@ -537,6 +538,182 @@ def test_a_letter_in_many_dresses(answer: str) -> None:
     assert "letter B chosen in 100 of 100 items" in run("m", *BENCH)
     scored("m", {"add": [0.0, 1.0] * 50}, filtered_resps=["Be"], target=targets)
     assert "letter" not in run("m", *BENCH)
+
+
+# ------------------------------------------------------------------------------- invented folders
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A task's run: the first `right` of `of` items are right; `say` and `want` give texts by item.
+
+    `others` are further metrics; `read` is the filter's text, by default the answer.
+    """
+
+    right: int
+    say: Callable[[int], Any] = str
+    want: Callable[[int], Any] = str
+    of: int = 100
+    read: Callable[[int], Any] | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
+    logged: bool = True
+
+
+def cycled(*texts: str) -> Callable[[int], str]:
+    """The texts in turn; {i} is the item's number."""
+    return lambda i: texts[i % len(texts)].replace("{i}", str(i))
+
+
+CHATTY = cycled(
+    "Sure! Here's the completed function:",
+    "Certainly! Below is a solution in Python that uses `sorted` (and no recursion):\n\n",
+    "To solve this problem, we can compare neighbours.\n\n    return max(xs)",
+    "Of course. The function has_{i} returns `True` if any pair is close.\nLet me explain",
+    "Gerne! Hier ist die Funktion:",
+    "**Solution in Python**:\n\n    return xs[::-1]",
+    "当然！下面是函数的实现：",
+)
+PROGRAMS = cycled(
+    "    result = []\n    return result",
+    "    for x in items:\n        yield x\n",
+    "\n\n    # Sort the list first, then compare\n    return sorted(xs)[{i}]",
+    "    if not xs:\n        return None\n    return xs[0]",
+    "    total: int = {i}\n    while total > 1:\n        total //= 2\n    return total",
+    "    import math\n    return math.gcd(a, b)",
+    "    n, m = m, n\n    return n",
+    '    """Count the words."""\n    return len(s.split())',
+    "def helper(a, b):\n    return a ** b\n",
+)
+CODE = cycled("    return sorted(xs)\n", "    s = set()\n    return s\n")
+LOOPS = cycled("the the the", " the" * 40, "\n\nthe the the the the the the", "The, the, the, the")
+BOXED = cycled(
+    "We expand the product and collect terms. Thus the value is $\\boxed{{i}}$.",
+    "By symmetry both cases are equal, so\n\\[ \\boxed{\\frac{{i}}{7}} \\]",
+    "Let $x$ be the side. Then $x^2 = 5$, hence $x = \\boxed{\\sqrt{{i}}}$.",
+    "The answer is \\boxed{x = {i}}",
+)
+SUMS = cycled(
+    "She has 3 + 4 = 7 left and sells 2 of them each day. The answer is {i}.",
+    "There are {i} of them in all. 5 are taken away. So the answer is {i}.",
+)
+WRONG = cycled(
+    "That makes 2 * 3 = 6. The answer is 6001.", "He pays 11 dollars. The answer is 4007."
+)
+PROSE = "Consider the first of the two rows, which holds the larger number of seats for guests. "
+FENCED = cycled("```python\nreturn {i}\n```", "```\ndef f(x):\n    return x", "```py\npass")
+UNFINISHED = cycled(
+    "Let us think step by step. First, we note that the triangle has two equal sides",
+    "We are given the sum of the digits. To find them, consider each case in turn. In case {i}",
+    "Nous cherchons toutes les valeurs possibles de la somme, donc il faut",
+)
+JUDGED = cycled("{'refusal': False, 'harmful': True}")
+FAILED = cycled("failed: SyntaxError", "failed: AssertionError")
+
+
+def partly(share: int, first: Callable[[int], Any], rest: Callable[[int], Any]) -> Any:
+    """`first` for the first `share` items, `rest` for the others."""
+    return lambda i: first(i) if i < share else rest(i)
+
+
+def ends(i: int) -> str:
+    return ("<|im_end|>", "</s>", "<|eot_id|><|endoftext|>", "<eos>", " <end_of_turn>\n")[i % 5]
+
+
+FLOORS: dict[str, dict[str, Ran]] = {
+    "a chatty preamble without fences": {
+        "humaneval_plus": Ran(0, lambda i: [CHATTY(i)] * 10, CODE, 164, lambda i: [FAILED(i)] * 10),
+        "mbpp_plus": Ran(0, lambda i: [CHATTY(i + 3)] * 10, CODE, 90, lambda i: [FAILED(i)] * 10),
+    },
+    "the the the": {"gsm8k": Ran(0, LOOPS), "math_hendrycks": Ran(0, LOOPS)},
+    "60 % of answers only an end token": {"gsm8k": Ran(25, partly(40, SUMS, ends))},
+    "a lenient reading": {
+        "math_hendrycks": Ran(15, others={"flexible,none": 0.55}, logged=False),
+        "gsm8k": Ran(48, logged=False),
+    },
+    "fences": {
+        "humaneval_plus": Ran(0, FENCED, CODE, 164, FAILED), "mbpp_plus": Ran(31, CODE, CODE),
+    },
+    "a sentence after the box": {
+        "math_hendrycks": Ran(1, lambda i: f"So it is $\\boxed{{{i}}}$. I hope this helps, {i}!"),
+        "gsm8k": Ran(40, partly(40, SUMS, WRONG)),
+    },
+    "one letter": {"arc_de": Ran(26, lambda i: "(C)", lambda i: "ABCD"[i % 4])},
+    "blanks": {"ifeval": Ran(30, partly(65, SUMS, lambda i: "\n" * (i % 3)), lambda i: 0)},
+    "infinite logits": {
+        "humaneval_plus": Ran(0, lambda i: "!" * 200, CODE, 164, FAILED),
+        "mbpp_plus": Ran(0, lambda i: "0" * 300, CODE, 90, FAILED),
+    },
+    "a broken model that harms nobody": {
+        "harmbench": Ran(100, lambda i: "of of " * 60, lambda i: "refuse", read=JUDGED),
+        "xstest": Ran(50, lambda i: "I am a I am a " * 20, lambda i: "comply", read=JUDGED),
+    },
+    "a filter that finds nothing": {
+        "gsm8k": Ran(30, partly(50, SUMS, lambda i: "Seventy-two."), read=partly(
+            50, str, lambda i: "[invalid]"))
+    },
+    "cut off before the answer": {
+        "math_hendrycks": Ran(0, UNFINISHED, lambda i: f"{i}\\pi"), "gsm8k": Ran(44, SUMS),
+    },
+}  # fmt: skip
+HONEST: dict[str, dict[str, Ran]] = {
+    "weak in MATH, boxed": {
+        "math_hendrycks": Ran(3, partly(3, BOXED, lambda i: BOXED(i + 1)), of=200),
+        "gsm8k": Ran(82, partly(82, SUMS, WRONG), of=200),
+    },
+    "0 of 12": {
+        "math_hendrycks": Ran(0, lambda i: f"{i} + 3", of=12),
+        "gsm8k": Ran(6, partly(6, SUMS, WRONG), of=12),
+    },
+    "a weak coder": {
+        "humaneval_plus": Ran(0, lambda i: [PROGRAMS(i)] * 10, CODE, 164, FAILED),
+        "mbpp_plus": Ran(1, lambda i: [PROGRAMS(i + 2)] * 10, CODE, 90, FAILED),
+    },
+    "refuses nothing": {
+        "harmbench": Ran(0, cycled("Sure! Here is how: first,", "Step 1: "), lambda i: "refuse"),
+        "xstest": Ran(95, cycled("Sure, I can help with that."), lambda i: "comply", read=JUDGED),
+    },
+    "guesses": {"arc_de": Ran(24, lambda i: "ABCD"[i * 7 % 11 % 4], lambda i: "ABCD"[i % 4])},
+    "readings that agree nearly": {
+        "math_hendrycks": Ran(31, others={"flexible,none": 0.34}, logged=False),
+        "gsm8k": Ran(62, others={"exact_match_strict,none": 0.2}, logged=False),
+    },
+    "a tiny model": {
+        "math_hendrycks": Ran(0, BOXED, lambda i: f"{i + 1}", 200), "gsm8k": Ran(1, WRONG),
+    },
+    "fences that are read": {"humaneval_plus": Ran(57, FENCED, CODE, 164, FAILED)},
+    "some blanks": {"ifeval": Ran(41, partly(96, SUMS, lambda i: ""), lambda i: 0)},
+    "one letter wanted": {"mmlu_de": Ran(93, lambda i: "B", lambda i: "B" if i < 93 else "D")},
+    "an answer, then loops": {
+        "gsm8k": Ran(45, lambda i: PROSE + f" The answer is {i + i // 45}." * 12),
+        "math_hendrycks": Ran(9, lambda i: PROSE + " 1 1 1 1 0 0 1 1" * 9, lambda i: "x"),
+    },
+    "both readings weak": {
+        "math_hendrycks": Ran(1, others={"flexible,none": 0.015}, of=200, logged=False),
+        "gsm8k": Ran(76, of=200, logged=False),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FLOORS, *HONEST])
+def test_floors_of_invented_folders(name: str) -> None:
+    for short, ran in (FLOORS | HONEST)[name].items():
+        task, items = f"mergebench_{short}", range(ran.of)
+        said = [[text] if isinstance(text, str) else text for text in map(ran.say, items)]
+        read = said if ran.read is None else [[text] for text in map(ran.read, items)]
+        scored(short, {task: [1.0] * ran.right + [0.0] * (ran.of - ran.right)},
+               resps={i: [texts] for i, texts in enumerate(said)},
+               filtered_resps=dict(enumerate(read)),
+               target={i: ran.want(i) for i in items})  # fmt: skip
+        (file,) = Path(short).rglob("results_*.json")
+        found = json.loads(file.read_text())
+        found["results"][task] |= ran.others
+        file.write_text(json.dumps(found))
+        for path in Path(short).rglob("samples_*") if not ran.logged else ():
+            path.unlink()
+    Path("all").mkdir()
+    for short in (FLOORS | HONEST)[name]:
+        Path(short).rename(f"all/{short}")
+    assert ("looks like" in run("all")) == (name in FLOORS)
 
 
 # ------------------------------------------------------------------------------------- the page

@@ -573,6 +573,7 @@ def test_as_a_user_types(small: Path) -> None:
     assert ta["tasks"]["add"] == {
         "value": 50.0, "stderr": 4.0, "metric": "score,none",
         "origin": {"file": LATER, "limited": None, "model": None, "date": 1.0},
+        "others": {},
     }  # fmt: skip
 
 

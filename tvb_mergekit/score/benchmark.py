@@ -14,7 +14,8 @@ A benchmark is a small YAML file, so that any group of tasks can be tabled:
         floors: false                 # optional: a score near 0 may well be the model's own
         tasks:
           - {name: my_sums, label: Sums}                       # its `score,none`
-          - {name: gsm8k, label: GSM8k, metric: "exact_match,strict-match"}
+          - {name: gsm8k, label: GSM8k, metric: "exact_match,strict-match",
+             lenient: "exact_match,flexible-extract"}      # optional: see docs/tune-and-score.md
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ Described = TypeVar("Described")
 
 @dataclass(frozen=True)
 class Task:
-    """`name` is lm-eval's name of a task or a group, `metric` its `metric,filter`."""
+    """`name` is lm-eval's name of a task or a group, `metric` its `metric,filter`.
+
+    Attributes:
+        lenient: another metric, by which the same answers are read more leniently.
+    """
 
     name: str
     label: str
     metric: str = "score,none"
+    lenient: str = "flexible,none"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Category:
 
     Attributes:
         floors: whether a score near 0 is odd; that of a model which refuses nothing is not.
+        options: those of lm_eval; `--confirm_run_unsafe_code` says that answers are programs.
     """
 
     name: str

@@ -18,12 +18,17 @@ Kind = Literal["base", "specialists", "model", "reference"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A score or a mean in percent; what is not known of it, or is not of one task, is None."""
+    """A score or a mean in percent; what is not known of it, or is not of one task, is None.
+
+    Attributes:
+        others: the task's other metrics in the same file that are shares, in percent too.
+    """
 
     value: float
     stderr: float | None = None
     metric: str | None = None
     origin: Origin | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 def _entries(found: Any) -> Any:
@@ -127,4 +132,8 @@ def _cell(task: Task, result: TaskResult) -> Cell:
     if task.metric.partition(",")[0] in result.lower_is_better:
         raise UserError(f"{where} `{task.metric}`, of which less is better: choose another {how}")
     stderr = result.stderrs.get(task.metric)
-    return Cell(100 * value, None if stderr is None else 100 * stderr, task.metric, result.origin)
+    error = None if stderr is None else 100 * stderr
+    shares = {
+        key: 100 * x for key, x in result.metrics.items() if key != task.metric and 0 <= x <= 1
+    }
+    return Cell(100 * value, error, task.metric, result.origin, shares)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -12,7 +14,28 @@ from tvb_mergekit.score.samples import Item
 VERDICT = "looks like extraction, not ability"
 SHOWN = 3  # answers of each remark
 LONGEST = 160  # characters of an answer that are kept
-NOTHING = ("", "[invalid]")  # the second is what lm-eval's regex filters give
+READ = 600  # characters at either end of an answer that are looked at
+# Blanks, tokens that end or fill a text, and the `[invalid]` of lm-eval's regex filters.
+NOTHING = re.compile(
+    r"(?:\s|</?s>|<[|｜][^<>|｜]*[|｜]>|\[(?:invalid|PAD|EOS|UNK|SEP)\]"
+    r"|<(?:pad|[be]os|unk|eo[dmt]|endoftext|(?:start|end|begin)_of_\w+|im_(?:start|end))>)*"
+)
+# A line of words, not the beginning of a program: `Sure! Here is`, but not `x = 1` or `for x in y`.
+PROSE = re.compile(
+    r"[\s*>]*(?:[^\W\da-zA-Z_]"  # no Latin letter
+    rf"|(?!(?:{'|'.join([*keyword.kwlist, 'print', 'exec', 'match'])})\b)(?!.*\s=\s)"
+    r"[^\W\d_][\w'’-]*[,;:!.]*\s+\w)"
+)
+# The text after the last place where an answer is announced.
+GIVEN = re.compile(
+    r".*(?:\\(?:boxed|fbox)\s*\{|\banswer(?: is|:)|####)(?:[\s$*:]|\\[(\[])*(.+)",
+    re.DOTALL | re.IGNORECASE,
+)
+# The end of a short answer: `2 apples`, but not `2.5`, `2 + x` or `2 and 3`.
+ENDED = re.compile(r"\s*(?:[}$*\n]|\\[)\]]|[.,;!?](?!\d)|\s(?!and|or)[a-z]{2}|$)")
+SPELLED = re.compile(
+    r"(?<=\d),(?=\d{3})|(?<=\\)[dt](?=frac)|^[\s$]+|[\s$]+$"
+)  # one value, two ways
 
 
 @dataclass(frozen=True)
@@ -23,16 +46,21 @@ class Thresholds:
         items: of fewer nothing is said, and a neighbour with fewer tells nothing.
         floor: a score up to here is at the floor
         healthy: beside another one of the category from here on,
-        fenced: or with a code fence in at least so many answers.
-        empty: more empty answers than this among all items,
+        chance: if a model of that ability is so low less often than this;
+        fenced: or with a code fence, or text before the program, in more answers than this.
+        empty: more empty answers than this among all items, more wrong items whose announced
+            answer is the wanted one, or more that are right by the lenient metric only,
+        stuck: more answers of a few words in a loop,
         letter: or one letter chosen more often, tell of the format at any score.
     """
 
     items: int = 10
     floor: float = 0.02
     healthy: float = 0.2
+    chance: float = 0.01
     fenced: float = 0.9
     empty: float = 0.1
+    stuck: float = 0.5
     letter: float = 0.9
 
 
@@ -90,16 +118,40 @@ class Signs:
 
 
 def _signs(item: Item) -> list[str]:
-    silent = _most([text.strip() in NOTHING for text in item.answers])
-    unread = _most([text.strip() in NOTHING for text in item.found])
+    silent = _most([NOTHING.fullmatch(text) is not None for text in item.answers])
+    unread = _most([NOTHING.fullmatch(text) is not None for text in item.found])
     wanted = bool(item.target.strip())  # else no answer may be the right one
+    given = [_given(text, item.target) for text in item.answers]
     flags = {
         "empty": (silent and wanted) or (_wrong(item) and (silent or unread)),
         "fenced": _most(["```" in text for text in item.answers]),
+        "prose": _most([PROSE.match(text) is not None for text in item.answers]),
+        "stuck": _most([_stuck(text, item.target.strip()) for text in item.answers]),
+        "given": _most([same is not None for same in given]),
+        "missed": _wrong(item) and _most([same is True for same in given]),
         "wrong": _wrong(item),
         f"letter {item.letter}": item.letter is not None,
     }
     return [sign for sign, shown in flags.items() if shown]
+
+
+def _given(text: str, target: str) -> bool | None:
+    """Whether the answer that a text announces is the target; None if it announces none."""
+    if (found := GIVEN.fullmatch(text[-READ:])) is None:
+        return None
+    given, wanted = (SPELLED.sub("", part) for part in (found[1], target))
+    same = bool(wanted) and given.startswith(wanted)
+    return same and ENDED.match(given, len(wanted)) is not None
+
+
+def _stuck(text: str, target: str) -> bool:
+    """Whether a text begins with a few words, or signs, in a loop, and does not hold the target."""
+    words = re.findall(r"\w+", text[:READ].lower())[:60]
+    if len(words) > 2:
+        loop = len(set(words)) <= max(1, len(words) // 6)
+    else:
+        loop = re.fullmatch(r"\s*(.{1,8}?)\1{9,}.{0,8}", text[:READ], re.DOTALL) is not None
+    return loop and not (target and target in text)
 
 
 def _wrong(item: Item) -> bool:
@@ -117,18 +169,25 @@ def remark(
     signs: Signs | None,
     limits: Thresholds = THRESHOLDS,
 ) -> Remark | None:
-    """What is odd about the score, if anything; without items only its neighbours tell."""
-    if count_items(column.tasks[task.name], signs) < limits.items:
+    """What is odd about the score, if anything; without items only other scores show it."""
+    cell = column.tasks[task.name]
+    if (items := count_items(cell, signs)) < limits.items:
         return None
-    share = column.tasks[task.name].value / 100
+    share, lenient = cell.value / 100, cell.others.get(task.lenient)
     low = category.floors and share <= limits.floor
     reasons: list[tuple[str, str]] = []  # and the sign whose answers are shown
     if signs is not None:
-        if signs.share("empty") > limits.empty:
-            reasons.append((f"no answer to {_of(signs, 'empty')}", "empty"))
-        if low and signs.share("fenced") >= limits.fenced:
-            fenced = _of(signs, "fenced")
-            reasons.append((f"{100 * share:.2f} with code fences in {fenced}", "fenced"))
+        programs = "unsafe_code" in (category.options or "")
+        for sign, most, text in (
+            ("empty", limits.empty, "no answer to"),
+            ("stuck", limits.stuck, "a few words in a loop in"),
+            ("missed", limits.empty, "the wanted answer counted as wrong in"),
+            ("fenced", limits.fenced if low else 1, f"{cell.value:.2f} with code fences in"),
+            ("prose", limits.fenced if low and programs else 1,
+             f"{cell.value:.2f} with text before the program in"),
+        ):  # fmt: skip
+            if signs.share(sign) > most:
+                reasons.append((f"{text} {_of(signs, sign)}", sign))
         letter = max((s for s in signs.counts if s.startswith("letter ")),
                      key=signs.counts.__getitem__, default="")  # fmt: skip
         often = signs.share(letter) > limits.letter and len(signs.wanted) > 1
@@ -138,8 +197,17 @@ def remark(
     others = [(other.label, column.tasks.get(other.name)) for other in category.tasks]
     cells = [(label, c.value) for label, c in others if c and count_items(c) >= limits.items]
     label, value = max(cells, key=lambda cell: cell[1], default=("", 0.0))
-    if low and value >= 100 * limits.healthy:
-        reasons.append((f"{100 * share:.2f} beside {value:.2f} of {label}", "wrong"))
+    if signs is not None:  # where answers are read, they are wrong
+        read = signs.share("given") > limits.fenced
+    else:
+        read = lenient is not None and lenient <= 100 * limits.floor
+    if low and value >= 100 * limits.healthy and not read:
+        from scipy.stats import binom
+
+        if binom.cdf(round(share * items), items, limits.healthy) < limits.chance:
+            reasons.append((f"{cell.value:.2f} beside {value:.2f} of {label}", "wrong"))
+    if lenient is not None and lenient - cell.value > 100 * limits.empty:
+        reasons.append((f"{cell.value:.2f} beside {lenient:.2f} by `{task.lenient}`", "wrong"))
     if not reasons:
         return None
     answers = signs.first.get(reasons[0][1], []) if signs else []
