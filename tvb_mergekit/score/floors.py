@@ -22,7 +22,7 @@ NOTHING = re.compile(
 )
 # A line of words, not the beginning of a program: `Sure! Here is`, but not `x = 1` or `for x in y`.
 PROSE = re.compile(
-    r"[\s*>]*(?:[^\W\da-zA-Z_]"  # no Latin letter
+    r"[\s*>¡¿“]*(?:[^\W\da-zA-Z_]"  # no Latin letter
     rf"|(?!(?:{'|'.join([*keyword.kwlist, 'print', 'exec', 'match'])})\b)(?!.*\s=\s)"
     r"[^\W\d_][\w'’-]*[,;:!.]*\s+\w)"
 )
