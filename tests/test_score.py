@@ -172,6 +172,7 @@ def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mergebench", "instruction math multilingual coding safety", 21, "score,none"),
         ("mini", "instruction math multilingual coding safety", 10, "score,none"),
         ("mergebench_keyword", "safety", 4, "score,keyword"),
+        ("quickstart", "copy reverse sort upper shift max double sum", 8, "exact_match,none"),
     ],
 )
 def test_the_benchmarks_are_those_of_the_yamls(
@@ -181,13 +182,14 @@ def test_the_benchmarks_are_those_of_the_yamls(
     assert [category.name for category in benchmark.categories] == categories.split()
     assert len(benchmark.tasks) == tasks and {t.metric for t in benchmark.tasks} == {metric}
     groups = {}
-    for path in (EVALS / "mini" if name == "mini" else EVALS / "mergebench").rglob("m*_*.yaml"):
-        if "\ngroup: " in f"\n{path.read_text()}":
+    for path in (EVALS.parent / str(benchmark.include_path)).rglob("*.yaml"):
+        if "\ngroup: " in f"\n{path.read_text()}" and "tests" not in path.parts:
             group = yaml.safe_load(path.read_text())
             groups[group["group"]] = group["task"]
-    for category in benchmark.categories:
+    if name == "quickstart":
+        assert [task.name for task in benchmark.tasks] == groups["quickstart"]
+    for category in benchmark.categories if name != "quickstart" else ():
         assert [task.name for task in category.tasks] == groups[str(category.group)]
-    assert str(benchmark.include_path) in ("evals", "evals/mini/tasks")
 
 
 def test_which_benchmark_tasks_belong_to() -> None:
@@ -419,6 +421,25 @@ def test_a_limited_run_is_marked(small: Path) -> None:
     assert read_results("g.json").tasks["run"].origin.limited == "--limit 8"
 
 
+def test_answers_that_were_not_judged_are_told(small: Path) -> None:
+    """Programs that nobody ran again, answers compared as text, verdicts that say nothing."""
+    write_results("m.json", {"add": 0.4, "sub": 0.4, "run": 0.4})
+    found = json.loads(Path("m.json").read_text())
+    found["results"]["add"] |= {"as_text,none": 34 / 300, "as_text_stderr,none": 0.01}
+    found["results"]["sub"] |= {"as_text,none": 0.0, "unchecked,none": 0.0}
+    found["results"]["run"] |= {"unchecked,none": 0.002, "parse_error,none": 0.5}
+    Path("m.json").write_text(json.dumps(found))
+    assert warnings("m.json", *SFT, "--out", "out", "--radar", "none") == [
+        "m: m.json: answers compared as text only, for lack of time (`as_text`): add (11.33 %)",
+        "m: m.json: programs that timed out and were not run again (`unchecked`): run (0.20 %)",
+        "m: m.json: verdicts of the judge that could not be read (`parse_error`): run (50.00 %)",
+    ]
+    assert "11.33 %" in Path("out/scores.html").read_text()
+    assert json.loads(Path("out/scores.json").read_text())["columns"][1]["tasks"]["add"][
+        "others"
+    ] == {"as_text,none": pytest.approx(34 / 3)}
+
+
 def test_scores_by_keywords_have_a_table_of_their_own(small: Path) -> None:
     names = [task.name for task in read_benchmark("mergebench").categories[4].tasks]
     by_keyword = {f"{name}_keyword": i / 10 for i, name in enumerate(names, 1)}
@@ -490,7 +511,11 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("ta", *BENCH, "--out", "good.json"): "cannot write good.json: it is a file; name a folder",
         ("=ta",): "`=ta`: expected NAME=PATH, or a path",
         ("ta",): "belong to no known benchmark .add, sub, run.: say which with --benchmark",
-        ("ta", "--benchmark", "minni"): "expected mergebench, mergebench_keyword, mini, or a YAML",
+        (
+            "ta",
+            "--benchmark",
+            "minni",
+        ): "expected mergebench, mergebench_keyword, mini, quickstart, or",
         ("ta", "--benchmark", "mini"): "ta: expected mini_instruction_format, .* found add, sub",
         ("ta", "--benchmark", "version.yml"): "`format_version`: Input should be 1 .found 2.",
         ("ta", "--benchmark", "deeper.yml"): "is not a benchmark: `categories.0.tasks.0.lab",

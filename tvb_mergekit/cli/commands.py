@@ -634,8 +634,9 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
 @flag("--show-reference", help="Show the reference's other columns too.")
 @click.option(
     "--benchmark",
-    metavar="mergebench|mergebench_keyword|mini|FILE",
-    help="By default the one that the tasks in the files belong to.",
+    metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
+    help="By default the one that the tasks in the files belong to. FILE lists tasks of your own in "
+    "YAML: docs/tune-and-score.md has an example.",
 )
 @repeatable(
     "--metric",

@@ -34,7 +34,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import nearest
 
 HERE = Path(__file__).parent
-SHIPPED = ("mergebench", "mergebench_keyword", "mini")
+SHIPPED = ("mergebench", "mergebench_keyword", "mini", "quickstart")
 FORMAT_VERSION = 1  # of benchmarks, references and scores.json
 Described = TypeVar("Described")
 

@@ -1,4 +1,4 @@
-"""Whether scores side by side were measured in the same way; what was not is named."""
+"""Whether scores side by side were measured in the same way, and completely."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from tvb_mergekit.errors import listed
 from tvb_mergekit.score.benchmark import Benchmark, Task
 from tvb_mergekit.score.columns import Column
 
+# Metrics that are shares of answers without a full verdict.
+UNJUDGED = {
+    "as_text": "answers compared as text only, for lack of time",
+    "unchecked": "programs that timed out and were not run again",
+    "parse_error": "verdicts of the judge that could not be read",
+}
+
 
 def in_part(columns: Sequence[Column]) -> list[str]:
-    """A line for each file of which some tasks were run with --limit or --samples."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """A line for each file with tasks run on a part of their items, or not judged completely."""
+    found: dict[str, list[str]] = {}
     for column in columns:
         for task, cell in column.tasks.items():
+            file = cell.origin.file if cell.origin else column.label
             if cell.origin and cell.origin.limited:
-                tasks = found.setdefault((column.label, cell.origin.file), [])
-                tasks.append(f"{task} ({cell.origin.limited})")
-    return [
-        f"{label} (limited): {file} was run with --limit or --samples: {listed(tasks)}"
-        for (label, file), tasks in found.items()
-    ]
+                line = f"{column.label} (limited): {file} was run with --limit or --samples"
+                found.setdefault(line, []).append(f"{task} ({cell.origin.limited})")
+            for key, share in cell.others.items():
+                name = key.partition(",")[0]
+                if share and name in UNJUDGED:
+                    line = f"{column.label}: {file}: {UNJUDGED[name]} (`{name}`)"
+                    found.setdefault(line, []).append(f"{task} ({share:.2f} %)")
+    return [f"{line}: {listed(tasks)}" for line, tasks in found.items()]
 
 
 def differences(benchmark: Benchmark, columns: Sequence[Column]) -> list[str]:
