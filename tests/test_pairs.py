@@ -23,6 +23,7 @@ from test_score import BENCH, SMALL, invoke, last, run, warnings, write_results
 
 from tvb_mergekit.score.floors import THRESHOLDS
 from tvb_mergekit.score.pairs import compare, holm, sign_flip
+from tvb_mergekit.score.radar import LINES, WEDGES
 from tvb_mergekit.store.facts import Facts, write_facts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -893,6 +894,10 @@ f.onload = () => {
     width: d.documentElement.scrollWidth, scripts: d.scripts.length, title: d.title,
     scrolling: boxes.filter(b => b.scrollWidth > b.clientWidth).length,
     picture: d.querySelector('svg').getBoundingClientRect().height > 100,
+    cut: [...d.querySelectorAll('svg, svg use, th')].filter(b => (b.tagName != 'TH' ||
+      b.textContent == 'p') && b.getBoundingClientRect().right > 390).length,
+    letter: Math.max(...[...d.querySelectorAll('svg use')].map(
+      b => b.getBoundingClientRect().height)) > 5,
     first: d.querySelector('tbody th').getBoundingClientRect().left,
   });
 }
@@ -913,7 +918,29 @@ def test_the_page_on_a_phone(here: Path) -> None:
     (told,) = re.findall(r'<p id="told">(.*?)</p>', done.stdout)
     found = json.loads(told.replace("&lt;", "<"))
     assert found.pop("width") <= 390 and found.pop("scrolling") >= 2 and found.pop("first") >= 0
-    assert found == {"scripts": 0, "title": "Small", "picture": True}
+    assert found == {"scripts": 0, "title": "Small", "picture": True, "cut": 0, "letter": True}
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2.2."""
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def test_lines_and_letters_of_the_radar_are_seen(here: Path) -> None:
+    """On white and on each wedge: 3:1 for graphics, 4.5:1 for text."""
+    text = hostile_page()
+    assert "<title>Small: percent of the specialists&#x27; scores</title>" in text
+    (svg,) = re.findall("<svg[^>]*>", text)
+    assert 'role="img"' in svg and 'aria-label="Small: percent of' in svg
+    backgrounds = [luminance(colour) for colour in (*WEDGES, "#ffffff")]
+    drawn = set(re.findall("#[0-9a-f]{6}", text.partition("<svg")[2]))
+    dark = [colour for colour in drawn if luminance(colour) < 0.4]
+    assert set(dark) == drawn - {*WEDGES, "#ffffff"} >= {LINES[0], "#555555"}
+    for colour in {*LINES, *dark}:
+        contrast = min(backgrounds) + 0.05
+        assert contrast / (luminance(colour) + 0.05) >= (4.5 if colour == "#555555" else 3), colour
 
 
 # -------------------------------------------------------------------------------- lm_eval itself

@@ -602,6 +602,23 @@ def test_as_a_user_types(small: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", "scores.html scores.md scores.json radar.svg radar.png".split())
+def test_files_of_others_stay(small: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    words = ("ta", *SFT, "--out", "out")
+    run(*words)
+    run(*words)  # its own are replaced
+    foreign = Path("out", name)
+    foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
+    assert mistake(*words) == (
+        f"cannot write {foreign}: tvb score did not make the file that is there; move it away, or "
+        "name another --out\n"
+    )
+    assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
+    if name.startswith("radar"):
+        run(*words, "--radar", "none")
+
+
 @pytest.mark.parametrize(("width", "encoding"), [(30, "utf-8"), (80, "ascii"), (300, "utf-8")])
 def test_no_number_is_cut(width: int, encoding: str) -> None:
     benchmark = read_benchmark("mergebench")

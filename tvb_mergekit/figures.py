@@ -5,6 +5,7 @@ matplotlib (the extra `plot`) is imported only where a figure is made, inside fu
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import warnings
@@ -57,6 +58,9 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def embedded(svg: str) -> str:
-    """A picture of `rendered` as a part of an HTML page."""
-    return re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+def embedded(svg: str, title: str) -> str:
+    """A picture of `rendered` as a part of an HTML page, with a title for screen readers."""
+    text = html.escape(title)
+    picture = re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    named = f'<svg role="img" aria-label="{text}"'
+    return picture.replace("<svg", named, 1).replace(">", f"><title>{text}</title>", 1)

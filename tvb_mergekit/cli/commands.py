@@ -635,8 +635,8 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
 @click.option(
     "--benchmark",
     metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
-    help="By default the one that the tasks in the files belong to. FILE lists tasks of your own in "
-    "YAML: docs/tune-and-score.md has an example.",
+    help="By default the one that the tasks in the files belong to. FILE lists tasks in YAML: "
+    "docs/tune-and-score.md has an example.",
 )
 @repeatable(
     "--metric",

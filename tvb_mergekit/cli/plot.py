@@ -56,17 +56,23 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: another suffix, no matplotlib, or the file cannot be written.
     """
-    _draw(path, lambda: _figure(inspection), partial(print_inspection, inspection))
+    title, tell = headline(inspection), partial(print_inspection, inspection)
+    _draw(path, lambda: _figure(inspection), title, tell)
 
 
 def _draw(
-    path: str | os.PathLike[str], make: Callable[[], Figure], tell: Callable[[Console], None]
+    path: str | os.PathLike[str],
+    make: Callable[[], Figure],
+    title: str,
+    tell: Callable[[Console], None],
 ) -> None:
     check_plot(path)
     target = Path(path)
     kind = target.suffix.lower()[1:]
     data = rendered(make, "svg" if kind == "html" else kind)
-    write_file(target, _page(tell, data.decode()).encode() if kind == "html" else data)
+    if kind == "html":
+        data = _page(tell, embedded(data.decode(), printable(title))).encode()
+    write_file(target, data)
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -92,7 +98,7 @@ def _page(tell: Callable[[Console], None], svg: str) -> str:
     )
     tell(console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    return f"{PAGE}{embedded(svg)}\n{tables}\n</body></html>\n"
+    return f"{PAGE}{svg}\n{tables}\n</body></html>\n"
 
 
 def _figure(inspection: Inspection) -> Figure:

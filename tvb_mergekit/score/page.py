@@ -14,6 +14,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.figures import embedded
 from tvb_mergekit.score.columns import Column
 from tvb_mergekit.score.floors import Remark
+from tvb_mergekit.score.radar import heading
 from tvb_mergekit.score.table import Table
 from tvb_mergekit.score.text import HOW, HOW_PAIRS, pair_sheets, score_sheet
 from tvb_mergekit.tables import Sheet, printable
@@ -42,7 +43,12 @@ tr.bold > * {{ font-weight: bold; }}
 tbody th {{ font-weight: normal; }}
 .beyond {{ background: #0072b233; }}
 .picture {{ background: white; }}
-svg {{ height: auto; min-width: 36em; width: 100%; }}
+svg {{ display: block; height: auto; margin: auto; max-width: 48em; width: 100%; }}
+@media (max-width: 40em) {{
+  body {{ padding: 0 .5em 2em; }}
+  th, td {{ padding: .2em .4em; white-space: pre-wrap; }}
+  .text {{ min-width: 8em; }}
+}}
 pre {{ background: #8881; overflow-x: auto; padding: .7em; white-space: pre; }}
 </style>
 </head>
@@ -56,7 +62,9 @@ def page(table: Table, svg: bytes | None = None) -> str:
     parts = [
         HEAD.format(title=_text(table.title)),
         _section("h1", table.title, [_table(score_sheet(table)), _paragraph(HOW)]),
-        f'<div class="scroll picture">{embedded(svg.decode())}</div>\n' if svg else "",
+        f'<div class="picture">{embedded(svg.decode(), printable(heading(table)))}</div>\n'
+        if svg
+        else "",
     ]
     if table.pairs:
         sheets = [f"<h3>{_text(s.title)}</h3>\n{_table(s)}" for s in pair_sheets(table)]
@@ -176,7 +184,7 @@ def _table(sheet: Sheet) -> str:
     for place, (name, *cells) in enumerate(sheet.rows):
         style = ' class="bold"' if place in sheet.bold else ""
         row = "".join(
-            f'<td class="{kind or ("beyond" if cell.endswith("*") else "")}">{_text(cell)}</td>'
+            f'<td class="{kind or ("beyond" if cell.endswith("*") else "")}">{_number(cell)}</td>'
             for kind, cell in zip(kinds, cells, strict=True)
         )
         rows.append(f'<tr{style}><th scope="row">{_text(name)}</th>{row}</tr>\n')
@@ -184,6 +192,11 @@ def _table(sheet: Sheet) -> str:
         f'<div class="scroll" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{''.join(rows)}</tbody>\n</table></div>\n"
     )
+
+
+def _number(cell: str) -> str:
+    """The text of a cell, broken on a phone only before ± and p."""
+    return _text(cell).replace("± ", "±&nbsp;").replace(" p ", " p&nbsp;")
 
 
 def _paragraph(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tvb_mergekit.figures import DARK, LABEL, PALE, rendered
+from tvb_mergekit.figures import DARK, LABEL, rendered
 from tvb_mergekit.score.benchmark import Category, Task
 from tvb_mergekit.score.table import Table
 from tvb_mergekit.tables import printable, shortened
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 By = Literal["tasks", "categories"]
 MOST = 200.0  # percent; what is beyond is drawn there
-# Okabe and Ito's colours, told apart by markers and dashes too
-LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Contrast to each wedge at least 3:1 (WCAG 2.2, 1.4.11); markers and dashes differ too.
+LINES = ("#0072b2", "#a84300", "#00664a", "#9c3d74", "#7a5400", "#5b3fa0", "#000000")
+BASE = "#666666"
 MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
 # Tol's pale colours, for the categories behind the lines
 WEDGES = ("#bbccee", "#ccddaa", "#eeeebb", "#ffcccc", "#cceeff", "#dddddd")
@@ -35,6 +36,12 @@ def radar(table: Table, kind: str, by: By = "tasks") -> bytes:
     Needs specialists in the table; a score that is missing is a gap in its line.
     """
     return rendered(lambda: _figure(table, by), kind)
+
+
+def heading(table: Table) -> str:
+    """The title of the picture."""
+    what = f"{table.benchmark.title}: percent of the specialists' scores"
+    return what + table.title.removeprefix(table.benchmark.title)
 
 
 def _figure(table: Table, by: By) -> Figure:
@@ -51,8 +58,7 @@ def _figure(table: Table, by: By) -> Figure:
     values = np.array(  # [columns, spokes], None is NaN
         [[table.relative(column, part) for part in parts] for column in columns], dtype=float
     ).reshape(len(columns), len(parts))
-    title = f"{table.benchmark.title}: percent of the specialists' scores"
-    title += table.title.removeprefix(table.benchmark.title)
+    title = heading(table)
     if (values > MOST).any():
         title += f"; what is above {MOST:.0f} is drawn at {MOST:.0f}"
     values = np.minimum(values, MOST)
@@ -61,8 +67,9 @@ def _figure(table: Table, by: By) -> Figure:
     step = 2 * math.pi / len(parts)
     angles = step * np.arange(len(parts))
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    figure.suptitle(textwrap.fill(printable(title), 110), x=0.01, ha="left", weight="bold")
+    height = 5.6 + 0.2 * max(len(columns) + 2, len(table.compared))  # upright, for a phone
+    figure = Figure(figsize=(6.4, height), layout="constrained")
+    figure.suptitle(textwrap.fill(printable(title), 60), x=0.01, ha="left", weight="bold")
     axes: Any = figure.add_subplot(projection="polar")
     axes.set_theta_zero_location("N")
     axes.set_theta_direction(-1)
@@ -75,7 +82,7 @@ def _figure(table: Table, by: By) -> Figure:
     axes.spines["polar"].set_visible(False)
     axes.set_xticks(angles, [short(part.label) for part in parts])
     for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
-        label.set_ha("center" if abs(across) < 0.2 else "left" if across > 0 else "right")
+        label.set_ha("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
     wedges, start = [], -step / 2
     for index, category in enumerate(table.compared):
         colour = WEDGES[index % len(WEDGES)]
@@ -90,7 +97,7 @@ def _figure(table: Table, by: By) -> Figure:
         axes.plot(
             np.append(angles, angles[:1]),
             np.append(row, row[:1]),
-            color=PALE if column.kind == "base" else LINES[index % len(LINES)],
+            color=BASE if column.kind == "base" else LINES[index % len(LINES)],
             linestyle=DASHES[index % len(DASHES)],
             marker=MARKERS[index % len(MARKERS)],
             markersize=5,
@@ -99,6 +106,6 @@ def _figure(table: Table, by: By) -> Figure:
             clip_on=False,
         )
     lines, _ = axes.get_legend_handles_labels()
-    figure.legend(handles=lines, title="normalized accuracy", loc="outside right upper")
-    figure.legend(handles=wedges, loc="outside right lower")
+    figure.legend(handles=wedges, loc="outside lower right")
+    figure.legend(handles=lines, title="normalized accuracy", loc="outside lower left")
     return figure
