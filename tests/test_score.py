@@ -644,7 +644,7 @@ def test_the_radar_plot(small: Path, by: str, axes: str) -> None:
     text = Path("out/radar.svg").read_text()
     ElementTree.fromstring(text)
     # 0.9 of 0.4 is 225 %
-    title = "Small: percent of the specialists' scores; what is above 200 is drawn at 200"
-    for line in (*axes.split(), "$x$: 60.00", "high: 140.00", "specialists: 100", title, "200"):
+    title = "Small: percent of the specialists' scores; what is above 200", "is drawn at 200"
+    for line in (*axes.split(), "$x$: 60.00", "high: 140.00", "specialists: 100", *title, "200"):
         assert f"<!-- {line} -->" in text
     assert ("<!-- Add -->" in text) == (by == "tasks") and "<!-- 240 -->" not in text

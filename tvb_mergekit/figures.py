@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 LABEL = 22  # characters of a name beside an axis
 BLUE, ORANGE, DARK, PALE = "#0072b2", "#d55e00", "#333333", "#999999"  # Okabe and Ito's
-# What savefig would write besides the picture: versions and dates.
+MADE = "Made by tvb-mergekit"
+# What savefig writes besides the picture, without versions and dates.
 METADATA: dict[str, dict[str, Any]] = {
-    "png": {"Software": None},
-    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
+    "png": {"Software": MADE},
+    "svg": {"Date": None, "Creator": MADE, "Format": None, "Type": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
 STYLE: dict[Any, Any] = {

@@ -680,7 +680,7 @@ def score(
     """
     from rich.console import Console
 
-    from tvb_mergekit.score.gathering import check_output, gather, write
+    from tvb_mergekit.score.gathering import PICTURES, check_output, gather, write
     from tvb_mergekit.score.text import print_table
     from tvb_mergekit.tables import printable
 
@@ -695,7 +695,7 @@ def score(
         if by is not None and found.specialists is not None and found.compared:
             from tvb_mergekit.score.radar import radar as draw
 
-            pictures = [(kind, draw(found, kind, by)) for kind in ("svg", "png")]
+            pictures = [(kind, draw(found, kind, by)) for kind in PICTURES]
         elif by is not None:
             click.echo("Warning: nothing to normalize by, so no radar plot", err=True)
         write(found, out, pictures)

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.figures import can_draw
+from tvb_mergekit.figures import MADE, can_draw
 from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeated
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
 from tvb_mergekit.score.page import page
 from tvb_mergekit.score.results import DATE, read_results
 from tvb_mergekit.score.table import Table, table
+
+FILES, PICTURES = ("scores.md", "scores.json", "scores.html"), ("svg", "png")
 
 
 def gather(
@@ -111,10 +113,18 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
     """Refuse what can be known before anything is read.
 
     Raises:
-        UserError: `out` is a file, or there is no matplotlib to draw with.
+        UserError: `out` is a file or holds one of the same name that `write` did not make, or
+            there is no matplotlib to draw with.
     """
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
+    for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
+        path = Path(out, name)
+        if path.is_file() and MADE.encode() not in path.read_bytes():
+            raise UserError(
+                f"cannot write {path}: tvb score did not make the file that is there; move it "
+                "away, or name another --out"
+            )
     if drawing and not can_draw():
         raise UserError(
             "the radar plot needs matplotlib: pip install 'tvb-mergekit[plot]', or give "
@@ -132,12 +142,9 @@ def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str,
     text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
     # bytes of names that are no UTF-8, spelled out as in the other files
     text = re.sub(r"[\ud800-\udfff]", lambda byte: f"\\{ascii(byte[0])[1:-1]}", text)
-    files = {  # all are made before the first is written
-        "scores.md": found.markdown().encode(),
-        "scores.json": f"{text}\n".encode(),
-        "scores.html": page(found, pictures.get("svg")).encode(),
-        **{f"radar.{suffix}": picture for suffix, picture in pictures.items()},
-    }
+    texts = (found.markdown(), f"{text}\n", page(found, pictures.get("svg")))
+    files = {name: text.encode() for name, text in zip(FILES, texts, strict=True)}
+    files |= {f"radar.{suffix}": picture for suffix, picture in pictures.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.figures import embedded
+from tvb_mergekit.figures import MADE, embedded
 from tvb_mergekit.score.columns import Column
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.radar import heading
@@ -26,6 +26,7 @@ HEAD = """\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="{made}">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
@@ -60,7 +61,7 @@ def page(table: Table, svg: bytes | None = None) -> str:
     """The page: table, picture, paired differences, floors, and what is known of the models."""
     floors = [_remark(remark) for remark in table.remarks]
     parts = [
-        HEAD.format(title=_text(table.title)),
+        HEAD.format(title=_text(table.title), made=MADE),
         _section("h1", table.title, [_table(score_sheet(table)), _paragraph(HOW)]),
         f'<div class="picture">{embedded(svg.decode(), printable(heading(table)))}</div>\n'
         if svg

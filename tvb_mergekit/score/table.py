@@ -21,6 +21,7 @@ from typing import Any
 
 from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.figures import MADE
 from tvb_mergekit.score.benchmark import (
     FORMAT_VERSION,
     Benchmark,
@@ -182,6 +183,7 @@ class Table:
         return {
             "format_version": FORMAT_VERSION,
             "version": __version__,
+            "generator": MADE,
             "benchmark": benchmark.name,
             "partial": self.is_partial,
             "compared": [category.name for category in self.compared],

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tvb_mergekit.errors import listed
+from tvb_mergekit.figures import MADE
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Difference
@@ -64,7 +65,7 @@ def markdown(table: Table) -> str:
         if found:
             plain = (printable(line).replace("<", "\\<") for line in found)
             parts += [f"## {title}", "\n".join(f"* {line}" for line in plain)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, f"{MADE}."]) + "\n"
 
 
 def print_table(table: Table, console: Console) -> None:
