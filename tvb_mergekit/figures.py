@@ -22,7 +22,7 @@ MADE = "Made by tvb-mergekit"
 # What savefig writes besides the picture, without versions and dates.
 METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": MADE},
-    "svg": {"Date": None, "Creator": MADE, "Format": None, "Type": None},
+    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
 STYLE: dict[Any, Any] = {
@@ -56,7 +56,8 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
         # heat maps are bitmaps in the vector formats too: finer, for print
         dpi = 150 if kind == "png" else 300
         make().savefig(buffer, format=kind, dpi=dpi, metadata=METADATA[kind])
-    return buffer.getvalue()
+    picture = buffer.getvalue()
+    return picture.replace(b"<svg", b"<!-- %b -->\n<svg" % MADE.encode(), 1 if kind == "svg" else 0)
 
 
 def embedded(svg: str, title: str) -> str:
