@@ -978,13 +978,15 @@ def test_with_what_lm_eval_writes(here: Path) -> None:
     shutil.copytree(quickstart / "eval", "tasks")
     Path("tasks/letters.yaml").write_text(CHOICES)
     Path("quick.yml").write_text(LM_EVAL)
-    for name in ("base", "sort"):
+    runs = {"base": ("base",), "sort": ("sort",)}
+    runs["french"] = "sort", "--system_instruction", "Answer in French."
+    for label, (name, *more) in runs.items():
         done = subprocess.run(
             [BIN / "lm_eval", "--model", "hf",
              "--model_args", f"pretrained={quickstart / 'models' / name},dtype=float32",
              "--tasks", "quickstart_sort,letters", "--include_path", "tasks",
              "--limit", "60", "--batch_size", "64", "--device", "cpu",
-             "--output_path", f"out/{name}", "--log_samples"],
+             "--output_path", f"out/{label}", "--log_samples", *more],
             capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
@@ -1006,3 +1008,14 @@ def test_with_what_lm_eval_writes(here: Path) -> None:
     # paired errors are never above those of two independent columns by much
     assert sort["stderr"] < 1.1 * np.hypot(one["stderr"], other["stderr"])
     assert "Better beyond chance" in done.stdout
+    # the same model with other prompts; the shipped benchmark knows the tasks
+    done = subprocess.run(
+        [BIN / "tvb", "score", "out/sort", "out/french"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("Quickstart\n")
+    assert "Better beyond chance" not in done.stdout
+    assert "the system instruction differs between" in done.stderr
+    assert (
+        "no paired differences of sort and french, which were not given the same prompts: "
+        "quickstart_sort (the system instruction)\n"
+    ) in done.stderr
