@@ -192,6 +192,16 @@ def test_the_benchmarks_are_those_of_the_yamls(
         assert [task.name for task in category.tasks] == groups[str(category.group)]
 
 
+def test_the_manuals_benchmark(tmp_path: Path) -> None:
+    manual = (EVALS.parent / "docs/tune-and-score.md").read_text()
+    (tmp_path / "mine.yml").write_text(re.findall("```yaml\n(.*?)```", manual, re.DOTALL)[0])
+    sums, gsm8k = read_benchmark(str(tmp_path / "mine.yml")).tasks
+    assert (sums.metric, sums.lenient) == ("score,none", "flexible,none")
+    assert (gsm8k.metric, gsm8k.lenient) == (
+        "exact_match,strict-match", "exact_match,flexible-extract",
+    )  # fmt: skip
+
+
 def test_which_benchmark_tasks_belong_to() -> None:
     keyword = [task.name for task in read_benchmark("mergebench_keyword").tasks]
     assert find_benchmark(keyword).name == "mergebench_keyword"

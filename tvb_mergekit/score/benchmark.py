@@ -1,21 +1,6 @@
-"""What a benchmark consists of: categories of tasks, and where lm-eval puts their scores.
+"""Benchmarks: categories of tasks, and the places of their scores in lm-eval's files.
 
-A benchmark is a small YAML file, so that any group of tasks can be tabled:
-
-    format_version: 1
-    name: mine
-    title: My tasks
-    include_path: my/tasks            # optional: lm_eval's, for the commands that are suggested
-    categories:
-      - name: math
-        label: Math
-        group: my_math                # optional: the lm-eval group that runs all of them
-        options: --apply_chat_template    # optional: what lm_eval needs to run them
-        floors: false                 # optional: a score near 0 may well be the model's own
-        tasks:
-          - {name: my_sums, label: Sums}                       # its `score,none`
-          - {name: gsm8k, label: GSM8k, metric: "exact_match,strict-match",
-             lenient: "exact_match,flexible-extract"}      # optional: see docs/tune-and-score.md
+A benchmark is a small YAML file, so that any group of tasks can be tabled: docs/tune-and-score.md.
 """
 
 from __future__ import annotations
