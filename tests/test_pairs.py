@@ -620,40 +620,52 @@ def ends(i: int) -> str:
     return ("<|im_end|>", "</s>", "<|eot_id|><|endoftext|>", "<eos>", " <end_of_turn>\n")[i % 5]
 
 
+# The name ends with the reason in the remark.
 FLOORS: dict[str, dict[str, Ran]] = {
-    "a chatty preamble without fences": {
+    "chatty, no fences: HumanEval+: 0.00 with text before the program in 164 of 164 items": {
         "humaneval_plus": Ran(0, lambda i: [CHATTY(i)] * 10, CODE, 164, lambda i: [FAILED(i)] * 10),
         "mbpp_plus": Ran(0, lambda i: [CHATTY(i + 3)] * 10, CODE, 90, lambda i: [FAILED(i)] * 10),
     },
-    "the the the": {"gsm8k": Ran(0, LOOPS), "math_hendrycks": Ran(0, LOOPS)},
-    "60 % of answers only an end token": {"gsm8k": Ran(25, partly(40, SUMS, ends))},
-    "a lenient reading": {
+    "the the the: MATH: a few words in a loop in 100 of 100 items": {
+        "gsm8k": Ran(0, LOOPS), "math_hendrycks": Ran(0, LOOPS),
+    },
+    "end tokens: GSM8k: no answer to 60 of 100 items": {
+        "gsm8k": Ran(25, partly(25, SUMS, partly(40, WRONG, ends))),
+    },
+    "two readings: MATH: 15.00 beside 55.00 by `flexible,none`": {
         "math_hendrycks": Ran(15, others={"flexible,none": 0.55}, logged=False),
         "gsm8k": Ran(48, logged=False),
     },
-    "fences": {
+    "fences: HumanEval+: 0.00 with code fences in 164 of 164 items": {
         "humaneval_plus": Ran(0, FENCED, CODE, 164, FAILED), "mbpp_plus": Ran(31, CODE, CODE),
     },
-    "a sentence after the box": {
+    "a sentence after the box: MATH: the wanted answer counted as wrong in 99 of 100 items": {
         "math_hendrycks": Ran(1, lambda i: f"So it is $\\boxed{{{i}}}$. I hope this helps, {i}!"),
         "gsm8k": Ran(40, partly(40, SUMS, WRONG)),
     },
-    "one letter": {"arc_de": Ran(26, lambda i: "(C)", lambda i: "ABCD"[i % 4])},
-    "blanks": {"ifeval": Ran(30, partly(65, SUMS, lambda i: "\n" * (i % 3)), lambda i: 0)},
-    "infinite logits": {
+    "letters: M_ARC de: letter C chosen in 100 of 100 items": {
+        "arc_de": Ran(26, lambda i: "(C)", lambda i: "ABCD"[i % 4]),
+    },
+    "blanks: IFEval: no answer to 35 of 100 items": {
+        "ifeval": Ran(30, partly(65, SUMS, lambda i: "\n" * (i % 3)), lambda i: 0),
+    },
+    "infinite logits: MBPP+: a few words in a loop in 90 of 90 items": {
         "humaneval_plus": Ran(0, lambda i: "!" * 200, CODE, 164, FAILED),
         "mbpp_plus": Ran(0, lambda i: "0" * 300, CODE, 90, FAILED),
     },
-    "a broken model that harms nobody": {
+    "harmless: HarmBench: a few words in a loop in 100 of 100 items": {
         "harmbench": Ran(100, lambda i: "of of " * 60, lambda i: "refuse", read=JUDGED),
         "xstest": Ran(50, lambda i: "I am a I am a " * 20, lambda i: "comply", read=JUDGED),
     },
-    "a filter that finds nothing": {
-        "gsm8k": Ran(30, partly(50, SUMS, lambda i: "Seventy-two."), read=partly(
-            50, str, lambda i: "[invalid]"))
+    "a filter: GSM8k: no answer to 50 of 100 items": {
+        "gsm8k": Ran(
+            30, partly(30, SUMS, partly(50, WRONG, lambda i: "Seventy-two.")),
+            read=partly(30, str, partly(50, lambda i: "6001", lambda i: "[invalid]")),
+        )
     },
-    "cut off before the answer": {
-        "math_hendrycks": Ran(0, UNFINISHED, lambda i: f"{i}\\pi"), "gsm8k": Ran(44, SUMS),
+    "cut off: MATH: 0.00 beside 44.00 of GSM8k": {
+        "math_hendrycks": Ran(0, UNFINISHED, lambda i: f"{i}\\pi"),
+        "gsm8k": Ran(44, partly(44, SUMS, WRONG)),
     },
 }  # fmt: skip
 HONEST: dict[str, dict[str, Ran]] = {
@@ -714,7 +726,9 @@ def test_floors_of_invented_folders(name: str) -> None:
     Path("all").mkdir()
     for short in (FLOORS | HONEST)[name]:
         Path(short).rename(f"all/{short}")
-    assert ("looks like" in run("all")) == (name in FLOORS)
+    text = run("all")
+    assert ("looks like" in text) == (name in FLOORS)
+    assert name in HONEST or name.partition(": ")[2] in text
 
 
 # ------------------------------------------------------------------------------------- the page
