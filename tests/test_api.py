@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import gc
+import inspect
+import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -305,7 +309,17 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
         "no task 'z'": lambda: tvb.reconstruct(bases, base, "z"),
         "no convex": lambda: add(bases, base, models["math"], "new"),
         "expected a floating": lambda: tvb.merge(bases, base, dtype=torch.int8),
-        "expected one of torch.float32": lambda: tvb.build(base, models, dtype="float32"),
+        "expected one of torch.float32": lambda: tvb.build(base, models, dtype=torch.int8),
+        "`dtype` is of type str: expected a torch.dtype": lambda: tvb.build(
+            base, models, dtype="float32"
+        ),
+        "device gpu cannot be used": lambda: tvb.build(base, models, device="gpu"),
+        "device tpu:x cannot be used": lambda: tvb.merge(bases, base, device="tpu:x"),
+        "`bases` is of type str: expected bases of": lambda: tvb.merge("store", base),
+        "`models` is of type list: expected a mapping": lambda: tvb.build(base, [base]),
+        "task 3 is of type int": lambda: tvb.build(base, {3: models["math"]}),
+        "`path` is of type Bases: expected a path": lambda: tvb.remove(bases, "math"),
+        "tensor `w` is of type ndarray": lambda: tvb.build({"w": np.zeros(2)}, models),
         "overflow": lambda: tvb.merge(bases, base, lambda_=1e9, dtype=torch.float16),
         "basis vector": lambda: tvb.build(base, {"a": tmp_path / "store" / "basis-000"}),
         "already holds": lambda: tvb.build(base, models, tmp_path / "store", basis="none"),
@@ -313,6 +327,83 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
         with pytest.raises(tvb.UserError) as caught:
             call()
         assert message in str(caught.value) and "\n" not in str(caught.value), message
+
+
+HOSTILE: list[Any] = [
+    None, 3, 2.5, True, "", b"w", "no\nwhere", Path("nowhere"), (), [1], (torch.float32,), {},
+    {"w": 1}, {"w": np.zeros(2)}, {1: torch.zeros(2)}, {"w": None}, object(), np.zeros(2),
+    torch.zeros(2), nn.Linear(1, 1),
+]  # fmt: skip
+
+
+def test_whatever_is_given_is_taken_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every argument of every public function, and every key, of each wrong type."""
+    monkeypatch.chdir(tmp_path)
+    base = {"weight": torch.zeros(4, 4)}
+    models = {n: {"weight": torch.eye(4)[i].repeat(4, 1)} for i, n in enumerate("abc")}
+    bases = tvb.build(base, models, basis="none")
+    tvb.build(base, models, "store", basis="none")
+    model = nn.Linear(4, 4, bias=False)
+    model.load_state_dict(base)
+    one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "bits": None, "size": None}
+    one["device"] = torch.device("cpu")
+    functions: dict[str, dict[str, Any]] = {
+        "build": {"base": base, "models": models, "out": None, "weights": None, **one},
+        "load": {"path": "store"},
+        "add": {"bases": bases, "base": base, "model": {"weight": 2 * torch.eye(4)}, "task": "d",
+                "budget": 4, "compress": "ae", **one},
+        "remove": {"path": "store", "task": "a"},
+        "undo": {"path": "store"},
+        "reconstruct": {"bases": bases, "base": base, "task": "a", "dtype": None},
+        "merge": {"bases": bases, "base": base, "method": "basis_ta", "dtype": None,
+                  "device": "cpu"},
+        "attach": {"model": model, "store": bases, "base": base},
+    }  # fmt: skip
+    functions["build"].pop("weight")
+    for name, good in functions.items():
+        keys = [*inspect.signature(getattr(tvb, name)).parameters]
+        assert set(good) == {*keys} - {"settings", "parameters"}
+    for name in ("build", "merge"):
+        functions[name] |= {"exclude": "x", "lambda_": 0.4, "lambda_scale": "bases"}
+    functions["build"] |= {"basis": "ae", "num_bases": 2, "steps": 2}
+    accepted: dict[tuple[str, str], list[Any]] = {}
+    before = sorted(tmp_path.rglob("*"))
+    for name, good in functions.items():
+        for key in good:
+            for value in HOSTILE:
+                try:
+                    getattr(tvb, name)(**{**good, key: value})
+                except tvb.UserError as error:
+                    assert "\n" not in str(error), (name, key, value)
+                else:
+                    accepted.setdefault((name, key), []).append(value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert accepted == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """Nor is one left to the interpreter to close, which warns of it under `python -X dev`."""
+    base, models = family(tmp_path, tasks=("a", "b"))
+
+    def opened() -> set[str]:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return {os.readlink(link) for link in links if os.path.lexists(link)}
+
+    gc.collect()
+    gc.disable()
+    before = opened()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number, keys in enumerate(({"bits": 4}, {"bits": 2.5}, {"basis": "none"})):
+                tvb.build(base, {p.name: p for p in models}, tmp_path / f"{number}", **keys)
+                assert opened() == before, keys
+    finally:
+        gc.enable()
+    assert not [str(each.message) for each in caught if each.category is ResourceWarning]
 
 
 def test_doctests() -> None:

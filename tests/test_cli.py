@@ -57,12 +57,6 @@ def refused(*words: object) -> str:
     return str(done.stderr)
 
 
-def misused(*words: object) -> str:
-    done = run(*words, code=2)
-    assert "Usage: tvb" in done.stderr
-    return str(done.stderr)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base, math, code, safety, new-model; recipe.yml; a store of the three."""
@@ -266,7 +260,7 @@ NEW = "a new one needs --base BASE, and --bits B"
 REFUSED: dict[str, str] = {
     # files for folders and folders for files
     "inspect nope": "nope: no such folder",
-    "check nope": "nope: No such file",
+    "check nope": "'nope' does not exist",
     "inspect math": "math is not a basis store",
     "check store/basis-000": "is one basis of a store",
     "inspect math/model.safetensors": "no UTF-8 text",
@@ -315,11 +309,6 @@ REFUSED: dict[str, str] = {
     "inspect recipe.yml --plot recipe.yml/x.png": "no such folder",
     "inspect store --plot notes.png": "is a folder",
 }
-MISUSED = {
-    "build nope.yml out": "does not exist",
-    "build recipe.yml out --dtype float64": "'float64' is not one of",
-    "add store new-model": "Missing option '--task'",
-}
 DEVICES = {  # PyTorch's own words
     "gpu": "Expected one of cpu, cuda",
     "cpu:x": "Invalid device string: 'cpu:x'",
@@ -335,14 +324,74 @@ def test_words_that_are_refused(here: Path) -> None:
     for words, want in REFUSED.items():
         said = refused(*shlex.split(words))
         assert want in said, (words, said)
-    for words, want in MISUSED.items():
-        assert want in misused(*shlex.split(words))
     for device, why in DEVICES.items():
         want = f"Error: --device {device} cannot be used here: {why}"
         for words in ("build recipe.yml out", "export store o --basis 0"):
             said = refused(*shlex.split(f"{words} --device {device}"))
             assert said.startswith(want) and said.endswith("; leave it out\n")
     assert not {path.name for path in here.iterdir() if path.name.startswith(".")}
+
+
+def misuses() -> Iterator[tuple[list[str], str]]:
+    """Command lines with one wrong word each, for every parameter of every command, and the reason
+    that is expected."""
+    yield ["buildd"], "No such command 'buildd'"
+    yield ["cache", "nope"], "No such command 'nope'"
+    yield ["build", "nope.yml", "out"], "File 'nope.yml' does not exist"
+    yield ["export", "store", "--all", ""], "say once where to write"
+    for name, command in {"": main, **every_command()}.items():
+        yield [*name.split(), "--no-such"], "No such option"
+        if isinstance(command, click.Group):
+            continue
+        needed = [each for each in command.params if each.required]
+        if needed:
+            yield name.split(), "Missing"
+        for each in command.params:
+            kind = each.type
+            reasons = {
+                "path": ("", "is empty"),
+                "file": ("", "is empty"),
+                "float": ("abc", "is not a valid float"),
+                "float range": ("abc", "is not a valid float"),
+                "integer": ("abc", "is not a valid integer"),
+                "integer range": ("abc", "is not a valid integer"),
+                "choice": ("nope", "is not one of"),
+            }
+            bad, why = reasons.get(kind.name, ("", ""))
+            if not why:
+                continue
+            words = name.split()
+            for one in needed if each.required else [*needed, each]:
+                good = one.type.choices[0] if isinstance(one.type, click.Choice) else "recipe.yml"
+                option = one.opts[:1] if isinstance(one, click.Option) else []
+                words += [*option, bad if one is each else str(good)]
+            yield words, why
+
+
+PATHS = """build RECIPE STORE; inspect PATH --plot; add STORE MODEL --base; undo STORE; remove STORE
+    export STORE [OUT] --base; merge RECIPE|STORE OUT --base; check RECIPE|STORE --out
+    score [[LABEL=]PATH...] --base --specialist --reference --benchmark --out
+    learn RECIPE|STORE --out --from --store --base; tune RECIPE --out --write --reference"""
+OF_MODELS = ("--lora-merge-cache", "--transformers-cache")
+
+
+def test_every_wrong_word_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty word is an unset variable of a shell: nothing may be written into this folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yml").write_text("")
+    found = set()
+    for words, want in misuses():
+        said = refused(*words)
+        assert want in said, (words, said)
+        if named := re.match(r"Error: Invalid value for '([^']*)'.* is empty", said):
+            found.add((words[0], named[1]))
+    wanted = {tuple(words.split()) for words in PATHS.replace("\n", ";").split(";")}
+    assert {(words[0], name) for words in wanted for name in words[1:]} <= found
+    for name in ("build", "inspect", "add", "check", "merge", "learn", "tune"):
+        assert {(name, option) for option in OF_MODELS} <= found
+    done = outside("build", "recipe.yml", "")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert outside().returncode == 1
 
 
 def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:

@@ -54,6 +54,7 @@ CASES = {
     "output is the base": Case(
         out="link", setup=linked("link", "base"), wants=("link", "input ./base")
     ),
+    "output of an unset variable": Case(out="", wants=("is empty", "name a file or a folder")),
     "output holds weights": Case(
         out="old",
         setup=made("old/model-00003-of-00004.safetensors", "old/notes.txt"),

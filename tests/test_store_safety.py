@@ -306,11 +306,55 @@ def test_what_a_user_put_there_survives_additions_and_undoing(
     assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
 
 
-def test_a_users_folder_does_not_take_the_place_of_a_new_basis(here: Path) -> None:
-    (here / "grown/basis-003").mkdir()
-    (here / "grown/basis-003/model.safetensors").write_text("mine")
-    tvb("add", "grown", "e", "--task", "e", "--budget", "4", "--quiet")
-    assert store.load("grown", verify="all").num_bases == 4
+IN_THE_WAY = {  # what a user has put into a store, and the command that would take its name
+    "grown/basis-003/mine.txt": "add grown e --task e --budget 4",
+    "fresh/undo/mine.txt": "add fresh e --task e",
+    "fresh/basis-002": "add fresh e --task e --budget 3",
+    "zoo/my-task/mine.txt": "add zoo e --task my/task",
+    "zoo/basis-001/mine.txt": "add zoo e --task e --budget 2",
+    "zoo/undo": "remove zoo --task a",
+    "less/a/mine.txt": "undo less",
+}
+
+
+def test_nothing_that_a_user_put_there_is_overwritten(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(here / "fresh", here)
+    made = recipe("basis_ta", here / "base", [here / task for task in "ab"])
+    for name in ("zoo", "less"):
+        tvb("build", write(made, here / name), name, "--bits", "8", "--quiet")
+    tvb("remove", "less", "--task", "a")
+    for name, words in IN_THE_WAY.items():
+        mine = here / name
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        before = files_of(here)
+        with monkeypatch.context() as patch:
+            for module in ("add", "zoo"):  # it is refused before the work
+                patch.setattr(f"tvb_mergekit.store.{module}.gram_pass", None)
+            said = refused(*words.split(), *(["--quiet"] if words.startswith("add") else []))
+        place = "/".join(name.split("/")[:2])
+        assert f"{here / place}: " in said and "move or rename it" in said, said
+        assert files_of(here) == before
+        mine.rename(here / "mine.txt")
+        (here / place).rmdir() if (here / place).is_dir() else None
+        tvb(*words.split())
+        tvb("check", words.split()[1])
+
+
+def test_a_recipe_of_a_user_is_not_called_edited(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipes = here / "grown/recipes"
+    (recipes / "mine.yml").write_text("mine")
+    (recipes / "old.yml").write_text("mine")
+    tvb("add", "grown", "e", "--task", "e", "--quiet")
+    (recipes / "mine.yml").write_text("changed")
+    (recipes / "old.yml").unlink()
+    tvb("undo", "grown")
+    assert not caplog.text
+    assert (recipes / "mine.yml").read_text() == "changed" and not (recipes / "old.yml").exists()
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:

@@ -25,6 +25,9 @@ from tvb_mergekit.cli.options import (
     ACCESS,
     DTYPES,
     MODELS,
+    PLACE,
+    Commands,
+    Place,
     command,
     device_of,
     devices_of,
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
 flag = partial(click.option, is_flag=True)
 repeatable = partial(click.option, multiple=True)
-ARGUMENT, RECIPE = click.Path(), click.Path(exists=True, dir_okay=False)
+RECIPE, RECIPE_OR_STORE = Place(exists=True, dir_okay=False), Place(exists=True)
 
 
 class Range(click.FloatRange):
@@ -64,7 +67,7 @@ class Range(click.FloatRange):
 POSITIVE, SEED = Range(0, min_open=True), click.IntRange(0, 2**32 - 1)
 
 
-@click.group(context_settings={"show_default": True})
+@click.group(cls=Commands, context_settings={"show_default": True})
 @click.version_option(__version__, prog_name="tvb")
 def main() -> None:
     """Task Vector Bases for mergekit: keep M vectors in the place of T fine-tuned models.
@@ -95,7 +98,7 @@ def main() -> None:
 
 @command(main, "device", "multi_gpu", "memory", *MODELS, "quiet", writes="store", several=True)
 @click.argument("recipe", type=RECIPE)
-@click.argument("store", type=ARGUMENT)
+@click.argument("store", type=PLACE)
 @click.option("--dtype", type=DTYPES, help=f"Of the bases; {OWN}.")
 @click.option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
 @click.option("--size", metavar="SIZE", help="Store codes, all in SIZE bytes, such as 2GB.")
@@ -206,9 +209,11 @@ def _dtype(name: DtypeName | None) -> Any:
 
 
 @command(main, "device", "memory", *MODELS, "quiet", writes="plot")
-@click.argument("path", type=ARGUMENT)
+@click.argument("path", type=PLACE)
 @flag("--json", "as_text", help="JSON on standard output.")
-@click.option("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
+@click.option(
+    "--plot", metavar="FILE", type=PLACE, help="Write a picture: .png, .svg, .pdf or .html."
+)
 def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
 
@@ -288,8 +293,8 @@ def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | N
 
 
 @command(main, "base", "device", "memory", *MODELS, "quiet", writes="store")
-@click.argument("store", type=ARGUMENT)
-@click.argument("model")
+@click.argument("store", type=PLACE)
+@click.argument("model", type=PLACE)
 @click.option("--task", required=True, help="The new task's name.")
 @click.option("--weight", type=float, default=1.0, help="Of its task vector.")
 @click.option("--budget", type=int, metavar="M", help="The most bases that STORE may hold.")
@@ -406,7 +411,7 @@ def _refuse(doubt: str) -> None:
 
 
 @command(main, writes="store")
-@click.argument("store", type=ARGUMENT)
+@click.argument("store", type=PLACE)
 def undo(store: str) -> None:
     """Take back the last `tvb add` or `tvb remove`: STORE is what it was before.
 
@@ -423,7 +428,7 @@ def undo(store: str) -> None:
 
 
 @command(main, writes="store")
-@click.argument("store", type=ARGUMENT)
+@click.argument("store", type=PLACE)
 @click.option("--task", required=True, help="The task's name.")
 @flag("--force", help="Also one that a recipe of yours in STORE names.")
 def remove(store: str, task: str, force: bool) -> None:
@@ -442,8 +447,8 @@ def remove(store: str, task: str, force: bool) -> None:
 
 
 @command(main, "base", "device", "memory", "quiet", writes="out")
-@click.argument("store", type=ARGUMENT)
-@click.argument("out", type=ARGUMENT, required=False)
+@click.argument("store", type=PLACE)
+@click.argument("out", type=PLACE, required=False)
 @click.option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
 @click.option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
 @flag("--all-bases", help="A model for each basis, OUT/basis-000 ...")
@@ -521,9 +526,11 @@ def export(
 @command(
     main, "base", "device", "multi_gpu", "memory", *ACCESS, "quiet", writes="out", several=True
 )
-@click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
-@click.argument("out", type=ARGUMENT)
-@click.option("--method", metavar="NAME", help="Of a STORE: add, ties or forget-TASK.")
+@click.argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
+@click.argument("out", type=PLACE)
+@click.option(
+    "--method", metavar="NAME", help="Of a STORE: add, ties, iso, tsvm, wudi, forget-TASK."
+)
 @click.option("--out-shard-size", metavar="SIZE", default="5B", help="mergekit's: 500M, 5B ...")
 @click.option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Of the base, into OUT.")
 @click.option("--write-model-card/--no-write-model-card", default=True, help="OUT/README.md.")
@@ -587,9 +594,9 @@ def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, An
 
 
 @command(main, "device", *MODELS, "quiet")
-@click.argument("recipe", type=ARGUMENT)
+@click.argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
 @flag("--deep", help="Read every tensor: NaN, zero task vectors, wrong base.")
-@click.option("--out", type=ARGUMENT, help="Where the output will lie, to look at its disk.")
+@click.option("--out", type=PLACE, help="Where the output will lie, to look at its disk.")
 def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     """Look for all that would stop a merge or a build of RECIPE, and estimate what they take.
 
@@ -618,23 +625,26 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
 
 
 @command(main, writes="out")
-@click.argument("paths", nargs=-1, metavar="[[LABEL=]PATH...]")
-@click.option("--base", metavar="PATH", help="Results of the base model.")
+@click.argument("paths", nargs=-1, type=PLACE, metavar="[[LABEL=]PATH...]")
+@click.option("--base", metavar="PATH", type=PLACE, help="Results of the base model.")
 @repeatable(
     "--specialist",
     "specialists",
     metavar="[CATEGORY=]PATH",
+    type=PLACE,
     help="Results of a category's own fine-tuned model; without CATEGORY, of all. Repeatable.",
 )
 @click.option(
     "--reference",
     metavar="paper|FILE",
+    type=PLACE,
     help="Its specialists stand in for --specialist; FILE: an earlier scores.json.",
 )
 @flag("--show-reference", help="Show the reference's other columns too.")
 @click.option(
     "--benchmark",
     metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
+    type=PLACE,
     help="By default the one that the tasks in the files belong to. FILE lists tasks in YAML: "
     "docs/tune-and-score.md has an example.",
 )
@@ -652,7 +662,10 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     help="The axes of the plot in --out.",
 )
 @click.option(
-    "--out", metavar="DIR", help="Write scores.html, scores.md, scores.json, radar.svg, radar.png."
+    "--out",
+    metavar="DIR",
+    type=PLACE,
+    help="Write scores.html, scores.md, scores.json, radar.svg, radar.png.",
 )
 def score(
     paths: tuple[str, ...],
@@ -705,13 +718,15 @@ def score(
 
 
 @command(main, "base", "device", "memory", *ACCESS, "quiet", writes="out", several=True)
-@click.argument("recipe", metavar="RECIPE|STORE", type=click.Path(exists=True))
+@click.argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
 @click.argument(
     "method", type=click.Choice(["fisher", "regmean", "localize", "adamerging", "atlas"])
 )
 @repeatable("--data", metavar="TASK=FILE", help="A task's examples, as lines of JSON. Repeatable.")
-@click.option("--out", required=True, metavar="DIR", help="The merged model.")
-@click.option("--from", "source", metavar="DIR", help="Take what an earlier OUT has learned.")
+@click.option("--out", required=True, metavar="DIR", type=PLACE, help="The merged model.")
+@click.option(
+    "--from", "source", metavar="DIR", type=PLACE, help="Take what an earlier OUT has learned."
+)
 @click.option(
     "--subsample/--no-subsample",
     default=True,
@@ -750,7 +765,9 @@ def score(
     default=0.0,
     help="localize: lambda of the penalty on the masks' sum, per entry.",
 )
-@click.option("--store", metavar="DIR", help="localize: also keep the masked bases as a store.")
+@click.option(
+    "--store", metavar="DIR", type=PLACE, help="localize: also keep the masked bases as a store."
+)
 @click.option(
     "--blocks",
     type=click.IntRange(1, 1000),
@@ -839,10 +856,14 @@ def learn(
 
 
 @command(main, "memory", "device", *ACCESS, "quiet", writes="out")
-@click.argument("recipe", type=click.Path(exists=True))
+@click.argument("recipe", type=RECIPE_OR_STORE)
 @click.option("--tasks", required=True, metavar="T1,T2", help="Of lm-eval: tasks or groups.")
-@click.option("--out", required=True, metavar="DIR", help="For all that is found; see below.")
-@click.option("--write", metavar="DIR", help="Also merge with what was found, into this folder.")
+@click.option(
+    "--out", required=True, metavar="DIR", type=PLACE, help="For all that is found; see below."
+)
+@click.option(
+    "--write", metavar="DIR", type=PLACE, help="Also merge with what was found, into this folder."
+)
 @click.option(
     "--grid",
     show_default="0:1:0.05; of methods with lambda 1 by default 0:2:0.1",
@@ -856,7 +877,9 @@ def learn(
 )
 @click.option("--tolerance", type=POSITIVE, help="Of golden; half the grid's step by default.")
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
-@click.option("--reference", metavar="PATH", help="The specialists' results: scores as shares.")
+@click.option(
+    "--reference", metavar="PATH", type=PLACE, help="The specialists' results: scores as shares."
+)
 @repeatable(
     "--control",
     "controls",
@@ -878,7 +901,9 @@ def learn(
     help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
 )
 @click.option("--seed", type=SEED, default=0, help="Of the items, and of mergekit.")
-@repeatable("--include-path", metavar="DIR", help="Folder of own lm-eval tasks. Repeatable.")
+@repeatable(
+    "--include-path", metavar="DIR", type=PLACE, help="Folder of own lm-eval tasks. Repeatable."
+)
 @click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that take some.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
 @flag("--apply-chat-template", "chat_template", help="lm-eval's.")

@@ -7,7 +7,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +22,45 @@ if TYPE_CHECKING:
     from tvb_mergekit.plugin.inputs import Options
 
 Body = Callable[..., Any]
+
+
+class Place(click.Path):
+    """A path, or the name of a model, that `check_names` accepts."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            check_names(value)
+        except (UserError, OSError) as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PLACE = Place()
+
+
+class Commands(click.Group):
+    """Commands that refuse wrong words like every other mistake: one line, exit code 1."""
+
+    def make_context(self, *args: Any, **values: Any) -> click.Context:
+        with _one_line():
+            return super().make_context(*args, **values)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _one_line():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError as error:  # shows the help, as `--help` does
+        error.exit_code = 1
+        raise
+    except click.UsageError as error:
+        said = " ".join(error.format_message().split()).rstrip(".")
+        command = error.ctx.command_path if error.ctx else "tvb"
+        raise click.ClickException(f"{said} (see `{command} --help`)") from error
 
 
 def _option(name: str, text: str, **how: Any) -> click.Option:
@@ -41,11 +81,15 @@ OPTIONS = {
         metavar="SIZE",
         default="1GB",  # layout.MEMORY
     ),
-    "base": _option("base", "The base model, where it is not where the store says."),
+    "base": _option("base", "The base model, where it is not where the store says.", type=PLACE),
     "trust_remote_code": _flag("trust-remote-code", "Let models run their own code."),
     "allow_crimes": _flag("allow-crimes", "mergekit's: architectures may differ."),
-    "lora_merge_cache": _option("lora-merge-cache", "For fused adapters.", metavar="DIR"),
-    "transformers_cache": _option("transformers-cache", "For downloaded models.", metavar="DIR"),
+    "lora_merge_cache": _option(
+        "lora-merge-cache", "For fused adapters.", metavar="DIR", type=PLACE
+    ),
+    "transformers_cache": _option(
+        "transformers-cache", "For downloaded models.", metavar="DIR", type=PLACE
+    ),
     "fuse": _flag("fuse", "Fuse adapters into models before anything else."),
     "quiet": _flag("quiet", "No progress bars."),
     "verbose": click.Option(["-v", "--verbose"], is_flag=True, help="Say where time goes."),
@@ -91,9 +135,6 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
             place = str(values.get(writes) or "the output")
             try:
                 with logging_above_bars(), refusing(out=place):
-                    if values.get(writes):
-                        names = ("recipe", "store", writes)
-                        check_names(*(values[name] for name in names if values.get(name)))
                     if "memory" in values:
                         from tvb_mergekit.tensors import layout
 
