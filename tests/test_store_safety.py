@@ -302,17 +302,17 @@ def test_what_a_user_put_there_survives_additions_and_undoing(
         assert names == {*ALL_TASKS, "mine", "merged"}
         assert (recipes / "add.yml").read_text() == text
         assert (recipes / "merged/model.txt").read_text() == "x"
-    assert "recipes/add.yml was edited: it stays as it is" in caplog.text
+    assert "recipes/add.yml is yours: it stays as it is" in caplog.text
     assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
 
 
 IN_THE_WAY = {  # what a user has put into a store, and the command that would take its name
     "grown/basis-003/mine.txt": "add grown e --task e --budget 4",
     "fresh/undo/mine.txt": "add fresh e --task e",
-    "fresh/basis-002": "add fresh e --task e --budget 3",
-    "zoo/my-task/mine.txt": "add zoo e --task my/task",
-    "zoo/basis-001/mine.txt": "add zoo e --task e --budget 2",
+    "fresh/basis-002": "add fresh d --task d --budget 3",
     "zoo/undo": "remove zoo --task a",
+    "zoo/my-task/mine.txt": "add zoo e --task my/task",
+    "zoo/basis-001/mine.txt": "add zoo f --task f --budget 2",
     "less/a/mine.txt": "undo less",
 }
 

@@ -10,7 +10,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,9 @@ class _Addition:
             raise UserError("a new store needs --budget M, the most bases that it may hold")
         self.budget = operator.index(budget)
         online.check_budget(self.budget, 0 if bases.is_zoo else bases.num_bases)
+        if bases.path is not None:
+            count = min(bases.num_bases + 1, self.budget)
+            check_free(bases.path, bases.facts, [UNDO, *map(basis_folder, range(count))])
         settings = bases.settings if bases.vectors else inputs.settings
         self.settings = settings.model_copy(update={"basis": self.how})
         self.items = self._items()
@@ -505,26 +508,43 @@ def _times(setting: Any, factor: float) -> Any:
 def link_own(bases: Bases, target: Path) -> None:
     """All that a store holds of its own, in another folder: the same files."""
     assert bases.path is not None
-    for name in (FACTS, TENSORS):
-        link(bases.path / name, target / name)
-    for name in (FOLDER, *bases.facts.store.folders):
+    (target / FOLDER).mkdir()
+    recipes = [f"{FOLDER}/{name}" for name in bases.facts.store.recipes]
+    for name in (FACTS, TENSORS, *recipes):
+        if (bases.path / name).is_file():
+            link(bases.path / name, target / name)
+    for name in bases.facts.store.folders:
         if (bases.path / name).is_dir():
             shutil.copytree(bases.path / name, target / name, copy_function=link)
 
 
+def check_free(store: Path, facts: StoreFacts, names: Iterable[str]) -> None:
+    """Raise UserError if a user's file or folder has a name that will be written in a store."""
+    own = {FACTS, TENSORS, FOLDER, *facts.store.folders}
+    if (store / UNDO / FACTS).is_file():
+        own.add(UNDO)
+    for name in names:
+        if name not in own and os.path.lexists(store / name):
+            raise UserError(
+                f"{store / name}: the store needs this name, and did not write what lies there; "
+                "move or rename it"
+            )
+
+
 def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
-    """What a user has put into a store stays in it: notes, other recipes, edited ones."""
+    """Keep in a new store what a user has put into the old one: notes, recipes, edited ones."""
+    check_free(old, facts, os.listdir(work))
     recipes, changed = {f"{FOLDER}/{name}" for name in facts.store.recipes}, edited(old, facts)
     own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders, *recipes.difference(changed)}
     for entry in (*old.iterdir(), *(old / FOLDER).glob("*")):
         name = entry.relative_to(old).as_posix()
-        if name in own or (entry.parent == old and (work / name).exists()):
+        if name in own:
             continue
         if entry.is_dir():
             shutil.copytree(entry, work / name, dirs_exist_ok=True)
             continue
         if (work / name).exists():
-            LOG.warning("%s was edited: it stays as it is (--method takes the new one)", name)
+            LOG.warning("%s is yours: it stays as it is (--method takes the store's)", name)
         (work / name).unlink(missing_ok=True)  # it may be a link to the file of another store
         shutil.copy2(entry, work / name)
 
@@ -532,8 +552,8 @@ def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
 def keep_before(bases: Bases, work: Path) -> None:
     """Put into a new store what else lies in the old one, and that one as `undo`."""
     assert bases.path is not None
-    keep_others(bases.path, bases.facts, work)
     (work / UNDO).mkdir()
+    keep_others(bases.path, bases.facts, work)
     link_own(bases, work / UNDO)
 
 

@@ -25,7 +25,9 @@ from tvb_mergekit.core.quantize import CHOICES, GROUP, bits_within, unit_of
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
+    UNDO,
     Growth,
+    check_free,
     check_new,
     check_size,
     costs,
@@ -177,6 +179,8 @@ class _Joining:
         (self.task,), (self.model,), (self.weight,) = inputs.tasks, inputs.models, inputs.weights
         check_new(bases, inputs)
         self.folder = slugs([self.task], [*RESERVED, *bases.facts.store.folders])[0]
+        assert bases.path is not None
+        check_free(bases.path, bases.facts, [UNDO, self.folder])
         self.items = items = given_items(bases, inputs)
         wanted = quantize or _as_now(bases)
         self.old: list[Codes] = []  # that are written anew
