@@ -327,6 +327,8 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
         with pytest.raises(tvb.UserError) as caught:
             call()
         assert message in str(caught.value) and "\n" not in str(caught.value), message
+    tvb.build(base, models, tmp_path / "tuned", basis="none", lambda_=0.3, device="cpu")
+    assert "lambda: 0.3" in (tmp_path / "tuned/recipes/add.yml").read_text()
 
 
 HOSTILE: list[Any] = [
@@ -348,7 +350,7 @@ def test_whatever_is_given_is_taken_or_refused(
     model = nn.Linear(4, 4, bias=False)
     model.load_state_dict(base)
     one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "bits": None, "size": None}
-    one["device"] = torch.device("cpu")
+    one["device"] = "cpu"
     functions: dict[str, dict[str, Any]] = {
         "build": {"base": base, "models": models, "out": None, "weights": None, **one},
         "load": {"path": "store"},
@@ -358,7 +360,7 @@ def test_whatever_is_given_is_taken_or_refused(
         "undo": {"path": "store"},
         "reconstruct": {"bases": bases, "base": base, "task": "a", "dtype": None},
         "merge": {"bases": bases, "base": base, "method": "basis_ta", "dtype": None,
-                  "device": "cpu"},
+                  "device": torch.device("cpu")},
         "attach": {"model": model, "store": bases, "base": base},
     }  # fmt: skip
     functions["build"].pop("weight")
@@ -369,7 +371,6 @@ def test_whatever_is_given_is_taken_or_refused(
         functions[name] |= {"exclude": "x", "lambda_": 0.4, "lambda_scale": "bases"}
     functions["build"] |= {"basis": "ae", "num_bases": 2, "steps": 2}
     accepted: dict[tuple[str, str], list[Any]] = {}
-    before = sorted(tmp_path.rglob("*"))
     for name, good in functions.items():
         for key in good:
             for value in HOSTILE:
@@ -379,8 +380,22 @@ def test_whatever_is_given_is_taken_or_refused(
                     assert "\n" not in str(error), (name, key, value)
                 else:
                     accepted.setdefault((name, key), []).append(value)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert accepted == {}
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "nowhere", "cache"}
+    place = Path("nowhere")
+    assert accepted == {
+        ("build", "out"): [None, place],
+        ("build", "weights"): [None, {}],
+        **{(name, key): [None] for name in ("build", "add") for key in ("bits", "size")},
+        **{(name, "exclude"): [3, "no\nwhere"] for name in ("build", "merge")},
+        **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
+        **{("build", key): [3] for key in ("num_bases", "steps")},
+        **{(name, "dtype"): [None] for name in ("reconstruct", "merge")},
+        ("add", "bases"): [None, place],
+        ("add", "budget"): [None, 3],
+        ("add", "compress"): [None],
+        ("add", "weight"): [3, 2.5],
+        **{key: [place] for key in (("load", "path"), ("undo", "path"), ("attach", "store"))},
+    }
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

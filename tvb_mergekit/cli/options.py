@@ -54,9 +54,9 @@ class Commands(click.Group):
 def _one_line() -> Iterator[None]:
     try:
         yield
-    except click.exceptions.NoArgsIsHelpError as error:  # shows the help, as `--help` does
-        error.exit_code = 1
-        raise
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()  # the help
+        raise click.exceptions.Exit(1) from error
     except click.UsageError as error:
         said = " ".join(error.format_message().split()).rstrip(".")
         command = error.ctx.command_path if error.ctx else "tvb"

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
 from tvb_mergekit.core.gram import block_budget
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.settings import (
     VARYING_KEYS,
     check_tasks,
     check_value,
     resolve_settings,
+    shown,
 )
 from tvb_mergekit.store import add as grow
 from tvb_mergekit.store import export as exporting
@@ -34,13 +36,30 @@ from tvb_mergekit.store.inputs import Inputs, match
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.zoo import add_to_zoo, remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.layout import device_of
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import Job, build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.writing import MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
-CPU = torch.device("cpu")
+Device = torch.device | str
+PATHS = (str, os.PathLike)
+# By the annotation of an argument: its types, and their names in words
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "Bases": ((Bases,), "bases of `build`, `load` or `add`"),
+    "Bases | str | os.PathLike[str]": ((Bases, *PATHS), "a store's path, or bases"),
+    "Device": ((torch.device, str), "a torch.device, or its name"),
+    "Mapping[str, Model]": ((Mapping,), "a mapping of task to model"),
+    "Mapping[str, float]": ((Mapping,), "a mapping of task to number"),
+    "Model": ((Mapping, *PATHS), "a model's state dict, or its path"),
+    "float": ((Real,), "a number"),
+    "int": ((Integral,), "a whole number"),
+    "nn.Module": ((nn.Module,), "a loaded model, a torch.nn.Module"),
+    "str": ((str,), "text"),
+    "str | os.PathLike[str]": (PATHS, "a path"),
+    "torch.dtype": ((torch.dtype,), "a torch.dtype"),
+}
 
 
 def build(
@@ -52,7 +71,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     bits: float | None = None,
     size: int | None = None,
-    device: torch.device = CPU,
+    device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
     """Compress T task vectors into M bases, or keep each at a few bits an element.
@@ -67,7 +86,8 @@ def build(
             `settings` say something of bases, it holds all task vectors.
         size: instead of `bits`, the most bytes that it may take.
         device: where to compute.
-        settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
+        settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`,
+            and `lambda_` for the recipes of a store.
 
     Returns:
         The bases: `encoder` W_e [T, M] and `decoder` W_d [M, T] float64, `vectors`, `facts`.
@@ -87,6 +107,8 @@ def build(
     >>> bases.vectors[0].tensor("w")
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
+    check_types(build, locals())
+    device = device_of(device)
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     quantize = None if bits is None and size is None else Quantize(bits, size)
@@ -111,6 +133,7 @@ def load(path: str | os.PathLike[str]) -> Bases:
     Raises:
         UserError: no store, a newer format, or a file that was changed (its checksum differs).
     """
+    check_types(load, locals())
     return store.load(path)
 
 
@@ -126,7 +149,7 @@ def add(
     dtype: torch.dtype = torch.float32,
     bits: float | None = None,
     size: int | None = None,
-    device: torch.device = CPU,
+    device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
     """One more task (Algorithm 1): at the budget M the bases are compressed to M - 1 first.
@@ -154,6 +177,8 @@ def add(
     Raises:
         UserError: see `grow.add_to_store`.
     """
+    check_types(add, locals())
+    device = device_of(device)
     if bases is None or isinstance(bases, Bases):
         found, where = bases, None if bases is None else bases.path
     else:
@@ -196,6 +221,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
     Raises:
         UserError: see `zoo.remove_task`.
     """
+    check_types(remove, locals())
     return remove_task(path, task)
 
 
@@ -205,6 +231,7 @@ def undo(path: str | os.PathLike[str]) -> Bases:
     Raises:
         UserError: no store, or nothing to undo.
     """
+    check_types(undo, locals())
     return grow.undo_addition(path)
 
 
@@ -219,6 +246,7 @@ def reconstruct(
     Raises:
         UserError: no such task, or another base.
     """
+    check_types(reconstruct, locals())
     found = _base_of(bases, base, dtype)
     column = exporting.task_column(bases, task)[:, 0]
     return exporting.state_dict_of(bases, found, column, dtype)
@@ -230,7 +258,7 @@ def merge(
     method: str = "basis_ta",
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device = CPU,
+    device: Device = "cpu",
     **parameters: Any,
 ) -> dict[str, Tensor]:
     """Merge by one of our methods, `basis_ta` ... `basis_negate`, into a state dict on the CPU.
@@ -248,7 +276,8 @@ def merge(
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
     """
-    given = {key.rstrip("_"): value for key, value in parameters.items()}
+    check_types(merge, locals())
+    given = _keys(parameters)
     if bases.is_zoo:
         settings = resolve_settings(method, given, bases.tasks)
     else:
@@ -265,7 +294,7 @@ def merge(
     held = {item.name: bases.stored_name(item.name) for item in items if item.inputs}
     counted = [item for item in items if held.get(item.name) == item.name]
     jobs = {name: Job(each, tunables) for name, each in held.items() if each is not None}
-    means: dict[str, Any] = {"devices": [torch.device(device)], "budget": block_budget()}
+    means: dict[str, Any] = {"devices": [device_of(device)], "budget": block_budget()}
     combined: Combination
     if bases.is_zoo:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
@@ -279,6 +308,30 @@ def merge(
     sink = MemorySink(1)
     merge_items(combined, items, jobs, sink, **means)
     return sink.states[0]
+
+
+def check_types(function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raise UserError if an argument is not what its annotation says, or a path is no path."""
+    for name, value in given.items():
+        annotation = function.__annotations__[name]
+        if value is not None or not annotation.endswith(" | None"):
+            check_type(f"`{name}`", value, annotation.removesuffix(" | None"))
+
+
+def check_type(name: str, value: object, annotation: str) -> None:
+    """Raise UserError unless a value is of the types that KINDS has for an annotation."""
+    types, expected = KINDS.get(annotation, ((object,), ""))
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise UserError(f"{name} is of type {type(value).__name__}: expected {expected}")
+    if os.PathLike in types and isinstance(value, PATHS):
+        check_names(value)
+    elif isinstance(value, str) and value.splitlines() != [value]:
+        raise UserError(f"{name} is {shown(value)}: expected one line of text")
+
+
+def _keys(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's keys: `lambda_` for `lambda`, which Python reserves."""
+    return {key.rstrip("_"): value for key, value in given.items()}
 
 
 def _base_of(bases: Bases, base: Model, dtype: torch.dtype | None) -> Weights:
@@ -296,6 +349,9 @@ def _inputs(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> Inputs:
+    for task, model in models.items():
+        check_type(f"the task {shown(task)}", task, "str")
+        check_type(f"the model of {task}", model, "Model")
     found = open_model(base)
     sources = [open_model(model) for model in models.values()]
     tasks = list(models)
@@ -305,8 +361,9 @@ def _inputs(
         if task not in models:
             raise UserError(f"`weights` names the unknown task {task!r}")
     method = "basis_ta"
-    given = dict(settings)
-    if given.get("basis") == "rand_proj":  # which no addition takes
+    given = _keys(settings)
+    varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
+    if check_value("basis", given.get("basis", "ae")) == "rand_proj":  # which no addition takes
         method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
     resolved = resolve_settings(method, given, tasks).model_copy(update={"forget": ()})
     matched = match(found, sources, tasks, resolved)
@@ -326,6 +383,7 @@ def _inputs(
         matched.left_out,
         matched.tied,
         folder=folder,
+        varying=varying,
     )
 
 
@@ -337,10 +395,16 @@ def open_model(model: Model) -> Weights:
     """
     if isinstance(model, Mapping):
         for name, value in model.items():
+            check_type(f"the key {shown(name)} of a state dict", name, "str")
+            if hasattr(value, "__array__") and not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise UserError(f"tensor `{name}` is of type {kind}: expected a torch.Tensor")
             if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
                 kind = "on the meta device, without data" if value.is_meta else value.layout
                 raise UserError(f"tensor `{name}` is {kind}: expected a dense tensor")
-        return StateDict(model)
+        if not (found := StateDict(model)).tensors:
+            raise UserError("a state dict holds no torch.Tensor: expected names and tensors")
+        return found
     if not os.path.exists(model):
         raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")
     if store.is_basis(model):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store import store as stores
-from tvb_mergekit.store.api import Model, name_of, open_model
+from tvb_mergekit.store.api import Model, check_types, name_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.source import Weights
@@ -154,6 +154,7 @@ def attach(
     >>> live.reset().weight.tolist()
     [[0.0, 0.0]]
     """
+    check_types(attach, locals())
     bases = store if isinstance(store, Bases) else stores.load(store)
     if base is None and not os.path.exists(bases.base_name):
         raise UserError(

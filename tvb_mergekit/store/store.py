@@ -200,7 +200,7 @@ class Bases:
         """
         if task in self.tasks:
             return self.tasks.index(task)
-        guess = nearest(task, self.tasks)
+        guess = nearest(str(task), self.tasks)
         hint = f": did you mean {guess!r}?" if guess else "."
         where = self.path or "these bases"
         raise UserError(f"no task {task!r} in {where}{hint} Tasks: {', '.join(self.tasks)}")

@@ -7,6 +7,7 @@ otherwise fail hours later: a missing or truncated shard, an index that points o
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -155,7 +156,7 @@ class Checkpoint(Weights):
         with self._lock:
             if shard not in self._files:
                 self._check_unchanged(shard)
-                file = cast(BinaryIO, (self.folder / shard).open("rb", buffering=0))
+                file = cast(BinaryIO, _File(self.folder / shard))
                 self._files = {}
                 if not _may_stay_open():  # it is opened again for the next piece
                     return file
@@ -265,6 +266,13 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     if not os.path.isdir(folder):
         return []
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+
+
+class _File(io.FileIO):
+    """A file that closes when no reader holds it, as is meant: Python warns of other files."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 _opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open

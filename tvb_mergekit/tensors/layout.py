@@ -115,7 +115,7 @@ def chunk_length(rows: int, kind: str) -> int:
     return _blocks(DEVICE_TAU // max(1, rows))
 
 
-def device_of(name: str) -> torch.device:
+def device_of(name: torch.device | str) -> torch.device:
     """The device that --device names.
 
     Raises:
