@@ -319,7 +319,7 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
         "`models` is of type list: expected a mapping": lambda: tvb.build(base, [base]),
         "task 3 is of type int": lambda: tvb.build(base, {3: models["math"]}),
         "`path` is of type Bases: expected a path": lambda: tvb.remove(bases, "math"),
-        "tensor `w` is of type ndarray": lambda: tvb.build({"w": np.zeros(2)}, models),
+        "holds no torch.Tensor (ndarray)": lambda: tvb.build({"w": np.zeros(2)}, models),
         "overflow": lambda: tvb.merge(bases, base, lambda_=1e9, dtype=torch.float16),
         "basis vector": lambda: tvb.build(base, {"a": tmp_path / "store" / "basis-000"}),
         "already holds": lambda: tvb.build(base, models, tmp_path / "store", basis="none"),

@@ -526,13 +526,12 @@ def check_free(store: Path, facts: StoreFacts, names: Iterable[str]) -> None:
     for name in names:
         if name not in own and os.path.lexists(store / name):
             raise UserError(
-                f"{store / name}: the store needs this name, and did not write what lies there; "
-                "move or rename it"
+                f"{store / name}: is not the store's, which needs the name; move or rename it"
             )
 
 
 def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
-    """Keep in a new store what a user has put into the old one: notes, recipes, edited ones."""
+    """Keep the user's files of an old store in a new one: notes, recipes, edited recipes."""
     check_free(old, facts, os.listdir(work))
     recipes, changed = {f"{FOLDER}/{name}" for name in facts.store.recipes}, edited(old, facts)
     own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders, *recipes.difference(changed)}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
 from tvb_mergekit.core.gram import block_budget
-from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.errors import UserError, check_names, listed
 from tvb_mergekit.settings import (
     VARYING_KEYS,
     check_tasks,
@@ -311,7 +311,7 @@ def merge(
 
 
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> None:
-    """Raise UserError if an argument is not what its annotation says, or a path is no path."""
+    """Raise UserError if an argument is of another type than its annotation, or a path is empty."""
     for name, value in given.items():
         annotation = function.__annotations__[name]
         if value is not None or not annotation.endswith(" | None"):
@@ -396,14 +396,15 @@ def open_model(model: Model) -> Weights:
     if isinstance(model, Mapping):
         for name, value in model.items():
             check_type(f"the key {shown(name)} of a state dict", name, "str")
-            if hasattr(value, "__array__") and not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise UserError(f"tensor `{name}` is of type {kind}: expected a torch.Tensor")
             if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
                 kind = "on the meta device, without data" if value.is_meta else value.layout
                 raise UserError(f"tensor `{name}` is {kind}: expected a dense tensor")
         if not (found := StateDict(model)).tensors:
-            raise UserError("a state dict holds no torch.Tensor: expected names and tensors")
+            kinds = sorted({type(value).__name__ for value in model.values()})
+            raise UserError(
+                f"a state dict holds no torch.Tensor ({listed(kinds) or 'it is empty'}): expected "
+                "names and tensors"
+            )
         return found
     if not os.path.exists(model):
         raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")

@@ -269,7 +269,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 class _File(io.FileIO):
-    """A file that closes when no reader holds it, as is meant: Python warns of other files."""
+    """A file that closes when the last reader lets it go, without Python's warning."""
 
     def __del__(self) -> None:
         self.close()
