@@ -517,7 +517,7 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("cut.json",): "cut.json cannot be read as a result file of lm_eval: Expecting",
         ("model.json", *BENCH): "model.json is not a result file of lm_eval: `results`: Field req",
         ("date.json",): "date.json is not a result file of lm_eval: `date`: .* .found 'May'.",
-        ("",): "``: expected NAME=PATH, or a path",
+        ("",): "the path '' is empty",
         ("ta", *BENCH, "--out", "good.json"): "cannot write good.json: it is a file; name a folder",
         ("=ta",): "`=ta`: expected NAME=PATH, or a path",
         ("ta",): "belong to no known benchmark .add, sub, run.: say which with --benchmark",
