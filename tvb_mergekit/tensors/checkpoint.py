@@ -169,9 +169,13 @@ class Checkpoint(Weights):
         tensors of two versions of a model would mix."""
         if shard in self._seen and _identity(self.folder / shard) != self._seen[shard]:
             raise UserError(
-                f"{self.folder / shard}: was replaced after it was opened (by `tvb add`, or a "
-                "training that goes on?); run the command again"
+                f"{self.folder / shard}: was changed after it was opened (by `tvb add`, or a "
+                "training that goes on?); run the command, or `attach`, again"
             )
+
+    def check_unchanged(self) -> None:
+        for shard in self.shards:  # an open one may be overwritten in place
+            self._check_unchanged(shard)
 
     def stamp(self) -> list[list[int | str]]:
         """What the file system says of each shard: changes with every write, unlike the sample."""
@@ -204,6 +208,9 @@ class Decoded(Weights):
 
     def stamp(self) -> list[list[int | str]]:
         return self.stored.stamp()
+
+    def check_unchanged(self) -> None:
+        self.stored.check_unchanged()
 
     @property
     def nbytes(self) -> int:

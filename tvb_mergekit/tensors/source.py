@@ -68,6 +68,9 @@ class Weights:
         """What changes with every write to the files; empty in memory."""
         return []
 
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file was changed after it was opened; cheap."""
+
     def canonical(self, name: str) -> str:
         """The first name of a tensor that is stored once and has several."""
         return self.tensors[name].alias_of or name
@@ -105,14 +108,14 @@ class StateDict(Weights):
     """The tensors of a state dict; never modified, moved to the CPU when they are read."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self._state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
-        self.tensors = infos_of(self._state.items())
+        self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
+        self.tensors = infos_of(self.state.items())
 
     def tensor(self, name: str) -> Tensor:
-        return self._state[name].cpu()
+        return self.state[name].cpu()
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        return self._state[name].reshape(-1)[start:stop].cpu()
+        return self.state[name].reshape(-1)[start:stop].cpu()
 
 
 def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str, TensorInfo]:
