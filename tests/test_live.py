@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import doctest
+import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ import pytest
 import torch
 from commands import recipe, tvb, write
 from families import EMBEDDING, HEAD
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_lora import train
 from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor, nn
@@ -58,8 +63,14 @@ def assert_bits(model: nn.Module, want: Mapping[str, Tensor]) -> None:
     for name, tensor in want.items():
         found = model.state_dict()[name]
         assert found.dtype == tensor.dtype, name
-        kind = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
         assert torch.equal(found.contiguous().view(kind), tensor.contiguous().view(kind)), name
+
+
+def assert_same(model: nn.Module, want: Mapping[str, Tensor]) -> None:
+    """As `assert_bits`, where a model may hold no data."""
+    state = model.state_dict()
+    assert_bits(model, {name: want[name] for name in state if not state[name].is_meta})
 
 
 STORES: dict[str, Callable[[Path], tuple[Path, Path]]] = {
@@ -180,6 +191,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TVB_MERGEKIT_CACHE", "off")
         return STORES["zoo"](tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TVB_MERGEKIT_CACHE", "off")
+        return STORES["tied"](tmp_path_factory.mktemp("tied"))
 
 
 def parameter(model: nn.Module, name: str, value: Tensor | nn.Parameter) -> nn.Module:
@@ -316,6 +334,383 @@ def test_uses_that_are_refused_leave_right_weights(
     assert_bits(model, want)
     live.reset()
     assert_bits(model, start)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A copy; of a matrix one that is not contiguous."""
+    return tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor.clone()
+
+
+def assigned(model: nn.Module, change: Callable[[Tensor], Tensor] = torch.clone) -> nn.Module:
+    """The model with new parameters."""
+    state = {name: change(tensor) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def halved(tensor: Tensor) -> Tensor:
+    return transposed(tensor.half())
+
+
+def converted(model: nn.Module, how: str) -> nn.Module:
+    """The model in half precision, by another of torch's ways to convert parameters."""
+    switch: Callable[[bool], None] = getattr(torch.__future__, how)
+    switch(True)
+    try:
+        return model.half()
+    finally:
+        switch(False)
+
+
+def with_data(model: nn.Module) -> nn.Module:
+    for each in model.parameters():
+        each.data = each.data.bfloat16()
+    return model
+
+
+def partly(model: nn.Module, change: Callable[[Any], Any]) -> nn.Module:
+    layers: Any = model.get_submodule("model.layers")
+    layers[0] = change(layers[0])
+    return model
+
+
+# What is done to a model in float32 after `attach`.
+MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    ".to(bfloat16)": lambda model: model.to(torch.bfloat16),
+    ".half()": lambda model: model.half(),
+    ".double()": lambda model: model.double(),
+    ".half().float()": lambda model: model.half().float(),
+    "overwritten by .half()": partial(converted, how="set_overwrite_module_params_on_conversion"),
+    "swapped by .half()": partial(converted, how="set_swap_module_params_on_conversion"),
+    "one layer in half": partial(partly, change=lambda layer: layer.half()),
+    "assign=True": assigned,
+    "assign=True, in half, transposed": partial(assigned, change=halved),
+    "inference tensors": torch.inference_mode()(partial(assigned, change=halved)),
+    "other .data": with_data,
+    "to meta and back": lambda model: model.to("meta").to_empty(device="cpu"),
+    "wrapped by PEFT": with_rank,
+    "a compiled layer": partial(partly, change=torch.compile),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_models_that_are_moved(case: str, zoo: tuple[Path, Path]) -> None:
+    """The next change writes theta_0 + tau_hat, rounded once to each tensor's dtype of then."""
+    base, store = zoo
+    model, bases = loaded(base, torch.float32), library.load(store)
+    start, taus = load(base), {task: reconstructed(bases, task) for task in THREE[1:]}
+    live = attach(model, bases)
+    live.use("math")
+    MOVES[case](model)
+
+    def held() -> dict[str, Tensor]:
+        state = model.state_dict()
+        own = {n.replace(".base_layer", "").replace("._orig_mod", ""): n for n in state}
+        return {name: state[own[name]] for name in start}
+
+    def assert_task(task: str | None) -> None:
+        for name, found in held().items():
+            want = start[name].float()
+            if task is not None:
+                want = want + taus[task][name].float()
+            assert torch.equal(found, want.to(dtypes[name])), name
+        live.verify()
+
+    dtypes = {name: tensor.dtype for name, tensor in held().items()}
+    live.use("code")
+    assert_task("code")
+    with torch.inference_mode():
+        live.use("safety")
+        assert_task("safety")
+        live.reset()
+        assert_task(None)
+
+
+def removed(model: nn.Module, name: str = "") -> nn.Module:
+    inner: Any = model.get_submodule("model")
+    norm, inner.norm = inner.norm, None
+    if name:
+        setattr(inner, name, norm)
+    return model
+
+
+def untied(model: nn.Module) -> nn.Module:
+    return parameter(model, HEAD, nn.Parameter(model.get_parameter(HEAD).detach().clone()))
+
+
+def assigned_as_stored(model: nn.Module) -> nn.Module:
+    """The model with new parameters from files that name a tied tensor once."""
+    state = {name: t.clone() for name, t in model.state_dict().items() if name != HEAD}
+    model.load_state_dict(state, assign=True, strict=False)
+    return model
+
+
+def resized(model: Any) -> nn.Module:
+    model.resize_token_embeddings(100, mean_resizing=False)
+    return model
+
+
+# What is done to the model after `attach`, and what is said of it.
+UNFIT_LATER: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    **{case: UNFIT[case] for case in ("another shape", "meta", "int8", "float8", "tied")},
+    "all on meta": (lambda model: model.to("meta"), "the model holds it on the meta device"),
+    "resized": (resized, "the model has shape [100, 32], the base [96, 32]"),
+    "removed": (removed, f"{NORM} of the base's files are not in it; load it"),
+    "renamed": (partial(removed, name="other"), f"{NORM} of the base's files are not in it; load"),
+    "one element": (
+        lambda model: parameter(model, NORM, nn.Parameter(torch.ones(1).expand(32))),
+        f"tensor `{NORM}`: the model holds it with elements that share memory",
+    ),
+    "untied": (untied, f"the model no longer ties its {HEAD} to"),
+    "untied by assign=True": (assigned_as_stored, f"the model no longer ties its {HEAD} to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT_LATER)
+def test_models_that_no_longer_fit(
+    case: str, zoo: tuple[Path, Path], tied: tuple[Path, Path]
+) -> None:
+    base, store = tied if "untied" in case else zoo
+    model = loaded(base)
+    live = attach(model, store)
+    live.use("code")
+    change, said = UNFIT_LATER[case]
+    change(model)
+    start = state_of(model)
+    for call in (lambda: live.use("math"), live.reset, live.verify):
+        refused(said, call)
+        assert live.current == {"code": 1.0}
+        assert_same(model, start)
+
+
+def test_a_base_in_memory_is_never_written(zoo: tuple[Path, Path]) -> None:
+    base, store = zoo
+    model, own = loaded(base), load(base)
+    live = attach(model, store, own)
+    model.load_state_dict(own, assign=True)
+    refused("the base is the model's own memory", lambda: live.use("math"))
+    assert_bits(model, load(base))
+
+
+@pytest.mark.parametrize("case", ["base", "task"])
+def test_files_that_are_overwritten_in_place(
+    case: str, zoo: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, store = (shutil.copytree(folder, tmp_path / folder.name) for folder in zoo)
+    file = (base if case == "base" else store / "math") / "model.safetensors"
+
+    def overwrite() -> None:
+        with file.open("r+b") as opened:
+            opened.seek(-64, os.SEEK_END)
+            opened.write(bytes(range(64)))
+        later = file.stat().st_mtime_ns + 1  # whatever the clock of the file system is
+        os.utime(file, ns=(later, later))
+
+    def combine(*given: Any, **named: Any) -> None:
+        exporting.combine(*given, **named)
+        overwrite()
+
+    model = loaded(base)
+    start = state_of(model)
+    live = attach(model, store, base)
+    other = loaded(base)
+    again = attach(other, store, base)
+    live.use("math")
+    want, changed = state_of(model), f"{file}: was changed after it was opened"
+    with monkeypatch.context() as patch:
+        patch.setattr(live_, "combine", combine)
+        kept = case == "base"
+        now = "the model's weights are a mixture" if kept else "the model has the base's weights"
+        refused(now, lambda: again.use("math"))
+        assert again.current == (None if kept else {})
+    for call in (lambda: live.use({"math": 1}), live.verify):
+        refused(changed, call)
+    if case == "base":
+        refused(changed, live.reset)
+        assert_bits(model, want)
+        assert live.current == {"math": 1.0}
+        refused("interrupted", again.verify)
+    else:
+        live.use("code")  # whose file is as it was
+        live.reset()
+        assert_bits(model, start)
+        assert_bits(other, start)
+
+
+@pytest.mark.parametrize("change", [torch.clone, transposed])
+def test_gradients_through_other_weights_are_refused(
+    change: Callable[[Tensor], Tensor], zoo: tuple[Path, Path]
+) -> None:
+    """As after an in-place `copy_`."""
+    model = assigned(loaded(zoo[0]), change)
+    live = attach(model, zoo[1])
+    tokens = torch.arange(8)[None]
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    live.use("math")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def test_blocks_and_comparisons(zoo: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    base, store = zoo
+    model = loaded(base)
+    live = attach(model, store)
+    states = {}
+    for tasks in (None, "math", "code"):
+        live.reset() if tasks is None else live.use(tasks)
+        states[tasks] = state_of(model)
+    live.use("code")
+    with live.using("math") as inner:
+        assert inner is model and live.current == {"math": 1.0}
+        assert_bits(model, states["math"])
+        with pytest.raises(ZeroDivisionError), live.using({"math": 0.5}):
+            raise ZeroDivisionError
+        assert_bits(model, states["math"])
+        shifted(model)  # a block may change what it likes
+        live.reset()
+    assert_bits(model, states["code"])
+    assert live.current == {"code": 1.0}
+    for tasks, said in (({"math": 1e39}, "overflow"), ("mth", "no task 'mth'")):
+        refused(said, lambda tasks=tasks: live.using(tasks).__enter__())
+        assert_bits(model, states["code"])
+        assert live.current == {"code": 1.0}
+
+    live.verify()
+    weight = model.get_parameter(NORM).detach()
+    was = weight[-1].item()
+    shifted(model)
+    told = (
+        f"element 31 is {weight[-1].item()} in the model, {was} in the weights of {{'code': 1.0}}"
+    )
+    refused(f"tensor `{NORM}`: {told}", live.verify)
+    live.reset()
+    live.verify()
+    assert_bits(model, states[None])
+
+    # Interrupted in a block, in a change and in the change back.
+    usual, left = live_.LiveSink.place, 5
+
+    def stopped(sink: Any, *given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return usual(sink, *given)
+
+    monkeypatch.setattr(live_.LiveSink, "place", stopped)
+    with pytest.raises(KeyboardInterrupt), live.using("math"):
+        pytest.fail("interrupted before")
+    live.verify()
+    assert_bits(model, states[None])
+    with pytest.raises(KeyboardInterrupt), live.using("math"):
+        left = 5
+    assert live.current is None
+    refused("a change was interrupted", live.verify)
+    with live.using("code"):
+        assert_bits(model, states["code"])
+    assert_bits(model, states[None])
+
+
+def test_threads(zoo: tuple[Path, Path]) -> None:
+    """One change at a time; a block keeps others out."""
+    base, store = zoo
+    model = loaded(base)
+    live = attach(model, store)
+    states = {}
+    for task in THREE:
+        live.use(task)
+        states[task] = state_of(model)
+    start, failed = threading.Barrier(6), list[BaseException]()
+
+    def work(number: int) -> None:
+        try:
+            start.wait()
+            for turn in range(number, number + 6):
+                task = THREE[turn % len(THREE)]
+                if number % 2:
+                    live.use(task)
+                    continue
+                with live.using(task):
+                    assert_bits(model, states[task])
+                    assert live.current == {task: 1.0}
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert live.current is not None
+    (task,) = live.current
+    assert_bits(model, states[task])
+    live.verify()
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SCALES = st.dictionaries(
+    st.sampled_from(THREE), st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0]), min_size=1
+)
+STEPS = st.one_of(
+    st.tuples(st.just("use"), SCALES),
+    st.tuples(st.sampled_from(["using", "raise"]), SCALES),
+    st.tuples(st.sampled_from(["reset", "refused", "transposed"]), st.just({})),
+    st.tuples(st.sampled_from(["to", "assign"]), st.sampled_from(DTYPES)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(STEPS, max_size=12))
+def test_any_sequence_against_float64(steps: list[tuple[str, Any]]) -> None:
+    """Of weights whose sums are exact in float32, so that only the last rounding counts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def exact(*shape: int, most: int = 128) -> Tensor:
+        return torch.randint(-most, most, shape, generator=generator) / 64
+
+    base = {"0.weight": exact(7, 5), "0.bias": exact(7), "1.weight": exact(5, 7)}
+    taus = {task: {name: exact(*t.shape, most=8) for name, t in base.items()} for task in THREE}
+    tuned = {task: {name: base[name] + tau[name] for name in base} for task, tau in taus.items()}
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5, bias=False))
+    model.load_state_dict(base)
+    live = attach(model, library.build(base, tuned, basis="none"), base)
+
+    def assert_at(scales: Mapping[str, float]) -> None:
+        assert live.current == scales
+        for name, found in model.state_dict().items():
+            want = base[name].double()
+            for task, scale in scales.items():
+                want = want + scale * taus[task][name].double()
+            assert torch.equal(found, want.to(found.dtype)), name
+        live.verify()
+
+    now: dict[str, float] = {}
+    for step, given_ in steps:
+        if step in ("to", "assign", "transposed"):
+            if step == "to":
+                model.to(given_)
+            elif step == "assign":
+                assigned(model, lambda tensor, dtype=given_: tensor.to(dtype, copy=True))
+            else:
+                assigned(model, transposed)
+            assert live.current == now
+            continue
+        if step == "refused":
+            refused("no task 'mth'", lambda: live.use({"math": 1.0, "mth": 1.0}))
+            continue
+        if step in ("using", "raise"):
+            with suppress(ZeroDivisionError), live.using(given_):
+                assert_at(given_)
+                if step == "raise":
+                    raise ZeroDivisionError
+        elif step == "use":
+            live.use(now := given_)
+        else:
+            live.reset()
+            now = {}
+        assert_at(now)
 
 
 def test_a_small_budget_gives_the_same_bits(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Real
 
@@ -20,22 +22,25 @@ from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, check_types, name_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item
+
+WRAPPERS = ("base_layer", "_orig_mod")  # parts that PEFT and torch.compile add to names
 
 
 class Live:
-    """A loaded model, its base and the store of its tasks; see `attach`."""
+    """A loaded model, its base and the store of its tasks; see `attach`.
+
+    Threads take turns: one change, comparison or `using` block runs at a time.
+    """
 
     def __init__(self, model: nn.Module, bases: Bases, base: Weights) -> None:
-        self.model, self.bases = model, bases
-        live = _checked(model, bases, base)
-        self._sink = LiveSink(live)
-        self._items = [
-            replace(item, out=live[item.name].dtype)
-            for item in items_of(bases, base, None, bases.sources)
-            if item.name in live
-        ]
+        self.model, self.bases, self._base = model, bases, base
+        _moving(model, bases, base)
+        _check_weights(live_tensors(model, base)[0], base)
+        self._items = items_of(bases, base, None, bases.sources)
+        self._known = {plain for plain, _ in _parameters(model)}
+        self._lock = threading.RLock()
         self._current: dict[str, float] | None = {}
 
     @property
@@ -45,7 +50,8 @@ class Live:
 
     @property
     def current(self) -> dict[str, float] | None:
-        """Task -> scale, as in use; empty for the base; None where a change was interrupted."""
+        """Task -> scale, as in use; empty for the base; None while a change runs, or after one that
+        was interrupted."""
         return None if self._current is None else dict(self._current)
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
@@ -58,44 +64,100 @@ class Live:
             tasks: one task, whose scale is 1; or task -> scale.
 
         Raises:
-            UserError: no task, an unknown one, a scale that is not finite (the model stays as it
-                is); an overflow of the model's dtype, a file that was changed (it is the base
-                again).
+            UserError: no task, an unknown one, a scale that is not finite, a file that was changed,
+                or a model that no longer fits (see `attach`); the model stays as it is. An overflow
+                of its dtype, or a file that changes meanwhile; the message says what the model has.
         """
         if not isinstance(tasks, str | Mapping):
             raise UserError(f"`use` got {tasks!r}: expected a task, or a mapping of task to scale")
         scales = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
         if not scales:
             raise UserError("`use` got no task; `reset` brings the base back")
-        column = torch.zeros(len(self.bases.sources), dtype=torch.float64, device="cpu")
         for task, scale in scales.items():
             if not (isinstance(scale, Real) and math.isfinite(scale)):
                 raise UserError(
                     f"the scale of task {task!r} is {scale!r}: expected a finite number"
                 )
-            column += float(scale) * task_column(self.bases, task)[:, 0]
-        try:
-            self._move(column, {task: float(scale) for task, scale in scales.items()})
-        except UserError as error:
-            self.reset()
-            raise UserError(f"{error}; the model has the base's weights again") from error
-        return self.model
+        return self._change({task: float(scale) for task, scale in scales.items()})
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit.
 
         Raises:
-            UserError: the base's files were changed.
+            UserError: the base's files were changed; a model that no longer fits.
         """
-        none = torch.zeros(len(self.bases.sources), dtype=torch.float64, device="cpu")
-        self._move(none, {})
+        return self._change({})
+
+    @contextmanager
+    def using(self, tasks: str | Mapping[str, float]) -> Iterator[nn.Module]:
+        """`use` for the time of a `with` block; changes by other threads wait for its end.
+
+        The end, by an error too, brings back the tasks that were in use before the block, or the
+        base if a change had been interrupted.
+
+        Raises:
+            UserError: see `use`.
+        """
+        with self._lock:
+            before = self._current or {}
+            try:
+                yield self.use(tasks)
+            finally:
+                self._change(before)
+
+    def verify(self) -> None:
+        """Compare every tensor that the store holds with the weights of `current`, bit by bit.
+
+        Raises:
+            UserError: a tensor differs (the first is named), a change was interrupted, a file was
+                changed, or the model no longer fits.
+        """
+        with self._lock:
+            if self._current is None:
+                raise UserError(
+                    "a change was interrupted and the model's weights are a mixture; `use` a task, "
+                    "or `reset`"
+                )
+            self._stream(self._current, writing=False)
+
+    def _change(self, scales: Mapping[str, float]) -> nn.Module:
+        with self._lock:
+            try:
+                self._stream(scales, writing=True)
+            except UserError as error:
+                if self._current is not None:  # nothing was written
+                    raise
+                with suppress(UserError):
+                    self._stream({}, writing=True)
+                now = "the model has the base's weights again"
+                if self._current is None:
+                    now = "the model's weights are a mixture; load it again, and `attach`"
+                raise UserError(f"{error}; {now}") from error
         return self.model
 
-    def _move(self, column: Tensor, current: dict[str, float]) -> None:
-        self._current = None
+    def _stream(self, scales: Mapping[str, float], writing: bool) -> None:
+        """Write the weights of these scales into the model, or compare the model with them."""
+        column = torch.zeros(len(self.bases.sources), dtype=torch.float64, device="cpu")
+        for task, scale in scales.items():
+            column += scale * task_column(self.bases, task)[:, 0]
+        live = _moving(self.model, self.bases, self._base, self._known)
+        items = [replace(i, out=live[i.name].dtype) for i in self._items if i.name in live]
+        pairs = zip(self.bases.sources, column.tolist(), strict=True)
+        read = [self._base, *(source for source, scale in pairs if scale)]
+        for weights in read:
+            weights.check_unchanged()
+        sink = LiveSink(live) if writing else ComparingSink(live, scales)
+        if writing:
+            self._current = None
+            for tensor in live.values():
+                if not tensor.is_inference():  # gradients through the old weights are an error
+                    torch.autograd.graph.increment_version(tensor)
         # On the CPU wherever the model is: what an accelerator adds up may differ in the last bit.
-        combine(self._items, column[:, None], self._sink)
-        self._current = current
+        combine(items, column[:, None], sink)
+        for weights in read:
+            weights.check_unchanged()
+        if writing:
+            self._current = dict(scales)
 
 
 class LiveSink:
@@ -107,17 +169,35 @@ class LiveSink:
     def place(self, item: Item, start: int, stop: int) -> Tensor | None:
         """A tensor in the CPU's memory is written where it is."""
         tensor = self._live[item.name]
-        if tensor.is_contiguous() and tensor.device.type == "cpu":
-            return tensor.view(1, -1)[:, start:stop]
-        return None
+        on_cpu = tensor.device.type == "cpu" and not tensor.is_inference()
+        return tensor.view(1, -1)[:, start:stop] if on_cpu and tensor.is_contiguous() else None
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         tensor = self._live[item.name]
-        if tensor.is_contiguous():
-            tensor.view(-1)[start:stop].copy_(values[0])
-        else:
-            places = torch.arange(start, stop, device=tensor.device)
-            tensor.put_(places, values[0].to(tensor.device))
+        with torch.inference_mode(tensor.is_inference()):
+            if tensor.is_contiguous():
+                tensor.view(-1)[start:stop].copy_(values[0])
+            else:
+                places = torch.arange(start, stop, device=tensor.device)
+                tensor.put_(places, values[0].to(tensor.device))
+
+
+class ComparingSink:
+    """A `stream.Sink` that compares its one output with tensors in use."""
+
+    def __init__(self, live: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+        self._live, self._weights = live, f"the weights of {dict(scales)}" if scales else "the base"
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        found, want = _elements(self._live[item.name], start, stop), values[0]
+        bits = (tensor.contiguous().view(torch.uint8) for tensor in (found, want))
+        differing = torch.ne(*bits).nonzero()
+        if len(differing):
+            at = int(differing[0]) // want.itemsize
+            raise UserError(
+                f"tensor `{item.name}`: element {start + at} is {found[at].item()} in the model, "
+                f"{want[at].item()} in {self._weights}; `use` a task, or `reset`"
+            )
 
 
 def attach(
@@ -127,7 +207,8 @@ def attach(
 
     A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
     (256 MB), and writes each parameter that the store holds, in its own dtype and on its device.
-    All other tensors of the model are left alone.
+    All other tensors of the model are left alone. Each change looks the model's tensors up, so
+    `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
 
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
@@ -136,12 +217,13 @@ def attach(
         base: theta_0; by default where the store says that it is.
 
     Returns:
-        An object with `use`, `reset`, `tasks` and `current`.
+        An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`.
 
     Raises:
         UserError: a base that is not the store's; a model that names its tensors otherwise, or with
             other shapes or weights than the base; a parameter to be moved that is quantized, on the
-            meta device, or tied to one that moves otherwise.
+            meta device, in the memory of `base`, or tied to one that moves otherwise. A change
+            raises it too, except for weights.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
@@ -164,8 +246,6 @@ def attach(
     given: Model = bases.base_name if base is None else base
     found = open_model(given)
     bases.check_base(found, name_of(given))
-    if isinstance(given, Mapping):
-        _check_apart(model, given)
     return Live(model, bases, found)
 
 
@@ -173,26 +253,49 @@ def live_tensors(model: nn.Module, files: Weights) -> tuple[dict[str, Tensor], l
     """The tensors of a loaded model under the names of its files, without their gradients, and the
     parameters that have no such name, nor are tied to one that has."""
     state = model.state_dict(keep_vars=True)
+    state = {_plain(name): tensor for name, tensor in state.items()} | state
     live = {name: state[name] for name in files.tensors if name in state}
     reached = {_place(tensor) for tensor in live.values()}
-    others = [name for name, p in model.named_parameters() if _place(p) not in reached]
+    others = [name for name, p in _parameters(model) if _place(p) not in reached]
     return {name: tensor.detach() for name, tensor in live.items()}, others
 
 
+def _plain(name: str) -> str:
+    """The name of a tensor before its module was wrapped."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters, those that are tied under each of their names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _plain(name), parameter
+
+
 def _place(tensor: Tensor) -> object:
-    """The same for tensors that are tied, and for no others."""
+    """A key of a tensor's memory, which tied tensors share."""
     if tensor.is_meta or type(tensor.detach()) is not Tensor or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr()
 
 
-def _checked(model: nn.Module, bases: Bases, base: Weights) -> dict[str, Tensor]:
+def _moving(
+    model: nn.Module, bases: Bases, base: Weights, known: Container[str] | None = None
+) -> dict[str, Tensor]:
     """The tensors of the model that move, one name for those that are tied.
+
+    Args:
+        known: the parameters that `attach` found in the base's files or tied to a tensor there;
+            others, such as an adapter's, are left alone. None: all must be found.
 
     Raises:
         UserError: see `attach`.
     """
     live, others = live_tensors(model, base)
+    if known is not None and (others := [name for name in others if name in known]):
+        raise UserError(
+            f"the model no longer ties its {listed(others)} to a tensor of the base's files, and a "
+            "change would leave it behind; tie it again (`model.tie_weights()`)"
+        )
     missing = [name for name in base.tensors if bases.stored_name(name) and name not in live]
     if missing or others:
         said = [f"{listed(missing)} of the base's files are not in it"] if missing else []
@@ -201,6 +304,7 @@ def _checked(model: nn.Module, bases: Bases, base: Weights) -> dict[str, Tensor]
             f"the model names its tensors otherwise than the base: {', and '.join(said)}; load it "
             "from the base's folder, by the class that its config.json names"
         )
+    given = {_place(t) for t in base.state.values()} if isinstance(base, StateDict) else set()
     moving: dict[str, Tensor] = {}
     tied: dict[object, str] = {}
     for name, tensor in live.items():
@@ -223,31 +327,38 @@ def _checked(model: nn.Module, bases: Bases, base: Weights) -> dict[str, Tensor]
                 f"tensors `{first}` and `{name}`: the model ties them, and the store moves them "
                 "apart; load the model with `tie_word_embeddings=False`"
             )
+        if held is not None and _place(tensor) in given:
+            raise UserError(
+                f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
+            )
         if held is not None and first == name:
             moving[name] = tensor
-    _check_weights(live, base)
     return moving
 
 
 def _unfit(tensor: Tensor) -> str:
-    """Why a tensor cannot be written; empty where it can be."""
+    """Reason why a tensor cannot be written; empty if it can be."""
     if tensor.is_meta:
         return "on the meta device, without data"
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
     if not (plain and tensor.is_floating_point() and tensor.dtype.itemsize > 1):
         return f"as {str(tensor.dtype).removeprefix('torch.')}, quantized or not as plain numbers"
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return "with elements that share memory"
+        reach += stride * (size - 1)
     return ""
 
 
 def _check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
-    """Raise UserError where a sample of a live tensor is not what the base has, in its dtype."""
+    """Raise UserError if sampled weights differ from the base, in the model's dtype."""
     for name, start, stop in _samples(live, base):
         base.ahead(name, start, stop)
     for name, start, stop in _samples(live, base):
         tensor, info = live[name], base.tensors[name]
         want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
-        found = tensor.take(torch.arange(start, stop, device=tensor.device)).cpu()
-        if not torch.equal(found, want.to(tensor.dtype)):
+        if not torch.equal(_elements(tensor, start, stop), want.to(tensor.dtype)):
             raise UserError(
                 f"tensor `{name}`: the model's weights are not the base's; attach to the base as "
                 "it was loaded, before anything changes it"
@@ -261,11 +372,6 @@ def _samples(live: Mapping[str, Tensor], base: Weights) -> Iterator[tuple[str, i
             yield name, start, stop
 
 
-def _check_apart(model: nn.Module, base: Mapping[str, Tensor]) -> None:
-    """Raise UserError where the base in memory is the model's own weights, which will change."""
-    places = {_place(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    for name, tensor in base.items():
-        if isinstance(tensor, Tensor) and tensor.numel() and _place(tensor) in places:
-            raise UserError(
-                f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
-            )
+def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements of a flattened tensor on the CPU."""
+    return tensor.take(torch.arange(start, stop, device=tensor.device)).cpu()
