@@ -7,6 +7,7 @@ import doctest
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -424,6 +425,23 @@ def test_models_that_are_moved(case: str, zoo: tuple[Path, Path]) -> None:
         assert_task("safety")
         live.reset()
         assert_task(None)
+
+
+def test_slow_writes_beside_direct_ones(
+    zoo: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a model that is partly on another device: no buffer is used again too early."""
+    usual = live_.LiveSink.write
+
+    def slowly(sink: Any, *given: Any) -> None:
+        time.sleep(0.02)
+        usual(sink, *given)
+
+    model, other = loaded(zoo[0]), assigned(loaded(zoo[0]), change=transposed)
+    attach(model, zoo[1]).use("code")
+    monkeypatch.setattr(live_.LiveSink, "write", slowly)
+    attach(other, zoo[1]).use("code")
+    assert_bits(other, state_of(model))
 
 
 def removed(model: nn.Module, name: str = "") -> nn.Module:

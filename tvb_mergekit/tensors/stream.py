@@ -408,9 +408,10 @@ def deliver(
 
     whole = True
 
-    def write(piece: Piece, out: Tensor) -> None:
+    def write(piece: Piece, out: Tensor | None) -> None:
         nonlocal whole
-        if whole:  # after a write that failed, the next one must not follow what it left
+        # After a write that failed, the next one must not follow what it left.
+        if whole and out is not None:
             whole = False
             sink.write(piece.item, piece.start, piece.stop, out)
             whole = True
@@ -420,8 +421,8 @@ def deliver(
         for piece, out in in_order(items, layout, computing):
             if len(writes) == WRITES:  # also where an error of the writer surfaces
                 writes.popleft().result()
-            if out is not None:
-                writes.append(writer.submit(write, piece, out))
+            # One for each piece, also where nothing is to be written: buffers are used in turn.
+            writes.append(writer.submit(write, piece, out))
             progress(piece.nbytes)
         while writes:
             writes.popleft().result()
