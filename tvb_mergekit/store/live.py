@@ -1,7 +1,7 @@
 """A live model that changes tasks: its weights are those of exports of a store, written in place.
 
-Every change begins at theta_0 as it is on disk, never at the weights of before, so nothing drifts
-and nothing must be remembered: one base in memory, and T specialists on disk.
+Every change begins at theta_0 as it is on disk, never at the current weights. So nothing drifts and
+nothing must be remembered. Memory holds one base, and the disk T specialists.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Live:
 
     @property
     def tasks(self) -> list[str]:
-        """What `use` knows."""
+        """Names that `use` accepts."""
         return list(self.bases.tasks)
 
     @property
     def current(self) -> dict[str, float] | None:
-        """Task -> scale, as in use; empty for the base; None while a change runs, or after one that
-        was interrupted."""
+        """Task -> scale, as in use. Empty for the base. None while a change runs, or after one was
+        interrupted."""
         return None if self._current is None else dict(self._current)
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
@@ -206,7 +206,7 @@ def attach(
     """The model as one that changes tasks in place: `.use("math")`, `.reset()`.
 
     A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
-    (256 MB), and writes each parameter that the store holds, in its own dtype and on its device.
+    (256 MB). It writes each parameter that the store holds, in its own dtype and on its device.
     All other tensors of the model are left alone. Each change looks the model's tensors up, so
     `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
 
@@ -220,10 +220,10 @@ def attach(
         An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`.
 
     Raises:
-        UserError: a base that is not the store's; a model that names its tensors otherwise, or with
-            other shapes or weights than the base; a parameter to be moved that is quantized, on the
-            meta device, in the memory of `base`, or tied to one that moves otherwise. A change
-            raises it too, except for weights.
+        UserError: The base is not the store's. The model names its tensors otherwise than the base,
+            or has other shapes or weights. A parameter to be moved is quantized, on the meta
+            device, in the memory of `base`, or tied to one that moves otherwise. Changes raise it
+            too, except for other weights.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
