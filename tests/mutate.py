@@ -248,9 +248,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/export.py", "([task]) / bases.weights", "([task]) * bases.weights"),
         ("store/add.py", "self.bases.num_bases / len(old.tasks)", "1.0"),
     ],
-    "test_adapter_store.py -k cancel": [
-        ("store/adapters.py", "torch.tensor([-weight]", "torch.tensor([-1.0]"),
-    ],
     "test_recipe.py": [
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
         ("settings.py", "if self.above else self.low <= number", "if self.above else True"),

@@ -1,11 +1,9 @@
-"""Stores of LoRA adapters, as tensors and as adapters, against PEFT and dense numbers."""
+"""Stores built from LoRA adapters, against PEFT and dense numbers."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import stat
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,24 +86,9 @@ def build(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return get
 
 
-def loaded_by_peft(folder: Path, base: Path) -> State:
-    """What PEFT adds to the base, with every warning an error."""
-    model = model_of(base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # GPT-2's wte
-        return changes(peft.PeftModel.from_pretrained(model, folder).merge_and_unload(), base)
-
-
 def vectors_of(folder: Path, world: World) -> Tensor:
-    """The bases of a store, [d, M] float64, adapters as PEFT reads them."""
-    columns = []
-    for basis in sorted(folder.glob("basis-*/")):
-        if (basis / "adapter_config.json").exists():
-            columns.append(world.flat(loaded_by_peft(basis, world.base)))
-        else:
-            columns.append(world.flat(tiny.load(basis)))
+    """The bases of a store, [d, M] float64."""
+    columns = [world.flat(tiny.load(basis)) for basis in sorted(folder.glob("basis-*/"))]
     return torch.stack(columns, dim=1)
 
 
@@ -147,77 +130,12 @@ def test_adapters_at_few_bits(world: World, build: Callable[..., Path], tmp_path
 def test_weight_and_exclude(world: World, build: Callable[..., Path]) -> None:
     made_of = world.recipe(exclude="mlp")
     made_of["models"][1]["parameters"] = {"weight": -2.0}
-    for options in ((), ("--adapters",)):
-        bases = store.load(build(made_of, *options))
-        dense = world.dense((1.0, -2.0, 1.0), exclude="mlp")
-        near(bases.tensors["gram"], dense.T @ dense)
-        found = vectors_of(bases.path, world)
-        assert not any("mlp" in name for name in bases.names)
-        near(found.norm(dim=0), (dense @ bases.encoder).norm(dim=0))
-
-
-def check_bounds(bases: store.Bases, dense: Tensor, found: Tensor, wide: float) -> None:
-    """The errors lie in the bounds, of exact sums of the vectors and of float32 ones."""
-    norms = dense.norm(dim=0)
-    exact = (found @ bases.decoder - dense).norm(dim=0)
-    summed = (found.float() @ bases.decoder.float()).double()
-    low, high = bases.tensors["errors"]
-    assert (low <= exact).all() and (exact <= high).all(), (low, exact, high)
-    assert (high - low <= wide * norms).all()
-    for task, error in zip(TASKS, (summed - dense).norm(dim=0) / norms, strict=True):
-        bounds = bases.facts["errors"][task]
-        assert bounds["at_least"] <= float(error) <= bounds["at_most"]
-        assert bounds["at_most"] - bounds["at_least"] <= wide
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rank"), [("float32", None), ("float32", 1), ("bfloat16", 3), ("float16", None)]
-)
-def test_adapters_are_what_peft_adds_and_errors_are_bounds(
-    dtype: str, rank: int | None, world: World, build: Callable[..., Path]
-) -> None:
-    options = ["--adapters", "--dtype", dtype, *(["--rank", str(rank)] if rank else [])]
-    folder = build(world.recipe(), *options)
-    bases, dense = store.load(folder), world.dense()
-    found = vectors_of(folder, world)
-    if dtype == "float32" and rank is None:
-        near(found, dense @ bases.encoder)
-    config = json.loads((folder / "basis-000/adapter_config.json").read_text())
-    assert config["r"] == (rank or 4 + 2 + 3) and config["task_type"] == "CAUSAL_LM"
-    check_bounds(bases, dense, found, 2e-5)
-    assert "adapter bases" in tvb("inspect", folder).stdout
-    for file in folder.rglob("adapter_model.safetensors"):
-        assert stat.S_IMODE(file.stat().st_mode) & 0o044  # a colleague may read it
-
-
-@pytest.mark.parametrize("weight", [1.0, -1e3])
-def test_bounds_hold_where_large_terms_cancel(
-    weight: float, world: World, build: Callable[..., Path]
-) -> None:
-    made = world.recipe(basis="ae", num_bases=3, steps=20, temperature=3000)
-    for model in made["models"]:
-        model["parameters"] = {"weight": weight}
-    bases, dense = store.load(build(made, "--adapters")), world.dense((weight,) * 3)
-    assert float(bases.decoder.abs().max()) > 300
-    vectors = [{n: vector.tensor(n) for n in bases.names} for vector in bases.vectors]
-    found = torch.stack([world.flat(vector) for vector in vectors], dim=1)
-    check_bounds(bases, dense, found, 0.1)
-
-
-@pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["whole", "cut"])
-def test_losses_of_adapters_are_those_of_what_is_stored(
-    rank: list[str], world: World, build: Callable[..., Path]
-) -> None:
-    """By least squares of the whole bases, and by what was learned; `loss` is the one in force."""
-    losses, dense = [], world.dense()
-    for decoder in ("least_squares", "learned"):
-        folder = build(world.recipe(basis="ae", decoder=decoder, steps=300), "--adapters", *rank)
-        bases = store.load(folder)
-        off = vectors_of(folder, world) @ bases.decoder - dense
-        losses.append(bases.facts["decoder_losses"])
-        assert bases.facts["loss"] == losses[-1][decoder]
-        assert losses[-1][decoder] == pytest.approx(float(off.square().sum()), rel=1e-4)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    bases = store.load(build(made_of))
+    dense = world.dense((1.0, -2.0, 1.0), exclude="mlp")
+    near(bases.tensors["gram"], dense.T @ dense)
+    found = vectors_of(bases.path, world)
+    assert not any("mlp" in name for name in bases.names)
+    near(found.norm(dim=0), (dense @ bases.encoder).norm(dim=0))
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -228,27 +146,23 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", PARAMETERS)
-def test_recipes_over_adapters_and_tensors_are_alike(
+def test_recipes_over_their_bases(
     method: str, world: World, build: Callable[..., Path], tmp_path: Path
 ) -> None:
-    merged = []
-    for options in ((), ("--adapters",)):
-        folder = build(world.recipe(), *options)
-        listed = [folder / store.basis_folder(m) for m in range(2)]
-        made_of = recipe(method, world.base, listed, **PARAMETERS[method])
-        merged.append(merge(made_of, tmp_path / f"out{len(merged)}"))
-        file = commands.write(made_of, tmp_path / "check")
-        assert f"{method} over 2 bases" in tvb("check", file).stdout
-    start = world.flat(world.theta)
-    first, second = (world.flat(result.tensors) - start for result in merged)
-    assert float((first - second).norm() / first.norm()) < 2e-6
-    dense, bases = world.dense(), store.load(build(world.recipe()))
+    folder = build(world.recipe())
+    listed = [folder / store.basis_folder(m) for m in range(2)]
+    made_of = recipe(method, world.base, listed, **PARAMETERS[method])
+    merged = merge(made_of, tmp_path / "out")
+    assert merged.facts["tasks"] == list(TASKS)
+    file = commands.write(made_of, tmp_path / "check")
+    assert f"{method} over 2 bases" in tvb("check", file).stdout
+    moved = world.flat(merged.tensors) - world.flat(world.theta)
+    dense, bases = world.dense(), store.load(folder)
     if method == "basis_ta":
-        near(second, 0.7 * 3 / 2 * (dense @ bases.encoder).sum(dim=1))
+        near(moved, 0.7 * 3 / 2 * (dense @ bases.encoder).sum(dim=1))
     if method == "basis_negate":
         forgotten = dense @ bases.encoder @ bases.decoder[:, 1]
-        near(second, 0.2 * (dense @ bases.encoder).sum(dim=1) - 0.9 * forgotten)
-    assert merged[1].facts["tasks"] == list(TASKS)
+        near(moved, 0.2 * (dense @ bases.encoder).sum(dim=1) - 0.9 * forgotten)
 
 
 # What is not s B A, or not only adapters
@@ -295,16 +209,6 @@ def test_adapters_of_another_base(world: World, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"base", "wide", "r.yml"}
 
 
-def test_options_that_do_not_go_together(world: World, tmp_path: Path) -> None:
-    file = commands.write(world.recipe(), tmp_path / "r")
-    words = ["build", file, tmp_path / "store"]
-    for option in ("--resume", "--fuse"):
-        assert "--adapters goes with neither" in refused(*words, "--adapters", option)
-    assert "--rank belongs to --adapters" in refused(*words, "--rank", 2)
-    commands.write(world.recipe(basis="pca"), tmp_path / "r")
-    assert "leave --adapters out" in refused(*words, "--adapters")
-
-
 # Growing
 
 
@@ -338,9 +242,7 @@ def test_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
         dense.append(torch.cat([delta[n].flatten() for n in sorted(start)]))
     models = [f"{base}+{tmp_path / task}" for task in ("a", "b")]
     file = commands.write(recipe("basis_ta", base, models, basis="none"), tmp_path / "r")
-    tvb("build", file, tmp_path / "store", "--adapters", "--quiet")
-    peft_adds = loaded_by_peft(tmp_path / "store/basis-001", base)
-    near(torch.cat([peft_adds[n].flatten() for n in sorted(start)]), dense[1])
+    tvb("build", file, tmp_path / "store", "--quiet")
     made_of = commands.ready(tmp_path / "store", "add.yml")
     made_of["parameters"]["lambda"] = 0.5
     merged = merge(made_of, tmp_path / "out").tensors

@@ -291,8 +291,6 @@ REFUSED: dict[str, str] = {
     "export store out --task math --base math": "the weights of math are others",
     "export store out --task math --base ./nope": "base ./nope: no such",
     "export store out --task math --base some/body": "base some/body: no such",
-    "build recipe.yml out --rank 3": "--rank belongs to --adapters",
-    "build recipe.yml out --adapters": "all models listed as BASE+ADAPTER",
     "build recipe.yml out --memory lots": "a size of `lots`: expected a number and a unit",
     "add store new-model --task math": "already",
     "add store new-model --task ''": "empty",

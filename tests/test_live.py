@@ -21,7 +21,6 @@ from commands import recipe, tvb, write
 from families import EMBEDDING, HEAD
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_lora import train
 from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -115,21 +114,12 @@ def test_the_bits_of_exports_and_of_the_base(kind: str, tmp_path: Path) -> None:
         assert [p.data_ptr() for p in model.parameters()] == places
 
 
-@pytest.mark.parametrize("kind", ["zoo", "pca", "adapters"])
+@pytest.mark.parametrize("kind", ["zoo", "pca"])
 def test_mixtures_are_the_dense_sum(kind: str, tmp_path: Path) -> None:
     scales = {"math": 0.5, "safety": -1.25}
-    if kind == "adapters":
-        base, _ = family(tmp_path, tasks=())
-        listed = [f"{base}+{tmp_path / task}" for task in THREE]
-        changes = [train(base, tmp_path / task, seed) for seed, task in enumerate(THREE)]
-        file = write(recipe("basis_ta", base, listed, WEIGHTS, basis="none"), tmp_path / "store")
-        tvb("build", file, tmp_path / "store", "--adapters", "--quiet")
-        store = tmp_path / "store"
-        taus = {t: c for t, c in zip(THREE, changes, strict=True) if t in scales}
-    else:
-        base, store = STORES[kind](tmp_path)
-        bases = library.load(store)
-        taus = {task: reconstructed(bases, task) for task in scales}
+    base, store = STORES[kind](tmp_path)
+    bases = library.load(store)
+    taus = {task: reconstructed(bases, task) for task in scales}
     model = loaded(base, torch.float32)
     attach(model, store).use(scales)
     for name, start in load(base).items():

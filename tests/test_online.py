@@ -24,13 +24,12 @@ import pytest
 import reference
 import tiny
 import torch
-from commands import assert_close, merge, ready, recipe, refused
+from commands import assert_close, merge, ready, refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
 from safetensors.torch import save_file
 from scipy.linalg import block_diag
-from test_lora import train
 from torch import Tensor
 
 import tvb_mergekit as tvb
@@ -458,11 +457,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, llamas: tuple[Path, list[Pat
         tvb.build(base, three, folder / basis, basis=basis, num_bases=2, **more)
     shutil.copytree(folder / "balanced", folder / "three")
     tvb_add(folder / "three", models[4], "t4", "--budget", 3)
-    for index in range(2):
-        train(base, folder / f"adapter{index}", seed=index)
-    names = [f"{base}+{folder}/adapter{index}" for index in range(2)]
-    file = commands.write(recipe("basis_ta", base, names), folder / "of-adapters")
-    commands.tvb("build", file, folder / "adapters", "--adapters", "--quiet")
     (folder / "things").mkdir()
     (folder / "things" / "thesis.txt").write_text("all my work")
     return folder
@@ -479,7 +473,6 @@ OPTIONS: dict[str, tuple[str, str, list[object]]] = {
         ["--budget", 2],
     ),
     "balanced on ae": ("ae", "compress by ae, or build the store", ["--compress", "balanced"]),
-    "adapters": ("adapters", "holds adapters, whose ranks would grow", []),
     "pca": ("pca", "are pca, no convex combinations", []),
     "rand_proj": ("rand_proj", "are rand_proj, no convex combinations", []),
     "a weight of infinity": ("balanced", "weight", ["--weight", "inf"]),

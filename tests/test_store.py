@@ -33,7 +33,7 @@ from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.tensors import passes as engine
 from tvb_mergekit.tensors import writing
-from tvb_mergekit.tensors.adapter import MARKER
+from tvb_mergekit.tensors.writing import MARKER
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 Array = NDArray[np.float64]

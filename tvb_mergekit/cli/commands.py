@@ -103,14 +103,10 @@ def main() -> None:
 @click.option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
 @click.option("--size", metavar="SIZE", help="Store codes, all in SIZE bytes, such as 2GB.")
 @flag("--resume", help="Go on with an interrupted build.")
-@flag("--adapters", help="Store the bases of LoRA adapters as adapters.")
-@click.option("--rank", type=click.IntRange(1), help="With --adapters: truncate each to this rank.")
 def build(
     recipe: str,
     store: str,
     dtype: DtypeName | None,
-    adapters: bool,
-    rank: int | None,
     bits: float | None,
     size: str | None,
     **values: Any,
@@ -131,15 +127,9 @@ def build(
     """
     from tvb_mergekit.tensors import ranks
 
-    if rank and not adapters:
-        raise UserError("--rank belongs to --adapters")
-    if adapters and (values["resume"] or values["fuse"]):
-        raise UserError("--adapters goes with neither --resume nor --fuse")
-    if adapters:
-        ranks.one_only("tvb build --adapters")
     quantize = _quantize(bits, size)
-    if quantize and (adapters or dtype):
-        raise UserError("--bits and --size go with neither --adapters nor --dtype")
+    if quantize and dtype:
+        raise UserError("--bits and --size do not go with --dtype")
     devices, world = devices_of(values), ranks.world()
     document = _read(recipe)
     if quantize:
@@ -147,28 +137,21 @@ def build(
 
     from tvb_mergekit.cli.inspect import Inspection, error_line, size_line
     from tvb_mergekit.plugin.preflight import input_folders
-    from tvb_mergekit.store.adapters import NOT_ADAPTERS, build_adapters
     from tvb_mergekit.store.build import build_store
     from tvb_mergekit.tensors.output import check_new_folder
 
-    if adapters and not all(model.lora for model in document.recipe.models):
-        raise UserError(NOT_ADAPTERS)
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: _open(document, values))
-    wanted = _dtype(dtype) or inputs.own_dtype
-    if adapters:
-        bases = build_adapters(inputs, store, dtype=wanted, rank=rank)
-    else:
-        bases = build_store(
-            inputs,
-            store,
-            dtype=wanted,
-            quantize=quantize,
-            devices=devices,
-            resume=values["resume"],
-            budget=values["memory"],
-            progress=bars(values["quiet"] or not world.leads),
-        )
+    bases = build_store(
+        inputs,
+        store,
+        dtype=_dtype(dtype) or inputs.own_dtype,
+        quantize=quantize,
+        devices=devices,
+        resume=values["resume"],
+        budget=values["memory"],
+        progress=bars(values["quiet"] or not world.leads),
+    )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
     if quantize:

@@ -340,8 +340,7 @@ def size_line(inspection: Inspection) -> str:
     """How many bases and bytes of a store replace how many models and bytes."""
     facts, store, sizes = inspection.facts, inspection.facts.store, inspection.sizes
     assert store is not None and sizes is not None
-    kind = "adapter basis" if store.contents == "adapters" else "basis"
-    held = f"{counted(inspection.num_bases, kind)} of {counted(len(inspection.tasks), 'task')}"
+    held = f"{counted(inspection.num_bases, 'basis')} of {counted(len(inspection.tasks), 'task')}"
     if inspection.is_zoo:
         held = counted(len(inspection.tasks), "task vector")
     return (

@@ -1,8 +1,7 @@
-"""Low-rank updates: Gram matrix, linear combinations and truncation, from the factors alone.
+"""Low-rank updates: their Gram matrix, from the factors alone.
 
 A model fine-tuned by LoRA has the task vector s B A in each matrix that it targets. The inner
-product of two of those is sum((B1^T B2) * (A1 A2^T)), and a linear combination of several is low
-rank again, with the factors stacked. Nothing of the size of a matrix is made.
+product of two of those is sum((B1^T B2) * (A1 A2^T)). Nothing of the size of a matrix is made.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import GramSums, symmetric
-from tvb_mergekit.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -54,44 +52,6 @@ def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
     return sums
-
-
-def combine_factors(
-    updates: Sequence[Mapping[str, Factors]], coefficients: Tensor
-) -> dict[str, Factors]:
-    """sum_i coefficients[i] * update_i with the factors stacked: exact, the ranks add up.
-
-    `coefficients` is [T] float64; updates with a zero there are left out.
-    """
-    used = [(u, c) for u, c in zip(updates, coefficients.tolist(), strict=True) if c != 0]
-    combined = {}
-    for name in _names(update for update, _ in used):
-        parts = [(update[name], c) for update, c in used if name in update]
-        left = torch.cat([part.left * c for part, c in parts], dim=1)
-        combined[name] = Factors(left, torch.cat([part.right for part, _ in parts], dim=0))
-    return combined
-
-
-def truncate(update: Mapping[str, Factors], rank: int) -> dict[str, Factors]:
-    """The nearest update of at most `rank` in each matrix, by QR and SVD in float64.
-
-    Both factors get the square roots of the singular values.
-
-    Raises:
-        UserError: the rank is below 1.
-    """
-    if rank < 1:
-        raise UserError(f"the rank of an adapter is {rank}; expected 1 or more")
-    nearest = {}
-    for name, both in update.items():
-        left, left_core = torch.linalg.qr(both.left.double())
-        right, right_core = torch.linalg.qr(both.right.double().T)
-        u, s, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
-        root = s[:rank].sqrt()
-        nearest[name] = Factors(
-            (left @ (u[:, :rank] * root)).float(), ((right @ vh[:rank].T) * root).T.float()
-        )
-    return nearest
 
 
 def _names(updates: Iterable[Mapping[str, Factors]]) -> list[str]:

@@ -6,11 +6,9 @@ rewritten file; its loader for `.bin` shards holds a whole shard per model.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -20,9 +18,6 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex,
 from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
-from tvb_mergekit.store.facts import FACTS, read_facts
-from tvb_mergekit.store.store import is_store, open_vector
-from tvb_mergekit.tensors.adapter import CONFIG
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.quantized import KEY, Codes
 from tvb_mergekit.tensors.sparse import KEY as SPARSE
@@ -87,11 +82,7 @@ def install_loader(model: ModelReference) -> MappedLoader:
 
 def open_model(path: str) -> Checkpoint:
     """The weights at `path`, a folder or a file; a vector of a store as what it stands for."""
-    folder = Path(path)
-    # Adapters, codes and sparse vectors have all of a checkpoint that a merge asks for.
-    if os.path.isfile(folder / CONFIG) and is_store(folder.parent):
-        facts = read_facts(folder.parent / FACTS)
-        return cast(Checkpoint, open_vector(folder, facts["store"]))
+    # Codes and sparse vectors have all of a checkpoint that a merge asks for.
     opened = Checkpoint.open(path)
     said = metadata_of(opened.folder / opened.shards[0])
     if KEY in said:

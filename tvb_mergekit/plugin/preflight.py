@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
     """`check_model` of each model of a recipe, before anything else is downloaded or planned."""
     for model in (recipe.base, *recipe.models):
-        weights = not recipe.in_store or model == recipe.base  # a store's bases may be adapters
+        weights = not recipe.in_store or model == recipe.base  # checked with the store
         check_model(model, recipe.base, options, weights)
 
 

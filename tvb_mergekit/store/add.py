@@ -239,11 +239,6 @@ class _Addition:
 
     def _how(self) -> Compression:
         store = self.bases.facts.store
-        if store.contents == "adapters":
-            raise UserError(
-                f"{self.where} holds adapters, whose ranks would grow with every task: build "
-                "a store of tensors (without --adapters) to add to"
-            )
         if store.contents == "codes" and not self.bases.is_zoo:
             bits = counted(self.bases.facts.bits or 0.0, "bit")
             raise UserError(

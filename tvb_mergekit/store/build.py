@@ -68,7 +68,6 @@ from tvb_mergekit.store.store import (
     record_of,
 )
 from tvb_mergekit.tensors import cache, ranks
-from tvb_mergekit.tensors.adapter import MARKER
 from tvb_mergekit.tensors.merging import sketch_of
 from tvb_mergekit.tensors.output import check_disk, check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass, share_of
@@ -76,6 +75,7 @@ from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.writing import (
+    MARKER,
     SHARD_BYTES,
     FoldersSink,
     FolderWriter,

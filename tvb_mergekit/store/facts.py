@@ -32,7 +32,7 @@ HASH = "xxh3_128"
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Contents = Literal["tensors", "adapters", "codes", "sparse"]
+Contents = Literal["tensors", "codes", "sparse"]
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -94,9 +94,6 @@ class StoreRecord(Record):
     files: dict[str, FileRecord]
     base_beside: str | None = None
     recipes: dict[str, str] = {}
-    rank: int | None = None
-    targets: list[str] | None = None
-    shapes: dict[str, list[int]] | None = None
 
 
 class Facts(Record):

@@ -45,7 +45,7 @@ def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
     config = folder / facts.store.folders[0] / "config.json"
-    bare = facts.store.contents != "adapters" and not config.is_file()
+    bare = not config.is_file()
     command = "mergekit-pytorch" if bare else "mergekit-yaml"
     beside = facts.store.base_beside
     base = os.path.join("..", beside) if beside else facts.base_model

@@ -41,7 +41,6 @@ from tvb_mergekit.tensors.stream import Item, Part
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
 KEPT = ("gram", "eigenvalues", "encoder")  # of basis.safetensors, what does not depend on masks
-NO_ADAPTERS = {"rank": None, "targets": None, "shapes": None}  # nor are the bases low-rank
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ def _facts(dense: Dense, gram: Tensor) -> tuple[StoreFacts, dict[str, Tensor]]:
     bound = old.spectral_bound or 0.0
     known = loss is not None and bound > 1e-12 * energy
     sizes = products.diagonal().sqrt()
-    store = old.store.but(contents="sparse", compress=None, basis_weights=None, **NO_ADAPTERS)
+    store = old.store.but(contents="sparse", compress=None, basis_weights=None)
     facts = old.but(
         loss=loss,
         decoder_losses=None,

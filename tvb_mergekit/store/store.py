@@ -43,13 +43,12 @@ from tvb_mergekit.store.facts import (
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors import cache
-from tvb_mergekit.tensors.adapter import MARKER, Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.output import recover_folder, replace_folder, sync
 from tvb_mergekit.tensors.quantized import Codes
-from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
-from tvb_mergekit.tensors.writing import file_record
+from tvb_mergekit.tensors.writing import MARKER, file_record
 
 LOG = logging.getLogger(__name__)
 # Of basis.safetensors: what merges and additions compute with.
@@ -315,19 +314,13 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
-def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Adapter | Codes | Sparse:
+def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse:
     """One vector of a store as named tensors."""
     if store.contents == "tensors":
         return Checkpoint.open(folder)
     if store.contents == "codes":
         return Codes.open(folder)
-    if store.contents == "sparse":
-        return Sparse.open(folder)
-    # Shapes of the whole base: its biases tell in which orientation it stores square matrices.
-    shapes, targets = store.shapes or {}, store.targets or []
-    base = {name: TensorInfo(tuple(shape), torch.float32, "") for name, shape in shapes.items()}
-    adapter = Adapter.open(folder, base, folder.name)
-    return adapter.over({name: base[name] for name in targets})
+    return Sparse.open(folder)
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters as sources: folders of factors, read as dense updates; and their writing.
+"""PEFT's LoRA adapters as sources: folders of factors, read as dense updates.
 
 The meaning of an adapter is what PEFT's `merge_and_unload` adds to the base: s B A in each target
 module. The formats are PEFT's (https://huggingface.co/docs/peft/developer_guides/checkpoint); PEFT
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +25,10 @@ from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.source import TensorInfo, Weights
-from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.writing import Shard
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-MARKER = "tvb_basis"  # the key in the metadata of what `write_adapter` writes
-FUSE_INSTEAD = (
-    "list it as BASE+ADAPTER with --lora-merge-cache DIR and without --adapters, "
-    "which fuses it first"
-)
+FUSE_INSTEAD = "list it as BASE+ADAPTER with --lora-merge-cache DIR, which fuses it first"
 
 _PREFIX = "base_model.model."
 # module, A or B of a linear layer or of an embedding; the adapter's name in between is dropped.
@@ -78,7 +72,6 @@ class Adapter(Weights):
         targets: likewise, the modules.
         tensors: what can be read, float32; those without factors are zeros.
         label: the task's name, for messages.
-        task_type: PEFT's, such as CAUSAL_LM.
     """
 
     file: Checkpoint
@@ -86,7 +79,6 @@ class Adapter(Weights):
     targets: dict[str, Target]
     tensors: dict[str, TensorInfo]
     label: str = ""
-    task_type: str | None = None
 
     @classmethod
     def open(
@@ -205,7 +197,7 @@ class _Reader:
             pair = halves.setdefault((match[1], match[3] is not None), {})
             if pair.setdefault(match[2] or match[3], key) != key:
                 raise self._error(f"holds several adapters (`{key}`); store them one by one")
-        adapter = Adapter(file, {}, {}, {}, self.label, self.config.get("task_type"))
+        adapter = Adapter(file, {}, {}, {}, self.label)
         for (module, embedding), pair in halves.items():
             name = self._base_name(module)
             if name in adapter.factors:
@@ -349,92 +341,3 @@ def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[str]:
             if rows != columns and bias.shape in ((rows,), (columns,)):
                 kinds.add("linear" if bias.shape == (rows,) else "conv1d")
     return kinds
-
-
-def common_targets(adapters: Iterable[Adapter]) -> dict[str, Target]:
-    """The modules that the adapters target together, for `write_adapter`.
-
-    Raises:
-        NotPlainLora: two adapters target one tensor as different modules (a tied embedding).
-    """
-    targets: dict[str, Target] = {}
-    for adapter in adapters:
-        for name, target in adapter.targets.items():
-            if targets.setdefault(name, target) != target:
-                raise NotPlainLora(
-                    f"adapter of task `{adapter.label}`: targets `{name}` as {target.kind} "
-                    f"`{target.module}`, another adapter as {targets[name].kind} "
-                    f"`{targets[name].module}`; {FUSE_INSTEAD}"
-                )
-    return targets
-
-
-def write_adapter(
-    folder: str | os.PathLike[str],
-    factors: Mapping[str, Factors],
-    *,
-    targets: Mapping[str, Target],
-    dtype: torch.dtype,
-    base_model: str,
-    marker: Mapping[str, object],
-    task_type: str | None = None,
-) -> None:
-    """Write `factors` as an adapter that `peft.PeftModel.from_pretrained` loads, with scale 1.
-
-    Args:
-        folder: made if it does not exist.
-        targets: the modules of at least these tensors, see `common_targets`.
-        marker: goes, as JSON, to the metadata of the weights: PEFT warns of keys that it does not
-            know in its config.
-        task_type: PEFT's, such as CAUSAL_LM.
-
-    Raises:
-        UserError: no factors, or a value that overflows `dtype`.
-    """
-    if not factors:
-        raise UserError(
-            f"adapter {folder}: nothing to write, no tensor is changed; check the basis"
-        )
-    state: dict[str, Tensor] = {}
-    for name, both in factors.items():
-        module, kind = targets[name]
-        down, up = (both.right, both.left) if kind == "linear" else (both.left.T, both.right.T)
-        key = "lora_embedding_{}" if kind == "embedding" else "lora_{}.weight"
-        for half, value in (("A", down), ("B", up)):
-            stored = value.to(dtype).contiguous()
-            if not torch.isfinite(stored).all():
-                raise UserError(
-                    f"adapter {folder}: `{name}` overflows {dtype}; write it in bfloat16 or float32"
-                )
-            state[f"{_PREFIX}{module}.{key.format(half)}"] = stored
-    ranks = {targets[name].module: both.rank for name, both in factors.items()}
-    largest = max(ranks.values())
-    # Anchored and escaped: PEFT searches patterns as regular expressions at the end of names.
-    pattern = {f"^{re.escape(m)}": rank for m, rank in ranks.items() if rank != largest}
-    config = {
-        "base_model_name_or_path": base_model,
-        "bias": "none",
-        "fan_in_fan_out": any(targets[name].kind == "conv1d" for name in factors),
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": largest,  # over r: the scale is 1 everywhere
-        "alpha_pattern": pattern,
-        "lora_dropout": 0.0,
-        "peft_type": "LORA",
-        "r": largest,
-        "rank_pattern": pattern,
-        # A module whose name ends in one of these would be wrapped too, with an update of zero.
-        "target_modules": sorted(ranks),
-        "task_type": task_type,
-        "use_rslora": False,
-    }
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    items = [Item(key, tuple(state[key].shape), None, (), dtype) for key in sorted(state)]
-    metadata = {"format": "pt", MARKER: json.dumps(marker, sort_keys=True)}
-    with (folder / WEIGHTS).open("wb") as file:
-        file.write(Shard(WEIGHTS, tuple(items)).header(metadata))
-        for item in items:
-            file.write(state[item.name].view(torch.uint8).numpy().tobytes())
-    text = json.dumps(config, indent=2, sort_keys=True)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")

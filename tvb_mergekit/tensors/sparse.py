@@ -18,9 +18,8 @@ from torch import Tensor
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.adapter import MARKER
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, said_in
-from tvb_mergekit.tensors.writing import header_of
+from tvb_mergekit.tensors.writing import MARKER, header_of
 
 KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors
 VERSION = 1

@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.stream import Item
 
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
+MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
 BLOCK_BYTES = 2**24  # that are read at a time to be hashed
 ANEW = "start anew without --resume"
 
