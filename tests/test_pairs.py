@@ -73,19 +73,19 @@ def every_sum(sizes: Array) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "error"),
+    "sizes",
     [
-        (np.random.default_rng(0).integers(1, 10, 40), 0.15),  # pass@1 of ten samples
-        (np.round(np.random.default_rng(0).gamma(0.5, 100, 60)) + 1, 0.02),  # real-valued
-        (np.array([100] * 3 + [*range(1, 10)] * 22), 0.05),  # a short task and a long one
-        (np.array([22] * 5 + [1] * 100), 0.15),  # the same, of scores 0 and 1
+        np.random.default_rng(0).integers(1, 10, 40),  # pass@1 of ten samples
+        np.round(np.random.default_rng(0).gamma(0.5, 100, 60)) + 1,  # real-valued
+        np.array([100] * 3 + [*range(1, 10)] * 22),  # a short task and a long one
+        np.array([22] * 5 + [1] * 100),  # the same, of scores 0 and 1
     ],
 )
-def test_p_values_far_out(sizes: Array, error: float) -> None:
-    """Against the exact ones, down to 1e-10; a few of them are drawn."""
+def test_p_values_of_unequal_sizes(sizes: Array) -> None:
+    """Against the exact ones, by the standard error of the draws."""
     sums, likely = every_sum(sizes)
     tails = likely[::-1].cumsum()[::-1]
-    for level in (0.1, 0.03, 4e-3, 1e-3, 1e-5, 1e-7, 1e-10):
+    for level in (0.1, 0.03, 4e-3, 1e-3, 1e-7):
         place = np.flatnonzero((2 * tails <= level) & (likely > 0))[0]
         minus = (sizes.sum() - sums[place]) / 2  # the sizes that are taken with a minus
         signs = np.ones(len(sizes))
@@ -93,10 +93,10 @@ def test_p_values_far_out(sizes: Array, error: float) -> None:
             if sizes[index] <= minus:
                 signs[index], minus = -1, minus - sizes[index]
         exact = 2 * tails[place] - likely[place]
-        found = sign_flip(signs * sizes)
         if minus == 0:
-            assert found == pytest.approx(exact, rel=max(error, 0.15 * (4e-3 < exact < 0.2)))
-    assert sign_flip(sizes * 1.0) == pytest.approx(0.5 ** len(sizes))  # all of one sign
+            found, noise = sign_flip(signs * sizes), 4 * (exact / 9999) ** 0.5
+            assert exact - noise <= found <= exact + noise + 2e-4
+    assert 0.5 ** len(sizes) <= sign_flip(sizes * 1.0) <= 2e-4  # all of one sign
 
 
 def test_holm_by_hand() -> None:
@@ -814,19 +814,6 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
         "other<script>",
     ):
         assert part in page.said
-
-
-def test_names_that_are_no_unicode() -> None:
-    scored("a", {"add": A, "sub": A, "run": A})
-    Path("small.yml").write_text(SMALL.replace("title: ", "title: <b>"))
-    place = os.fsdecode(b"\xff\xfe")
-    shutil.copytree("a", place)
-    invoke("a", place, *BENCH, "--specialist", "a", "--out", "out", "--radar", "none")
-    for name in ("scores.md", "scores.json", "scores.html"):
-        text = Path("out", name).read_text(encoding="utf-8").replace("\\\\", "\\")
-        assert r"\udcff\udcfe" in text, name
-    assert Path("out/scores.md").read_text().startswith("# \\<b>Small\n")
-    last(run("a", *BENCH, "--reference", "out/scores.json"))
 
 
 def test_recipe_and_basis_of_a_merge() -> None:
