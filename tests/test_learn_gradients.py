@@ -247,8 +247,10 @@ def test_coefficients_make_the_model_and_its_recipe(
     assert all(torch.equal(t, same.tensors[n]) for n, t in merged.tensors.items())
     other = case.recipe("three", basis="ae", num_bases=2)
     words = ("--from", merged.folder, "--out", case.folder / "no", "--quiet")
-    line = refused("learn", other, method, *words)
-    assert "learned of other bases than this recipe's" in line
+    more = case.recipe("more", basis="balanced", num_bases=3)
+    for wrong in (other, more):
+        line = refused("learn", wrong, method, *words)
+        assert "learned of other bases than this recipe's" in line
 
 
 def metadata(folder: Path) -> dict[str, Any]:

@@ -176,7 +176,9 @@ class Descents(Work):
                 raise UserError(f"{file}: not what {self.request.method} has learned; learn anew")
             bases, found = self._bases_told(), told["bases"]
             same = found | {"encoder": None} == bases | {"encoder": None}
-            if not same or not np.allclose(found["encoder"], bases["encoder"], 1e-5, 1e-9):
+            one, other = np.array(found["encoder"]), np.array(bases["encoder"])
+            same &= one.shape == other.shape
+            if not same or not np.allclose(one, other, 1e-5, 1e-9):
                 raise UserError(
                     f"{file}: learned of other bases than this recipe's; take the recipe or store "
                     "of that run, or learn anew"
