@@ -405,6 +405,13 @@ def test_a_run_that_was_killed_leaves_whole_files(case: Case) -> None:
         ),
         (json.dumps({"text": "t2 " * 65}), "line 2: a text of 65 tokens"),
         ('{"text": "t1 \\ud800"}', "line 2: 'utf-8' codec can't encode character"),
+        *(
+            (
+                json.dumps({"messages": [{"role": "assistant", "content": found}]}),
+                f"line 2: `messages`: the content of message 1 is {told}: expected text",
+            )
+            for found, told in ((None, "null"), ({"a": 1}, '{"a": 1}'))
+        ),
         ('{"prompt": "t1", "response": ""}', "line 2: the response has no tokens to predict"),
     ],
 )

@@ -141,6 +141,13 @@ def _checked(record: Any, unlabeled: bool) -> Mapping[str, Any]:
             raise ValueError(
                 "`messages`: expected a list of {role, content}, the last of them the assistant's"
             )
+        for number, each in enumerate(messages, 1):
+            # A message that calls tools may have no text. Some templates read lists of parts.
+            if not (isinstance(each["content"], str | list) or each.get("tool_calls")):
+                found = json.dumps(each["content"])
+                raise ValueError(
+                    f"`messages`: the content of message {number} is {found:.40}: expected text"
+                )
     return record
 
 
