@@ -458,13 +458,13 @@ def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
         tvb(*words, code=130)
     left = case.folder / "changed-out.partial"
     for told, *more in (
-        ("math.safetensors is of another samples: give what that run had", "--samples", 2),
-        ("math.safetensors is of another sha256", "--data", f"math={case.files['code']}"),
+        ("math.safetensors differs from this command in samples: give what", "--samples", 2),
+        ("math.safetensors differs from this command in sha256", "--data", f"math={case.files['code']}"),
     ):
         cut = words[:3] + words[5:] if "--data" in more else words
         assert f"--resume: {left}/{told}" in refused(*cut, *more, "--resume")
     regmean = [*words[:2], "regmean", *words[3:]]
-    assert "math.safetensors is of another method" in refused(*regmean, "--resume")
+    assert "math.safetensors differs from this command in method" in refused(*regmean, "--resume")
     whole = (left / "math.safetensors").read_bytes()
     (left / "math.safetensors").write_bytes(whole[:100])
     assert f"{left}/math.safetensors is in the way: damaged" in refused(*words, "--resume")

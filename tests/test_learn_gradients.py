@@ -416,6 +416,41 @@ def test_an_interrupted_run_goes_on_after_its_last_epoch(case: Case) -> None:
         assert told[0]["history"] == told[1]["history"] and told[0]["passes"] == told[1]["passes"]
 
 
+@pytest.mark.parametrize(("method", "stops"), [("fisher", 0), ("localize", 5), ("atlas", 2)])
+def test_a_bit_that_flips_in_an_unfinished_run(case: Case, method: str, stops: int) -> None:
+    """Of statistics, of a mask that is whole, and of the state of a descent; whatever bit it is."""
+    source, out, calls = case.recipe("flip", basis="balanced", num_bases=2), case.folder / method, 0
+    words = ["learn", source, method, *case.words, "--quiet"]
+    words += [] if method == "fisher" else ["--epochs", 3]
+    kept = descent_module.Descent._epoch
+
+    def stopping(self: Descent, some: Any, epoch: int, keep: bool) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == stops:
+            raise KeyboardInterrupt
+        return kept(self, some, epoch, keep)
+
+    ending = mock.patch("tvb_mergekit.plugin.run.write_model", side_effect=KeyboardInterrupt)
+    with mock.patch.object(Descent, "_epoch", stopping) if stops else ending:
+        tvb(*words, "--out", out, code=130)
+    files = sorted(Path(f"{out}.partial").iterdir())
+    assert len(files) == {"fisher": 3, "localize": 2, "atlas": 1}[method]
+    for file in files:
+        whole = file.read_bytes()
+        # In the last number, in the JSON of the metadata, in the name of a tensor.
+        for place in (len(whole) - 1, whole.index(b"seed"), whole.index(b"data_offsets") - 20):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            line = refused(*words, "--out", out, "--resume")
+            assert str(file) in line and "delete it" in line and "--resume learns" in line, place
+        file.write_bytes(whole)
+    file.unlink()  # as it says
+    tvb(*words, "--out", out, "--resume")
+    whole_run = case.learn(source, method, f"{method}-unhurt", *words[3:])
+    found = load(out)
+    assert all(torch.equal(t, found[n]) for n, t in whole_run.tensors.items())
+
+
 def test_a_loss_that_is_not_finite_keeps_the_last_good(
     case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from tvb_mergekit.atomic import beside
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.output import sync
+from tvb_mergekit.tensors.writing import HASH, content_hash
 
 VERSION = 1
 STATISTICS, LEARNED, STATE = "tvb_statistics", "tvb_learned", "tvb_descent"  # keys of metadata
@@ -22,8 +24,10 @@ STATISTICS, LEARNED, STATE = "tvb_statistics", "tvb_learned", "tvb_descent"  # k
 def save(file: Path, key: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
     """Write tensors and, under a key of the metadata, what they are of; never half."""
     held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    said = {key: described(told)}
+    said[HASH] = content_hash(said, held.items())
     with beside(file) as path:
-        save_file(held, path, {key: described(told)})
+        save_file(held, path, said)
         path.chmod(0o644)  # `save_file` lets only the owner read
         sync(path)
 
@@ -54,12 +58,21 @@ def is_ours(file: Path) -> bool:
 
 
 def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
-    """Raise UserError where a file of an unfinished run is of something else than is wanted; where
-    data lie, `file`, may differ."""
+    """Raise UserError if a file of an unfinished run was changed, or was made for other values than
+    are wanted; where data lie, `file`, may differ."""
+    with safe_open(file, "pt") as held:
+        said = held.metadata()
+        recorded = said.pop(HASH, None)
+        found = content_hash(said, ((name, held.get_tensor(name)) for name in held.keys()))
+    if found != recorded:
+        raise UserError(
+            f"--resume: {file}: its content does not have the checksum in its header: the file was "
+            "changed; delete it, and --resume learns again what it held"
+        )
     told = told_in(file, key) or {}
     other = [name for name, value in wanted.items() if name != "file" and told.get(name) != value]
     if other:
         raise UserError(
-            f"--resume: {file} is of another {listed(other)}: give what that run had, or leave out "
-            "--resume to begin anew"
+            f"--resume: {file} differs from this command in {listed(other)}: give what that run "
+            "had, or leave out --resume to begin again"
         )

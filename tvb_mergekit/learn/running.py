@@ -316,18 +316,19 @@ class Work(ABC):
 
     def begin(self) -> None:
         """Make the folder of an unfinished run, or go on in the one that is there."""
-        request, left = self.request, self._left()
+        request = self.request
         if request.source is None and ranks.world().leads:
+            left = self._left()
             if left and not request.resume:
                 told = "%s, an unfinished run, is replaced (--resume continues it)"
                 LOG.warning(told, request.partial)
                 shutil.rmtree(request.partial)
-            if other := sorted({f.name for f in left} - {f.name for f in self.unfinished}):
-                if request.resume:
-                    raise UserError(
-                        f"--resume: {request.partial} is of another run ({listed(other)}): give "
-                        "what that had, or leave out --resume to begin anew"
-                    )
+            other = sorted({f.name for f in left} - {f.name for f in self.unfinished})
+            if other and request.resume:
+                raise UserError(
+                    f"--resume: {request.partial} is of another run ({listed(other)}): give "
+                    "what that had, or leave out --resume to begin again"
+                )
             request.partial.mkdir(parents=True, exist_ok=True)
         ranks.world().share(lambda: None)
 

@@ -19,7 +19,7 @@ from tvb_mergekit.atomic import beside
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, said_in
-from tvb_mergekit.tensors.writing import MARKER, header_of
+from tvb_mergekit.tensors.writing import HASH, MARKER, content_hash, header_of
 
 KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors
 VERSION = 1
@@ -173,7 +173,7 @@ def write_sparse(
     Args:
         vectors: name and tensor, of any floating dtype and device, each taken when it is needed.
         dtype: float16, bfloat16 or float32, of the values.
-        metadata: what else the header has.
+        metadata: what else the header has; with it also a checksum of the content, as HASH.
 
     Raises:
         UserError: another dtype; a tensor that comes twice, overflows or is not finite; the file
@@ -191,6 +191,8 @@ def write_sparse(
     held = dict(sorted(held.items(), key=lambda each: -each[1].dtype.itemsize))
     said = {"format": "pt", MARKER: file.stem, **(metadata or {})}
     said[KEY] = json.dumps({"version": VERSION, "tensors": shapes})
+    if metadata:
+        said[HASH] = content_hash(said, held.items())
     header = header_of(said, {name: (each.dtype, each.shape) for name, each in held.items()})
     with beside(file) as path, path.open("wb") as stream:
         stream.write(header)

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
@@ -317,6 +317,15 @@ class MemorySink:
             if start == 0:
                 state[item.name] = torch.empty(item.shape, dtype=item.out, device="cpu")
             state[item.name].view(-1)[start:stop] = row
+
+
+def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The checksum of what a file holds, for the file's own metadata."""
+    digest = xxhash.xxh3_128(json.dumps(sorted(metadata.items())).encode())
+    for name, tensor in sorted(tensors, key=lambda each: each[0]):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def file_record(path: Path) -> dict[str, object]:
