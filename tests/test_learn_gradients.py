@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -570,6 +571,31 @@ def test_two_processes_learn_the_same(case: Case, method: str) -> None:
     moved = sum(float((base[n] - t).square().sum()) for n, t in one.tensors.items())
     # A rounding may choose another entry of a mask.
     assert off**0.5 < (0.05 if method == "localize" else 1e-4) * moved**0.5
+
+
+@pytest.mark.parametrize("dataless", [True, False])
+def test_nothing_of_a_basis_is_held_when_the_next_is_read(case: Case, dataless: bool) -> None:
+    """Neither its mask, which a descent holds, nor its entries."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def making(base: Any, bases: Mapping[str, Tensor], *more: Any, **keys: Any) -> Mask:
+        mask = Mask(base, bases, *more, **keys)
+        made.extend(weakref.ref(each) for each in (mask, *bases.values(), *mask.variables))
+        return mask
+
+    original = TaskModels.stacked
+
+    def noting(self: TaskModels, bases: Tensor) -> dict[str, Tensor]:
+        alive.append(sum(each() is not None for each in made))
+        return original(self, bases)
+
+    source, name = case.recipe("held", basis="none"), f"held-{dataless}"
+    data = ("--dataless",) if dataless else (*case.words, "--epochs", 2)
+    patched = mock.patch.object(descents, "Mask", making)
+    with patched, mock.patch.object(TaskModels, "stacked", noting):
+        case.learn(source, "localize", name, *data)
+    assert alive == [0, 0, 0] and len(made) > 3
 
 
 def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:

@@ -383,10 +383,8 @@ class Descents(Work):
         model, parameters, base = self._model() if splits else (nn.Module(), {}, {})
         names = base_names(plan)
         tell, factor = self._bar() if splits else None, len(self.tasks) / matrix.shape[1]
-        for number, file in enumerate(self.outputs):
-            own = {**wanted, "basis": number}
-            if self._is_there(file, own):
-                continue
+
+        def one(number: int, file: Path, own: Mapping[str, Any]) -> None:
             bases = self.models.stacked(matrix[:, number : number + 1])
             mask = Mask(base, bases, request.density, penalty=request.penalty)
             history = History()
@@ -396,7 +394,7 @@ class Descents(Work):
                 seed = f"{request.seed} {number}"
                 descent = self._descent(model, parameters, mask, tell)
                 history = descent.run(
-                    lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),  # noqa: B023
+                    lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),
                     drawn(column, held, factor, seed),
                     self._state(file),
                     own,
@@ -413,6 +411,11 @@ class Descents(Work):
                 write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(told)})
                 self._state(file).unlink(missing_ok=True)
             world.share(lambda: None)
+
+        for number, file in enumerate(self.outputs):
+            own = {**wanted, "basis": number}
+            if not self._is_there(file, own):
+                one(number, file, own)  # returns before the next basis is read: its memory is free
 
     @property
     def _dtype(self) -> torch.dtype:
