@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import families
 import numpy as np
+import processes
 import pytest
 import torch
 import transformers
@@ -499,6 +501,27 @@ def test_what_another_process_has_written_meanwhile(case: Case) -> None:
     with mock.patch("tvb_mergekit.store.store.lock", late):
         assert "already holds weight files" in refused(*words, "--out", out)
     assert not Path(f"{out}.partial").exists()
+
+
+def test_experts_are_saved_again_and_activations_are_not_counted(tmp_path: Path) -> None:
+    case = Case(tmp_path, make=families.decoder("Mixtral", num_local_experts=4))
+    source, store = case.recipe("recipe", basis="none"), tmp_path / "store"
+    assert "`save_pretrained(FOLDER, save_original_format=False)`" in refused(
+        "build", source, store
+    )
+    words = ["tvb", "learn", source, *case.words, "--out", "dry", "--dry-run"]
+    for method in ("fisher", "atlas"):
+        ended = processes.run([*words, method], tmp_path)
+        assert ended.code == 0 and "activations, which are not counted" in ended.out, ended
+        (line,) = ended.err.splitlines()
+        assert "nothing is learned of them" in line and "save_original_format=False" in line
+    for folder in (case.base, *case.models):  # as it says
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.save_pretrained(folder, save_original_format=False)
+    tvb("build", source, store, "--quiet")
+    case.learn(source, "fisher", "out", *case.words, "--no-subsample")
+    ended = processes.run([*words, "fisher"], tmp_path)
+    assert ended.code == 0 and not ended.err
 
 
 def test_a_token_that_the_model_does_not_know(case: Case, tmp_path: Path) -> None:

@@ -545,7 +545,7 @@ def test_memory_precision_and_activations(case: Case) -> None:
     assert told[1] < 0.8 * told[0]
     line = refused("learn", source, "atlas", *case.words, "--out", case.folder / "no",
                    "--memory", "16MB")  # fmt: skip
-    assert "16.0 MB of memory are too little for atlas" in line and "activations about" in line
+    assert "16.0 MB of memory are too little for atlas" in line and "activations: about" in line
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Descents(Work):
             disk = int(self.most_bases * size * numel) + 16 * numel * bool(self.files)
         if request.source is not None:
             disk = 0
-        activations = 0
+        activations: int | None = 0
         if self.files:
             activations = self.models.activations(
                 min(schedule.batch, train), self.longest, checkpointing=request.checkpointing

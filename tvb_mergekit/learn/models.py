@@ -24,6 +24,7 @@ from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.stores import Stored
 from tvb_mergekit.store.live import Live, attach
+from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item
 
@@ -102,9 +103,9 @@ class TaskModels:
             folder = self.base_folder if task is None else self.folder(task)
             told = f"{folder}: in memory the model names {listed(missing)} otherwise than its files"
             if 2 * len(missing) > len(stored):
-                raise UserError(f"{told}; save it anew with a current transformers")
+                raise UserError(f"{told}; {SAVE_AGAIN}")
             if told not in self._told:
-                LOG.warning("%s: nothing is learned of them", told)
+                LOG.warning("%s: nothing is learned of them, unless you %s", told, SAVE_AGAIN)
             self._told.add(told)
         return found
 
@@ -136,11 +137,11 @@ class TaskModels:
 
     def activations(
         self, batch: int, length: int, backward: bool = True, checkpointing: bool = False
-    ) -> int:
+    ) -> int | None:
         """About the bytes of a pass of `batch` examples of `length` tokens, in float32: of what it
         keeps for gradients and, without them or with `checkpointing`, of the layers' mean of that;
-        and of the logits, their logarithms and gradients. Nothing is computed; 0 where that cannot
-        be, as in some models of experts."""
+        and of the logits, their logarithms and gradients. Nothing is computed; None where that
+        cannot be, as in some models of experts."""
         kept = dict[int, int]()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -149,6 +150,8 @@ class TaskModels:
                 kept[storage._cdata] = storage.nbytes()
             return tensor
 
+        torchs = logging.getLogger(FakeTensorMode.__module__)  # prints tracebacks of what it raises
+        torchs.disabled = True
         try:
             with FakeTensorMode(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 model = self._made()
@@ -157,7 +160,9 @@ class TaskModels:
                 logits = model(input_ids=ids, use_cache=False).logits
         except Exception as error:  # of whatever kind a model's code leads to
             LOG.info("%s: no estimate of its activations: %s", self.base_folder, error)
-            return 0
+            return None
+        finally:
+            torchs.disabled = False
         text = cast(Any, model).config.get_text_config()
         layers = int(getattr(text, "num_hidden_layers", None) or 1)
         total = sum(kept.values())

@@ -103,7 +103,7 @@ class Costs:
     forward: int
     backward: int
     model: int
-    activations: int
+    activations: int | None
     disk: int
 
 
@@ -133,6 +133,13 @@ class Bill:
     def disk(self) -> int:
         return self.costs.disk + self.output
 
+    @property
+    def activations(self) -> str:
+        """How much of the memory activations take."""
+        if self.costs.activations is None:
+            return "without activations, which are not counted: the model's code allows no estimate"
+        return f"of it activations: about {megabytes(self.costs.activations)}"
+
     def lines(self) -> list[str]:
         """For people."""
         used = [f"{task} {some} of {every}" for task, (some, every) in self.examples.items()]
@@ -142,8 +149,7 @@ class Bill:
             f"{self.method} over {most}{counted(self.bases, 'basis')}",
             f"Examples: {', '.join(used) or 'none'}",
             f"Passes of one example: {passes}{costs.forward} forward, {costs.backward} backward",
-            f"Memory: {megabytes(self.memory)}, of it activations: about "
-            f"{megabytes(costs.activations)}",
+            f"Memory: {megabytes(self.memory)}, {self.activations}",
             f"Disk: {megabytes(self.disk)}",
         ]
 
@@ -262,25 +268,38 @@ class Work(ABC):
         bill = self.bill
         if bill.memory > request.memory:
             raise UserError(
-                f"{megabytes(request.memory)} of memory are too little for {request.method}: its "
-                f"models and what it learns take {megabytes(bill.costs.model + LEAST)}, "
-                f"activations about {megabytes(bill.costs.activations)}; raise --memory"
+                f"{megabytes(request.memory)} of memory are too little for {request.method}, which "
+                f"takes {megabytes(bill.memory)}, {bill.activations}; raise --memory"
             )
         check_disk(request.out, bill.disk)
-        for file in self._left():
-            if not kept.is_ours(file):
-                raise UserError(
-                    f"{file} is in the way: damaged, or not of an unfinished run; delete it "
-                    "(--resume learns anew what it held), or move it"
-                )
         if request.source is not None:
             self._check_source(request.source)
             self.known()
+            if request.partial.is_dir():
+                told = "%s, an unfinished run, is neither used nor deleted (--from)"
+                LOG.warning(told, request.partial)
+            return bill
+        for file in self._left():
+            if not kept.is_ours(file):
+                raise UserError(
+                    f"{file} is in the way: damaged, or not of an unfinished run; move it, or "
+                    "delete it (--resume learns again what it held)"
+                )
         return bill
 
     def _left(self) -> list[Path]:
-        """What an unfinished run has left."""
-        return [f for f in self.request.partial.glob("*") if not f.name.startswith(".")]
+        """Return all files in OUT.partial, except remains of `atomic.beside`.
+
+        Raises:
+            UserError: OUT.partial is a file.
+        """
+        partial = self.request.partial
+        if partial.exists() and not partial.is_dir():
+            raise UserError(
+                f"{partial} is in the way: a file, and a folder of this name holds what is "
+                "learned until OUT is complete; move it, or name another --out"
+            )
+        return [file for file in partial.glob("*") if not file.name.startswith(".partial-")]
 
     def _check_source(self, source: str) -> None:
         """Raise UserError where --from is no output of this method, or files of it have changed."""

@@ -48,7 +48,8 @@ class Visits(Work):
             held, stored = 8 * sum(squares) + 8 * max(squares, default=0), 4 * sum(squares)
             each = (layer_bytes(shape, self.most_bases, where) for shape, where in layers.values())
             merging = max(each, default=0)
-        visiting, activations = self.model_bytes + held, 0
+        visiting = self.model_bytes + held
+        activations: int | None = 0
         if self.models.stored is not None:  # whose vectors are decoded into the model
             visiting += block_budget()
         if self.files:

@@ -31,7 +31,7 @@ from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.inputs import Inputs, Matched, match
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
-from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.stream import Item, Part
 
 LOG = logging.getLogger(__name__)
@@ -227,8 +227,7 @@ def inputs_of(document: Document, plan: Plan) -> Inputs:
         if None in names or names[0] is None:
             raise UserError(
                 f"tensor `{planned.name}` is made of others when it is loaded (an old layout of "
-                "experts): save the models anew with a current transformers, or merge them with "
-                "mergekit-yaml"
+                f"experts): {SAVE_AGAIN}, or merge them with mergekit-yaml"
             )
         if (owner := owners.setdefault(names[0], planned.name)) != planned.name:
             raise UserError(
@@ -276,5 +275,4 @@ def planned(document: Document, options: Options, memory: int | None = None) -> 
             check_tokenizer_source(document.config)
             plan = plan_merge(document.recipe, document.config, options, memory)
         plan.make_tokenizer()
-        with refusing():
-            yield plan
+        yield plan

@@ -36,6 +36,10 @@ except ImportError:  # Windows
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 RESTORE = "restore it, or build the store anew"
+# transformers 5 writes experts as its older versions did, unless it is asked for its own names.
+SAVE_AGAIN = (
+    "save the models again with transformers' `save_pretrained(FOLDER, save_original_format=False)`"
+)
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 DTYPES = {
