@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -487,6 +488,36 @@ def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
         assert told in refused(*again, "--quiet")
         file.write_bytes(whole)
     tvb(*again, "--quiet")
+
+
+def test_from_leaves_an_unfinished_run(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    source, out = case.recipe("two-runs", basis="none"), case.folder / "two-runs"
+    first = case.learn(source, "regmean", "two-runs-from", *case.words)
+    with mock.patch("tvb_mergekit.plugin.run.write_model", side_effect=KeyboardInterrupt):
+        tvb("learn", source, "fisher", *case.words, "--quiet", "--out", out, code=130)
+    left = {file: file.read_bytes() for file in Path(f"{out}.partial").iterdir()}
+    case.learn(source, "regmean", "two-runs", "--from", first.folder)
+    assert len(left) == 3 and left == {file: file.read_bytes() for file in left}
+    assert f"{out}.partial, an unfinished run, is neither used nor deleted" in caplog.text
+
+
+def test_a_full_disk_and_a_kill_in_the_last_stage(case: Case) -> None:
+    """Both leave what was learned, and say so, however OUT is written."""
+    source, out = case.recipe("last", basis="none"), case.folder / "last"
+    words = ["tvb", "learn", source, "fisher", *case.words, "--quiet", "--out", "last/"]
+    writes = "tvb_mergekit.tensors.writing.FolderWriter.write"
+    full = processes.run(words, case.folder, partial(processes.on_call, writes, processes.FULL, 3))
+    assert full.code == 1 and full.err.count("\n") == 1 and "No space left" in full.err
+    assert f"{out}.partial keeps what was finished: free some disk" in full.err
+    assert "--resume" in full.err and "nothing was left behind" not in full.err
+    words.append("--resume")
+    kill = partial(processes.on_call, writes, processes.KILL, 3)
+    assert processes.run(words, case.folder, kill).code == -9
+    (stale,) = case.folder.glob("last.partial-*")
+    ended = processes.run(words, case.folder)
+    assert ended.code == 0, ended.err
+    assert f"{stale} was left by a merge that was killed or still runs" in ended.err
+    assert load(out) and not Path(f"{out}.partial").exists()
 
 
 def test_what_another_process_has_written_meanwhile(case: Case) -> None:

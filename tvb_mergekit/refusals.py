@@ -67,9 +67,9 @@ def _of_the_machine(error: BaseException, out: str) -> str:
     text, mend = _one_line(error), remedy(error)
     if not mend:
         return text
-    if os.path.isdir(f"{out}.partial"):
+    if os.path.isdir(partial := f"{os.path.realpath(out)}.partial"):
         return (
-            f"cannot write {out}: {text}; {out}.partial keeps what was finished: {mend}, and go "
+            f"cannot write {out}: {text}; {partial} keeps what was finished: {mend}, and go "
             "on with --resume, or delete it"
         )
     return f"cannot write {out}: {text}; nothing was left behind: {mend}, or write elsewhere"

@@ -145,7 +145,7 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
                         return body(**values)
             except KeyboardInterrupt:
                 more = ""
-                if os.path.isdir(partial := f"{place}.partial"):
+                if os.path.isdir(partial := f"{os.path.realpath(place)}.partial"):
                     more = f" {partial} is kept: --resume goes on."
                 if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
                     more = " The same command goes on."

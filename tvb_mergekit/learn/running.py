@@ -470,7 +470,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
     from tvb_mergekit.learn.visits import Visits
     from tvb_mergekit.plugin.inputs import check_for_store, planned
     from tvb_mergekit.plugin.preflight import input_folders
-    from tvb_mergekit.plugin.run import staged, write_model
+    from tvb_mergekit.plugin.run import staged, warn_of_stale_parts, write_model
     from tvb_mergekit.store.store import lock
     from tvb_mergekit.tensors.output import check_new_folder, check_output_folder
 
@@ -499,6 +499,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
 
         if world.leads:
             check_places()
+            warn_of_stale_parts(out)
         bill = work.check()
         if world.leads:
             for path in filter(None, (out, request.store)):

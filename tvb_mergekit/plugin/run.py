@@ -141,7 +141,7 @@ def merge(
                 check_output_folder(out, input_folders(recipe))
                 check_local_files(recipe, options)
                 check_tokenizer_source(config)
-                _warn_of_stale_parts(out)
+                warn_of_stale_parts(out)
         with staged(out) as stage, fresh_loaders():
             with refusing(planning=True):
                 plan = world.first(lambda: plan_merge(recipe, config, options, memory))
@@ -296,7 +296,8 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
             LOG.warning("the merge is whole, but its summary cannot be printed: %s", error)
 
 
-def _warn_of_stale_parts(out: str) -> None:
+def warn_of_stale_parts(out: str) -> None:
+    """Name the folders that killed merges into `out` left behind."""
     for path in stale_parts(out):
         LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
 
@@ -366,7 +367,7 @@ def wrap_raw_pytorch(module: ModuleType) -> None:
             _tell_options_without_effect(options)
             plan = _plan_files(recipe, config, options, module, tensor_union, tensor_intersection)
             check_disk(out_path, plan.output_bytes)
-            _warn_of_stale_parts(out_path)
+            warn_of_stale_parts(out_path)
 
         def run() -> None:
             with refusing(out=out_path), staged(out_path) as stage:
