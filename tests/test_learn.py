@@ -358,7 +358,9 @@ def test_a_killed_run_goes_on_where_it_was(case: Case) -> None:
     with mock.patch.object(TaskModels, "load", load_two):
         done = tvb(*words, code=130)
         assert "--resume goes on" in done.stderr and not out.exists()
-        (case.folder / "cut.partial" / ".chat.safetensors").write_bytes(b"half")
+        left = case.folder / "cut.partial" / ".partial-cut"  # as `atomic.beside` leaves it
+        left.mkdir()
+        (left / "chat.safetensors").write_bytes(b"half")
         tvb(*words, "--resume")
     assert loaded == [*TASKS, TASKS[2]]
     whole = case.learn(source, "fisher", "whole", *case.words)
@@ -449,9 +451,15 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         assert told in refused("learn", source, "fisher", *words, "--out", tmp_path / "out"), told
     words = ["learn", plain, "regmean", *files, "--out", tmp_path / "out"]
     assert "--samples belongs to fisher" in refused(*words, "--samples", 2)
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "mine").write_text("")
-    assert "out.partial/mine is in the way" in refused(*words)
+    place = tmp_path / "out.partial"
+    place.write_text("mine")
+    assert f"{place} is in the way: a file" in refused(*words)
+    place.unlink()
+    place.mkdir()
+    for name in ("mine", ".mine"):
+        (place / name).write_text("")
+        assert f"{place}/{name} is in the way" in refused(*words)
+        (place / name).unlink()
 
 
 def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
@@ -462,7 +470,11 @@ def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
     left = case.folder / "changed-out.partial"
     for told, *more in (
         ("math.safetensors differs from this command in samples: give what", "--samples", 2),
-        ("math.safetensors differs from this command in sha256", "--data", f"math={case.files['code']}"),
+        (
+            "math.safetensors differs from this command in sha256",
+            "--data",
+            f"math={case.files['code']}",
+        ),
     ):
         cut = words[:3] + words[5:] if "--data" in more else words
         assert f"--resume: {left}/{told}" in refused(*cut, *more, "--resume")

@@ -675,6 +675,8 @@ def test_options_that_do_not_belong(case: Case) -> None:
         ("basis/learned.json cannot be read; expected", "atlas", "--from", case.base),
         ("two folders, none in the other", "localize", "--dataless", "--store", out),
         ("two folders, none in the other", "localize", "--dataless", "--store", case.folder),
+        (f"{out}.partial holds what", "localize", "--dataless", "--store", f"{out}.partial"),
+        (f"{out}.partial holds what", "localize", "--dataless", "--store", f"{out}.partial/store"),
     ):
         assert told in refused("learn", plain, method, *words, "--out", out), told
     for told, *words in (

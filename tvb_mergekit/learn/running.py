@@ -96,7 +96,7 @@ class Costs:
 
     Attributes:
         model: of the tensors of models, and what is learned of them, at once.
-        activations: of a batch.
+        activations: of a batch; None: unknown.
         disk: of what is kept beside the merged model.
     """
 
@@ -127,7 +127,7 @@ class Bill:
 
     @property
     def memory(self) -> int:
-        return self.costs.model + self.costs.activations + LEAST
+        return self.costs.model + (self.costs.activations or 0) + LEAST
 
     @property
     def disk(self) -> int:
@@ -411,10 +411,15 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
         request.store and ranks.world().size > 1,
         "--store is written by one process: learn without it, then give --from and --store",
     )
-    places = [Path(os.path.realpath(path)) for path in (request.out, request.store or "")]
+    out, store = (Path(os.path.realpath(path)) for path in (request.out, request.store or ""))
     yield (
-        request.store and any(a.is_relative_to(b) for a, b in (places, places[::-1])),
+        request.store and (out.is_relative_to(store) or store.is_relative_to(out)),
         f"--store {request.store} and --out {request.out}: two folders, none in the other",
+    )
+    yield (
+        request.store and store.is_relative_to(request.partial),
+        f"--store {request.store}: {request.partial} holds what is learned until --out is "
+        "complete, and is then deleted; name another folder",
     )
     yield request.dataless and request.data, "--dataless takes no --data"
     yield request.dataless and request.source, "--dataless and --from: give one of them"
@@ -514,7 +519,8 @@ def learn(request: Request, dry: bool = False) -> Bill:
         with staged(out) as stage:
             write_model(plan, document.config, stage, request.text, started)
         work.after()
-        shutil.rmtree(request.partial, ignore_errors=True)
+        if request.source is None:
+            shutil.rmtree(request.partial, ignore_errors=True)
     return bill
 
 
