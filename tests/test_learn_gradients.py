@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import test_ranks
 import torch
 import yaml
 from commands import merge, recipe, refused, tvb, write
@@ -554,18 +553,12 @@ def test_memory_precision_and_activations(case: Case) -> None:
 )
 def test_two_processes_learn_the_same(case: Case, method: str) -> None:
     source = case.recipe("pair", basis="balanced", num_bases=2)
-    torchrun = Path(sys.executable).with_name("torchrun")
     words = [*case.words, *(("--epochs", 2) if method != "fisher" else ())]
     one = case.learn(source, method, f"one-{method}", *words)
     out = case.folder / f"pair-{method}"
     command = ["tvb", "learn", source, method, *words, "--out", out, "--quiet"]
-    ran = subprocess.run(
-        [torchrun, "--nproc-per-node", "2", "--no-python", *map(str, command)],
-        capture_output=True,
-        text=True,
-        cwd=case.folder,
-    )
-    assert ran.returncode == 0, ran.stderr
+    codes, said = test_ranks.run(case.folder, *[" ".join(map(str, command))] * 2)
+    assert codes == [0, 0], said
     found, base = load(out), load(case.base)
     off = sum(float((found[n] - t).square().sum()) for n, t in one.tensors.items())
     moved = sum(float((base[n] - t).square().sum()) for n, t in one.tensors.items())

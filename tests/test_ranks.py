@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
 from tiny import family, gpt2, llama, load, save_tokenizer
+from torch.distributed import TCPStore
 
 from tvb_mergekit.tensors import ranks
 
@@ -76,10 +76,11 @@ def run(folder: Path, *words: str, **faults: Fault) -> tuple[list[int], list[str
     Args:
         faults: `rank_1=...` for what befalls one.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    env = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # They meet in a store of this process, as under torchrun. A port that is only found free may be
+    # another's by the time that they have planned.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     started = [
         Running(own.split(), folder, faults.get(f"rank_{r}"), **env, RANK=str(r), LOCAL_RANK=str(r))
         for r, own in enumerate(words)
