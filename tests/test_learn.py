@@ -510,7 +510,7 @@ def test_from_leaves_an_unfinished_run(case: Case, caplog: pytest.LogCaptureFixt
     left = {file: file.read_bytes() for file in Path(f"{out}.partial").iterdir()}
     case.learn(source, "regmean", "two-runs", "--from", first.folder)
     assert len(left) == 3 and left == {file: file.read_bytes() for file in left}
-    assert f"{out}.partial, an unfinished run, is neither used nor deleted" in caplog.text
+    assert f"{out}.partial is neither used nor deleted (--from)" in caplog.text
 
 
 def test_a_full_disk_and_a_kill_in_the_last_stage(case: Case) -> None:

@@ -6,8 +6,12 @@ variables in one graph (`torch.func.functional_call`), and with finite differenc
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +29,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_learn import TASKS, Case, as_lines, lines
-from tiny import gpt2, load
+from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +45,7 @@ from tvb_mergekit.plugin.document import read_document
 from tvb_mergekit.plugin.inputs import Options, planned
 
 LEARNED = ("localize", "adamerging", "atlas")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -589,6 +594,25 @@ def test_nothing_of_a_basis_is_held_when_the_next_is_read(case: Case, dataless: 
     with patched, mock.patch.object(TaskModels, "stacked", noting):
         case.learn(source, "localize", name, *data)
     assert alive == [0, 0, 0] and len(made) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read as Linux counts it")
+def test_the_bill_bounds_what_masks_take(case: Case, tmp_path: Path) -> None:
+    """12 million parameters and three bases, beside the same command for a tiny model."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    peaks, bill = [], 0.0
+    for each in (case, Case(tmp_path, make=functools.partial(llama, **wide))):
+        source, out = each.recipe("peak", basis="none"), each.folder / "peak-out"
+        words = ["learn", source, "localize", "--dataless", "--quiet", "--out", out]
+        # Linux counts the memory of the process that starts a command: of a shell it is little.
+        command = ["sh", "-c", '"$@"; exit $?', "sh", Path(sys.executable).with_name("tvb"), *words]
+        subprocess.run(list(map(str, command)), check=True, env=os.environ | OFFLINE)
+        told = json.loads((out / "basis" / "learned.json").read_text())
+        peaks.append(told["peak_memory"]["resident"])
+        said = tvb(*words, "--dry-run").output
+        bill = float(said.split("Memory: ")[1].split(" MB")[0]) * 1e6
+    assert 1e8 < peaks[1] - peaks[0] < bill
 
 
 def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def run(folder: Path, *words: str, **faults: Fault) -> tuple[list[int], list[str
     # They meet in a store of this process, as under torchrun. A port that is only found free may be
     # another's by the time that they have planned.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env = {"WORLD_SIZE": str(len(words))}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     started = [
         Running(own.split(), folder, faults.get(f"rank_{r}"), **env, RANK=str(r), LOCAL_RANK=str(r))

@@ -164,6 +164,7 @@ class Descent:
 
     def held_loss(self, examples: Sequence[Example]) -> float:
         """The mean loss of what theta will be, without gradients."""
+        self.optimizer.zero_grad()  # frees the last step's gradients: comparing masks needs memory
         with self.moving.sharp():
             self.moving.set(self.parameters)
         batches = runs(examples, self.schedule.batch)

@@ -150,7 +150,7 @@ class TaskModels:
                 kept[storage._cdata] = storage.nbytes()
             return tensor
 
-        torchs = logging.getLogger(FakeTensorMode.__module__)  # prints tracebacks of what it raises
+        torchs = logging.getLogger(FakeTensorMode.__module__)  # prints tracebacks of its errors
         torchs.disabled = True
         try:
             with FakeTensorMode(), saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -135,7 +135,7 @@ class Bill:
 
     @property
     def activations(self) -> str:
-        """How much of the memory activations take."""
+        """Say which part of the memory activations take."""
         if self.costs.activations is None:
             return "without activations, which are not counted: the model's code allows no estimate"
         return f"of it activations: about {megabytes(self.costs.activations)}"
@@ -276,8 +276,7 @@ class Work(ABC):
             self._check_source(request.source)
             self.known()
             if request.partial.is_dir():
-                told = "%s, an unfinished run, is neither used nor deleted (--from)"
-                LOG.warning(told, request.partial)
+                LOG.warning("%s is neither used nor deleted (--from)", request.partial)
             return bill
         for file in self._left():
             if not kept.is_ours(file):

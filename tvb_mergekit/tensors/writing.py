@@ -320,11 +320,11 @@ class MemorySink:
 
 
 def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The checksum of what a file holds, for the file's own metadata."""
+    """Return a checksum of tensors and metadata, which a file can hold as further metadata."""
     digest = xxhash.xxh3_128(json.dumps(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(cast(memoryview, tensor.reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 
