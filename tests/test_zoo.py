@@ -603,7 +603,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "not a number": ("build {r} {o} --bits nan", "--bits nan: expected"),
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
-    "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "go with neither"),
+    "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
     "compress alone": ("add {z} {m} --task new --compress ae", "--budget M makes bases"),
     "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M makes bases"),
     "same task": ("add {z} {m} --task math", "'math' is in"),
