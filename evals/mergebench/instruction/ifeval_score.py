@@ -1,10 +1,11 @@
 """IFEval's checks, as lm-eval has them, reported with `score`: strict accuracy by prompt."""
 
 import json
+import time
 from typing import Any
 
 import datasets
-from lm_eval.tasks.ifeval import utils
+from lm_eval.tasks.ifeval import instructions_util, utils
 
 Doc = dict[str, Any]
 IFEVAL_SIZE = 541
@@ -21,8 +22,28 @@ def score_like(doc: Doc, results: list[str]) -> dict[str, Any]:
     return score({**doc, "kwargs": json.loads(doc["kwargs"])}, results)
 
 
+def check(rows: datasets.Dataset) -> datasets.Dataset:
+    """The rows. Ends the program, before any generation, if NLTK cannot split sentences."""
+    tries = 1 if instructions_util.RANK == "0" else 60  # rank 0 may still be downloading
+    for left in reversed(range(tries)):
+        try:
+            instructions_util.count_sentences("One. Two.")
+            break
+        except Exception as error:  # LookupError if missing, others if a file is damaged
+            if left == 0:
+                raise SystemExit(
+                    "IFEval needs NLTK's `punkt_tab`, which cannot be loaded "
+                    f"({type(error).__name__}) and which lm-eval could not download, even if it "
+                    "says so. Run `python -m nltk.downloader punkt_tab` where there is a network, "
+                    "and name the folder `nltk_data` that it writes in NLTK_DATA"
+                ) from None
+            time.sleep(1)
+    return rows
+
+
 def first_rows(rows: datasets.Dataset) -> datasets.Dataset:
     """The first 541 rows with distinct prompts, without those that the checks cannot be run on."""
+    check(rows)
     prompts: set[str] = set()
     kept: list[int] = []
     for index, row in enumerate(rows):

@@ -28,8 +28,8 @@ from safety_rows import (
     stage_safety,
     write_files,
 )
-from scripted import MERGEBENCH, lm_eval, module, namespaces
-from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, members, stage_text
+from scripted import MERGEBENCH, lm_eval, module, namespaces, stage
+from text_rows import ANSWERS, IFEVAL, IFEVAL_LIKE, LANGUAGES, MMLU_STEM, members, stage_text
 
 PROMPTS = Path(__file__).with_name("prompts.md")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
@@ -330,19 +330,31 @@ def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
     [
         ("mergebench_mbpp_plus", "mergebench_mbpp_plus which is marked as unsafe"),
         ("mergebench_harmbench", "the judge allenai/wildguard is not in the cache and the Hub is"),
+        ("mergebench_ifeval", "IFEval needs NLTK's `punkt_tab`"),
+        ("mergebench_val_instruction", "IFEval needs NLTK's `punkt_tab`"),
     ],
 )
 def test_what_is_refused_before_anything_is_generated(tmp_path: Path, task: str, told: str) -> None:
     stage_coding(tmp_path)
     write_files(tmp_path)
+    stage(tmp_path, "google/IFEval", train=IFEVAL)
+    stage(tmp_path, "argilla/ifeval-like-data", "filtered", train=IFEVAL_LIKE)
     done = lm_eval(
         tmp_path, {}, "--tasks", task, "--include_path", MERGEBENCH, "--output_path",
         tmp_path / "out", MERGEBENCH_DATA=str(tmp_path), MERGEBENCH_JUDGE_DEVICE="cpu",
-        MERGEBENCH_CACHE=str(tmp_path / "cache"),
+        MERGEBENCH_CACHE=str(tmp_path / "cache"), HOME=str(tmp_path), https_proxy="127.0.0.1:9",
     )  # fmt: skip
     assert done.returncode != 0 and told in done.stderr
-    assert task != "mergebench_harmbench" or "Traceback" not in done.stderr
+    assert task == "mergebench_mbpp_plus" or "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_without_punkt_it_is_said_before_any_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    ifeval = module("instruction/ifeval_score")
+    ifeval.instructions_util._get_sentence_tokenizer.cache_clear()
+    monkeypatch.setattr(ifeval.instructions_util.nltk.data, "path", [])
+    with pytest.raises(SystemExit, match=r"nltk\.downloader punkt_tab"):
+        ifeval.check([])
 
 
 def test_nothing_is_measured_under_predict_only(monkeypatch: pytest.MonkeyPatch) -> None:
