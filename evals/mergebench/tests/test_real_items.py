@@ -77,8 +77,9 @@ def test_programs(name: str, tmp_path: Path) -> None:
 
 def test_gsm8k() -> None:
     items = rows("gsm8k")
-    right = dict.fromkeys(("exact_match_strict", "exact_match_flexible"), 0.0)
+    right = dict.fromkeys(("exact_match_strict", "exact_match_flexible", "flexible"), 0.0)
     wrong = dict(right)
+    boxed = {True: 0.0, False: 0.0}
     for row in items:
         gold = row["answer"].split("####")[-1].strip()
         other = int(gold.replace(",", "")) + 1
@@ -87,8 +88,12 @@ def test_gsm8k() -> None:
             found = gsm8k.score(row, [text])
             for metric in counts:
                 counts[metric] += found[metric]
-    print(f"\ngsm8k: of {len(items)} reference answers {right} right, of as many others {wrong}")
+        for text in (gold, str(other)):
+            boxed[text == gold] += gsm8k.score(row, [rf"It is $\boxed{{{text}}}$."])["flexible"]
+    print(f"\ngsm8k: of {len(items)} reference answers {right} right, of as many others {wrong};"
+          f" in boxes {boxed}")  # fmt: skip
     assert set(right.values()) == {len(items)} and set(wrong.values()) == {0}
+    assert boxed == {True: len(items), False: 0}
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math"])

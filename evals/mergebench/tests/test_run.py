@@ -170,7 +170,11 @@ def test_the_other_metrics(found: Any) -> None:
             "inst_level_strict_acc": 3 / 6,
             "inst_level_loose_acc": 4 / 6,
         },
-        "mergebench_gsm8k": {"exact_match_flexible": 11 / 19, "exact_match_strict": 6 / 19},
+        "mergebench_gsm8k": {
+            "exact_match_flexible": 11 / 19,
+            "exact_match_strict": 6 / 19,
+            "flexible": 13 / 19,
+        },
         "mergebench_math_hendrycks": {"flexible": 6 / 8},
         "mergebench_arc_ru": {"acc": 2 / 5},
         "mergebench_hellaswag_ru": {"acc": 1 / 4},
@@ -368,6 +372,30 @@ def test_nothing_is_measured_under_predict_only(monkeypatch: pytest.MonkeyPatch)
     assert task.process_results({}, []) == {"score": 1.0, "acc": 1.0}
     measured.clear()
     assert task.process_results({}, []) == {}
+
+
+# -------------------------------------------------------------------------------- answers to GSM8K
+
+GSM8K = [  # reference, response, is it right by lm-eval's flexible reading, and by `flexible`?
+    ("72", r"So it is $\boxed{72}$.", 0, 1),
+    ("72", r"So it is $\boxed{73}$.", 0, 0),
+    ("72", r"The answer is $\boxed{\$72.00}$.", 0, 1),
+    ("1,072", r"\[ \boxed{1\,072 \text{ m}^2} \]", 0, 1),
+    ("72", r"\boxed{3 \cdot 24 = 72}, of 80.", 0, 1),
+    ("-72", r"$\boxed{-72}$.", 0, 1),
+    ("0", r"$\boxed{0}$.", 0, 1),
+    ("72", r"$\boxed{7}$2$.", 0, 0),
+    ("72", "**Answer:** 72 eggs, as 70 + 2.", 0, 1),
+    ("72", "The answer is 60 + 12 = 72.", 1, 1),  # what lm-eval reads counts too
+]
+
+
+def test_answers_to_gsm8k_in_boxes() -> None:
+    score = module("math/gsm8k_score").score
+    for reference, response, *expected in GSM8K:
+        found = score({"answer": f"#### {reference}"}, [response])
+        assert [found["score"], found["flexible"]] == expected, response
+        assert found["score"] == found["exact_match_flexible"]
 
 
 # --------------------------------------------------------------------------------- answers to MATH
