@@ -6,8 +6,8 @@ else the last formula, else the last number; no box before the last "Therefore" 
 follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives
 manners: bold type or code, a sentence or unit after the answer, a "Therefore" after the box.
 
-What is equal is left to math_verify, in a process of its own: a power tower in a response keeps one
-C function busy for hours, and only a kill stops that.
+What is equal is left to math_compare.py, in a process of its own: a power tower in a response keeps
+one C function busy for hours, and only a kill stops that.
 """
 
 import atexit
@@ -17,8 +17,6 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ SUBJECTS = (
     "precalculus",
 )
 LONGEST = 500  # characters; what is longer is compared as text alone
-SECONDS = 10.0  # for one comparison; one that takes longer counts as not equal
+SECONDS = 10.0  # of the processor for one comparison; one that takes longer counts as not equal
 ALL_SECONDS, ALL_SHARE = 300.0, 0.1  # for all comparisons: once, and more for each asked
 
 log = logging.getLogger(__name__)
@@ -86,10 +84,16 @@ def load(**_: object) -> datasets.DatasetDict:
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """`as_text` is 1 if a comparison took too long, so that text alone decided."""
     found, other = find_answer(results[0]), find_answer_flexibly(results[0])
-    right = equal(doc["answer"], found)
-    flexible = right or (other != found and equal(doc["answer"], other))
-    return {"score": float(right), "flexible": float(flexible)}
+    verdicts = [equal(doc["answer"], found)]
+    if not verdicts[0] and other != found:
+        verdicts.append(equal(doc["answer"], other))
+    return {
+        "score": float(verdicts[0] is True),
+        "flexible": float(True in verdicts),
+        "as_text": float(None in verdicts),
+    }
 
 
 def boxed(text: str) -> str | None:
@@ -183,9 +187,9 @@ def _bare(answer: str) -> str:
     return "".join(filter(None, formula.groups())).strip() if formula else answer
 
 
-def equal(reference: str, answer: str) -> bool:
-    """Whether two formulas or words are the same; whatever they hold, within SECONDS. Only the
-    text counts of what is longer than LONGEST, and when ALL_SECONDS are used up."""
+def equal(reference: str, answer: str) -> bool | None:
+    """Whether two formulas or words are the same; None if it takes too long to find out, and their
+    texts differ. Only the text counts if one is longer than LONGEST."""
     pair = [re.sub(r"(?<!\\)\$", "", " ".join(text.split())) for text in (reference, answer)]
     if not all(pair):
         return False
@@ -195,37 +199,29 @@ def equal(reference: str, answer: str) -> bool:
 
 
 class _Comparer:
-    """math_compare.py, started when first needed and again after it had to be killed."""
+    """math_compare.py, started when first needed and again if it has crashed."""
 
     process: subprocess.Popen[str] | None = None
-    asked = unasked = 0
+    asked = unfinished = 0
     spent = 0.0  # seconds
 
-    def ask(self, pair: list[str]) -> bool:
+    def ask(self, pair: list[str]) -> bool | None:
+        """Gives a comparison a small part of the time that is left. So slow ones never use it up,
+        and what takes milliseconds is always compared."""
         self.asked += 1
-        if self.spent > ALL_SECONDS + ALL_SHARE * self.asked:
-            if self.unasked == 0:
-                log.warning(
-                    "to compare answers to MATH has taken %.0f s: some of the others are now "
-                    "compared as text alone",
-                    self.spent,
-                )
-            self.unasked += 1
-            return False
-        start = time.monotonic()
+        left = ALL_SECONDS + ALL_SHARE * self.asked - self.spent
+        seconds = max(ALL_SHARE, min(SECONDS, left * SECONDS / ALL_SECONDS))
         process = self.running()
         assert process.stdin is not None and process.stdout is not None
-        alarm = threading.Timer(SECONDS, self._end, [process])
-        alarm.start()
-        print(json.dumps(pair), file=process.stdin, flush=True)
-        answer = process.stdout.readline()
-        alarm.cancel()
-        alarm.join()
-        if not answer:  # it was killed or has crashed
-            self._end(process)
-            process.communicate()  # closes the pipes
-        self.spent += time.monotonic() - start
-        return answer == "true\n"
+        print(json.dumps([*pair, seconds]), file=process.stdin, flush=True)
+        reply = process.stdout.readline()
+        if not reply:  # it has crashed
+            self.close()
+            self.process = None
+        equal, used = json.loads(reply or "[null, 0]")
+        self.spent += used or seconds
+        self.unfinished += equal is None
+        return equal if equal is None else bool(equal)
 
     def running(self) -> subprocess.Popen[str]:
         """Ends the program, with one line, if it does not start."""
@@ -246,14 +242,10 @@ class _Comparer:
                 )
         return self.process
 
-    def _end(self, process: subprocess.Popen[str]) -> None:
-        process.kill()
-        self.process = None
-
     def close(self) -> None:
-        if self.unasked:
-            log.warning("%d of %d answers to MATH were compared as text alone", self.unasked,
-                        self.asked)  # fmt: skip
+        if self.unfinished:
+            log.warning("%d of %d comparisons of answers to MATH took too long, so that text alone "
+                        "decided: see the metric as_text", self.unfinished, self.asked)  # fmt: skip
         if self.process is not None:
             self.process.communicate()
 

@@ -1,16 +1,27 @@
 r"""A program: reads pairs of formulas, a line of JSON each, and answers whether they are equal.
 
-math_verify compares, and is spared what it misreads: `\frac\pi4 + 2`, of which it takes the last
-number, the full stop of a sentence, the base of `2112_6`, which it drops, words, clocks, blanks
+Lists, points, intervals and unions are compared part by part, numbers by their values, and the rest
+by math_verify. It is spared what it misreads: `\frac\pi4 + 2`, of which it takes the last number,
+the full stop of a sentence, the base of `2112_6`, which it drops, words, clocks, units, blanks
 between digits, and large letters, which it takes for small ones.
 
-It sets no time limit. math_answers.py, which runs it, kills it when it takes too long.
+A line is [reference, answer, seconds], the reply [equal, seconds used]. The seconds are those of
+the processor, so that other programs do not use them up. The kernel ends a comparison that takes
+longer, as a power tower keeps one C function busy for hours. Then `equal` is null.
 """
 
+import itertools
 import json
+import os
 import re
+import signal
 import sys
+import time
+from collections.abc import Callable
+from fractions import Fraction
 
+import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 ARGUMENTS = {r"\frac": 2, r"\dfrac": 2, r"\tfrac": 2, r"\cfrac": 2, r"\sqrt": 1}
@@ -19,21 +30,59 @@ TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
 STYLED = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{([^{}]*)\}")
 TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
 SIGNS = str.maketrans({"½": r"\frac12", "²": "^2", "³": "^3", "∪": r"\cup ", "∞": r"\infty ",
-                       "–": "-"})  # fmt: skip
-SAME = [  # what is written in many ways -> in one
+                       "–": "-", "−": "-", "π": r"\pi ", "∅": r"\emptyset ", "×": r"\times ",
+                       "·": r"\cdot ", "±": r"\pm ", "≈": r"\approx ", "≤": r"\le ",
+                       "≥": r"\ge ", "∈": r"\in ", "“": "", "”": "", '"': ""})  # fmt: skip
+GAP = r"(?:\\[,;: ]|[\s~])*"
+
+
+def _worded(word: str) -> str:
+    r"""A pattern for a word between two formulas, plain or in `\text{}`, maybe after a comma."""
+    inside = rf"\\(?:text|mbox)\s*\{{{GAP},?{GAP}{word}{GAP}\}}"
+    return rf"{GAP},?{GAP}(?:{inside}|\b{word}\b){GAP}"
+
+
+def _repeating(found: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` as a fraction."""
+    ahead, once, again = found.groups()
+    value = Fraction(int(ahead + once + again) - int(ahead + once or "0"),
+                     10 ** len(once) * (10 ** len(again) - 1))  # fmt: skip
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    # what is written in many ways -> in one
     (re.compile(r"(?<!\\right)[.\s]+$"), ""),
+    (re.compile(r"\\(?:[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\(?:q?quad|lor)(?![a-z])"), " "),
+    (re.compile(r"\\[lr]?vert(?![a-z])"), "|"),
+    (re.compile(r"(?:\\le(?:q|qslant)?(?![a-z])|<=)\s*"), r"\\le "),
+    (re.compile(r"(?:\\ge(?:q|qslant)?(?![a-z])|>=)\s*"), r"\\ge "),
+    (re.compile(r"\\lt(?![a-z])"), "<"),
+    (re.compile(r"\\gt(?![a-z])"), ">"),
+    (re.compile(r"\\([lr])brace(?![a-z])"), lambda found: {"l": r"\{", "r": r"\}"}[found[1]]),
+    (re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?\s*(\d+)\s*\}?"), _repeating),
     (re.compile(r"(?<=\d)(?:\\[,; ]|[ ~])(?=\d{3}(?![\d/]))"), ""),  # 10\,000
-    (re.compile(r"^(?:\\approx(?![a-z])|\\?\$)\s*(?=[\d.])"), ""),
-    (re.compile(r"(?<=\d)\s*dollars?$"), ""),
+    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"^(?:\\approx(?![a-z])|=)\s*|\\?\$\s*(?=[\d.])"), ""),
     (re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
-    (re.compile(r"\s*,?\s*(?:\\text\{\s*,?\s*and\s*\}|\band\b)\s*"), ", "),
-    (re.compile(r"(?<=\w)\s*(?:\\text\{)?\s*\(?base\s*\}?\s*(\w+)\)?\}?$"), r"_{\1}"),
+    (re.compile(r"(?<![a-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-z])"), r"\\pi "),
+    (re.compile(r"\\bigcup(?![a-z])|(?<=[)\]])\s*U\s*(?=[(\[])"), r"\\cup "),
+    (re.compile(_worded("or")), r"\\lor "),
+    (re.compile(rf"(?<=\d)(?:{_worded('to')}|\s*\\colon(?![a-z])\s*)(?=\d)"), ":"),
+    (re.compile(r"(?<=[\w)])\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(?:\\text\{)?(\w+)\)?\}?$"),
+     r"_{\1}"),
+    (re.compile(r"\\log\s*_\s*(\w)"), r"\\log_{\1}"),
     (re.compile(r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])"), r"\\frac{\1}{\2}"),  # 3 1/2
     (re.compile(r"\{:\}"), ":"),
-    (re.compile(r"\^?(?:\{\\degree\}|\\degree(?![a-z])|°)"), r"^\\circ"),
-    (re.compile(r"\\varnothing(?![a-z])"), r"\\emptyset"),
+    (re.compile(r"\s*(?:\^?(?:\{\\degree\}|\\degree(?![a-z])|°)|\^\s*\{?\\circ\}?)"), r"^\\circ "),
+    (re.compile(r"\\varnothing(?![a-z])|(?:\\left)?\\\{\s*(?:\\right)?\\\}"), r"\\emptyset"),
     (re.compile(r"(?<=\d)\s*(?:percent\b|\\text\{\s*percent\s*\})"), r"\\%"),
-]
+    (re.compile(r"\\math(?:rm|it)\{([a-z])\}"), r"\1"),
+]  # fmt: skip
+AND = re.compile(_worded("and"))
+CASE = re.compile(r"\\text\{\s*(?:if|for)\s*\}|,")
 UNSEEN = re.compile(r"\\(?:left|right)(?![a-z])|\\!|(?<=\\)[dt](?=frac)")
 SPACE = re.compile(r"(?:\\[,;: ]|[\s~])+")
 BLANK = re.compile(r"(?<!\w)(?<!\d,) | (?!\w)")
@@ -41,21 +90,197 @@ WORD = re.compile(r"(?<!\\)(?<![^\W\d_])[^\W\d_]{2,}")
 LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 NAME = re.compile(r"\\[a-zA-Z]+|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # no word
 NUMBER = re.compile(r"[-+]?[\d.,]+\s*(\\?%)?")
-PERCENT = re.compile(r"([-+]?[\d.]+|\d+\\frac\{\d+\}\{\d+\})\s*\\?%")
+THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+PERCENT = re.compile(r"(.*[\d}])\s*\\?%")
 CLOCK = re.compile(r"(?=.*[ :.])(\d{1,2})(?::(\d\d))?(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
 BASES = "two three four five six seven eight nine ten eleven twelve".split()
 BASE = "|".join(("[2-9]", r"[12]\d", "3[0-6]", *BASES))
-IN_A_BASE = re.compile(rf"\(?((?=[a-z]*\d)[\da-z]+)\)?_\{{?\(?({BASE})\)?\}}?")
+IN_A_BASE = re.compile(rf"(-?)\(?((?=[a-z]*\d)[\da-z]+(?:\.\d+)?)\)?_\{{?\(?({BASE})\)?\}}?")
 PRODUCT = re.compile("[a-z]{2}")
-POINT = re.compile(r"(?:\\left)?[(\[][^()\[\]]*,[^()\[\]]*[)\]]")
-LIST = re.compile(r"(?!.*\\[{t])[^()\[\]=<>]*,[^()\[\]=<>]*")
-INTERVAL = re.compile(r"[(\[].*[)\]]")
+UNIT = re.compile(  # "12 square feet", `\text{ cm}^2`
+    rf"(?<=[\w)}}%]){GAP}(?:\\(?:text\w*|mbox|mathrm)\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}"
+    r"|((?:(?<= )(?:square|cubic|sq|cu)\.? )?"
+    r"(?:(?:(?<= )|(?=[a-z]{2}))(?:[cmkd]?m|[km]?g|s|m?[lL]|ft|in|lbs?|oz|yd|mi|h|hrs?|min|sec|mph)"
+    r"|(?<= )[a-zA-Z]{4,}|units)(?: (?:per [a-z]+|old|units|squared|cubed))?))(?:\^\{?(\d)\}?)?$"
+)
+LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+NO_UNIT = re.compile(  # "3 million", "3 choose 2"
+    r"\b(?:dozens?|(?:hundred|thousand|percent)\w*|[mbtr]+illion\w*|hal(?:f|ves)|thirds?"
+    r"|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?|choose|plus|minus|times|base|more|less"
+    r"|fewer|factorial)\b|^\s*(?:squared|cubed)|\d(?!\}?$)"
+)
+POWER = re.compile(r"\b(?:(sq)(?:uared?)?|(cu)(?:b(?:ic|ed))?)\b|\^\{?(\d)")
+ASSIGNED = re.compile(
+    r"(\\math\w+\{\w\}|\\angle ?[A-Z]+|[a-zA-Z](?:_\{?\w\}?|\([a-z]\))?|\([a-z](?:, ?[a-z])+\))"
+    r"\s*(?:=|\\in(?![a-z]))\s*(?!.*=)"
+)
+LESS = re.compile(r"(<|>|\\[lg]e )")
+TURNED = {"<": ">", ">": "<", r"\le ": r"\ge ", r"\ge ": r"\le "}
+UNKNOWN = re.compile(r"\s*(?!\\(?:pi|infty)\b)([a-zA-Z]|\\[a-z]+)\s*")
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+DEGREES = re.compile(r"(\d+(?:\.\d+)?)\^\\circ ?")
+IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])(?<!_\{)i(?![a-zA-Z])")
+PLAIN = re.compile(  # `3`, `0.5`, `\frac{1}{2}`, `1/2`, `3\frac{1}{2}`
+    r"([-+]?)\s*(\d*\.?\d*)\s*(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|/\s*(\d+))?"
+)
+OPEN, CLOSE = tuple("([{"), tuple(")]}")
+LATEX = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(malformed_operators=True, nits=True)
+)  # without units, of which it knows `t` and `h`
 
 
 def same(reference: str, answer: str) -> bool:
     formulas = [tidy(text) for text in (reference, answer)]
-    texts = [letters(text) for text in formulas]
     styled = STYLED.fullmatch(reference.strip(" .")) is not None
+    if r"\begin{cases}" in reference:
+        formulas = [CASE.sub("", text) for text in formulas]
+        return letters(formulas[0]) == letters(formulas[1])
+    return _same(formulas[0], formulas[1], styled)
+
+
+def _same(meant: str, said: str, styled: bool) -> bool:
+    """Compares part by part what is a union, a point or a list."""
+    meant, said = _unassigned(meant, said)
+    if letters(meant) == letters(said):
+        return True
+    texts = [meant, said]
+    unions = [_union(text) for text in texts]
+    points = [_point(text) for text in texts]
+    if any(unions):
+        (name, of_meant), (other, of_said) = (
+            union or ("", [text] if point else [])
+            for union, point, text in zip(unions, points, texts, strict=True)
+        )
+        if of_meant and of_said:
+            return (name == other or not (name and other)) and _matched(of_meant, of_said, styled)
+        return all(map(LESS.search, texts)) and _verified([_parsed(text) for text in texts])
+    lists = [_list(text) for text in texts]
+    if any(points):
+        for n, listed in enumerate(lists):
+            point = points[1 - n]
+            if listed and point and texts[n].startswith(r"\{"):  # `\{1,2\}` for `(1,2)`
+                return _matched(listed, point[1:], styled)
+            if listed and all(map(ASSIGNED.match, listed)):  # `x=1, y=2`
+                points[n] = ["()", *(ASSIGNED.sub("", part) for part in listed)]
+        one, two = points
+        if not (one and two) or one[0] != two[0] or len(one) != len(two):
+            return False
+        return all(_same(*pair, styled) for pair in zip(one[1:], two[1:], strict=True))
+    if any(lists):
+        return _matched(lists[0] or [meant], lists[1] or [said], styled)
+    return _same_leaf(meant, said, styled)
+
+
+def _unassigned(meant: str, said: str) -> list[str]:
+    r"""Without `x \in`, and without `x =` that only one of them has, or that both have."""
+    texts = [meant.strip(), said.strip()]
+    names = [ASSIGNED.match(text) for text in texts]
+    bare = list(texts)
+    for n, (name, other) in enumerate(zip(names, names[::-1], strict=True)):
+        both = other and other[1] == name[1] if name else False
+        if name and (both or name[0][0] == "(" or r"\in" in name[0] or "=" not in texts[1 - n]):
+            bare[n] = texts[n][name.end() :]
+    return bare
+
+
+def _matched(meant: list[str], said: list[str], styled: bool) -> bool:
+    """Whether the parts are the same in some order."""
+    left = list(said)
+    for part in meant:
+        found = next((other for other in left if _same(part, other, styled)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
+def _split(text: str, *signs: str) -> list[str]:
+    """At signs that are in no bracket."""
+    parts, depth = [""], 0
+    for token in TOKEN.findall(text):
+        depth += token.endswith(OPEN) - token.endswith(CLOSE)
+        if depth == 0 and token in signs:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return [part.strip() for part in parts]
+
+
+def _point(text: str) -> list[str] | None:
+    """The brackets and the elements of a point or an interval."""
+    text = UNSEEN.sub("", text).strip()
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    parts = _split(text[1:-1], ",", ";")
+    whole = len(_split(f"{text[0]}{text[1:-1]},{text[-1]}", ",")) == 1  # not `(1,2),(3,4)`
+    return [text[0] + text[-1], *parts] if len(parts) > 1 and all(parts) and whole else None
+
+
+def _list(text: str) -> list[str] | None:
+    r"""The elements of a list or a set, and the two of `3 \pm 1`."""
+    text = UNSEEN.sub("", text).strip()
+    in_braces = text.startswith(r"\{") and text.endswith(r"\}") and not re.search("[|:]", text)
+    if in_braces:
+        text = text[2:-2]
+    parts = (
+        [text] if THOUSANDS.fullmatch(_without_unit(text)[0]) else _split(text, ",", ";", r"\lor")
+    )
+    if "=" not in "".join(parts[1:]):
+        parts[0] = ASSIGNED.sub("", parts[0]) if len(parts) > 1 else parts[0]
+    signs = [(part.split(r"\pm"), part) for part in parts]
+    parts = []
+    for around, part in signs:
+        ways = itertools.product("+-", repeat=len(around) - 1)
+        parts += (
+            ["".join(map("".join, zip(around, (*way, ""), strict=True))) for way in ways]
+            if 1 < len(around) < 4
+            else [part]
+        )
+    return parts if in_braces or len(parts) > 1 else None
+
+
+def _union(text: str) -> tuple[str, list[str]] | None:
+    r"""The unknown and the intervals of `x < 1 \lor x > 2`, or the intervals of a union."""
+    text = UNSEEN.sub("", text)
+    parts = _split(text, r"\cup", r"\lor")
+    if len(parts) > 1 and all(map(_point, parts)):
+        return "", parts
+    if not LESS.search(text):
+        return None
+    found = [_interval(part) for part in _split(text, r"\cup", r"\lor", ",")]
+    names = {name for name, _ in found}
+    return (names.pop(), [each for _, each in found]) if len(names) == 1 and all(names) else None
+
+
+def _interval(text: str) -> tuple[str, str]:
+    r"""The unknown of `1 < x \le 2`, and `(1,2]`; "" if the text is not of this form."""
+    ends = {"<": r"-\infty", ">": r"\infty"}
+    closed = {"<": "(", ">": ")"}
+    names = set()
+    for part in _split(text, r"\land"):
+        terms = LESS.split(part)
+        if len(terms) not in (3, 5):
+            return "", text
+        for left, sign, right in zip(terms[::2], terms[1::2], terms[2::2], strict=False):
+            if not UNKNOWN.fullmatch(left):
+                left, sign, right = right, TURNED[sign], left
+            if not UNKNOWN.fullmatch(left):
+                return "", text
+            names.add(left.strip())
+            side = "<" if sign in (">", r"\ge ") else ">"  # which end of the interval
+            ends[side] = right.strip()
+            closed[side] = {"<": "([", ">": ")]"}[side]["\\" in sign]
+    if len(names) != 1 or (
+        NAME.search("".join(ends.values()).replace(r"\infty", ""))
+        and names & set(NAME.findall("".join(ends.values())))
+    ):
+        return "", text
+    return names.pop(), f"{closed['<']}{ends['<']},{ends['>']}{closed['>']}"
+
+
+def _same_leaf(meant: str, said: str, styled: bool) -> bool:
+    formulas = [meant, said]
+    texts = [letters(text) for text in formulas]
     if styled:
         texts = [text.casefold() for text in texts]
     if texts[0] == texts[1]:
@@ -68,36 +293,95 @@ def same(reference: str, answer: str) -> bool:
         and (styled or len(words[0]) > 1 or words[0] != texts[0])
     ):
         return words[0].replace(" ", "") == words[1].replace(" ", "")
-    meant, said = (CLOCK.fullmatch(text) for text in texts)
-    if meant and meant[3]:  # an answer may leave out which half of the day it is
-        said = said or re.fullmatch(r"(\d{1,2})()()", texts[1])
-        return said is not None and _time(said) in (_time(meant), (*_time(meant)[:2], ""))
-    meant, said = (IN_A_BASE.fullmatch(text.casefold()) for text in texts)
-    if meant:  # the answer may leave it out
-        return _based(said) == _based(meant) if said else meant[1] == texts[1].casefold()
-    if said:
-        return _based(said) == (texts[0].casefold(), 10)
-    if any(re.search(r"\d\s+\d", text) for text in formulas):
-        return False  # of which only the text says what it is
-    for one, other in (formulas, formulas[::-1]):
-        if POINT.fullmatch(one) and LIST.fullmatch(other):
-            return False
+    clocks = [CLOCK.fullmatch(text) for text in texts]
+    if clocks[0] and clocks[0][3]:  # an answer may leave out which half of the day it is
+        clock = clocks[1] or re.fullmatch(r"(\d{1,2})()()", texts[1])
+        right = _time(clocks[0])
+        return clock is not None and _time(clock) in (right, (*right[:2], ""))
+    bases = [IN_A_BASE.fullmatch(text.casefold()) for text in texts]
+    if bases[0]:  # the answer may leave it out
+        digits, _ = _based(bases[0])
+        return _based(bases[1]) == _based(bases[0]) if bases[1] else digits == texts[1].casefold()
+    if bases[1]:
+        return _based(bases[1]) == (texts[0].casefold(), 10)
     if not styled and _other_case(*formulas):
         return False
-    read = [_parsed(text) for text in formulas]
-    if _verified(read):
-        return True
-    if INTERVAL.fullmatch(formulas[0]) and re.search(r"[<>]|\\[lg]e", formulas[1]):
-        return _verified(read[::-1])
-    shares = [PERCENT.fullmatch(text) for text in formulas]
-    for way in ("{}", "({})/100") if any(shares) else ():  # 50% is 0.5 as well
-        read = [
-            _parsed(way.format(share[1]) if share else text)
-            for share, text in zip(shares, formulas, strict=True)
-        ]
-        if _verified(read):
+    if bool(LESS.search(meant)) != bool(LESS.search(said)):
+        return False
+    (meant, power), (said, other_power) = map(_without_unit, formulas)
+    if power and other_power and power != other_power:
+        return False
+    if any(re.search(r"\d\s+\d", text) for text in (meant, said)):
+        return False  # of which only the text says what it is
+    shares = [PERCENT.fullmatch(text) for text in (meant, said)]
+    for way in ("{}", "({})/100") if any(shares) else ("{}",):  # 50% is 0.5 as well
+        pair = [way.format(share[1]) if share else text
+                for share, text in zip(shares, (meant, said), strict=True)]  # fmt: skip
+        if _same_value(*pair):
             return True
     return False
+
+
+def _without_unit(text: str) -> tuple[str, int]:
+    """A formula, and the power of the unit after it, 0 without a unit."""
+    unit = UNIT.search(text)
+    ahead = text[: unit.start()] if unit else ""
+    if not unit or NO_UNIT.search(unit[0]) or not re.search(r"[\d\\]", ahead):
+        return text, 0
+    if unit[2] and LETTER.search(ahead):  # `2r h` is a product
+        return text, 0
+    power = POWER.search(unit[0])
+    return ahead.strip(), (1 if not power else 2 if power[1] else 3 if power[2] else int(power[3]))
+
+
+def _same_value(meant: str, said: str) -> bool:
+    """As fractions if both are some, which is quick, as numbers, or as math_verify has it."""
+    fractions = [_fraction(text) for text in (meant, said)]
+    if fractions[0] is not None and fractions[1] is not None:
+        return _close(*fractions)
+    read = [_parsed(text) for text in (meant, said)]
+    numbers = [_number(found[0]) if found else None for found in read]
+    if numbers[0] is not None and numbers[1] is not None:
+        return _close(*numbers)
+    return _verified(read)
+
+
+def _fraction(text: str) -> Fraction | None:
+    text = UNSEEN.sub("", text).strip().strip("{}").strip()
+    if THOUSANDS.fullmatch(text):
+        text = re.sub("[^-+.0-9]", "", text)
+    found = PLAIN.fullmatch(text)
+    if not found or not re.search(r"\d", text):
+        return None
+    sign, ahead, above, below, divisor = found.groups()
+    if ahead == "." or (divisor and not ahead) or "0" in (below, divisor):
+        return None
+    value = Fraction(ahead or 0) / Fraction(divisor or 1)
+    if above:
+        part = Fraction(int(above), int(below))
+        if ahead and ("." in ahead or part < 0):
+            return None
+        value += part
+    return -value if sign == "-" else value
+
+
+def _number(found: object) -> sympy.Expr | None:
+    """The value of a formula without unknowns, decimals in it exact."""
+    if not isinstance(found, sympy.Expr) or found.free_symbols:
+        return None
+    exact = found.replace(
+        lambda part: isinstance(part, sympy.Float), lambda part: sympy.Rational(str(part))
+    ).doit()
+    return exact if exact.is_number and exact.is_finite is not False else None
+
+
+def _close(meant: Fraction | sympy.Expr, said: Fraction | sympy.Expr) -> bool:
+    """To the eight decimals of dart-math, of what is small to six digits."""
+    one, other = sympy.sympify(meant), sympy.sympify(said)
+    apart = abs(sympy.N(one - other, 15))
+    size = max(abs(sympy.N(one, 15)), abs(sympy.N(other, 15)))
+    small = one.is_Rational and other.is_Rational and size < 0.01
+    return bool(apart <= (1e-6 * size if small else 1e-8))
 
 
 def _verified(read: list[list[object]]) -> bool:
@@ -110,9 +394,9 @@ def _time(clock: re.Match[str]) -> tuple[int, str, str]:
 
 
 def _based(number: re.Match[str]) -> tuple[str, int]:
-    """Digits and base."""
-    digits, base = number.groups()
-    return digits, BASES.index(base) + 2 if base in BASES else int(base)
+    """Digits, with their sign, and base."""
+    sign, digits, base = number.groups()
+    return sign + digits, BASES.index(base) + 2 if base in BASES else int(base)
 
 
 def _other_case(reference: str, answer: str) -> bool:
@@ -128,6 +412,7 @@ def tidy(text: str) -> str:
     text = text.strip().translate(SIGNS)
     for written, instead in SAME:
         text = written.sub(instead, text)
+    text = AND.sub(r"\\land " if LESS.search(text) else ", ", text)
     if styled := STYLED.fullmatch(text):
         text = styled[1].strip().rstrip(".")
     tokens = TOKEN.findall(text)[::-1]
@@ -165,14 +450,46 @@ def letters(text: str) -> str:
 def _parsed(text: str) -> list[object]:
     """What math_verify makes of a formula. Its second way of reading is for numbers, as it takes
     one out of anything that it cannot parse."""
-    ways = [LatexExtractionConfig()]
+    if TRIGONOMETRIC.search(text):
+        text = DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
+    text = IMAGINARY.sub(" i ", text.replace(r"^\circ", ""))
+    ways = [LATEX]
     if NUMBER.fullmatch(text):
         ways.append(ExprExtractionConfig())
     found: list[object] = parse(f"${text}$", ways, parsing_timeout=None)
-    return found
+    return [_with_i(each) for each in found]
+
+
+def _with_i(found: object) -> object:
+    """With the imaginary unit for i, and other letters real, as of formulas without an i."""
+    if not isinstance(found, sympy.Expr | sympy.MatrixBase):
+        return found
+    return found.xreplace({
+        symbol: sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
+        for symbol in found.free_symbols
+    })  # fmt: skip
+
+
+def main() -> None:
+    """Forks off a process that compares, and another one when it is ended."""
+    same(r"\frac{1}{2}+\sqrt{2}", r"\sqrt{2}+0.5")  # fills caches
+    print("ready", flush=True)
+    while child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            return
+        print("[null, 0]", flush=True)
+    for line in sys.stdin:
+        *pair, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        start = time.process_time()
+        try:
+            equal = same(*pair)
+        except Exception:
+            equal = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps([equal, time.process_time() - start]), flush=True)
 
 
 if __name__ == "__main__":
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(same(*json.loads(line))), flush=True)
+    main()
