@@ -34,11 +34,12 @@ SIGNS = str.maketrans({"½": r"\frac12", "²": "^2", "³": "^3", "∪": r"\cup "
                        "·": r"\cdot ", "±": r"\pm ", "≈": r"\approx ", "≤": r"\le ",
                        "≥": r"\ge ", "∈": r"\in ", "“": "", "”": "", '"': ""})  # fmt: skip
 GAP = r"(?:\\[,;: ]|[\s~])*"
+SPACING = r"\\[,;:! ]|\\q?quad(?![a-z])|[\s~]"
 
 
 def _worded(word: str) -> str:
     r"""A pattern for a word between two formulas, plain or in `\text{}`, maybe after a comma."""
-    inside = rf"\\(?:text|mbox)\s*\{{{GAP},?{GAP}{word}{GAP}\}}"
+    inside = rf"\\(?:text\w*|mbox)\s*\{{{GAP},?{GAP}{word}{GAP}\}}"
     return rf"{GAP},?{GAP}(?:{inside}|\b{word}\b){GAP}"
 
 
@@ -52,7 +53,8 @@ def _repeating(found: re.Match[str]) -> str:
 
 SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     # what is written in many ways -> in one
-    (re.compile(r"(?<!\\right)[.\s]+$"), ""),
+    (re.compile(rf"^(?:{SPACING})+|(?:{SPACING}|(?<!\\right)\.|\\$)+$"), ""),
+    (re.compile(r"^\{(?!.*\\(?:over|choose))((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}$"), r"\1"),
     (re.compile(r"\\(?:[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])"), ""),
     (re.compile(r"\\(?:q?quad|lor)(?![a-z])"), " "),
     (re.compile(r"\\[lr]?vert(?![a-z])"), "|"),
@@ -64,29 +66,35 @@ SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?\s*(\d+)\s*\}?"), _repeating),
     (re.compile(r"(?<=\d)(?:\\[,; ]|[ ~])(?=\d{3}(?![\d/]))"), ""),  # 10\,000
     (re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3}(?!\d))"), ","),
-    (re.compile(r"^(?:\\approx(?![a-z])|=)\s*|\\?\$\s*(?=[\d.])"), ""),
+    (re.compile(r"^\s*(?:\\approx(?![a-z])|=)\s*|\\?\$\s*(?=[\d.])"), ""),
+    (re.compile(r"~"), " "),
+    (re.compile(r"\s+(?=_)|(?<=\])\s+(?=\{)"), ""),
+    (re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
     (re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
     (re.compile(r"(?<![a-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![a-zA-Z\\])pi(?![a-z])"), r"\\pi "),
     (re.compile(r"\\bigcup(?![a-z])|(?<=[)\]])\s*U\s*(?=[(\[])"), r"\\cup "),
     (re.compile(_worded("or")), r"\\lor "),
     (re.compile(rf"(?<=\d)(?:{_worded('to')}|\s*\\colon(?![a-z])\s*)(?=\d)"), ":"),
-    (re.compile(r"(?<=[\w)])\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(?:\\text\{)?(\w+)\)?\}?$"),
+    (re.compile(r"(?<=[\w)])\s*(?:\\text\w*\{)?\s*\(?(?:in )?base\s*\}?\s*(?:\\text\w*\{)?(\w+)"
+                r"\)?\}?$"),
      r"_{\1}"),
     (re.compile(r"\\log\s*_\s*(\w)"), r"\\log_{\1}"),
     (re.compile(r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])"), r"\\frac{\1}{\2}"),  # 3 1/2
     (re.compile(r"\{:\}"), ":"),
-    (re.compile(r"\s*(?:\^?(?:\{\\degree\}|\\degree(?![a-z])|°)|\^\s*\{?\\circ\}?)"), r"^\\circ "),
+    (re.compile(r"\s*(?:\^?(?:\{\\degree\}|\\degree(?![a-z])|°)|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z])))"),
+     r"^\\circ "),
     (re.compile(r"\\varnothing(?![a-z])|(?:\\left)?\\\{\s*(?:\\right)?\\\}"), r"\\emptyset"),
-    (re.compile(r"(?<=\d)\s*(?:percent\b|\\text\{\s*percent\s*\})"), r"\\%"),
-    (re.compile(r"\\math(?:rm|it)\{([a-z])\}"), r"\1"),
+    (re.compile(r"(?<=\d)\s*(?:percent\b|\\text\w*\{\s*percent\s*\})"), r"\\%"),
+    (re.compile(r"\\math(?:rm|it)\{i\}"), "i"),
 ]  # fmt: skip
 AND = re.compile(_worded("and"))
-CASE = re.compile(r"\\text\{\s*(?:if|for)\s*\}|,")
+CASE = re.compile(r"\\(?:text\w*|mbox)\{\s*(?:if|for)\s*\}|,")
 UNSEEN = re.compile(r"\\(?:left|right)(?![a-z])|\\!|(?<=\\)[dt](?=frac)")
 SPACE = re.compile(r"(?:\\[,;: ]|[\s~])+")
 BLANK = re.compile(r"(?<!\w)(?<!\d,) | (?!\w)")
-WORD = re.compile(r"(?<!\\)(?<![^\W\d_])[^\W\d_]{2,}")
+WORD = re.compile(r"(?<!\\)(?<![^\W\d_])(?![a-z][A-Z])[^\W\d_]{2,}")
 LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 NAME = re.compile(r"\\[a-zA-Z]+|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # no word
 NUMBER = re.compile(r"[-+]?[\d.,]+\s*(\\?%)?")
@@ -103,11 +111,12 @@ UNIT = re.compile(  # "12 square feet", `\text{ cm}^2`
     r"(?:(?:(?<= )|(?=[a-z]{2}))(?:[cmkd]?m|[km]?g|s|m?[lL]|ft|in|lbs?|oz|yd|mi|h|hrs?|min|sec|mph)"
     r"|(?<= )[a-zA-Z]{4,}|units)(?: (?:per [a-z]+|old|units|squared|cubed))?))(?:\^\{?(\d)\}?)?$"
 )
-LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+COMMAND = re.compile(r"\\[a-zA-Z]+")
+LETTER = re.compile(r"\\[a-zA-Z]+|[^\W\d_]")
 NO_UNIT = re.compile(  # "3 million", "3 choose 2"
     r"\b(?:dozens?|(?:hundred|thousand|percent)\w*|[mbtr]+illion\w*|hal(?:f|ves)|thirds?"
     r"|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?|choose|plus|minus|times|base|more|less"
-    r"|fewer|factorial)\b|^\s*(?:squared|cubed)|\d(?!\}?$)"
+    r"|fewer|factorial)\b|^\s*(?:squared|cubed)|\d(?!\}*$)"
 )
 POWER = re.compile(r"\b(?:(sq)(?:uared?)?|(cu)(?:b(?:ic|ed))?)\b|\^\{?(\d)")
 ASSIGNED = re.compile(
@@ -123,9 +132,10 @@ IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])(?<!_\{)i(?![a-zA-Z])")
 PLAIN = re.compile(  # `3`, `0.5`, `\frac{1}{2}`, `1/2`, `3\frac{1}{2}`
     r"([-+]?)\s*(\d*\.?\d*)\s*(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|/\s*(\d+))?"
 )
+BRACES = re.compile(r"\\\{([^|:]*(?<!\\emptyset))\\\}|\{([^{}]*,[^{}]*)\}")
 OPEN, CLOSE = tuple("([{"), tuple(")]}")
 LATEX = LatexExtractionConfig(
-    normalization_config=NormalizationConfig(malformed_operators=True, nits=True)
+    normalization_config=NormalizationConfig(nits=True)
 )  # without units, of which it knows `t` and `h`
 
 
@@ -212,31 +222,30 @@ def _point(text: str) -> list[str] | None:
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
         return None
     parts = _split(text[1:-1], ",", ";")
-    whole = len(_split(f"{text[0]}{text[1:-1]},{text[-1]}", ",")) == 1  # not `(1,2),(3,4)`
-    return [text[0] + text[-1], *parts] if len(parts) > 1 and all(parts) and whole else None
+    if len(parts) < 2 or not all(parts) or len(_split(text, ",", ";")) > 1:  # `(1,2),(3,4)`
+        return None
+    return [text[0] + text[-1], *parts]
 
 
 def _list(text: str) -> list[str] | None:
     r"""The elements of a list or a set, and the two of `3 \pm 1`."""
     text = UNSEEN.sub("", text).strip()
-    in_braces = text.startswith(r"\{") and text.endswith(r"\}") and not re.search("[|:]", text)
-    if in_braces:
-        text = text[2:-2]
-    parts = (
-        [text] if THOUSANDS.fullmatch(_without_unit(text)[0]) else _split(text, ",", ";", r"\lor")
-    )
-    if "=" not in "".join(parts[1:]):
-        parts[0] = ASSIGNED.sub("", parts[0]) if len(parts) > 1 else parts[0]
-    signs = [(part.split(r"\pm"), part) for part in parts]
-    parts = []
-    for around, part in signs:
-        ways = itertools.product("+-", repeat=len(around) - 1)
-        parts += (
-            ["".join(map("".join, zip(around, (*way, ""), strict=True))) for way in ways]
-            if 1 < len(around) < 4
-            else [part]
-        )
-    return parts if in_braces or len(parts) > 1 else None
+    braces = BRACES.fullmatch(text)
+    text = (braces[1] or braces[2]) if braces else text
+    number = THOUSANDS.fullmatch(_without_unit(text)[0])
+    parts = [text] if number else _split(text, ",", ";", r"\lor")
+    if len(parts) > 1 and "=" not in "".join(parts[1:]):
+        parts[0] = ASSIGNED.sub("", parts[0])  # `x = 1, 2`
+    parts = [way for part in parts for way in _both_signs(part)]
+    return parts if braces or len(parts) > 1 else None
+
+
+def _both_signs(text: str) -> list[str]:
+    around = text.split(r"\pm")
+    if len(around) > 3:
+        return [text]
+    ways = itertools.product("+-", repeat=len(around) - 1)
+    return ["".join(map("".join, zip(around, (*way, ""), strict=True))) for way in ways]
 
 
 def _union(text: str) -> tuple[str, list[str]] | None:
@@ -270,10 +279,7 @@ def _interval(text: str) -> tuple[str, str]:
             side = "<" if sign in (">", r"\ge ") else ">"  # which end of the interval
             ends[side] = right.strip()
             closed[side] = {"<": "([", ">": ")]"}[side]["\\" in sign]
-    if len(names) != 1 or (
-        NAME.search("".join(ends.values()).replace(r"\infty", ""))
-        and names & set(NAME.findall("".join(ends.values())))
-    ):
+    if len(names) != 1 or names & set(NAME.findall(" ".join(ends.values()))):
         return "", text
     return names.pop(), f"{closed['<']}{ends['<']},{ends['>']}{closed['>']}"
 
@@ -304,12 +310,14 @@ def _same_leaf(meant: str, said: str, styled: bool) -> bool:
         return _based(bases[1]) == _based(bases[0]) if bases[1] else digits == texts[1].casefold()
     if bases[1]:
         return _based(bases[1]) == (texts[0].casefold(), 10)
-    if not styled and _other_case(*formulas):
-        return False
     if bool(LESS.search(meant)) != bool(LESS.search(said)):
         return False
     (meant, power), (said, other_power) = map(_without_unit, formulas)
     if power and other_power and power != other_power:
+        return False
+    if len({text.count(":") for text in (meant, said)} - {0}) > 1:
+        return False
+    if not styled and _other_case(meant, said):
         return False
     if any(re.search(r"\d\s+\d", text) for text in (meant, said)):
         return False  # of which only the text says what it is
@@ -328,7 +336,7 @@ def _without_unit(text: str) -> tuple[str, int]:
     ahead = text[: unit.start()] if unit else ""
     if not unit or NO_UNIT.search(unit[0]) or not re.search(r"[\d\\]", ahead):
         return text, 0
-    if unit[2] and LETTER.search(ahead):  # `2r h` is a product
+    if unit[2] and NAME.search(COMMAND.sub("", ahead)):  # `2r h` is a product
         return text, 0
     power = POWER.search(unit[0])
     return ahead.strip(), (1 if not power else 2 if power[1] else 3 if power[2] else int(power[3]))
@@ -401,7 +409,7 @@ def _based(number: re.Match[str]) -> tuple[str, int]:
 
 def _other_case(reference: str, answer: str) -> bool:
     """Whether a variable of one is written large, and small in the other."""
-    meant, said = (set(NAME.findall(STYLED.sub("", text))) for text in (reference, answer))
+    meant, said = (set(LETTER.findall(STYLED.sub("", text))) for text in (reference, answer))
     return any(name.casefold() in {other.casefold() for other in said - meant}
                for name in meant - said)  # fmt: skip
 
@@ -412,7 +420,7 @@ def tidy(text: str) -> str:
     text = text.strip().translate(SIGNS)
     for written, instead in SAME:
         text = written.sub(instead, text)
-    text = AND.sub(r"\\land " if LESS.search(text) else ", ", text)
+    text = AND.sub(r"\\land " if LESS.search(text) else ", ", text).strip()
     if styled := STYLED.fullmatch(text):
         text = styled[1].strip().rstrip(".")
     tokens = TOKEN.findall(text)[::-1]
