@@ -108,11 +108,11 @@ def test_math(name: str) -> None:
     for this, another in zip(gold, gold[1:] + gold[:1], strict=True):
         for text in MANNERS:
             found = answers.score({"answer": this}, [text.replace("@", this)])
-            for metric in found:
+            for metric in wrong:
                 counts[text][metric] += found[metric]
         if this.replace(",", "") != another.replace(",", ""):
             found = answers.score({"answer": this}, [MANNERS[0].replace("@", another)])
-            for metric in found:
+            for metric in wrong:
                 wrong[metric] += found[metric]
     print(f"\n{name}, of {len(gold)}:", *counts.items(), f"others: {wrong}", sep="\n  ")
     least = len(gold) * (1 - 10 / 5000 * (name == "math"))
