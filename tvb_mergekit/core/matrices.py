@@ -254,7 +254,17 @@ def _rounding(norm: float, shape: Sequence[int], precision: float) -> float:
 
 
 def _solve(normal: Tensor, right: Tensor, shape: Sequence[int], precision: float) -> Tensor:
-    """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C of `shape`, float64."""
+    """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C of `shape`, float64.
+
+    Without a singular value to cut, Cholesky takes a tenth of the time of eigenvectors.
+    """
+    norm = math.sqrt(max(float(normal.trace()), 0.0))
+    cut = max(NULL * norm, _rounding(norm, shape, precision)) ** 2
+    normal.diagonal().sub_(cut)
+    clear = not torch.linalg.cholesky_ex(normal).info  # all eigenvalues are larger: none is cut
+    normal.diagonal().add_(cut)
+    if clear:
+        return torch.cholesky_solve(right, torch.linalg.cholesky(normal))
     values, vectors = torch.linalg.eigh(normal)
     inverse = _inverse(values.clamp_(min=0).sqrt_(), shape, precision).square_()
     solution: Tensor = vectors @ (vectors.T @ right).mul_(inverse[:, None])
