@@ -84,7 +84,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             "count * share, rank)\n    left",
             "0, rank - count * share)\n    left",
         ),
-        ("core/matrices.py", "return 2 * precision * norm", "return 0 * precision * norm"),
+        ("core/matrices.py", "return 2 * precision * norm", "return 0 * norm"),
         ("core/matrices.py", "NULL = 1e-6", "NULL = 1e-9"),
         ("core/matrices.py", "eigen = 4 * square", "eigen = square"),
     ],

@@ -29,7 +29,7 @@ def merge_matrix(settings: Settings, bases: Tensor, precision: float = FLOAT32) 
     """D of one matrix, by the method of the settings.
 
     Args:
-        precision: the largest relative rounding of an entry of the bases, 2^-9 for bfloat16.
+        precision: the largest relative rounding of an entry of the bases, 2^-8 for bfloat16.
     """
     if settings.method == "basis_iso":
         return isotropic(bases, settings.common, precision)
