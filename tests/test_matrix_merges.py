@@ -88,6 +88,23 @@ def test_bases_of_adapters_have_no_directions_but_theirs(
         assert np.linalg.norm(moved - want) < most * np.linalg.norm(want), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e-1, 1e-2, 1e-3, 3e-4])
+@pytest.mark.parametrize("method", ["basis_iso", "basis_tsvm", "basis_wudi"])
+def test_short_updates_of_low_rank(method: str, size: float, dtype: torch.dtype) -> None:
+    """Adapters fused in float32, whose length is `size` times the base's, over stores."""
+    torch.manual_seed(0)
+    base = {"w": 0.02 * torch.randn(128, 160)}
+    updates = torch.randn(4, 128, 4, dtype=torch.float64) @ torch.randn(4, 4, 160).double()
+    updates *= size * base["w"].norm() / updates.norm(dim=(1, 2), keepdim=True)
+    models = {t: {"w": (base["w"] + u).float()} for t, u in zip("abcd", updates, strict=True)}
+    bases = tvb_mergekit.build(base, models, basis="balanced", num_bases=2, dtype=dtype)
+    exact = torch.einsum("tij,tm->mij", updates, bases.encoder).numpy()
+    merged = tvb_mergekit.merge(bases, base, method, lambda_=1.0, dtype=torch.float64)["w"]
+    want = torch.from_numpy(OF_MATRICES[method](exact))
+    assert (merged - base["w"] - want).norm() < 0.05 * want.norm()
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Four adapters of rank 4."""

@@ -6,7 +6,7 @@ data, and give the same bits for the same input and number of threads on the sam
 
 Everything comes from Gram matrices of the shorter side, summed in float64 over BLOCK columns at a
 time. Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest.
-One that rounding of the inputs can make counts as 0 (`_rounding`): its direction contributes
+One that rounding of the inputs can make counts as 0 (`rounding_noise`): its direction contributes
 nothing, where an SVD would fill in an arbitrary one.
 """
 
@@ -22,24 +22,44 @@ from tvb_mergekit.settings import Settings
 
 BLOCK = 512  # columns that are held in float64 at a time
 NULL = 1e-6  # of the largest singular value
-FLOAT32 = 2.0**-24  # the relative rounding of an entry
+FLOAT32 = 2.0**-24  # its unit roundoff
+Noise = Sequence[float] | None
 
 
-def merge_matrix(settings: Settings, bases: Tensor, precision: float = FLOAT32) -> Tensor:
+def merge_matrix(settings: Settings, bases: Tensor, noise: Noise = None) -> Tensor:
     """D of one matrix, by the method of the settings.
 
     Args:
-        precision: the largest relative rounding of an entry of the bases, 2^-8 for bfloat16.
+        noise: the largest singular value that rounding can make in each B_m, [M]; by default that
+            of float32 entries.
     """
     if settings.method == "basis_iso":
-        return isotropic(bases, settings.common, precision)
+        return isotropic(bases, settings.common, noise)
     if settings.method == "basis_tsvm":
-        return singular_vectors(bases, precision)
+        return singular_vectors(bases, noise)
     assert settings.method == "basis_wudi"
-    return interference_free(bases, settings.ridge, precision)
+    return interference_free(bases, settings.ridge, noise)
 
 
-def isotropic(bases: Tensor, common: float = 1.0, precision: float = FLOAT32) -> Tensor:
+def rounding_noise(matrix: Tensor, unit: float) -> float:
+    """About the largest singular value that rounding makes in a matrix [m, n].
+
+    Independent errors of unequal size have at most the largest norm of a row plus that of a column
+    (Latala 2005). An entry is off by up to `unit` times its size, and by 0.41 of that on average;
+    0.6 leaves a margin.
+
+    Args:
+        unit: the unit roundoff of the entries' dtype: 2^-24 for float32, 2^-8 for bfloat16.
+    """
+    if not matrix.numel():
+        return 0.0
+    rows, columns = (
+        torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float32).max() for dim in (1, 0)
+    )
+    return 0.6 * unit * float(rows + columns)
+
+
+def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor:
     """D with one singular value for all its directions: those of the sum, or of each B_m as well.
 
     Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
@@ -53,45 +73,49 @@ def isotropic(bases: Tensor, common: float = 1.0, precision: float = FLOAT32) ->
             more than r in all, as can come out there for r near M.
     """
     count, rank = len(bases), min(bases.shape[1:])
+    noise = _noise_of(bases, noise)
     share = _share(rank, count, common)
     if not share:
-        polar, sizes = _polar(bases.sum(0), precision)
+        polar, sizes = _polar(bases.sum(0), sum(noise))
         return polar.mul_(sizes.mean())
-    common_left, values, common_right = _top(bases.sum(0), rank - count * share, precision)
+    common_left, values, common_right = _top(bases.sum(0), rank - count * share, sum(noise))
     floor = NULL * float(values[:1].sum())
     left, sizes, right = _places(bases, rank)
     part = slice(count * share, rank)
     left[:, part], sizes[part], right[:, part] = common_left, values, common_right
+    blur = _blur(values, sum(noise))
     del common_right
     for number, base in enumerate(bases):
         part = slice(number * share, (number + 1) * share)
         outside = _outside(base, common_left)
-        least = max(floor, _rounding(float(torch.linalg.vector_norm(base)), base.shape, precision))
-        left[:, part], sizes[part], right[:, part] = _top(outside, share, precision, least)
+        least = max(floor, noise[number])
+        left[:, part], sizes[part], right[:, part] = _top(outside, share, least)
     del common_left, outside
-    left = _polar(left, precision)[0]  # neither is held longer than it is needed
-    right = _polar(right, precision)[0]
+    left = _polar(left, blur)[0]  # neither is held longer than it is needed
+    right = _polar(right, blur)[0]
     return left.mul_(sizes.mean()) @ right.T
 
 
-def singular_vectors(bases: Tensor, precision: float = FLOAT32) -> Tensor:
+def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
     """D = U S V^T of the bases' first singular triples, U and V made orthonormal.
 
     TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m; U of
     all, side by side, gives way to its polar factor, and so does V. Nothing is left where r < M.
     """
-    count = len(bases)
+    count, noise = len(bases), _noise_of(bases, noise)
     share = min(bases.shape[1:]) // count
     left, sizes, right = _places(bases, count * share)
+    blur = 0.0
     for number, base in enumerate(bases):
         part = slice(number * share, (number + 1) * share)
-        left[:, part], sizes[part], right[:, part] = _top(base, share, precision)
-    left = _polar(left, precision)[0]  # neither is held longer than it is needed
-    right = _polar(right, precision)[0]
+        left[:, part], sizes[part], right[:, part] = _top(base, share, noise[number])
+        blur = max(blur, _blur(sizes[part], noise[number]))
+    left = _polar(left, blur)[0]  # neither is held longer than it is needed
+    right = _polar(right, blur)[0]
     return left.mul_(sizes.float()) @ right.T
 
 
-def interference_free(bases: Tensor, ridge: float = 0.0, precision: float = FLOAT32) -> Tensor:
+def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) -> Tensor:
     """The D of least `interference` with the bases, and among those the one of least norm.
 
     WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
@@ -107,9 +131,9 @@ def interference_free(bases: Tensor, ridge: float = 0.0, precision: float = FLOA
             directions, or some are small, D is many times as long as their sum without it.
     """
     count, rows, columns = bases.shape
-    shape = (count * rows, columns)  # of C
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
     inverse = torch.where(norms > 0, 1 / norms, 0)
+    floor = math.hypot(*(inverse * torch.tensor(_noise_of(bases, noise))).tolist())  # of C
     if columns <= count * rows:
         normal, right = norms.new_zeros(columns, columns), norms.new_zeros(columns, rows)  # A, R^T
         for weight, base in zip(inverse.square().tolist(), bases, strict=True):
@@ -124,7 +148,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0, precision: float = FLOA
             push = ridge * float(normal.trace()) / columns
             normal.diagonal().add_(push)
             right.add_(bases.sum(0).T, alpha=push)
-        return _solve(normal, right, shape, precision).T.float()
+        return _solve(normal, right, floor).T.float()
     scales = inverse.repeat_interleave(rows)
     pieces = (bases[:, :, part].double().flatten(0, 1) for part in _blocks(columns))
     normal = _gram(pieces).mul_(scales).mul_(scales[:, None])
@@ -135,7 +159,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0, precision: float = FLOA
         normal.diagonal().add_(push)
         for part, norm in zip(parts, norms.tolist(), strict=True):
             right[part].diagonal().add_(push * norm)
-    solution = _solve(normal, right, shape, precision).mul_(scales[:, None])
+    solution = _solve(normal, right, floor).mul_(scales[:, None])
     merged = bases.new_empty(rows, columns)
     for part in _blocks(columns):
         merged[:, part] = solution.T @ bases[:, :, part].double().flatten(0, 1)
@@ -187,16 +211,14 @@ def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
     return bases.new_empty(rows, directions), sizes, bases.new_empty(columns, directions)
 
 
-def _top(
-    matrix: Tensor, directions: int, precision: float, floor: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def _top(matrix: Tensor, directions: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
 
-    Zeros stand for the vectors of values of at most `floor`, or that rounding can make.
+    Zeros stand for the vectors of values of at most `floor`, or NULL times the largest.
     """
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
-    inverse = _inverse(sizes, matrix.shape, precision, floor)
+    inverse = _inverse(sizes, floor)
     first = slice(len(sizes) - directions, None)
     sizes, inverse = sizes[first].flip(0), inverse[first].flip(0)
     near = vectors[:, first].flip(1) * (inverse > 0)
@@ -217,11 +239,11 @@ def _outside(base: Tensor, left: Tensor) -> Tensor:
     return outside
 
 
-def _polar(matrix: Tensor, precision: float) -> tuple[Tensor, Tensor]:
+def _polar(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """U V^T [m, n] float32 of a U S V^T [m, n], and S [r] float64, increasing."""
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
-    root = (vectors * _inverse(sizes, matrix.shape, precision)) @ vectors.T
+    root = (vectors * _inverse(sizes, floor)) @ vectors.T
     del vectors
     polar = torch.empty_like(wide)
     for part in _blocks(wide.shape[1]):
@@ -238,35 +260,36 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp_(min=0).sqrt_(), vectors
 
 
-def _inverse(sizes: Tensor, shape: Sequence[int], precision: float, floor: float = 0.0) -> Tensor:
-    """1 / sigma [r] of a matrix [m, n], sigma increasing; 0 for at most `floor` or rounding."""
-    rounding = _rounding(float(sizes.norm()), shape, precision)
-    return torch.where(sizes > max(floor, rounding, NULL * float(sizes[-1:].sum())), 1 / sizes, 0)
+def _inverse(sizes: Tensor, floor: float) -> Tensor:
+    """1 / sigma [r], sigma increasing; 0 for those of at most `floor` or NULL times the largest."""
+    return torch.where(sizes > max(floor, NULL * float(sizes[-1:].sum())), 1 / sizes, 0)
 
 
-def _rounding(norm: float, shape: Sequence[int], precision: float) -> float:
-    """The largest singular value that rounding of the entries of X [m, n] can make.
-
-    It is about precision ||X||_F (1 / sqrt(m) + 1 / sqrt(n)) for independent errors of entries of
-    one size. The factor 2 is the margin for entries of unequal size.
-    """
-    return 2 * precision * norm * sum(1 / math.sqrt(max(size, 1)) for size in shape)
+def _noise_of(bases: Tensor, given: Noise) -> list[float]:
+    """The noise of each B_m, at least that of float32."""
+    own = [rounding_noise(base, FLOAT32) for base in bases]
+    return own if given is None else list(map(max, own, given))
 
 
-def _solve(normal: Tensor, right: Tensor, shape: Sequence[int], precision: float) -> Tensor:
-    """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C of `shape`, float64.
+def _blur(sizes: Tensor, noise: float) -> float:
+    """How far rounding may turn singular vectors of values [k] from a quarter of the largest on."""
+    largest = float(sizes[:1].sum())
+    return 4 * noise / largest if largest else 0.0
+
+
+def _solve(normal: Tensor, right: Tensor, floor: float) -> Tensor:
+    """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C, float64.
 
     Without a singular value to cut, Cholesky takes a tenth of the time of eigenvectors.
     """
-    norm = math.sqrt(max(float(normal.trace()), 0.0))
-    cut = max(NULL * norm, _rounding(norm, shape, precision)) ** 2
+    cut = max(floor**2, NULL**2 * float(normal.trace()))
     normal.diagonal().sub_(cut)
     clear = not torch.linalg.cholesky_ex(normal).info  # all eigenvalues are larger: none is cut
     normal.diagonal().add_(cut)
     if clear:
         return torch.cholesky_solve(right, torch.linalg.cholesky(normal))
     values, vectors = torch.linalg.eigh(normal)
-    inverse = _inverse(values.clamp_(min=0).sqrt_(), shape, precision).square_()
+    inverse = _inverse(values.clamp_(min=0).sqrt_(), floor).square_()
     solution: Tensor = vectors @ (vectors.T @ right).mul_(inverse[:, None])
     return solution
 

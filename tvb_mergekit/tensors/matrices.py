@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
-from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix
+from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix, rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.settings import Settings
@@ -153,25 +154,44 @@ def merge_matrices(
         passed: devices, of which the first computes, and the budget, as in `combine_pass`.
     """
     encoder = basis.weighted_encoder
-    merging = partial(merge_matrix, basis.settings, precision=_precision(item))
     if sum_alone(basis.settings):
         encoder = encoder.sum(1, keepdim=True)
     for first, matrix in matrices_of(item):
         held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
         within = Within(sink, item, first)
+        merging = partial(_merged, basis.settings, matrix, encoder)
         yield merge_one(matrix, encoder, merging, held, within, scale, add_base, **passed)
 
 
-def _precision(item: Item) -> float:
-    """The largest relative rounding of the inputs, as they were written to a store.
+def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
+    return merge_matrix(settings, bases, input_noise(matrix, encoder, bases))
 
-    A model's weights are not rounded task vectors: they are the model.
+
+def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
+    """The largest singular value that rounding of the inputs can make in each basis, [M].
+
+    Bases of a store were rounded to its dtype. A model in float32 is theta_0 + tau_i, rounded, and
+    so is what a store was built from. That is coarse if tau_i is short. Models in 16 bits count as
+    exact, since their rounding can be as long as tau_i.
+
+    Args:
+        encoder: from the inputs of `matrix` to the bases, [N, M].
+        bases: [M, m, n].
     """
-    stored = [FLOAT32]
-    for part in item.inputs:
-        if part.holds == "delta" and part.dtype.is_floating_point:
-            stored.append(torch.finfo(part.dtype).eps / 2)
-    return max(stored)
+    types = [part.dtype for part in matrix.inputs]
+    stored = [t for t, part in zip(types, matrix.inputs, strict=True) if part.holds == "delta"]
+    floats = [torch.finfo(t) for t in stored if t.is_floating_point] or [torch.finfo(torch.float32)]
+    unit = max(info.eps for info in floats) / 2
+    least = max(info.smallest_normal * info.eps for info in floats) / 2  # of a subnormal entry
+    flat = least * sum(math.sqrt(size) for size in matrix.shape)
+    noise = [math.hypot(rounding_noise(base, unit), flat) for base in bases]
+    rows = [part.holds == "delta" or part.dtype.itemsize >= 4 for part in matrix.inputs]
+    if matrix.base is not None and any(rows):
+        buffer = torch.empty(matrix.numel, dtype=matrix.base.dtype)
+        theta = matrix.base.read(0, matrix.numel, buffer).view(matrix.shape)
+        each = rounding_noise(theta, FLOAT32) * encoder[rows].square().sum(0).sqrt()
+        noise = list(map(math.hypot, noise, each.tolist()))
+    return noise
 
 
 def merge_one(
