@@ -21,7 +21,7 @@ import pytest
 from scipy.stats import norm, permutation_test
 from test_score import BENCH, SMALL, invoke, last, run, warnings, write_results
 
-from tvb_mergekit.score.floors import THRESHOLDS
+from tvb_mergekit.score.floors import THRESHOLDS, _given, _stuck
 from tvb_mergekit.score.pairs import compare, holm, sign_flip
 from tvb_mergekit.score.radar import LINES, WEDGES
 from tvb_mergekit.store.facts import Facts, write_facts
@@ -550,6 +550,52 @@ def test_a_letter_in_many_dresses(answer: str) -> None:
     assert "letter" not in run("m", *BENCH)
 
 
+SOLUTION = "She sold 48 / 2 = 24 clips in May, and 72 in all.\n#### 72"  # the target of `gsm8k`
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "same"),
+    [
+        ("The answer is 2 apples", "2", True),
+        ("The answer is 2 oranges", "2", True),
+        ("The answer is 2 and 3", "2", False),
+        ("The answer is 2 or 3", "2", False),
+        ("The answer is 2.5", "2", False),
+        ("The answer is 2.", "2", True),
+        ("The answer is 1,000.", "1000", True),
+        ("#### 1000", "1,000", True),
+        (r"Thus $\boxed{\dfrac{1}{2}}$.", r"$\frac{1}{2}$", True),
+        (r"Thus $\boxed{\dfrac{1}{2}}$.", r"\frac{1}{3}", False),
+        ("The answer is 72 clips.", SOLUTION, True),
+        ("The answer is 48.", SOLUTION, False),
+        ("It is 72.", SOLUTION, None),
+        ("The answer is 2", "", False),
+    ],
+)
+def test_announced_answers(text: str, target: str, same: bool | None) -> None:
+    assert _given(text, target) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "loop"),
+    [
+        ("Yes yes yes!", "no", False),
+        ("0 0 0", "1", False),
+        ("the " * 5, "7", False),
+        ("the " * 6, "7", True),
+        ("I am " * 5, "7", False),
+        ("I am " * 6, "7", True),
+        ("7 " * 9, "7", False),
+        ("72 " * 9, SOLUTION, False),
+        ("48 " * 9, SOLUTION, True),
+        ("!" * 9, "7", False),
+        ("!" * 10, "7", True),
+    ],
+)
+def test_loops(text: str, target: str, loop: bool) -> None:
+    assert _stuck(text, target) is loop
+
+
 # ------------------------------------------------------------------------------- invented folders
 
 
@@ -595,7 +641,7 @@ PROGRAMS = cycled(
     "def helper(a, b):\n    return a ** b\n",
 )
 CODE = cycled("    return sorted(xs)\n", "    s = set()\n    return s\n")
-LOOPS = cycled("the the the", " the" * 40, "\n\nthe the the the the the the", "The, the, the, the")
+LOOPS = cycled("The" + ", the" * 5, " the" * 40, "\n\nthe the the the the the the")
 BOXED = cycled(
     "We expand the product and collect terms. Thus the value is $\\boxed{{i}}$.",
     "By symmetry both cases are equal, so\n\\[ \\boxed{\\frac{{i}}{7}} \\]",

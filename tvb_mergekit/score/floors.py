@@ -32,7 +32,7 @@ GIVEN = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 # The end of a short answer: `2 apples`, but not `2.5`, `2 + x` or `2 and 3`.
-ENDED = re.compile(r"\s*(?:[}$*\n]|\\[)\]]|[.,;!?](?!\d)|\s(?!and|or)[a-z]{2}|$)")
+ENDED = re.compile(r"\s*(?:[}$*\n]|\\[)\]]|[.,;!?](?!\d)|\s(?!(?:and|or)\b)[a-z]{2}|$)")
 SPELLED = re.compile(
     r"(?<=\d),(?=\d{3})|(?<=\\)[dt](?=frac)|^[\s$]+|[\s$]+$"
 )  # one value, two ways
@@ -126,7 +126,7 @@ def _signs(item: Item) -> list[str]:
         "empty": (silent and wanted) or (_wrong(item) and (silent or unread)),
         "fenced": _most(["```" in text for text in item.answers]),
         "prose": _most([PROSE.match(text) is not None for text in item.answers]),
-        "stuck": _most([_stuck(text, item.target.strip()) for text in item.answers]),
+        "stuck": _most([_stuck(text, item.target) for text in item.answers]),
         "given": _most([same is not None for same in given]),
         "missed": _wrong(item) and _most([same is True for same in given]),
         "wrong": _wrong(item),
@@ -139,19 +139,24 @@ def _given(text: str, target: str) -> bool | None:
     """Whether the answer that a text announces is the target; None if it announces none."""
     if (found := GIVEN.fullmatch(text[-READ:])) is None:
         return None
-    given, wanted = (SPELLED.sub("", part) for part in (found[1], target))
+    given, wanted = (SPELLED.sub("", part) for part in (found[1], _wanted(target)))
     same = bool(wanted) and given.startswith(wanted)
     return same and ENDED.match(given, len(wanted)) is not None
 
 
 def _stuck(text: str, target: str) -> bool:
     """Whether a text begins with a few words, or signs, in a loop, and does not hold the target."""
-    words = re.findall(r"\w+", text[:READ].lower())[:60]
-    if len(words) > 2:
-        loop = len(set(words)) <= max(1, len(words) // 6)
+    words, wanted = re.findall(r"\w+", text[:READ].lower())[:60], _wanted(target)
+    if len(words) > 5:
+        loop = len(set(words)) <= len(words) // 6
     else:
         loop = re.fullmatch(r"\s*(.{1,8}?)\1{9,}.{0,8}", text[:READ], re.DOTALL) is not None
-    return loop and not (target and target in text)
+    return loop and not (wanted and wanted in text)
+
+
+def _wanted(target: str) -> str:
+    """The answer in a target, which for lm-eval's `gsm8k` is a solution that ends in `#### 72`."""
+    return target.rpartition("####")[2].strip()
 
 
 def _wrong(item: Item) -> bool:
