@@ -405,6 +405,7 @@ def test_samples_that_cannot_be_paired() -> None:
         one.replace("doc_id", "id"): rf"b, as {place} line 1 is no item .* `doc_id`: Field req",
         whole + one: rf"b, whose {place} holds item 0 twice: run",
         one: rf"b, whose {place} holds 1 of 60 items \(item 1 is missing\): run",
+        one.replace('"doc_id": 0', '"doc_id": 60'): rf"b, whose {place} holds 1 of 60 items: run",
         "".join(whole.splitlines(keepends=True)[:-4]): rf"b, whose {place} holds 58 of 60 items "
         r"\(item 58 is missing\): run",
         whole.replace('"score": 1.0', '"score": 0.0'): "b, whose `score,none` is not the mean",

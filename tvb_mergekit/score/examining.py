@@ -87,8 +87,10 @@ def _read(cell: Cell, task: str) -> Answered:
     except UserError as error:
         return Answered(None, {}, f"as {error}")
     if len(items) < (count := count_items(cell)):
-        lost = next(doc_id for doc_id in range(count) if doc_id not in items)
-        why = f"whose {path} holds {len(items)} of {count} items (item {lost} is missing)"
+        why = f"whose {path} holds {len(items)} of {count} items"
+        if max(items, default=0) < count:  # else of items that `lm_eval --samples` chose
+            lost = next(doc_id for doc_id in range(count) if doc_id not in items)
+            why += f" (item {lost} is missing)"
         return Answered(signs, items, why)
     mean = sum(score for *_, score in items.values()) / max(len(items), 1)
     if not numbers or not abs(mean - cell.value) <= 0.01:  # it may be no number
