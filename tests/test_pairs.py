@@ -336,6 +336,7 @@ def test_items_that_differ_are_refused() -> None:
         ({"fewshot_as_multiturn": True}, "--fewshot_as_multiturn"),
         ({"config": {"fewshot_seed": 7}}, "the few-shot seed"),
         ({"n-shot": {"add": 5}}, "n-shot"),
+        ({"versions": {"add": 2.0}}, "the task's version"),
         ({}, ""),
     ],
 )

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,6 @@ from tvb_mergekit.score.benchmark import read_described
 # What `--output_path FOLDER` and `--output_path NAME.json` lead to.
 PATTERNS = ("results_*.json", "*_????-??-??T??-??-??*.json")
 DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which it adds to names of files
-# The settings that prompts depend on, as `Origin.settings` names them.
-PROMPTS = (
-    "the system instruction",
-    "the chat template",
-    "--fewshot_as_multiturn",
-    "n-shot",
-    "the few-shot seed",
-    "the task's version",
-)
 
 
 @dataclass(frozen=True)
@@ -110,6 +101,19 @@ class _File(pydantic.BaseModel):
         return os.path.normpath(self.model_name)  # ./math and math/ are one
 
 
+# The settings that prompts depend on, from a file and the name of a task.
+PROMPTS: dict[str, Callable[[_File, str], object]] = {
+    "the system instruction": lambda file, _: (file.system_instruction_sha or "none")[:8],
+    "the chat template": lambda file, _: (file.chat_template_sha or "none")[:8],
+    "--fewshot_as_multiturn": lambda file, _: file.fewshot_as_multiturn,
+    "n-shot": lambda file, task: file.shots.get(task),
+    "the few-shot seed": lambda file, task: (
+        file.config.get("fewshot_seed") if file.shots.get(task) else None
+    ),
+    "the task's version": lambda file, task: file.versions.get(task),
+}
+
+
 def read_results(path: str | os.PathLike[str]) -> Results:
     """The results in a file, or in all files of a folder.
 
@@ -161,15 +165,9 @@ def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskR
     counts, limit = file.counts.get(name, {}), file.config.get("limit")
     scored, every = counts.get("effective"), counts.get("original")
     generation = file.config.get("gen_kwargs") or {}
-    shots = file.shots.get(name)
-    settings = {
-        "n-shot": shots,
-        "the few-shot seed": file.config.get("fewshot_seed") if shots else None,
-        "--fewshot_as_multiturn": file.fewshot_as_multiturn,
-        "the task's version": file.versions.get(name),
+    settings = {setting: read(file, name) for setting, read in PROMPTS.items()}
+    settings |= {
         "the number of items": scored,
-        "the chat template": (file.chat_template_sha or "none")[:8],
-        "the system instruction": (file.system_instruction_sha or "none")[:8],
         "the hash of items and prompts": file.task_hashes.get(name, "")[:8] or None,
         "--gen_kwargs": json.dumps(generation, sort_keys=True, default=str),
         "the version of lm-eval": file.lm_eval_version,
