@@ -181,6 +181,8 @@ def test_the_benchmarks_are_those_of_the_yamls(
     benchmark = read_benchmark(name)
     assert [category.name for category in benchmark.categories] == categories.split()
     assert len(benchmark.tasks) == tasks and {t.metric for t in benchmark.tasks} == {metric}
+    programs = [category.name for category in benchmark.categories if category.programs]
+    assert programs == (["coding"] if name == "mergebench" else [])
     groups = {}
     for path in (EVALS.parent / str(benchmark.include_path)).rglob("*.yaml"):
         if "\ngroup: " in f"\n{path.read_text()}" and "tests" not in path.parts:

@@ -44,7 +44,8 @@ class Category:
 
     Attributes:
         floors: whether a score near 0 is odd; that of a model which refuses nothing is not.
-        options: those of lm_eval; `--confirm_run_unsafe_code` says that answers are programs.
+        options: those of lm_eval, for the commands that are suggested.
+        programs: whether answers are programs, before which text is odd.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Category:
     group: str | None = None
     options: str | None = None
     floors: bool = True
+    programs: bool = False
 
 
 @dataclass(frozen=True)

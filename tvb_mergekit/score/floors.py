@@ -182,13 +182,12 @@ def remark(
     low = category.floors and share <= limits.floor
     reasons: list[tuple[str, str]] = []  # and the sign whose answers are shown
     if signs is not None:
-        programs = "unsafe_code" in (category.options or "")
         for sign, most, text in (
             ("empty", limits.empty, "no answer to"),
             ("stuck", limits.stuck, "a few words in a loop in"),
             ("missed", limits.empty, "the wanted answer counted as wrong in"),
             ("fenced", limits.fenced if low else 1, f"{cell.value:.2f} with code fences in"),
-            ("prose", limits.fenced if low and programs else 1,
+            ("prose", limits.fenced if low and category.programs else 1,
              f"{cell.value:.2f} with text before the program in"),
         ):  # fmt: skip
             if signs.share(sign) > most:
