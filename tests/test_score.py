@@ -614,6 +614,20 @@ def test_as_a_user_types(small: Path) -> None:
     }  # fmt: skip
 
 
+def test_names_in_a_folder_that_are_not_utf8(small: Path) -> None:
+    """A folder inside the named one, which lm_eval names after the model."""
+    try:
+        os.mkdir(b"ta/m\xff")
+    except OSError:
+        pytest.skip("the file system accepts UTF-8 only")
+    Path(LATER).rename(os.fsdecode(b"ta/m\xff/results_2026-01-02T03-04-05.678.json"))
+    run("ta", *SFT, "--out", "out", "--radar", "none")
+    found = json.loads(Path("out/scores.json").read_bytes())
+    (ta,) = (column for column in found["columns"] if column["label"] == "ta")
+    file = "ta/m\\udcff/results_2026-01-02T03-04-05.678.json"
+    assert ta["tasks"]["add"]["origin"]["file"] == file
+
+
 @pytest.mark.parametrize("name", "scores.html scores.md scores.json radar.svg radar.png".split())
 def test_files_of_others_stay(small: Path, name: str) -> None:
     pytest.importorskip("matplotlib")

@@ -140,7 +140,8 @@ def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str,
     """
     folder, pictures = Path(out), dict(radars)
     text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
-    # bytes of names that are no UTF-8, spelled out as in the other files
+    # Names inside a named folder may hold bytes that are not UTF-8, and result files may hold
+    # `\udcff`. Both are spelled out, as in the other files.
     text = re.sub(r"[\ud800-\udfff]", lambda byte: f"\\{ascii(byte[0])[1:-1]}", text)
     texts = (found.markdown(), f"{text}\n", page(found, pictures.get("svg")))
     files = {name: text.encode() for name, text in zip(FILES, texts, strict=True)}
