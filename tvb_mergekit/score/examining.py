@@ -1,4 +1,4 @@
-"""What lm-eval's samples add to a table: paired differences, and remarks on scores at the floor."""
+"""Paired differences and remarks on floors, which lm-eval's samples add to a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tvb_mergekit.score.table import Table
 
 @dataclass(frozen=True)
 class Answered:
-    """What one model answered to one task.
+    """The items of one task as one model answered them.
 
     Attributes:
         signs: None without a file of samples.
@@ -36,10 +36,10 @@ class Answered:
 
 
 def examine(table: Table) -> Table:
-    """The same table with `pairs` and `remarks`; its warnings say what could not be paired.
+    """Add `pairs` and `remarks` to a table, and warnings about tasks that could not be paired.
 
-    Samples lie beside the result files that the scores are from. One task is read at a time, and
-    only the scores of its items are kept.
+    Samples lie next to the result files of the scores. One task is read at a time, and only the
+    scores of its items are kept.
     """
     columns = [column for column in table.columns if column.kind != "reference"]
     labels = [column.label for column in columns if column.kind != "specialists"]
@@ -101,9 +101,9 @@ def _read(cell: Cell, task: str) -> Answered:
 
 
 def _subtracted(one: Answered, other: Answered) -> Array | tuple[str, str]:
-    """The differences of all items; or `items` or `prompts`, if those differ, and where.
+    """The differences of all items; or `items` or `prompts`, if those differ, and the place.
 
-    The same documents under other ids are paired by their hashes.
+    Documents under other ids are paired by their hashes.
     """
     items = other.items
     if {i: found[0] for i, found in one.items.items()} != {i: f[0] for i, f in items.items()}:
@@ -134,8 +134,10 @@ def _first_other(one: Answered, other: Answered) -> str:
 
 
 def _weights(table: Table) -> dict[str, float]:
-    """What a point of each task adds to the normalized accuracy, whose specialists are taken as
-    they are; without specialists, to the mean of the categories."""
+    """Weight of each task in the normalized accuracy, with the specialists' scores as constants.
+
+    Without specialists the weights are those in the average of the categories.
+    """
     scale = 1 / max(len(table.compared), 1)
     if (best := table.specialists) is not None:
         own = [table.score(best, category) for category in table.compared]

@@ -1,4 +1,4 @@
-"""Scores that tell more of how answers are read than of what the model can do."""
+"""Remarks on scores that depend on the reading of answers rather than on the model's ability."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ SPELLED = re.compile(
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Shares of 1, of scores and of items.
+    """Limits of the remarks: a number of items, and shares of 1.
 
     Attributes:
-        items: of fewer nothing is said, and a neighbour with fewer tells nothing.
-        floor: a score up to here is at the floor
-        healthy: beside another one of the category from here on,
-        chance: if a model of that ability is so low less often than this;
-        fenced: or with a code fence, or text before the program, in more answers than this.
-        empty: more empty answers than this among all items, more wrong items whose announced
-            answer is the wanted one, or more that are right by the lenient metric only,
-        stuck: more answers of a few words in a loop,
-        letter: or one letter chosen more often, tell of the format at any score.
+        items: the fewest items of a score that gets a remark, or of its neighbours.
+        floor: the largest score that counts as at the floor.
+        healthy: the smallest score of a neighbour that makes a score at the floor odd.
+        chance: a low score is odd if a model that scores `healthy` is so low less often than this.
+        fenced: the largest share of answers with code fences, or with text before the program,
+            at the floor. A larger share of announced answers excuses a score at the floor.
+        empty: the largest share of items without an answer, of items whose wanted answer counts
+            as wrong, or of items that are right by the lenient metric only.
+        stuck: the largest share of answers that are a few words in a loop.
+        letter: the largest share of items with one letter. A score from here on excuses it.
     """
 
     items: int = 10
@@ -69,7 +70,7 @@ THRESHOLDS = Thresholds()
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered to an item, cut to LONGEST characters."""
+    """A model's answer to an item, cut to LONGEST characters."""
 
     doc_id: int
     text: str
@@ -78,7 +79,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Remark:
-    """What is odd about a column's score of a task."""
+    """Reasons why a column's score of a task looks odd, with answers."""
 
     column: str
     task: str
@@ -94,8 +95,12 @@ class Remark:
 
 @dataclass
 class Signs:
-    """How many items show what, and the first answers of each, those to items of score 0 before
-    others (True); `wanted` are the letters that the items ask for."""
+    """Counts of the signs that items show.
+
+    Attributes:
+        first: sign -> its first answers (True: to an item of a score above 0, after the others).
+        wanted: the letters that the items ask for, at most two.
+    """
 
     items: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -174,7 +179,7 @@ def remark(
     signs: Signs | None,
     limits: Thresholds = THRESHOLDS,
 ) -> Remark | None:
-    """What is odd about the score, if anything; without items only other scores show it."""
+    """A remark if the score looks odd, else None. Without items only other scores show it."""
     cell = column.tasks[task.name]
     if (items := count_items(cell, signs)) < limits.items:
         return None
@@ -221,7 +226,7 @@ def remark(
 
 
 def count_items(cell: Cell, signs: Signs | None = None) -> int:
-    """How many items the score is over; 0 if nobody says."""
+    """Number of items of the score; 0 if unknown."""
     if signs is not None:
         return signs.items
     known = cell.origin.settings.get("the number of items", "") if cell.origin else ""
