@@ -297,6 +297,7 @@ def test_uses_that_are_refused_leave_right_weights(
         "the scale of task 'math' is nan": {"math": float("nan")},
         "the scale of task 'code' is inf": {"code": float("inf")},
         "the scale of task 'code' is '1'": {"code": "1"},
+        "the scale of task 'math' is beyond float64: expected": {"math": 10**5000},
     }.items():
         refused(said, lambda tasks=tasks: live.use(tasks))
         assert live.current == {"code": 1.0}

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from numbers import Real
+from numbers import Rational, Real
 
 import torch
 from torch import Tensor, nn
@@ -68,17 +68,7 @@ class Live:
                 or a model that no longer fits (see `attach`); the model stays as it is. An overflow
                 of its dtype, or a file that changes meanwhile; the message says what the model has.
         """
-        if not isinstance(tasks, str | Mapping):
-            raise UserError(f"`use` got {tasks!r}: expected a task, or a mapping of task to scale")
-        scales = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
-        if not scales:
-            raise UserError("`use` got no task; `reset` brings the base back")
-        for task, scale in scales.items():
-            if not (isinstance(scale, Real) and math.isfinite(scale)):
-                raise UserError(
-                    f"the scale of task {task!r} is {scale!r}: expected a finite number"
-                )
-        return self._change({task: float(scale) for task, scale in scales.items()})
+        return self._change(_scales(tasks))
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit.
@@ -247,6 +237,23 @@ def attach(
     found = open_model(given)
     bases.check_base(found, name_of(given))
     return Live(model, bases, found)
+
+
+def _scales(tasks: str | Mapping[str, float]) -> dict[str, float]:
+    """Task -> scale. Raises UserError: see `Live.use`."""
+    if not isinstance(tasks, str | Mapping):
+        raise UserError(f"`use` got {tasks!r}: expected a task, or a mapping of task to scale")
+    scales = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
+    if not scales:
+        raise UserError("`use` got no task; `reset` brings the base back")
+    for task, scale in scales.items():
+        with suppress(OverflowError):
+            if isinstance(scale, Real) and math.isfinite(scale):
+                scales[task] = float(scale)
+                continue
+        found = "beyond float64" if isinstance(scale, Rational) else repr(scale)
+        raise UserError(f"the scale of task {task!r} is {found}: expected a finite number")
+    return scales
 
 
 def live_tensors(model: nn.Module, files: Weights) -> tuple[dict[str, Tensor], list[str]]:
