@@ -621,6 +621,51 @@ def test_blocks_and_comparisons(zoo: tuple[Path, Path], monkeypatch: pytest.Monk
     assert_bits(model, states[None])
 
 
+def test_blocks_that_do_not_begin(zoo: tuple[Path, Path]) -> None:
+    """The error says what the model has."""
+    base, store = zoo
+    model = loaded(base, torch.float16)
+    start = state_of(model)
+    live = attach(model, store)
+    live.use("code")
+    want = state_of(model)
+    overflow = {"math": 1e9}
+    again = "; the model has the weights of {'code': 1.0} again"
+    refused(again, lambda: live.using(overflow).__enter__())
+    assert_bits(model, want)
+    live.verify()
+    shifted(model)
+    want = state_of(model)
+    refused("no task 'mth' in", lambda: live.using("mth").__enter__())
+    assert_bits(model, want)  # nothing was written
+    assert live.current == {"code": 1.0}
+
+    model.float()
+    live.use({"code": 1e9})
+    model.half()  # the tasks of before overflow too
+    refused("; the model has the base's weights again", live.using(overflow).__enter__)
+    assert_bits(model, start)
+    assert live.current == {}
+
+
+def test_blocks_whose_end_fails(zoo: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """No error hides another."""
+    base, store = zoo
+    model = loaded(base)
+    live = attach(model, store)
+    said = f"{NORM} of the base's files are not in it"
+    with pytest.raises(ZeroDivisionError), live.using("math"):
+        norm = model.get_submodule("model.norm")
+        removed(model)
+        raise ZeroDivisionError
+    assert said in caplog.text and live.current == {"math": 1.0}
+    caplog.clear()
+    setattr(model.get_submodule("model"), "norm", norm)  # noqa: B010
+    with pytest.raises(library.UserError, match=said), live.using("code"):
+        removed(model)
+    assert live.current == {"code": 1.0} and not caplog.text
+
+
 def test_threads(zoo: tuple[Path, Path]) -> None:
     """One change at a time; a block keeps others out."""
     base, store = zoo

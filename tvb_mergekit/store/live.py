@@ -6,6 +6,7 @@ nothing must be remembered. Memory holds one base, and the disk T specialists.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item
 
+LOG = logging.getLogger(__name__)
 WRAPPERS = ("base_layer", "_orig_mod")  # parts that PEFT and torch.compile add to names
 
 
@@ -83,17 +85,25 @@ class Live:
         """`use` for the time of a `with` block; changes by other threads wait for its end.
 
         The end, by an error too, brings back the tasks that were in use before the block, or the
-        base if a change had been interrupted.
+        base if a change had been interrupted. If both fail, the block's error is raised and the
+        other is logged.
 
         Raises:
-            UserError: see `use`.
+            UserError: see `use`. After an overflow the model has the tasks of before the block.
         """
+        scales = _scales(tasks)
         with self._lock:
             before = self._current or {}
+            self._change(scales, before)
             try:
-                yield self.use(tasks)
-            finally:
-                self._change(before)
+                yield self.model
+            except BaseException:
+                try:
+                    self._change(before)
+                except Exception as error:  # Python 3.10 has no `add_note`
+                    LOG.error("the end of a `using` block has failed too: %s", error)
+                raise
+            self._change(before)
 
     def verify(self) -> None:
         """Compare every tensor that the store holds with the weights of `current`, bit by bit.
@@ -110,18 +120,31 @@ class Live:
                 )
             self._stream(self._current, writing=False)
 
-    def _change(self, scales: Mapping[str, float]) -> nn.Module:
+    def _change(
+        self, scales: Mapping[str, float], back: Mapping[str, float] | None = None
+    ) -> nn.Module:
+        """Write the weights of these scales; if that fails, those of `back`, or else the base's.
+
+        Args:
+            back: brought back after an interruption (Ctrl-C) too. None: the base, after a
+                `UserError`.
+        """
         with self._lock:
             try:
                 self._stream(scales, writing=True)
-            except UserError as error:
-                if self._current is not None:  # nothing was written
+            except BaseException as error:
+                interrupted = not isinstance(error, UserError)
+                if self._current is not None or (interrupted and back is None):
+                    raise  # nothing was written, or the next change mends it
+                for kept in (back or {}, {}):
+                    if self._current is None:
+                        with suppress(UserError):
+                            self._stream(kept, writing=True)
+                if interrupted:
                     raise
-                with suppress(UserError):
-                    self._stream({}, writing=True)
-                now = "the model has the base's weights again"
-                if self._current is None:
-                    now = "the model's weights are a mixture; load it again, and `attach`"
+                now = "the model's weights are a mixture; load it again, and `attach`"
+                if self._current is not None:
+                    now = f"the model has {_named(self._current)} again"
                 raise UserError(f"{error}; {now}") from error
         return self.model
 
@@ -176,7 +199,7 @@ class ComparingSink:
     """A `stream.Sink` that compares its one output with tensors in use."""
 
     def __init__(self, live: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
-        self._live, self._weights = live, f"the weights of {dict(scales)}" if scales else "the base"
+        self._live, self._weights = live, _named(scales)
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         found, want = _elements(self._live[item.name], start, stop), values[0]
@@ -254,6 +277,10 @@ def _scales(tasks: str | Mapping[str, float]) -> dict[str, float]:
         found = "beyond float64" if isinstance(scale, Rational) else repr(scale)
         raise UserError(f"the scale of task {task!r} is {found}: expected a finite number")
     return scales
+
+
+def _named(scales: Mapping[str, float]) -> str:
+    return f"the weights of {dict(scales)}" if scales else "the base's weights"
 
 
 def live_tensors(model: nn.Module, files: Weights) -> tuple[dict[str, Tensor], list[str]]:
