@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import doctest
 import os
@@ -664,6 +665,41 @@ def test_blocks_whose_end_fails(zoo: tuple[Path, Path], caplog: pytest.LogCaptur
     with pytest.raises(library.UserError, match=said), live.using("code"):
         removed(model)
     assert live.current == {"code": 1.0} and not caplog.text
+
+
+def test_blocks_that_end_out_of_order(
+    zoo: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of two coroutines of one thread; each block whose task was not kept says so."""
+    base, store = zoo
+    model = loaded(base)
+    start = state_of(model)
+    live = attach(model, store)
+    said = "`using` blocks ended out of order, and the model has the base's weights again"
+
+    async def work(task: str, turns: int) -> None:
+        with live.using(task):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if turns == 3:
+                raise ZeroDivisionError
+
+    async def both(first: int, second: int) -> list[BaseException | None]:
+        works = work("math", first), work("code", second)
+        return await asyncio.gather(*works, return_exceptions=True)
+
+    for turns in ((1, 2), (1, 3)):
+        early, late = asyncio.run(both(*turns))
+        assert isinstance(early, library.UserError) and said in str(early)
+        assert isinstance(late, ZeroDivisionError if turns[1] == 3 else library.UserError)
+        assert said in (caplog.text if turns[1] == 3 else str(late))
+        assert live.current == {}
+        assert_bits(model, start)
+    assert asyncio.run(both(2, 0)) == [None, None]  # one inside the other
+    with live.using("math"), live.using("code"):
+        pass
+    live.verify()
+    assert_bits(model, start)
 
 
 def test_threads(zoo: tuple[Path, Path]) -> None:

@@ -44,6 +44,7 @@ class Live:
         self._known = {plain for plain, _ in _parameters(model)}
         self._lock = threading.RLock()
         self._current: dict[str, float] | None = {}
+        self._blocks: list[dict[str, float]] = []  # for each open `using`, the tasks of before it
 
     @property
     def tasks(self) -> list[str]:
@@ -86,24 +87,26 @@ class Live:
 
         The end, by an error too, brings back the tasks that were in use before the block, or the
         base if a change had been interrupted. If both fail, the block's error is raised and the
-        other is logged.
+        other is logged. A block must not span an `await`: blocks that end out of order bring the
+        base back and raise an error.
 
         Raises:
             UserError: see `use`. After an overflow the model has the tasks of before the block.
         """
         scales = _scales(tasks)
         with self._lock:
-            before = self._current or {}
+            before = dict(self._current or {})
             self._change(scales, before)
+            self._blocks.append(before)
             try:
                 yield self.model
             except BaseException:
                 try:
-                    self._change(before)
+                    self._end(before)
                 except Exception as error:  # Python 3.10 has no `add_note`
                     LOG.error("the end of a `using` block has failed too: %s", error)
                 raise
-            self._change(before)
+            self._end(before)
 
     def verify(self) -> None:
         """Compare every tensor that the store holds with the weights of `current`, bit by bit.
@@ -119,6 +122,18 @@ class Live:
                     "or `reset`"
                 )
             self._stream(self._current, writing=False)
+
+    def _end(self, before: Mapping[str, float]) -> None:
+        """Bring back the tasks of before a block, or the base if it is not the innermost one."""
+        if self._blocks and self._blocks.pop() is before:
+            self._change(before)
+            return
+        self._blocks.clear()  # the ends of the others say so too
+        self._change({})
+        raise UserError(
+            "`using` blocks ended out of order, and the model has the base's weights again; a "
+            "block must not span an `await`"
+        )
 
     def _change(
         self, scales: Mapping[str, float], back: Mapping[str, float] | None = None
