@@ -203,8 +203,8 @@ def parameter(model: nn.Module, name: str, value: Tensor | nn.Parameter) -> nn.M
     return model
 
 
-def with_rank(model: nn.Module) -> nn.Module:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+def with_rank(model: nn.Module, **keys: Any) -> nn.Module:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], **keys)
     wrapped: nn.Module = peft.get_peft_model(model, config)
     return wrapped
 
@@ -471,6 +471,18 @@ UNFIT_LATER: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
         lambda model: parameter(model, NORM, nn.Parameter(torch.ones(1).expand(32))),
         f"tensor `{NORM}`: the model holds it with elements that share memory",
     ),
+    "a saved head": (
+        partial(with_rank, modules_to_save=["lm_head"]),
+        f"tensor `{HEAD}`: a module that PEFT wraps it in holds a copy",
+    ),
+    "trained tokens": (
+        partial(with_rank, trainable_token_indices=[1, 2]),
+        f"tensor `{EMBEDDING}`: a module that PEFT wraps it in holds a copy",
+    ),
+    "a saved head, untied": (
+        partial(with_rank, modules_to_save=["lm_head"]),
+        f"tensor `{EMBEDDING}`: a module that PEFT wraps it in holds a copy",
+    ),
     "untied": (untied, f"the model no longer ties its {HEAD} to"),
     "untied by assign=True": (assigned_as_stored, f"the model no longer ties its {HEAD} to"),
 }  # fmt: skip
@@ -491,6 +503,31 @@ def test_models_that_no_longer_fit(
         refused(said, call)
         assert live.current == {"code": 1.0}
         assert_same(model, start)
+
+
+def test_copies_by_peft(zoo: tuple[Path, Path]) -> None:
+    """Changes are refused until they are unloaded; a copy of what the store leaves is allowed."""
+    base, store = zoo
+    keys = {"modules_to_save": ["lm_head"], "trainable_token_indices": [1, 2]}
+    model, other = loaded(base), loaded(base)
+    attach(other, store).use("math")
+    live = attach(model, store)
+    live.use("code")
+    wrapped: Any = with_rank(model, **keys)
+    refused("; `unload()` the PEFT model first", lambda: live.use("math"))
+    wrapped.unload()
+    live.use("math")
+    assert_bits(model, state_of(other))
+
+    start = load(base)
+    tuned = start | {NORM: start[NORM] + 1}
+    bases = library.build(start, {"math": tuned}, basis="none", exclude="lm_head|embed_tokens")
+    model = loaded(base)
+    live = attach(model, bases, load(base))
+    with_rank(model, **keys)
+    live.use("math")
+    assert torch.equal(model.get_parameter(NORM), tuned[NORM])
+    live.verify()
 
 
 def test_a_base_in_memory_is_never_written(zoo: tuple[Path, Path]) -> None:

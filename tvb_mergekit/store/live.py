@@ -27,7 +27,8 @@ from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item
 
 LOG = logging.getLogger(__name__)
-WRAPPERS = ("base_layer", "_orig_mod")  # parts that PEFT and torch.compile add to names
+COPYING = ("original_module", "token_adapter")  # parts of names where PEFT keeps copies of values
+WRAPPERS = ("base_layer", "_orig_mod", *COPYING)  # parts that PEFT and torch.compile add to names
 
 
 class Live:
@@ -250,8 +251,8 @@ def attach(
     Raises:
         UserError: The base is not the store's. The model names its tensors otherwise than the base,
             or has other shapes or weights. A parameter to be moved is quantized, on the meta
-            device, in the memory of `base`, or tied to one that moves otherwise. Changes raise it
-            too, except for other weights.
+            device, in the memory of `base`, copied by PEFT (`modules_to_save`), or tied to one that
+            moves otherwise. Changes raise it too, except for other weights.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
@@ -354,6 +355,11 @@ def _moving(
             "from the base's folder, by the class that its config.json names"
         )
     given = {_place(t) for t in base.state.values()} if isinstance(base, StateDict) else set()
+    copied = {
+        _place(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not set(COPYING).isdisjoint(name.split("."))
+    }
     moving: dict[str, Tensor] = {}
     tied: dict[object, str] = {}
     for name, tensor in live.items():
@@ -379,6 +385,12 @@ def _moving(
         if held is not None and _place(tensor) in given:
             raise UserError(
                 f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
+            )
+        if held is not None and _place(tensor) in copied:
+            raise UserError(
+                f"tensor `{name}`: a module that PEFT wraps it in holds a copy of its values "
+                "(`modules_to_save`, `trainable_token_indices`), which a change would leave "
+                "behind; `unload()` the PEFT model first"
             )
         if held is not None and first == name:
             moving[name] = tensor
