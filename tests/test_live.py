@@ -680,7 +680,7 @@ def test_blocks_that_do_not_begin(zoo: tuple[Path, Path]) -> None:
 
     model.float()
     live.use({"code": 1e9})
-    model.half()  # the tasks of before overflow too
+    model.half()  # the earlier tasks overflow too
     refused("; the model has the base's weights again", live.using(overflow).__enter__)
     assert_bits(model, start)
     assert live.current == {}

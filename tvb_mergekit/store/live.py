@@ -45,7 +45,7 @@ class Live:
         self._known = {plain for plain, _ in _parameters(model)}
         self._lock = threading.RLock()
         self._current: dict[str, float] | None = {}
-        self._blocks: list[dict[str, float]] = []  # for each open `using`, the tasks of before it
+        self._blocks: list[dict[str, float]] = []  # for each open `using`, the earlier tasks
 
     @property
     def tasks(self) -> list[str]:
@@ -92,7 +92,7 @@ class Live:
         base back and raise an error.
 
         Raises:
-            UserError: see `use`. After an overflow the model has the tasks of before the block.
+            UserError: see `use`. After an overflow the model has the earlier tasks again.
         """
         scales = _scales(tasks)
         with self._lock:
@@ -125,7 +125,7 @@ class Live:
             self._stream(self._current, writing=False)
 
     def _end(self, before: Mapping[str, float]) -> None:
-        """Bring back the tasks of before a block, or the base if it is not the innermost one."""
+        """Bring back the tasks that were in use before the innermost block; for others the base."""
         if self._blocks and self._blocks.pop() is before:
             self._change(before)
             return
