@@ -255,13 +255,16 @@ def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
     """Real writes fail here, in the middle of a file of weights."""
     command = COMMANDS[name]
     place.reset(command)
-    before = contents(place.folder / command.target)
+    before, others = contents(place.folder / command.target), []
+    if not command.keeps:  # a folder of this name is then of another command
+        (place.folder / f"{command.target}.partial").mkdir()
+        others = [f"{command.target}.partial"]
     said = place.refused(command.words, partial(small_files, 10000))
     assert "File too large" in said and "`ulimit -f unlimited`" in said
     assert contents(place.folder / command.target) == before
     kept = {"build": "s[1].partial keeps what was finished", "add": "which is as it was"}
     assert kept.get(name.split()[0], "nothing was left behind") in said
-    assert place.hidden(command.target) == [command.keeps] * bool(command.keeps)
+    assert place.hidden(command.target) == (others or [command.keeps])
     if command.keeps:
         assert "unfinished build" in place.refused("tvb inspect s[1]")
         place.run(f"{command.words} --resume")

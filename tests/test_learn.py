@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 import subprocess
@@ -508,6 +509,15 @@ def test_from_leaves_an_unfinished_run(case: Case, caplog: pytest.LogCaptureFixt
     with mock.patch("tvb_mergekit.plugin.run.write_model", side_effect=KeyboardInterrupt):
         tvb("learn", source, "fisher", *case.words, "--quiet", "--out", out, code=130)
     left = {file: file.read_bytes() for file in Path(f"{out}.partial").iterdir()}
+    words = ["learn", source, "regmean", "--from", first.folder, "--quiet", "--out", out]
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error, code, told in (
+        (KeyboardInterrupt, 130, "Interrupted.\n"),
+        (full, 1, f"{full}; nothing was left behind: "),
+    ):
+        with mock.patch("tvb_mergekit.plugin.run.write_model", side_effect=error):
+            said = tvb(*words, code=code).stderr
+        assert told in said and "--resume" not in said
     case.learn(source, "regmean", "two-runs", "--from", first.folder)
     assert len(left) == 3 and left == {file: file.read_bytes() for file in left}
     assert f"{out}.partial is neither used nor deleted (--from)" in caplog.text

@@ -25,13 +25,14 @@ class MergeRefused(click.ClickException, RuntimeError):
 
 
 @contextmanager
-def refusing(planning: bool = False, out: str = "the output") -> Iterator[None]:
+def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -> Iterator[None]:
     """Turn what a user can mend into `MergeRefused`; all else passes with its traceback.
 
     Args:
         planning: mergekit plans, and its RuntimeError and ValueError are about the recipe (no such
             architecture, no tokenizer ...); `-v` shows the traceback.
         out: what is being written, for the message of a full disk.
+        keeps: the folder from which the command goes on with --resume, if it has the option.
     """
     try:
         with closing_bars():
@@ -45,7 +46,7 @@ def refusing(planning: bool = False, out: str = "the output") -> Iterator[None]:
     except BrokenPipeError:
         raise  # who reads our output has seen enough: click ends in silence
     except (OSError, MemoryError, safetensors.SafetensorError) as error:
-        raise MergeRefused(_of_the_machine(error, out)) from error
+        raise MergeRefused(_of_the_machine(error, out, keeps)) from error
     except (RuntimeError, ValueError) as error:
         if not planning:
             raise
@@ -63,13 +64,13 @@ def _of_the_network(error: BaseException) -> bool:
     return bool(kinds & {"httpx", "httpx2", "requests"})
 
 
-def _of_the_machine(error: BaseException, out: str) -> str:
+def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:
     text, mend = _one_line(error), remedy(error)
     if not mend:
         return text
-    if os.path.isdir(partial := f"{os.path.realpath(out)}.partial"):
+    if os.path.isdir(keeps):
         return (
-            f"cannot write {out}: {text}; {partial} keeps what was finished: {mend}, and go "
+            f"cannot write {out}: {text}; {keeps} keeps what was finished: {mend}, and go "
             "on with --resume, or delete it"
         )
     return f"cannot write {out}: {text}; nothing was left behind: {mend}, or write elsewhere"

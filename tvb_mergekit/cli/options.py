@@ -132,21 +132,23 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
 
             if values.pop("verbose", False):
                 logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
-            place = str(values.get(writes) or "the output")
+            place, keeps = str(values.get(writes) or "the output"), ""
+            if "resume" in values and not values.get("source"):  # learn --from keeps nothing
+                keeps = f"{os.path.realpath(place)}.partial"
             try:
-                with logging_above_bars(), refusing(out=place):
+                with logging_above_bars(), refusing(out=place, keeps=keeps):
                     if "memory" in values:
                         from tvb_mergekit.tensors import layout
 
                         values["memory"] = layout.parse_memory(values["memory"])
                     if not several:
                         ranks.one_only(click.get_current_context().command_path)
-                    with ranks.joined(), refusing(out=place), unwinding():
+                    with ranks.joined(), refusing(out=place, keeps=keeps), unwinding():
                         return body(**values)
             except KeyboardInterrupt:
                 more = ""
-                if os.path.isdir(partial := f"{os.path.realpath(place)}.partial"):
-                    more = f" {partial} is kept: --resume goes on."
+                if os.path.isdir(keeps):
+                    more = f" {keeps} is kept: --resume goes on."
                 if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
                     more = " The same command goes on."
                 click.echo(f"Interrupted.{more}", err=True)
