@@ -306,6 +306,8 @@ REFUSED: dict[str, str] = {
     "inspect recipe.yml --plot x.txt": "expected one of .png",
     "inspect recipe.yml --plot recipe.yml/x.png": "no such folder",
     "inspect store --plot notes.png": "is a folder",
+    "build recipe.yml begun": "/begun.partial is in the way",
+    "build recipe.yml broken": "/broken.partial is in the way",
 }
 DEVICES = {  # PyTorch's own words
     "gpu": "Expected one of cpu, cuda",
@@ -318,6 +320,8 @@ def test_words_that_are_refused(here: Path) -> None:
     (here / "notes").mkdir()
     (here / "notes/mine.txt").write_text("x")
     (here / "notes.png").mkdir()
+    (here / "begun.partial/.partial-mine").mkdir(parents=True)
+    (here / "broken.partial").symlink_to("/nowhere")
     (here / "link").symlink_to("store")
     for words, want in REFUSED.items():
         said = refused(*shlex.split(words))

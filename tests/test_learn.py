@@ -359,7 +359,7 @@ def test_a_killed_run_goes_on_where_it_was(case: Case) -> None:
     with mock.patch.object(TaskModels, "load", load_two):
         done = tvb(*words, code=130)
         assert "--resume goes on" in done.stderr and not out.exists()
-        left = case.folder / "cut.partial" / ".partial-cut"  # as `atomic.beside` leaves it
+        left = case.folder / "cut.partial" / ".partial-cut_0123"  # as `atomic.beside` leaves it
         left.mkdir()
         (left / "chat.safetensors").write_bytes(b"half")
         tvb(*words, "--resume")
@@ -454,10 +454,13 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
     assert "--samples belongs to fisher" in refused(*words, "--samples", 2)
     place = tmp_path / "out.partial"
     place.write_text("mine")
-    assert f"{place} is in the way: a file" in refused(*words)
+    assert f"{place} is in the way: not a folder" in refused(*words)
+    place.unlink()
+    place.symlink_to("/nowhere")
+    assert f"{place} is in the way: not a folder" in refused(*words)
     place.unlink()
     place.mkdir()
-    for name in ("mine", ".mine"):
+    for name in ("mine", ".mine", ".partial-mine", ".partial-mine_012"):
         (place / name).write_text("")
         assert f"{place}/{name} is in the way" in refused(*words)
         (place / name).unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ def beside(target: Path) -> Iterator[Path]:
             os.replace(path, target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from error
+
+
+def is_left_over(path: Path) -> bool:
+    """Whether `path` has the name of a folder of `beside`, which a killed process leaves."""
+    return path.is_dir() and bool(re.fullmatch(r"\.partial-[a-z0-9_]{8}", path.name))
 
 
 def write_file(target: Path, data: bytes) -> None:

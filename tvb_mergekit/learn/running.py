@@ -19,6 +19,7 @@ import torch
 from mergekit.common import dtype_from_name
 
 from tvb_mergekit import __version__
+from tvb_mergekit.atomic import is_left_over
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
@@ -290,15 +291,15 @@ class Work(ABC):
         """Return all files in OUT.partial, except remains of `atomic.beside`.
 
         Raises:
-            UserError: OUT.partial is a file.
+            UserError: OUT.partial is not a folder.
         """
         partial = self.request.partial
-        if partial.exists() and not partial.is_dir():
+        if os.path.lexists(partial) and not partial.is_dir():
             raise UserError(
-                f"{partial} is in the way: a file, and a folder of this name holds what is "
+                f"{partial} is in the way: not a folder, and a folder of this name holds what is "
                 "learned until OUT is complete; move it, or name another --out"
             )
-        return [file for file in partial.glob("*") if not file.name.startswith(".partial-")]
+        return [file for file in partial.glob("*") if not is_left_over(file)]
 
     def _check_source(self, source: str) -> None:
         """Raise UserError where --from is no output of this method, or files of it have changed."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tvb_mergekit.atomic import write_file
+from tvb_mergekit.atomic import is_left_over, write_file
 from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums, block_budget
@@ -414,8 +414,8 @@ def _can_resume(
     """
     check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
     begun = (partial / STATE).is_file()
-    there = partial.iterdir() if partial.is_dir() else ()
-    if not begun and any(not entry.name.startswith(".partial-") for entry in there):
+    there = partial.iterdir() if partial.is_dir() else [partial] * os.path.lexists(partial)
+    if not begun and not all(map(is_left_over, there)):
         raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
     if resume and begun:
         _check_same(partial, state)
