@@ -343,6 +343,50 @@ def test_nothing_that_a_user_put_there_is_overwritten(
         tvb("check", words.split()[1])
 
 
+STRANGE = {  # what a store cannot keep, and the command that would lose or stumble over it
+    "fresh/recipes/forget-e.yml/": "add fresh e --task e --budget 3",
+    "fresh/recipes/add.yml/": "undo fresh",
+    "fresh/pipe|": "add fresh e --task e --budget 3",
+    "fresh/notes/pipe|": "undo fresh",
+    "zoo/link@": "add zoo e --task e",
+    "fresh/undo/mine.txt": "add fresh e --task e --budget 3",
+    "fresh/undo/basis-000/mine.txt": "undo fresh",
+    "fresh/basis-000/mine.txt": "add fresh e --task e --budget 3",
+    "fresh/basis-001/mine.txt": "undo fresh",
+    "zoo/undo/basis.json": "add zoo e --task e",
+    "zoo/recipes/forget-b.yml/": "remove zoo --task a",
+    "zoo/a/mine.txt": "remove zoo --task a",
+    "zoo/b/mine.txt": "add zoo e --task e --budget 2",
+}
+
+
+def test_what_a_store_cannot_keep_is_refused_before_the_work(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(here / "fresh", here)
+    tvb("add", "fresh", "d", "--task", "d", "--budget", "3", "--quiet")
+    made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
+    tvb("build", write(made, here / "zoo"), "zoo", "--bits", "8", "--quiet")
+    make = {"/": Path.mkdir, "|": os.mkfifo, "@": lambda path: path.symlink_to("/nowhere")}
+    shutil.copytree(here, here.with_name("before"))
+    for name, words in STRANGE.items():
+        mine = here / name.rstrip("/|@")
+        mine.parent.mkdir(exist_ok=True)
+        mine.unlink(missing_ok=True)
+        make.get(name[-1], lambda path: path.write_text("{}"))(mine)
+        with monkeypatch.context() as patch:
+            for module in ("add", "zoo"):
+                for work in ("gram_pass", "link_own", "keep_before", "_finish"):
+                    patch.setattr(f"tvb_mergekit.store.{module}.{work}", None, raising=False)
+            said = refused(*words.split())
+        place = here / "zoo/undo" if name.startswith("zoo/undo") else mine
+        assert f"{place}: is not the store's" in said and "move" in said, said
+        shutil.rmtree(here / words.split()[1])
+        shutil.copytree(here.with_name("before") / words.split()[1], here / words.split()[1])
+    for words in ("undo fresh", "remove zoo --task a"):
+        tvb(*words.split())
+
+
 def test_a_recipe_of_a_user_is_not_called_edited(
     here: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ def undo_addition(path: str | os.PathLike[str]) -> Bases:
             raise UserError(
                 f"{path}: nothing to undo: no task was added or removed since, or that is undone"
             )
+        check_free(store, facts, os.listdir(store / UNDO))
         link_own(load(store / UNDO), work)
         keep_others(store, facts, work)
     return load(store)
@@ -514,15 +516,38 @@ def link_own(bases: Bases, target: Path) -> None:
 
 
 def check_free(store: Path, facts: StoreFacts, names: Iterable[str]) -> None:
-    """Raise UserError if a user's file or folder has a name that will be written in a store."""
-    own = {FACTS, TENSORS, FOLDER, *facts.store.folders}
-    if (store / UNDO / FACTS).is_file():
-        own.add(UNDO)
+    """Raise UserError if a change of a store would lose an entry of a user's, or cannot keep it.
+
+    Args:
+        names: the top-level names that the change writes.
+    """
+    own, known = {FACTS, TENSORS, FOLDER, *facts.store.folders}, _files(facts)
+    with suppress(UserError):  # a damaged basis.json
+        if is_store(store / UNDO):
+            own.add(UNDO)
+            known |= {f"{UNDO}/{name}" for name in _files(read_store_facts(store / UNDO))}
     for name in names:
         if name not in own and os.path.lexists(store / name):
             raise UserError(
                 f"{store / name}: is not the store's, which needs the name; move or rename it"
             )
+    replaced = own - {FOLDER}
+    for entry in store.rglob("*"):
+        place, kept = entry.relative_to(store), entry.is_file()
+        if entry.is_dir():  # a folder could take the name of a template recipe
+            kept = place.parent != Path(FOLDER) or place.suffix != ".yml"
+        elif place.parts[0] in replaced:
+            kept = kept and place.as_posix() in known
+        if not kept:
+            raise UserError(
+                f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"
+            )
+
+
+def _files(facts: StoreFacts) -> set[str]:
+    """All files that a store has written."""
+    recipes = (f"{FOLDER}/{name}" for name in facts.store.recipes)
+    return {FACTS, TENSORS, *facts.store.files, *recipes}
 
 
 def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:

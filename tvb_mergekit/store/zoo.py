@@ -114,6 +114,7 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
         index = facts.tasks.index(task) if task in facts.tasks else load(store).index(task)
         gone = facts.store.folders[index]
+        check_free(store, facts, [UNDO])
         bases = load(store, without=gone)  # which may be damaged
         if not force and (recipe := _naming(store, facts, gone)):
             raise UserError(
