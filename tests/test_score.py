@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -632,6 +633,11 @@ def test_names_in_a_folder_that_are_not_utf8(small: Path) -> None:
 def test_files_of_others_stay(small: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     words = ("ta", *SFT, "--out", "out")
+    for place in (Path("out", name), Path("out", name, "x")):  # a folder, empty or not
+        place.mkdir(parents=True)
+        assert f"cannot write {Path('out', name)}: " in mistake(*words)
+        assert [each.name for each in Path("out").iterdir()] == [name]
+    shutil.rmtree("out")
     run(*words)
     run(*words)  # its own are replaced
     foreign = Path("out", name)

@@ -113,16 +113,17 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
     """Refuse what can be known before anything is read.
 
     Raises:
-        UserError: `out` is a file or holds one of the same name that `write` did not make, or
-            there is no matplotlib to draw with.
+        UserError: `out` is a file or holds a file or folder of the same name that `write` did not
+            make, or there is no matplotlib to draw with.
     """
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
     for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
         path = Path(out, name)
-        if path.is_file() and MADE.encode() not in path.read_bytes():
+        if os.path.lexists(path) and not (path.is_file() and MADE.encode() in path.read_bytes()):
+            found = "file" if path.is_file() else "folder" if path.is_dir() else "entry"
             raise UserError(
-                f"cannot write {path}: tvb score did not make the file that is there; move it "
+                f"cannot write {path}: tvb score did not make the {found} that is there; move it "
                 "away, or name another --out"
             )
     if drawing and not can_draw():
