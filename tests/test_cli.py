@@ -327,10 +327,10 @@ def test_words_that_are_refused(here: Path) -> None:
         said = refused(*shlex.split(words))
         assert want in said, (words, said)
     for device, why in DEVICES.items():
-        want = f"Error: --device {device} cannot be used here: {why}"
+        want = f"Error: device `{device}` cannot be used here: {why}"
         for words in ("build recipe.yml out", "export store o --basis 0"):
             said = refused(*shlex.split(f"{words} --device {device}"))
-            assert said.startswith(want) and said.endswith("; leave it out\n")
+            assert said.startswith(want) and said.endswith("; name another, such as cpu\n")
     assert not {path.name for path in here.iterdir() if path.name.startswith(".")}
 
 

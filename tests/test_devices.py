@@ -101,8 +101,8 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"cuda": True}, "--device cuda cannot be used here"),
-        ({"device": "cdua"}, "--device cdua cannot be used here: .*; leave it out"),
+        ({"cuda": True}, "device `cuda` cannot be used here"),
+        ({"device": "cdua"}, "device `cdua` cannot be used here: .*; name another, such as cpu"),
         ({"multi_gpu": True}, "--multi-gpu: PyTorch sees no accelerator"),
     ],
 )

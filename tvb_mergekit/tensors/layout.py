@@ -116,7 +116,7 @@ def chunk_length(rows: int, kind: str) -> int:
 
 
 def device_of(name: torch.device | str) -> torch.device:
-    """The device that --device names.
+    """The device of this name.
 
     Raises:
         UserError: there is none of this name here, or none that takes float64.
@@ -126,7 +126,9 @@ def device_of(name: torch.device | str) -> torch.device:
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         reason = textwrap.shorten(str(error).partition("\n")[0].partition(". ")[0], 100)
-        raise UserError(f"--device {name} cannot be used here: {reason}; leave it out") from error
+        raise UserError(
+            f"device `{name}` cannot be used here: {reason}; name another, such as cpu"
+        ) from error
     return device
 
 
