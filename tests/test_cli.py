@@ -343,6 +343,7 @@ def misuses() -> Iterator[tuple[list[str], str]]:
     yield ["export", "store", "--all", ""], "say once where to write"
     for name, command in {"": main, **every_command()}.items():
         yield [*name.split(), "--no-such"], "No such option"
+        yield [*name.split(), "--help=3"], "does not take a value"
         if isinstance(command, click.Group):
             continue
         needed = [each for each in command.params if each.required]
@@ -382,9 +383,13 @@ def test_every_wrong_word_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     Path("recipe.yml").write_text("")
     found = set()
+    names = sorted(["", *every_command()], key=len)
     for words, want in misuses():
         said = refused(*words)
         assert want in said, (words, said)
+        if "(see `" in said:
+            *_, name = (each for each in names if words[: len(each.split())] == each.split())
+            assert f"(see `{' '.join(['tvb', *name.split()])} --help`)" in said, (words, said)
         if named := re.match(r"Error: Invalid value for '([^']*)'.* is empty", said):
             found.add((words[0], named[1]))
     wanted = {tuple(words.split()) for words in PATHS.replace("\n", ";").split(";")}

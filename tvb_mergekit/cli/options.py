@@ -38,8 +38,19 @@ class Place(click.Path):
 PLACE = Place()
 
 
-class Commands(click.Group):
+class Command(click.Command):
+    """A command whose name is in every error of its parser; click leaves it out of some."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with click.core.augment_usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+
+class Commands(Command, click.Group):
     """Commands that refuse wrong words like every other mistake: one line, exit code 1."""
+
+    command_class = Command
+    group_class = type  # this class
 
     def make_context(self, *args: Any, **values: Any) -> click.Context:
         with _one_line():
