@@ -38,7 +38,7 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.sparse import SPAN, Sparse, write_sparse
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.writing import MemorySink
+from tvb_mergekit.tensors.writing import MemorySink, content_hash
 from tvb_mergekit.tune.merges import read_tuned
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -90,6 +90,10 @@ def test_what_is_written_is_read(
         write_sparse(file, iter(state.items()), dtype)
         assert [each.name for each in file.parent.iterdir()] == [file.name]
         vector, found = Sparse.open(file.parent), by_the_format(file)
+        with safe_open(file, "pt") as stored:
+            said = stored.metadata()
+            held = [(name, stored.get_tensor(name)) for name in stored.keys()]
+        assert said.pop("xxh3_128", None) == content_hash(said, held)
         assert list(vector.tensors) == list(state) == list(found)
         kept = 0
         for name, tensor in state.items():

@@ -173,7 +173,7 @@ def write_sparse(
     Args:
         vectors: name and tensor, of any floating dtype and device, each taken when it is needed.
         dtype: float16, bfloat16 or float32, of the values.
-        metadata: what else the header has; with it also a checksum of the content, as HASH.
+        metadata: further entries of the header.
 
     Raises:
         UserError: another dtype; a tensor that comes twice, overflows or is not finite; the file
@@ -191,8 +191,7 @@ def write_sparse(
     held = dict(sorted(held.items(), key=lambda each: -each[1].dtype.itemsize))
     said = {"format": "pt", MARKER: file.stem, **(metadata or {})}
     said[KEY] = json.dumps({"version": VERSION, "tensors": shapes})
-    if metadata:
-        said[HASH] = content_hash(said, held.items())
+    said[HASH] = content_hash(said, held.items())
     header = header_of(said, {name: (each.dtype, each.shape) for name, each in held.items()})
     with beside(file) as path, path.open("wb") as stream:
         stream.write(header)
