@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,16 @@ def test_tuning_beside_lm_eval_alone(tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("micro-*")
     said = run("tune.py", folder, "--grid", "0.4", "--limit", "5")
     assert "tvb tune: 1 points in" in said and "with the same scores" in said
+
+
+def test_models_of_two_versions(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    none = "0 models, the largest difference 0.0e+00\n"
+    assert run("outputs.py", "compare", one, two) == none
+    for out, model in ((one, "copy"), (two, "base")):  # theta_0 is as far as the change from it
+        shutil.copytree(RECIPES / model, out / "ta-ae")
+    said = run("outputs.py", "compare", one, two)
+    assert said == "1.0e+00  ta-ae\n1 models, the largest difference 1.0e+00\n"
 
 
 def test_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
