@@ -115,7 +115,8 @@ def compare(out: Path, other: Path) -> None:
         found[place.parent] = (off / moved) ** 0.5
         if off:
             click.echo(f"{found[place.parent]:.1e}  {place.parent}")
-    click.echo(f"{len(found)} models, the largest difference {max(found.values(), default=0.0):.1e}")
+    largest = max(found.values(), default=0.0)
+    click.echo(f"{len(found)} models, the largest difference {largest:.1e}")
 
 
 if __name__ == "__main__":
