@@ -54,7 +54,7 @@ def commands() -> Iterator[tuple[str, str]]:
         base = f"--base {MODELS}/base --compress ae" if task == ADDED[0] else ""
         yield f"add-{task}", f"tvb add grown {model} {again} {base} --quiet"
     yield "exports-grown", "tvb export grown --all {} --quiet"
-    data = " ".join(f"--data {task}={EVAL}/{task}.val.jsonl" for task in TASKS)
+    data = " ".join(f"--data {task}={task}.jsonl" for task in TASKS)
     for method in LEARNED:
         few = "" if method in ("fisher", "regmean") else "--epochs 1"
         words = f"ta-balanced.yml {method} {data} --out {{}} {few} --quiet"
@@ -85,6 +85,9 @@ def write(out: Path) -> None:
             (out / f"{how}-{basis}.yml").write_text(recipe(method, basis))
     (out / "negate-rand_proj.yml").write_text(recipe("basis_negate", "rand_proj"))
     (out / "plain.yml").write_text(recipe("basis_ta", None))
+    for task in TASKS:
+        items = (EVAL / f"{task}.val.jsonl").read_text(encoding="utf-8")
+        (out / f"{task}.jsonl").write_text(items.replace('"answer"', '"response"'))
     env = os.environ | {"TVB_MERGEKIT_CACHE": "off", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name, command in commands():
         done = out / f"{name}.done"
