@@ -313,8 +313,8 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
         "`dtype` is of type str: expected a torch.dtype": lambda: tvb.build(
             base, models, dtype="float32"
         ),
-        "device gpu cannot be used": lambda: tvb.build(base, models, device="gpu"),
-        "device tpu:x cannot be used": lambda: tvb.merge(bases, base, device="tpu:x"),
+        "device `gpu` cannot be used": lambda: tvb.build(base, models, device="gpu"),
+        "device `tpu:x` cannot be used": lambda: tvb.merge(bases, base, device="tpu:x"),
         "`bases` is of type str: expected bases of": lambda: tvb.merge("store", base),
         "`models` is of type list: expected a mapping": lambda: tvb.build(base, [base]),
         "task 3 is of type int": lambda: tvb.build(base, {3: models["math"]}),
