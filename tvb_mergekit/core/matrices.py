@@ -133,7 +133,8 @@ def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) ->
     count, rows, columns = bases.shape
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
     inverse = torch.where(norms > 0, 1 / norms, 0)
-    floor = math.hypot(*(inverse * torch.tensor(_noise_of(bases, noise))).tolist())  # of C
+    shares = zip(inverse.tolist(), _noise_of(bases, noise), strict=True)
+    floor = math.hypot(*(scale * each for scale, each in shares))  # of C
     if columns <= count * rows:
         normal, right = norms.new_zeros(columns, columns), norms.new_zeros(columns, rows)  # A, R^T
         for weight, base in zip(inverse.square().tolist(), bases, strict=True):
