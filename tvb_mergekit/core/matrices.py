@@ -44,9 +44,9 @@ def merge_matrix(settings: Settings, bases: Tensor, noise: Noise = None) -> Tens
 def rounding_noise(matrix: Tensor, unit: float) -> float:
     """About the largest singular value that rounding makes in a matrix [m, n].
 
-    Independent errors of unequal size have at most the largest norm of a row plus that of a column
-    (Latala 2005). An entry is off by up to `unit` times its size, and by 0.41 of that on average;
-    0.6 leaves a margin.
+    For independent errors it is about the largest norm of a row plus that of a column (Latala
+    2005, whose bound has a constant more). An entry is off by up to `unit` times its size, and by
+    0.41 of that on average. The factor 0.6 leaves a margin.
 
     Args:
         unit: the unit roundoff of the entries' dtype: 2^-24 for float32, 2^-8 for bfloat16.
