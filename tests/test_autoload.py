@@ -36,6 +36,7 @@ from mergekit.merge_methods import get, registered_methods
 assert get("basis_ta").spec.name == "basis_ta"
 print(*sorted(m.spec.name for m in registered_methods() if m.spec.name.startswith("basis_")))
 """
+MISSPELT = "{merge_method: basis_ta, base_model: b, models: [model: m], parameters: {lamda: 1}}"
 
 
 def uv(*words):
@@ -48,6 +49,12 @@ def uv(*words):
 def install(venv, how, wheel, tmp_path):
     if how == "wheel":
         venv.pip("install", "--no-deps", wheel)
+    elif how == "sdist":
+        pytest.importorskip("hatchling")
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        (sdist,) = tmp_path.glob("*.tar.gz")
+        venv.pip("install", "--no-deps", "--no-build-isolation", sdist)
     elif how == "uv":
         uv("install", "--offline", "--no-deps", "--python", venv.python, wheel)
     else:
@@ -61,7 +68,7 @@ def install(venv, how, wheel, tmp_path):
         venv.pip("install", "--no-deps", "--no-build-isolation", "-e", source)
 
 
-@pytest.mark.parametrize("how", ["wheel", "editable", "uv"])
+@pytest.mark.parametrize("how", ["wheel", "sdist", "editable", "uv"])
 def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
     venv = make_venv()
     before = venv.files()
@@ -72,6 +79,10 @@ def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
     assert Path(hook_file) == venv.site / "tvb_mergekit_hook.py"
     assert methods.split() == sorted(hook.METHODS.replace(" and", ",").split(", "))
     assert result.stderr == ""
+    if how in ("wheel", "sdist"):
+        (venv.folder / "recipe.yml").write_text(MISSPELT)
+        stock = ("-m", "mergekit.scripts.run_yaml", "recipe.yml", "merged")
+        assert "`lamda`" in venv.run(*stock, check=False).stderr
 
     if how == "uv":
         uv("uninstall", "--python", venv.python, "tvb-mergekit")
