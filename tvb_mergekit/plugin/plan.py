@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import mergekit.plan
 import torch
 from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import ModelReference, dtype_from_name
@@ -30,7 +29,8 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Combination, Tunables
 from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite, shapes_differ
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.plugin.loaders import MappedLoader, install_loader, replaced
+from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
+from tvb_mergekit.plugin.names import note_untested, replaced
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import (
     Changed,
@@ -265,7 +265,7 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
     architecture = get_architecture_info(config, options)
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
     planner = _Planner(config, architecture, options, out)
-    with replaced(mergekit.plan, "ConfigReader", _Reader):
+    with replaced("mergekit.plan:ConfigReader", lambda _original: _Reader):
         planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     return planner
 
@@ -320,6 +320,7 @@ def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
     Raises:
         UserError: shapes differ, or a tensor that the model must have is not in the base.
     """
+    note_untested()
     recipe, found = plan.recipe, []
     for weight, values, sources, inputs in candidates:
         base = sources[recipe.base]
