@@ -31,7 +31,7 @@ def on_import(module: ModuleType) -> str | None:
     except ImportError as error:
         if not (error.name or "").startswith("mergekit"):
             raise
-        problem = names.remedied(f"mergekit {names.installed()}: {error}")
+        problem = names.remedied(f"does not fit: {error}")
     if problem is not None:
         names.withdraw()
     return problem

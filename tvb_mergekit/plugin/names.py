@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
@@ -178,67 +178,50 @@ def problem(module: str) -> str | None:
 
 
 def remedied(reason: str) -> str:
-    return f"{reason}; pip install 'mergekit=={TESTED}', or a newer tvb-mergekit"
-
-
-def installed() -> str:
-    try:
-        return version("mergekit")
-    except PackageNotFoundError:
-        return "of an unknown version"
+    installed = f"mergekit {version('mergekit')}"
+    return f"{installed} {reason}; pip install 'mergekit=={TESTED}', or a newer tvb-mergekit"
 
 
 @functools.cache
 def out_of_range() -> str | None:
-    """A complaint about a mergekit outside the range that this package's own metadata require."""
-    try:
-        needed = [Requirement(text) for text in requires("tvb-mergekit") or ()]
-        found = version("mergekit")
-    except PackageNotFoundError:  # run from a bare source tree: the names decide
-        return None
-    for requirement in needed:
+    """A complaint about a mergekit outside the range in this package's own metadata, or None."""
+    found = version("mergekit")
+    for requirement in map(Requirement, requires("tvb-mergekit") or ()):
         if requirement.name == "mergekit" and not requirement.specifier.contains(found, True):
-            return f"mergekit {found} is installed, {requirement.specifier} is needed"
+            return f"is installed, {requirement.specifier} is needed"
     return None
 
 
 def difference(name: Name) -> str | None:
-    """A complaint about a name that is missing or has other parameters, or None."""
-    expected = [] if name.parameters is None else name.parameters.split()
-    wanted = f"the parameters ({', '.join(expected)})"
+    """The difference between the installed mergekit and a row of the table, or None."""
+    expected = (name.parameters or "").split()
+    wanted = f", expected `{name.place.split(':')[1]}({', '.join(expected)})`"
     try:
         owner, attribute = _owner(name.place)
         # A field of a pydantic class is an annotation only.
         if not hasattr(owner, attribute) and attribute not in owner.__annotations__:
             raise AttributeError(attribute)
+        if name.parameters is None:
+            return None
+        found = inspect.signature(getattr(owner, attribute)).parameters
     except (ImportError, AttributeError):
-        more = "" if name.parameters is None else f", expected with {wanted}"
-        return f"mergekit {installed()} has no `{name.shown}`{more}"
-    if name.parameters is None:
-        return None
-    try:
-        parameters = inspect.signature(getattr(owner, attribute)).parameters
+        return f"has no `{name.shown}`{'' if name.parameters is None else wanted}"
     except (TypeError, ValueError):
-        return f"mergekit {installed()}: `{name.shown}` is not a function, expected {wanted}"
-    others = expected.pop() if expected and expected[-1] in ("...", "*") else ""
-    more_of_them = [p for p in parameters.values() if p.name not in expected]
-    known = [p for p in parameters if p in expected] == expected
-    allowed = not more_of_them or others == "*"
-    if others == "...":
-        free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        allowed = all(p.default is not p.empty or p.kind in free for p in more_of_them)
-    if known and allowed:
+        return f"has `{name.shown}`, which is not a function{wanted}"
+    others = expected.pop() if expected[-1:] in (["..."], ["*"]) else ""
+    rest = [parameter for parameter in found.values() if parameter.name not in expected]
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    optional = all(p.default is not p.empty or p.kind in open_ended for p in rest)
+    allowed = not rest or others == "*" or (others == "..." and optional)
+    if allowed and [parameter for parameter in found if parameter in expected] == expected:
         return None
-    return (
-        f"mergekit {installed()}: `{name.shown}` has the parameters ({', '.join(parameters)}), "
-        f"expected {wanted.removeprefix('the parameters ')}"
-    )
+    return f"has `{name.shown}({', '.join(found)})`{wanted}"
 
 
 @functools.cache
 def note_untested() -> None:
     """Say, once and only when logging is verbose, that this mergekit has not been tested."""
-    if (found := installed()) != TESTED:
+    if (found := version("mergekit")) != TESTED:
         LOG.info("mergekit %s is not tested, but has all names known from %s", found, TESTED)
 
 
