@@ -12,7 +12,7 @@ loaded). Any failure costs one line on stderr: never a traceback, never mergekit
     TVB_MERGEKIT_DISABLE=1   leaves mergekit as it is
     TVB_MERGEKIT_DEBUG=1     shows the traceback of a plugin that failed
 
-Where Python does not read `.pth` files (`python -S`, `pip install --target`), call `install()`.
+Call `install()` if Python does not read `.pth` files (`python -S`, `pip install --target`).
 """
 
 import sys

@@ -164,9 +164,9 @@ def _tell_options_without_effect(options: MergeOptions) -> None:
 
 @contextmanager
 def staged(out: str) -> Iterator[StagedFolder]:
-    """A folder for the merged model that is gone after an error.
+    """A folder for the merged model that is deleted after an error.
 
-    Of several processes the leader makes and deletes the folder.
+    The leader of several processes makes and deletes the folder.
     """
     world = ranks.world()
     made = StagedFolder(out) if world.leads else None
@@ -263,7 +263,7 @@ def _local_cards() -> AbstractContextManager[None]:
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
-    """Write our files into the staged folder, publish it, and print the summary."""
+    """Write our files into the staged folder, publish the folder, and print the summary."""
     basis = plan.basis
     assert basis is not None
     plan.note_unread()
