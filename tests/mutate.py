@@ -122,12 +122,12 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             '"errors": 2 * torch.stack([coded, coded])',
         ),
     ],
-    "test_zoo.py -k 'joins or size_lowers or over_to or generations'": [
+    "test_zoo.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
         (
             "store/zoo.py",
-            "more.sum(0).sqrt().expand(2, -1)",
-            "0 * more.sum(0).sqrt().expand(2, -1)",
+            '["tensor_errors"].sum(0).sqrt()',
+            '["tensor_errors"].sum(0)',
         ),
         ("store/report.py", "weights[task] *= scale", "pass"),
     ],

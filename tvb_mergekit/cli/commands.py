@@ -288,7 +288,6 @@ def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | N
 )
 @click.option("--dtype", type=DTYPES, help=f"Of a new STORE; {OWN}.")
 @click.option("--bits", type=float, help="Of the new task in a store of all tasks; by default its.")
-@click.option("--size", metavar="SIZE", help="Of a store of all tasks: lower the bits to fit.")
 @flag("--force", help="Also a model unlike the others, or an end of the exact sum.")
 def add(
     store: str,
@@ -298,22 +297,21 @@ def add(
     base: str | None,
     force: bool,
     bits: float | None,
-    size: str | None,
     **values: Any,
 ) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
-    Where STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them; with --size
-    all then take fewer bits. Else, and with --budget, the store holds at most so many bases: below
-    the budget the new task vector becomes one; at the budget the bases are compressed by one first
-    (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before. A STORE
-    that does not exist is made: give --base, and --bits, --size or --budget. The store of before is
-    kept until the next `tvb add`: `tvb undo STORE` brings it back.
+    If STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them. Otherwise, and
+    with --budget, STORE holds at most M bases. Below the budget the new task vector becomes a
+    basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
+
+    Needs the base and MODEL, but no earlier model. A STORE that does not exist is made: give
+    --base, and --bits or --budget. `tvb undo STORE` takes the last addition back.
 
     \b
     Example:
       tvb add ./store ./new-model --task new --budget 4
-      tvb add ./zoo ./new-model --task new --size 2GB
+      tvb add ./zoo ./new-model --task new
     """
     import_mergekit()
     from tvb_mergekit.cli.inspect import Inspection, size_line
@@ -325,14 +323,13 @@ def add(
     device, names = device_of(values["device"]), None
     budget, compress, dtype = (values[name] for name in ("budget", "compress", "dtype"))
     parameters: dict[str, Any] = {"num_bases": 1}
-    quantize, bases = _quantize(bits, size), None
+    quantize, bases = _quantize(bits, None), None
     if quantize and (budget or compress or dtype):
-        raise UserError("--bits and --size go with none of --budget, --compress, --dtype")
+        raise UserError("--bits goes with none of --budget, --compress, --dtype")
     if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
         if base is None or (budget is None and quantize is None):
             raise UserError(
-                f"{store}: no such store; a new one needs --base BASE, and --bits B, --size SIZE "
-                "or --budget M"
+                f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
             )
         if compress:
             parameters["basis"] = compress
@@ -344,8 +341,8 @@ def add(
         base = _base_of(bases, base)[0]
         if quantize and not bases.is_zoo:
             raise UserError(
-                f"--bits and --size are for stores of all tasks (`tvb build --bits`); {store} "
-                f"holds {counted(bases.num_bases, f'{bases.basis} basis vector')}"
+                f"--bits is for stores of all tasks (`tvb build --bits`); {store} holds "
+                f"{counted(bases.num_bases, f'{bases.basis} basis vector')}"
             )
         if bases.is_zoo and budget is None and (compress or dtype):
             raise UserError(

@@ -148,7 +148,6 @@ def add(
     compress: str | None = None,
     dtype: torch.dtype = torch.float32,
     bits: float | None = None,
-    size: int | None = None,
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
@@ -167,7 +166,6 @@ def add(
         compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
         dtype: of new bases; of existing ones it stays as it is.
         bits: of the new task in a store of all tasks; by default the store's.
-        size: instead, the most bytes that such a store may take; the others get fewer bits.
         settings: the recipe's keys, for bases that do not exist yet.
 
     Warns:
@@ -193,15 +191,13 @@ def add(
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
     told: list[str] = []
     growth = grow.Growth(budget, compress, dtype, told.append)
-    quantize = None if bits is None and size is None else Quantize(bits, size)
+    quantize = None if bits is None else Quantize(bits)
     zoo = found is not None and found.is_zoo
     if quantize and found is None and where is not None and budget is None:
         own = {task: weight}
-        return build(
-            base, {task: model}, where, weights=own, bits=bits, size=size, device=device, **settings
-        )
+        return build(base, {task: model}, where, weights=own, bits=bits, device=device, **settings)
     if quantize and (not zoo or budget is not None):
-        raise UserError("`bits` and `size` are for a store of all tasks, without budget")
+        raise UserError("`bits` is for a store of all tasks, without budget")
     if zoo and budget is None and compress is not None:
         raise UserError("`compress` of a store of all tasks needs a budget")
     if zoo and where is not None and budget is None:

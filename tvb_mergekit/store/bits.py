@@ -114,57 +114,39 @@ class Quantize:
         return self.size - fixed
 
 
-@dataclass(frozen=True)
-class Vectors:
-    """What is known of K vectors before they are coded.
-
-    Attributes:
-        norms: [K].
-        shares: what each counts in the sum that a merge adds, [K].
-        limits: item -> the widest that each may get, [K]: those of codes that are there.
-    """
-
-    norms: Sequence[float]
-    shares: Tensor
-    limits: Mapping[str, Sequence[Width]] | None = None
-    units: Sequence[float] | None = None
-
-
 def choose(
     items: Sequence[Item],
-    vectors: Vectors,
+    norms: Sequence[float],
+    shares: Tensor,
     wanted: Quantize,
-    fixed: int,
     measure: Callable[[Sequence[float]], Tensor],
+    fixed: int = 0,
 ) -> Coding:
-    """How each tensor of each vector is coded.
+    """Choose the width of each tensor of each of K vectors.
 
     Args:
-        fixed: bytes of all else in the store.
+        norms: of the vectors, [K].
+        shares: the factor of each vector in the sum that a merge adds, [K].
         measure: units -> squared errors at each of CHOICES, [items, K, 9]; called if widths differ.
+        fixed: bytes of the other files in the store, which a size includes.
     """
-    numels, count = [item.numel for item in items], len(vectors.norms)
-    units = vectors.units or [unit_of(norm, sum(numels)) for norm in vectors.norms]
+    numels, count = [item.numel for item in items], len(norms)
+    units = [unit_of(norm, sum(numels)) for norm in norms]
     most = wanted.weight_bytes(numels, count, fixed)
     if wanted.uniform is not None:
         places = np.full((len(items), count), CHOICES.index(wanted.uniform))
     else:
-        limits = np.full((len(items), count), len(CHOICES) - 1)
-        if vectors.limits is not None:
-            widest = [vectors.limits[item.name] for item in items]
-            limits = np.array([[CHOICES.index(width) for width in each] for each in widest])
         errors = measure(units).reshape(-1, len(CHOICES)).numpy()
         each = [numel for numel in numels for _ in range(count)]
         owners = [*range(count)] * len(numels)
-        places = choose_widths(errors, each, most, limits.reshape(-1), owners)
-        places = places.reshape(limits.shape)
+        places = choose_widths(errors, each, most, owners).reshape(len(items), count)
     names = [item.name for item in items]
     return Coding(
         [
             Coded(unit, {name: CHOICES[k] for name, k in zip(names, column, strict=True)})
             for unit, column in zip(units, places.T.tolist(), strict=True)
         ],
-        vectors.shares,
+        shares,
     )
 
 

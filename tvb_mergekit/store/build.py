@@ -36,7 +36,6 @@ from tvb_mergekit.store.bits import (
     PLAN,
     RESERVED,
     Quantize,
-    Vectors,
     choose,
     fixed_bytes,
     from_json,
@@ -373,7 +372,7 @@ def _coding(
 
     sizes, _, _ = vectors_of(basis, measured_of(basis, torch.float32)["gram_bases"])
     fixed = _fixed(inputs, len(folders))
-    coding = choose(items, Vectors(sizes.tolist(), shares), quantize, fixed, measure)
+    coding = choose(items, sizes.tolist(), shares, quantize, measure, fixed)
     if world.leads:
         write_file(partial / PLAN, to_json(coding).encode())
     return coding

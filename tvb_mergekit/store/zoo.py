@@ -20,8 +20,8 @@ from torch import Tensor
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.online import of_sum, reported
-from tvb_mergekit.core.quantize import CHOICES, GROUP, bits_within, unit_of
+from tvb_mergekit.core.online import reported
+from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.add import (
@@ -30,18 +30,14 @@ from tvb_mergekit.store.add import (
     check_free,
     check_new,
     check_size,
-    costs,
     given_items,
     keep_before,
     link,
-    with_vectors,
 )
 from tvb_mergekit.store.bits import (
     RESERVED,
     Quantize,
-    Vectors,
     choose,
-    fixed_bytes,
     mean_bits,
     measured_tensors,
     of_codes,
@@ -49,14 +45,14 @@ from tvb_mergekit.store.bits import (
     stored_gram,
 )
 from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
-from tvb_mergekit.store.facts import Bounds, FileRecord, StoreFacts
+from tvb_mergekit.store.facts import Bounds, StoreFacts
 from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass
-from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
+from tvb_mergekit.tensors.quantized import Coded, Codes
 from tvb_mergekit.tensors.writing import FoldersSink
 
 CPU = torch.device("cpu")
@@ -75,13 +71,12 @@ def add_to_zoo(
     """Add the one model of `inputs` to the zoo at `path`.
 
     Args:
-        quantize: the bits of the new task, None for the zoo's; or a size, in which the tasks that
-            are there get fewer.
+        quantize: the bits of the new task; None: as many as the tasks that are there have.
         budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
-        UserError: another base, tensors that differ from the zoo's, a task name that is there, a
-            size that does not hold the scales, no room, a doubt. The store is as it was then.
+        UserError: another base, tensors that differ from the zoo's, a task name that is there,
+            no room, a doubt. The store is as it was then.
     """
     store = Path(os.path.realpath(path))
     with staged(store) as work:
@@ -163,7 +158,7 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
 
 
 class _Joining:
-    """One task more, from the checks to the new facts."""
+    """One more task, from the checks to the new facts."""
 
     def __init__(
         self,
@@ -183,101 +178,55 @@ class _Joining:
         assert bases.path is not None
         check_free(bases.path, bases.facts, [UNDO, self.folder])
         self.items = items = given_items(bases, inputs)
-        wanted = quantize or _as_now(bases)
-        self.old: list[Codes] = []  # that are written anew
-        if wanted.size is not None:
-            wanted.weight_bytes([i.numel for i in items], bases.num_bases + 1, self._fixed())
-            self.old, self.items = _vectors(bases), with_vectors(bases.vectors, items)
         sums = inputs.sums
         if sums is None:
             sums, _ = gram_pass(lambda: items, [self.task], **passes, progress=progress)
         check_size(bases, inputs, sums, growth.doubt)
         self.sums = sums.scaled([self.weight])
         self.norm = float(self.sums.gram[0, 0]) ** 0.5
-        self._table = torch.zeros(0)
-        made = choose(self.items, self._known(), wanted, self._fixed(), self._measured)
-        self.coding = Coding(made.coded, made.shares, [*self.old, None])
-
-    def _known(self) -> Vectors:
-        unit = unit_of(self.norm, sum(item.numel for item in self.items))
-        shares = torch.ones(len(self.old) + 1, dtype=torch.float64)
-        if not self.old:
-            return Vectors([self.norm], shares, units=[unit])
-        coded = [vector.coded for vector in self.old]
-        limits = {i.name: [*(c.widths[i.name] for c in coded), CHOICES[-1]] for i in self.items}
-        units = [*(each.unit for each in coded), unit]
-        return Vectors([0.0] * len(units), shares, limits, units)
-
-    def _fixed(self) -> int:
-        count = self.bases.num_bases + 1
-        left_out = self.bases.facts.left_out
-        return fixed_bytes(self.items, count, count, left_out, self._config())
-
-    def _config(self) -> Path | None:
-        assert self.bases.path is not None
-        folder = self.bases.path / self.bases.facts.store.folders[0]
-        return folder if (folder / "config.json").is_file() else None
-
-    @property
-    def _step(self) -> Linear:
-        scales = [*[1.0] * len(self.old), self.weight]
-        return Linear.of(torch.diag(torch.tensor(scales, dtype=torch.float64)))
+        self.step = Linear.of(torch.tensor([[self.weight]], dtype=torch.float64))
+        wanted, shares = quantize or _as_now(bases), torch.ones(1, dtype=torch.float64)
+        self.coding = choose(items, [self.norm], shares, wanted, self._measured)
 
     def _measured(self, units: Sequence[float]) -> Tensor:
         update = self.progress("Errors at each width", sum(item.nbytes for item in self.items))
-        found = measure_pass(self.items, self._step, units, **self.passes, progress=update)
-        for place, item in enumerate(self.items):
-            for k, vector in enumerate(self.old):  # codes that stay as they are lose nothing
-                found[place, k, CHOICES.index(vector.coded.widths[item.name])] = 0
-        self._table = found
-        return found
+        return measure_pass(self.items, self.step, units, **self.passes, progress=update)
 
     def write(self, work: Path, store: Path) -> None:
-        """Write the new store into `work`; `store` is where it will lie."""
-        bases, coding = self.bases, self.coding
+        """Write the new store into `work`; it will lie at `store`."""
+        bases, coding, inputs = self.bases, self.coding, self.inputs
         facts, count = bases.facts, bases.num_bases
-        items = [item.coded(coding.widths(item.name)) for item in self.items]
-        self._tell()
-        check_disk(
-            str(work), sum(i.written(i.numel, k) for i in items for k in range(len(i.widths)))
+        bits = mean_bits(coding.coded, {item.name: item.numel for item in self.items})
+        self.growth.tell(
+            f"{self.task} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they stay as "
+            "they are"
         )
-        files: dict[str, FileRecord] = {}
-        if not self.old:
-            for name in facts.store.folders:
-                shutil.copytree(store / name, work / name, copy_function=link)
-            files = {name: of for name, of in facts.store.files.items() if "/" in name}
-        names = [*(facts.store.folders if self.old else ()), self.folder]
-        writers = writers_of(work, names, items, self._config(), coding=coding)
+        items = [item.coded(coding.widths(item.name)) for item in self.items]
+        check_disk(str(work), sum(item.written(item.numel, 0) for item in items))
+        assert bases.path is not None
+        for name in facts.store.folders:
+            shutil.copytree(store / name, work / name, copy_function=link)
+        files = {name: of for name, of in facts.store.files.items() if "/" in name}
+        first = bases.path / facts.store.folders[0]
+        config = first if (first / "config.json").is_file() else None
+        writers = writers_of(work, [self.folder], items, config, coding=coding)
         sink = FoldersSink(writers, coding=coding)
         combine_pass(
             items,
-            dict.fromkeys((item.name for item in items), self._step),
+            dict.fromkeys((item.name for item in items), self.step),
             sink,
             coding=coding,
             **self.passes,
             progress=self.progress("Codes", sum(item.nbytes for item in items)),
         )
-        files |= finish_vectors(writers, self._config(), first=count - len(self.old))
+        files |= finish_vectors(writers, config, first=count)
         folders = [*facts.store.folders, self.folder]
         vectors = [Codes.open(work / name) for name in folders]
         gram = stored_gram(vectors, folders, **self.passes, progress=self.progress)
-        found = measured_tensors(sink.measured)
-        squares = torch.cat(
-            [bases.tensors["tensor_squares"][:, :count], found["tensor_squares"][:, -2:-1]], 1
-        )
-        errors = bases.tensors["tensor_errors"][:, :count]
-        bounds = bases.tensors["errors"]
-        if self.old:
-            bounds, errors = self._lowered(found["tensor_errors"][:, :count])
-        own = found["tensor_errors"][:, -2:-1]
-        lost = own.sum(0).sqrt().expand(2, 1)
-        tensors = {
-            "gram_bases": gram,
-            "tensor_squares": squares,
-            "tensor_errors": torch.cat([errors, own], 1),
-            "errors": torch.cat([bounds, lost], 1),
-        }
-        inputs, size = self.inputs, self.sums.sizes
+        # Nothing is known of the sum of all tasks, the last column.
+        own = {n: of[:, :1] for n, of in measured_tensors(sink.measured).items()}
+        own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
+        tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
         changed = {
             "tasks": [*facts.tasks, self.task],
             "models": [*facts.models, self.model],
@@ -286,7 +235,7 @@ class _Joining:
                 "weights": {**facts.parameters["weights"], self.task: self.weight},
             },
             "norms": {**facts.norms, self.task: self.norm},
-            "matrix_norms": {**facts.matrix_norms, self.task: size[-1]},
+            "matrix_norms": {**facts.matrix_norms, self.task: self.sums.sizes[-1]},
             "fingerprints": {**facts.fingerprints, **inputs.fingerprints},
             "seconds": {"add": round(time.perf_counter() - self.started, 3)},
         }
@@ -298,37 +247,7 @@ class _Joining:
             "base_path": local_path(inputs.base_model) or facts.store.base_path,
         }
         coded = [vector.coded for vector in vectors]
-        _finish(work, store, bases, changed, stored, tensors, coded)
-
-    def _lowered(self, more: Tensor) -> tuple[Tensor, Tensor]:
-        """`errors` and `tensor_errors` of the tasks that are there once their codes lose `more`
-        [items, T], squared."""
-        held, count = self.bases.tensors, self.bases.num_bases
-        most = (held["tensor_errors"][:, :count].sqrt() + more.sqrt()).square()
-        widths = [self.coding.widths(item.name)[:count] for item in self.items]
-        gone = torch.tensor([[not width.bits for width in each] for each in widths])
-        most = torch.where(gone, held["tensor_squares"][:, :count], most)  # what is zero lost all
-        bounds = of_sum(held["errors"], more.sum(0).sqrt().expand(2, -1))
-        high = torch.minimum(bounds[1], most.sum(0).sqrt())
-        return torch.stack([torch.minimum(bounds[0], high), high]), most
-
-    def _tell(self) -> None:
-        """What becomes of the tasks that are there."""
-        count, facts = self.bases.num_bases, self.bases.facts
-        bits = mean_bits(self.coding.coded, {i.name: i.numel for i in self.items})
-        if not self.old:
-            self.growth.tell(
-                f"{self.task} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they "
-                "stay as they are"
-            )
-            return
-        chosen = [[CHOICES.index(b) for b in self.coding.widths(item.name)] for item in self.items]
-        lost = self._table.gather(2, torch.tensor(chosen)[:, :, None])[:, :, 0]
-        most = torch.cat([self._lowered(lost[:, :count])[0][1], lost[:, count:].sum(0).sqrt()])
-        norms = [*(facts.norms[task] for task in facts.tasks), self.norm]
-        after = [error / norm for error, norm in zip(most.tolist(), norms, strict=True)]
-        told = costs(facts.relative_error, dict(zip([*facts.tasks, self.task], after, strict=True)))
-        self.growth.tell(f"all {count + 1} tasks at {counted(bits, 'bit')} in the mean; {told}")
+        _finish(work, store, bases, changed, stored, {**tensors, "gram_bases": gram}, coded)
 
 
 def _finish(

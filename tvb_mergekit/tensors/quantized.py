@@ -153,15 +153,11 @@ class Coding(Measured):
     Attributes:
         coded: of each output.
         shares: what each counts in the sum that a merge adds, [K].
-        copied: codes that an output is, but where its widths are others; they are not coded anew.
     """
 
-    def __init__(
-        self, coded: Sequence[Coded], shares: Tensor, copied: Sequence[Codes | None] = ()
-    ) -> None:
+    def __init__(self, coded: Sequence[Coded], shares: Tensor) -> None:
         super().__init__()
         self.coded, self.shares = coded, shares
-        self.copied = copied or [None] * len(coded)
 
     def widths(self, name: str) -> tuple[Width, ...]:
         """Of each output in one tensor."""
@@ -181,13 +177,9 @@ class Coding(Measured):
         whole = _square(shares @ values)
         values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
-        for row, coded, same, blocks in zip(values, self.coded, self.copied, out, strict=True):
+        for row, coded, blocks in zip(values, self.coded, out, strict=True):
             width = coded.widths[name]
-            if same is not None and same.coded.widths[name] == width:
-                square, error = _square(row), 0.0
-                same.read_blocks(name, start, start + count, blocks)
-                row.zero_()
-            elif width.bits:
+            if width.bits:
                 square, error = codes.encode(row, width, row, blocks[: block_bytes(count, width)])
             else:
                 square = error = _square(row)
