@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import shutil
@@ -195,7 +194,7 @@ def test_a_flipped_bit_is_found_or_harmless(here: Path) -> None:
         results = dict(uses(folder))
         refused = "refused" in results.values()
         found += refused
-        assert not (refused and name.startswith("recipes/"))  # a user may edit them
+        assert not (refused and name.startswith("recipes/"))  # no command reads them here
         for command, result in shown(results).items():
             assert results[command] == "refused" or result == want[command], (name, place, command)
     assert found >= len(files) // 2
@@ -286,25 +285,21 @@ def test_undo_brings_the_store_of_before_back(here: Path) -> None:
         assert refused(*words)
 
 
-def test_what_a_user_put_there_survives_additions_and_undoing(
-    here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_notes_stay_and_template_recipes_are_written_again(here: Path) -> None:
+    """Whether a template was edited or deleted; nothing of a user's notes changes."""
     recipes = here / "grown/recipes"
-    text = (recipes / "add.yml").read_text().replace("0.4", "0.7")
-    (recipes / "add.yml").write_text(text)
-    (recipes / "mine.yml").write_text("merge_method: basis_ta")
-    (recipes / "merged").mkdir()
-    (recipes / "merged/model.txt").write_text("x")
-    (here / "grown/notes.txt").write_text("mine")
+    first = files_of(recipes)
+    (here / "grown/notes").mkdir()
+    (here / "grown/notes/one.txt").write_text("mine")
     for words in (["add", "grown", "e", "--task", "e", "--quiet"], ["undo", "grown"]) * 2:
+        (recipes / "add.yml").write_text("merge_method: linear")
+        (recipes / "ties.yml").unlink()
         tvb(*words)
-        assert (here / "grown/notes.txt").read_text() == "mine"
+        assert (here / "grown/notes/one.txt").read_text() == "mine"
         names = {path.stem for path in recipes.iterdir() if not path.name.startswith("forget")}
-        assert names == {*ALL_TASKS, "mine", "merged"}
-        assert (recipes / "add.yml").read_text() == text
-        assert (recipes / "merged/model.txt").read_text() == "x"
-    assert "recipes/add.yml is yours: it stays as it is" in caplog.text
-    assert "recipes/add.yml was edited" in tvb("check", "grown").stdout
+        assert names == {*ALL_TASKS} and "linear" not in (recipes / "add.yml").read_text()
+    assert files_of(recipes) == first
+    assert "Copy this file out of the store to edit it" in first["add.yml"].decode()
 
 
 IN_THE_WAY = {  # what a user has put into a store, and the command that would take its name
@@ -345,8 +340,9 @@ def test_nothing_that_a_user_put_there_is_overwritten(
 
 
 STRANGE = {  # what a store cannot keep, and the command that would lose or stumble over it
-    "fresh/recipes/forget-e.yml/": "add fresh e --task e --budget 3",
-    "fresh/recipes/add.yml/": "undo fresh",
+    "fresh/recipes/mine.yml": "add fresh e --task e --budget 3",
+    "fresh/recipes/forget-e.yml": "add fresh e --task e --budget 3",
+    "fresh/recipes/merged/mine.txt": "undo fresh",
     "fresh/pipe|": "add fresh e --task e --budget 3",
     "fresh/notes/pipe|": "undo fresh",
     "zoo/link@": "add zoo e --task e",
@@ -355,7 +351,7 @@ STRANGE = {  # what a store cannot keep, and the command that would lose or stum
     "fresh/basis-000/mine.txt": "add fresh e --task e --budget 3",
     "fresh/basis-001/mine.txt": "undo fresh",
     "zoo/undo/basis.json": "add zoo e --task e",
-    "zoo/recipes/forget-b.yml/": "remove zoo --task a",
+    "zoo/recipes/mine.yml": "remove zoo --task a",
     "zoo/a/mine.txt": "remove zoo --task a",
     "zoo/b/mine.txt": "add zoo e --task e --budget 2",
 }
@@ -368,10 +364,10 @@ def test_what_a_store_cannot_keep_is_refused_before_the_work(
     tvb("add", "fresh", "d", "--task", "d", "--budget", "3", "--quiet")
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
     tvb("build", write(made, here / "zoo"), "zoo", "--bits", "8", "--quiet")
-    make = {"/": Path.mkdir, "|": os.mkfifo, "@": lambda path: path.symlink_to("/nowhere")}
+    make = {"|": os.mkfifo, "@": lambda path: path.symlink_to("/nowhere")}
     shutil.copytree(here, here.with_name("before"))
     for name, words in STRANGE.items():
-        mine = here / name.rstrip("/|@")
+        mine = here / name.rstrip("|@")
         mine.parent.mkdir(exist_ok=True)
         mine.unlink(missing_ok=True)
         make.get(name[-1], lambda path: path.write_text("{}"))(mine)
@@ -386,20 +382,6 @@ def test_what_a_store_cannot_keep_is_refused_before_the_work(
         shutil.copytree(here.with_name("before") / words.split()[1], here / words.split()[1])
     for words in ("undo fresh", "remove zoo --task a"):
         tvb(*words.split())
-
-
-def test_a_recipe_of_a_user_is_not_called_edited(
-    here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipes = here / "grown/recipes"
-    (recipes / "mine.yml").write_text("mine")
-    (recipes / "old.yml").write_text("mine")
-    tvb("add", "grown", "e", "--task", "e", "--quiet")
-    (recipes / "mine.yml").write_text("changed")
-    (recipes / "old.yml").unlink()
-    tvb("undo", "grown")
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert (recipes / "mine.yml").read_text() == "changed" and not (recipes / "old.yml").exists()
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:

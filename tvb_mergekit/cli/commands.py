@@ -410,11 +410,10 @@ def undo(store: str) -> None:
 @command(main, writes="store")
 @click.argument("store", type=PLACE)
 @click.option("--task", required=True, help="The task's name.")
-@flag("--force", help="Also one that a recipe of yours in STORE names.")
-def remove(store: str, task: str, force: bool) -> None:
+def remove(store: str, task: str) -> None:
     """Take a task out of a STORE that keeps all of them (`tvb build --bits`).
 
-    The store of before is kept until the next change: `tvb undo STORE` brings it back.
+    The previous store is kept until the next change: `tvb undo STORE` brings it back.
 
     \b
     Example: tvb remove ./zoo --task math
@@ -422,7 +421,7 @@ def remove(store: str, task: str, force: bool) -> None:
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.store.zoo import remove_task
 
-    bases = remove_task(store, task, force)
+    bases = remove_task(store, task)
     click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}")
 
 
@@ -586,12 +585,8 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     Example: tvb check recipe.yml --deep
     """
     if os.path.isdir(recipe):
-        from tvb_mergekit.store.recipes import edited
-
         bases = _load(recipe, verify="all")
         click.echo(f"{recipe}: {len(bases.facts.store.files)} files as they were written")
-        for name in edited(Path(recipe), bases.facts):
-            click.echo(f"{recipe}/{name} was edited since")
         return
     from tvb_mergekit.tables import printable
 

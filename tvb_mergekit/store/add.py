@@ -39,7 +39,7 @@ from tvb_mergekit.store.facts import (
     StoreRecord,
 )
 from tvb_mergekit.store.inputs import Inputs
-from tvb_mergekit.store.recipes import FOLDER, edited
+from tvb_mergekit.store.recipes import FOLDER, recipe_files, write_recipes
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import (
     Bases,
@@ -503,20 +503,17 @@ def _times(setting: Any, factor: float) -> Any:
 
 
 def link_own(bases: Bases, target: Path) -> None:
-    """All that a store holds of its own, in another folder: the same files."""
+    """Give the files of a store a second name in the folder `target`, and write its recipes."""
     assert bases.path is not None
-    (target / FOLDER).mkdir()
-    recipes = [f"{FOLDER}/{name}" for name in bases.facts.store.recipes]
-    for name in (FACTS, TENSORS, *recipes):
+    for name in (FACTS, *bases.facts.store.files):
         if (bases.path / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             link(bases.path / name, target / name)
-    for name in bases.facts.store.folders:
-        if (bases.path / name).is_dir():
-            shutil.copytree(bases.path / name, target / name, copy_function=link)
+    write_recipes(target, bases.facts)
 
 
 def check_free(store: Path, facts: StoreFacts, names: Iterable[str]) -> None:
-    """Raise UserError if a change of a store would lose an entry of a user's, or cannot keep it.
+    """Raise UserError if a change of a store would lose a user's entry, or cannot keep it.
 
     Args:
         names: the top-level names that the change writes.
@@ -531,45 +528,30 @@ def check_free(store: Path, facts: StoreFacts, names: Iterable[str]) -> None:
             raise UserError(
                 f"{store / name}: is not the store's, which needs the name; move or rename it"
             )
-    replaced = own - {FOLDER}
     for entry in store.rglob("*"):
-        place, kept = entry.relative_to(store), entry.is_file()
-        if entry.is_dir():  # a folder could take the name of a template recipe
-            kept = place.parent != Path(FOLDER) or place.suffix != ".yml"
-        elif place.parts[0] in replaced:
-            kept = kept and place.as_posix() in known
-        if not kept:
+        place = entry.relative_to(store)
+        mine = place.parts[0] in own and place.as_posix() not in known
+        if not entry.is_dir() and (mine or not entry.is_file()):
             raise UserError(
                 f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"
             )
 
 
 def _files(facts: StoreFacts) -> set[str]:
-    """All files that a store has written."""
-    recipes = (f"{FOLDER}/{name}" for name in facts.store.recipes)
-    return {FACTS, TENSORS, *facts.store.files, *recipes}
+    """The files of a store, as paths below it."""
+    return {FACTS, *facts.store.files, *recipe_files(facts)}
 
 
 def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
-    """Keep the user's files of an old store in a new one: notes, recipes, edited recipes."""
+    """Copy the user's files and folders of an old store into a new one."""
     check_free(old, facts, os.listdir(work))
-    recipes, changed = {f"{FOLDER}/{name}" for name in facts.store.recipes}, edited(old, facts)
-    own = {FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders, *recipes.difference(changed)}
-    for entry in (*old.iterdir(), *(old / FOLDER).glob("*")):
-        name = entry.relative_to(old).as_posix()
-        if name in own:
-            continue
-        if entry.is_dir():
-            shutil.copytree(entry, work / name, dirs_exist_ok=True)
-            continue
-        if (work / name).exists():
-            LOG.warning("%s is yours: it stays as it is (--method takes the store's)", name)
-        (work / name).unlink(missing_ok=True)  # it may be a link to the file of another store
-        shutil.copy2(entry, work / name)
+    for entry in old.iterdir():
+        if entry.name not in (FACTS, TENSORS, FOLDER, UNDO, *facts.store.folders):
+            (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, work / entry.name)
 
 
 def keep_before(bases: Bases, work: Path) -> None:
-    """Put into a new store what else lies in the old one, and that one as `undo`."""
+    """Put the user's files of the old store into the new one, and the old store into `undo`."""
     assert bases.path is not None
     (work / UNDO).mkdir()
     keep_others(bases.path, bases.facts, work)

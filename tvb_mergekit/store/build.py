@@ -538,12 +538,10 @@ def finish_store(
         out: where the folder will lie.
     """
     write_tensors(folder, {**numbers_of(facts), **tensors})
-    store = facts.store.but(
-        files={**facts.store.files, TENSORS: record_of(folder / TENSORS)}, recipes={}
-    )
+    store = facts.store.but(files={**facts.store.files, TENSORS: record_of(folder / TENSORS)})
     if store.base_path:
         store = store.but(base_beside=os.path.relpath(store.base_path, out))
     facts = facts.but(store=store)
-    facts = facts.but(store=store.but(recipes=write_recipes(folder, facts)))
+    write_recipes(folder, facts)
     write_facts(folder, facts)
     return facts

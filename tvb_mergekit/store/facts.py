@@ -93,7 +93,6 @@ class StoreRecord(Record):
     added: Count
     files: dict[str, FileRecord]
     base_beside: str | None = None
-    recipes: dict[str, str] = {}
 
 
 class Facts(Record):

@@ -16,13 +16,14 @@ import yaml
 from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
-from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts, record_of
+from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts
 
 FOLDER = "recipes"
 _HEAD = """\
 # {what}
 #   {command} STORE/recipes/{name}.yml OUT
-# Paths that begin with ../ are relative to this folder: in a copy elsewhere write them anew.
+# Copy this file out of the store to edit it: `tvb add`, `tvb remove` and `tvb undo` write it again.
+# Paths that begin with ../ are relative to this folder: change them in the copy.
 """
 # Name -> method, and what it does, of the recipes for all tasks
 ALL_TASKS: dict[str, tuple[Method, str]] = {
@@ -35,11 +36,11 @@ ALL_TASKS: dict[str, tuple[Method, str]] = {
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
-def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
-    """File name -> checksum of the recipes, which are written into `folder`/recipes.
+def write_recipes(folder: Path, facts: StoreFacts) -> None:
+    """Write the recipes of a store into `folder`/recipes.
 
     Args:
-        folder: where the store is being written.
+        folder: the new folder of the store, with its vectors.
         facts: its basis.json.
     """
     place = folder / FOLDER
@@ -49,17 +50,13 @@ def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
     command = "mergekit-pytorch" if bare else "mergekit-yaml"
     beside = facts.store.base_beside
     base = os.path.join("..", beside) if beside else facts.base_model
-    written = {}
     for name, (what, recipe) in templates(facts, "..", base).items():
         if bare:
             for entry in recipe["models"]:
                 entry["model"] += "/model.safetensors"
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        file = place / f"{name}.yml"
         head = _HEAD.format(what=what, command=command, name=name)
-        file.write_text(head + text, encoding="utf-8")
-        written[file.name] = record_of(file).xxh3_128
-    return written
+        (place / f"{name}.yml").write_text(head + text, encoding="utf-8")
 
 
 def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
@@ -85,14 +82,9 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
     return {**recipe, "base_model": base, "models": models}
 
 
-def edited(store: Path, facts: StoreFacts) -> list[str]:
-    """The recipes of a store, as paths below it, that are not as they were written."""
-    names = []
-    for name, checksum in facts.store.recipes.items():
-        file = store / FOLDER / name
-        if not file.is_file() or record_of(file).xxh3_128 != checksum:
-            names.append(f"{FOLDER}/{name}")
-    return names
+def recipe_files(facts: StoreFacts) -> list[str]:
+    """The paths below a store of its recipes."""
+    return [f"{FOLDER}/{name}.yml" for name in templates(facts, "", "")]
 
 
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram
@@ -45,9 +43,8 @@ from tvb_mergekit.store.bits import (
     stored_gram,
 )
 from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
-from tvb_mergekit.store.facts import Bounds, StoreFacts
+from tvb_mergekit.store.facts import Bounds
 from tvb_mergekit.store.inputs import Inputs
-from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.tensors.output import check_disk
@@ -87,14 +84,11 @@ def add_to_zoo(
     return load(store)
 
 
-def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) -> Bases:
+def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
     """Take a task out of the zoo at `path`.
 
-    Args:
-        force: also one that a recipe names which a user has put there.
-
     Raises:
-        UserError: no zoo, no such task, the only one, or a recipe that names it.
+        UserError: no zoo, no such task, or the only one.
     """
     store = Path(os.path.realpath(path))
     started = time.perf_counter()
@@ -111,11 +105,6 @@ def remove_task(path: str | os.PathLike[str], task: str, force: bool = False) ->
         gone = facts.store.folders[index]
         check_free(store, facts, [UNDO])
         bases = load(store, without=gone)  # which may be damaged
-        if not force and (recipe := _naming(store, facts, gone)):
-            raise UserError(
-                f"{recipe} names the task {task!r}: change or delete it first; --force removes the "
-                "task all the same"
-            )
         rest = [k for k in range(len(facts.tasks)) if k != index]
         for name in (facts.store.folders[k] for k in rest):
             shutil.copytree(store / name, work / name, copy_function=link)
@@ -292,29 +281,3 @@ def _as_now(bases: Bases) -> Quantize:
         return Quantize(bits=width.bits)
     numels = [vectors[0].tensors[name].numel for name in bases.names]
     return Quantize(bits=bits_within(numels, sum(v.nbytes for v in vectors) / len(vectors)))
-
-
-def _naming(store: Path, facts: StoreFacts, folder: str) -> Path | None:
-    """A recipe of a user's in a store that lists the vector in `folder`."""
-    changed = {Path(name).name for name in edited(store, facts)}
-    for file in sorted((store / FOLDER).glob("*.y*ml")):
-        if file.name in facts.store.recipes and file.name not in changed:
-            continue
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            if folder in map(_last, _listed(yaml.safe_load(file.read_text(encoding="utf-8")))):
-                return file
-    return None
-
-
-def _listed(part: object) -> Iterator[str]:
-    """The models that a recipe lists, wherever in it."""
-    if isinstance(part, Mapping):
-        yield from (str(value) for key, value in part.items() if key == "model")
-    inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
-    for each in inner:
-        yield from _listed(each)
-
-
-def _last(path: str) -> str:
-    place = Path(path)
-    return place.parent.name if place.suffix == ".safetensors" else place.name
