@@ -240,7 +240,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_online.py -k 'not slow and (paper or bounds)'": [
         ("store/store.py", "return weights / weights.mean()", "return weights"),
-        ("store/add.py", "matrix[-1] *= self.weight", "matrix[-1] *= 1.0"),
+        ("store/add.py", "matrix[-1] *= self.inputs.weights[0]", "matrix[-1] *= 1.0"),
     ],
     "test_store.py -k dense_reference": [
         ("store/report.py", "(coded + ARITHMETIC * terms) @", "0 * (coded + terms) @"),

@@ -327,8 +327,7 @@ def test_nothing_that_a_user_put_there_is_overwritten(
         mine.write_text("mine")
         before = files_of(here)
         with monkeypatch.context() as patch:
-            for module in ("add", "zoo"):  # it is refused before the work
-                patch.setattr(f"tvb_mergekit.store.{module}.gram_pass", None)
+            patch.setattr("tvb_mergekit.store.addition.gram_pass", None)  # before the work
             said = refused(*words.split(), *(["--quiet"] if words.startswith("add") else []))
         place = "/".join(name.split("/")[:2])
         assert f"{here / place}: " in said and "move or rename it" in said, said
@@ -372,9 +371,8 @@ def test_what_a_store_cannot_keep_is_refused_before_the_work(
         mine.unlink(missing_ok=True)
         make.get(name[-1], lambda path: path.write_text("{}"))(mine)
         with monkeypatch.context() as patch:
-            for module in ("add", "zoo"):
-                for work in ("gram_pass", "link_own", "keep_before", "_finish"):
-                    patch.setattr(f"tvb_mergekit.store.{module}.{work}", None, raising=False)
+            for work in ("addition.gram_pass", "undo.link_store", "zoo._write_rest"):
+                patch.setattr(f"tvb_mergekit.store.{work}", None)
             said = refused(*words.split())
         place = here / "zoo/undo" if name.startswith("zoo/undo") else mine
         assert f"{place}: is not the store's" in said and "move" in said, said

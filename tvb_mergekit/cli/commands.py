@@ -316,15 +316,15 @@ def add(
     import_mergekit()
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.plugin.document import from_mapping
-    from tvb_mergekit.store.add import Growth, add_to_store
+    from tvb_mergekit.store.add import add_to_store
+    from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
-    from tvb_mergekit.store.zoo import add_to_zoo
 
-    device, names = device_of(values["device"]), None
+    device, names, bases = device_of(values["device"]), None, None
     budget, compress, dtype = (values[name] for name in ("budget", "compress", "dtype"))
     parameters: dict[str, Any] = {"num_bases": 1}
-    quantize, bases = _quantize(bits, None), None
-    if quantize and (budget or compress or dtype):
+    quantize = _quantize(bits, None)
+    if quantize and dtype:
         raise UserError("--bits goes with none of --budget, --compress, --dtype")
     if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
         if base is None or (budget is None and quantize is None):
@@ -339,15 +339,9 @@ def add(
         bases = _load(store)
         names, own = bases.names, bases.facts.store.dtype
         base = _base_of(bases, base)[0]
-        if quantize and not bases.is_zoo:
+        if bases.is_zoo and budget is None and dtype:
             raise UserError(
-                f"--bits is for stores of all tasks (`tvb build --bits`); {store} holds "
-                f"{counted(bases.num_bases, f'{bases.basis} basis vector')}"
-            )
-        if bases.is_zoo and budget is None and (compress or dtype):
-            raise UserError(
-                f"--compress and --dtype: {store} keeps all tasks as codes; --budget M makes bases "
-                "of them"
+                f"--dtype: {store} keeps all tasks as codes; --budget M makes bases of them"
             )
         if dtype not in (None, own) and not bases.is_zoo:
             raise UserError(
@@ -359,24 +353,19 @@ def add(
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = _open(from_mapping(recipe | {"parameters": parameters}), values, names)
     doubt = logging.warning if force else _refuse
-    growth = Growth(budget, compress, _dtype(dtype) or inputs.own_dtype, doubt, click.echo)
-    memory, progress = values["memory"], bars(values["quiet"])
+    out_dtype = _dtype(dtype) or inputs.own_dtype
+    growth = Growth(budget, compress, out_dtype, quantize, doubt, click.echo)
+    more = {"budget": values["memory"], "progress": bars(values["quiet"])}
     if bases is None and quantize:
-        made = build_store(
-            inputs, store, quantize=quantize, devices=[device], budget=memory, progress=progress
-        )
-        click.echo(f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}")
-        return
-    if bases is not None and bases.is_zoo and budget is None:
-        made = add_to_zoo(
-            store, inputs, quantize, growth, device=device, budget=memory, progress=progress
-        )
+        grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
+    else:
+        grown = add_to_store(store, inputs, growth, device=device, **more)
+    if grown.is_zoo:
         click.echo(
-            f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}; relative error of "
-            f"{task} {made.facts.relative_error[task]:.3f}"
+            f"{grown.path}: {size_line(Inspection(grown.facts, grown.tensors))}; relative error of "
+            f"{task} {grown.facts.relative_error[task]:.3f}"
         )
         return
-    grown = add_to_store(store, inputs, growth, device=device, budget=memory, progress=progress)
     most = {name: error.at_most for name, error in grown.facts.errors.items()}
     worst, error = max(most.items(), key=lambda pair: math.inf if pair[1] is None else pair[1])
     click.echo(
@@ -400,9 +389,9 @@ def undo(store: str) -> None:
     \b
     Example: tvb undo ./store
     """
-    from tvb_mergekit.store.add import undo_addition
+    from tvb_mergekit.store.undo import undo_change
 
-    bases = undo_addition(store)
+    bases = undo_change(store)
     tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
     click.echo(f"{bases.path}: {tasks}{'' if bases.is_zoo else f' in {count}'}, as before")
 
