@@ -127,78 +127,56 @@ def assert_alike(found: Result, want: Result, base: Path, method: str, dtype: st
     assert off.norm() <= tolerance * delta.norm() + spare
 
 
-CASES = [
-    ("llama", "pca", "add-tasks"),
-    ("llama", "pca", "negate-two"),
-    ("gpt2", "balanced", "ties-max"),
-    ("tied", "balanced", "ties"),
-    ("tied", "balanced", "negate"),
-    ("llama", "none", "ties-tensor"),
-    ("llama", "rand_select", "add"),
+SCALED = {1: {"weight": 2.5}}
+CASES: list[tuple[str, str, str, str, dict[str, Any]]] = [
+    # family, basis, method, the store's dtype, more keys of the built recipe
+    ("llama", "pca", "add-tasks", "float32", {}),
+    ("llama", "pca", "negate-two", "float32", {}),
+    ("gpt2", "balanced", "ties-max", "float32", {}),
+    ("tied", "balanced", "ties", "float32", {}),
+    ("tied", "balanced", "negate", "float32", {}),
+    ("tied", "rand_proj", "negate", "float32", {"lambda": 0.01}),
+    ("llama", "none", "ties-tensor", "float32", {}),
+    ("llama", "rand_select", "add", "float32", {}),
+    ("sharded", "balanced", "add-tasks", "float16", {}),
+    ("sharded", "balanced", "ties", "bfloat16", {}),
+    ("llama", "balanced", "add", "float32", {"exclude": r"embed|lm_head|\.1\.", "own": SCALED}),
+    ("tied", "balanced", "add", "float32", {"exclude": "lm_head", "own": SCALED}),
+    ("tied", "balanced", "add", "float32", {"exclude": "embed", "own": SCALED}),
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "case"), CASES)
+@pytest.mark.parametrize(("name", "kind", "case", "dtype", "more"), CASES)
 def test_a_store_merges_as_its_models(
-    name: str, kind: str, case: str, families: dict[str, Family], tmp_path: Path
-) -> None:
-    found, (method, keys) = families[name], METHODS[case]
-    folder = found.store(tmp_path / "store", **KINDS[kind])
-    want = found.merge(method, tmp_path / "models", **KINDS[kind], **keys)
-    made = over(folder, found.base, method, tmp_path / "merged", order=-1, **keys)
-    assert_alike(made, want, found.base, method, "float32")
-    assert {p.name for p in made.folder.iterdir()} == {p.name for p in want.folder.iterdir()}
-
-
-def test_random_directions_negate(families: dict[str, Family], tmp_path: Path) -> None:
-    found = families["tied"]
-    folder = found.store(tmp_path / "store", **KINDS["rand_proj"])
-    keys = {**NEGATE, "lambda": 0.01}
-    want = found.merge("basis_negate", tmp_path / "models", **KINDS["rand_proj"], **keys)
-    made = over(folder, found.base, "basis_negate", tmp_path / "merged", **keys)
-    assert_alike(made, want, found.base, "basis_negate", "float32")
-    refused = over(folder, found.base, "basis_ta", tmp_path / "no", fails=True)
-    assert "only basis_negate" in refused.output
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [("add-tasks", "float16"), ("ties", "bfloat16")],
-)
-def test_sharded_models_of_mixed_dtypes(
+    name: str,
+    kind: str,
     case: str,
     dtype: str,
+    more: dict[str, Any],
     families: dict[str, Family],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And a sharded store, in every dtype."""
-    found, (method, keys) = families["sharded"], METHODS[case]
-    in_shards(monkeypatch, 30000)
-    folder = found.store(tmp_path / "store", dtype, **KINDS["balanced"])
-    assert len(list((folder / "basis-000").glob("*.safetensors"))) >= 2
-    want = found.merge(method, tmp_path / "models", **KINDS["balanced"], **keys)
-    made = over(folder, found.base, method, tmp_path / "merged", **keys)
+    """Listed in any order, sharded or not; excluded tensors stay the base's."""
+    found, (method, keys) = families[name], METHODS[case]
+    built, keys = {**KINDS[kind], **more}, {**keys, **more}
+    for key in ("own", "exclude"):  # are the store's
+        keys.pop(key, None)
+    if name == "sharded":
+        in_shards(monkeypatch, 30000)
+    folder = found.store(tmp_path / "store", dtype, **built)
+    assert len(list((folder / "basis-000").glob("*.safetensors"))) >= 1 + (name == "sharded")
+    want = found.merge(method, tmp_path / "models", **{**built, **keys})
+    made = over(folder, found.base, method, tmp_path / "merged", order=-1, **keys)
     assert_alike(made, want, found.base, method, dtype)
-
-
-@pytest.mark.parametrize(
-    ("name", "exclude"),
-    [("llama", r"embed|lm_head|\.1\."), ("tied", "lm_head"), ("tied", "embed")],
-)
-def test_what_was_excluded_stays_the_bases(
-    name: str, exclude: str, families: dict[str, Family], tmp_path: Path
-) -> None:
-    found = families[name]
-    keys = {**KINDS["balanced"], "exclude": exclude}
-    folder = found.store(tmp_path / "store", own={1: {"weight": 2.5}}, **keys)
-    want = found.merge("basis_ta", tmp_path / "models", own={1: {"weight": 2.5}}, **keys)
-    made = over(folder, found.base, "basis_ta", tmp_path / "merged")
-    assert_alike(made, want, found.base, "basis_ta", "float32")
-    state = load(found.base)
-    for tensor in state:
-        same = torch.equal(made.tensors[tensor], state[tensor].float())
-        assert same == torch.equal(want.tensors[tensor], state[tensor].float())
+    assert {p.name for p in made.folder.iterdir()} == {p.name for p in want.folder.iterdir()}
+    if "exclude" in more:
+        for tensor, value in load(found.base).items():
+            same = torch.equal(made.tensors[tensor], value.float())
+            assert same == torch.equal(want.tensors[tensor], value.float())
+    if kind == "rand_proj":
+        refused = over(folder, found.base, "basis_ta", tmp_path / "no", fails=True)
+        assert "only basis_negate" in refused.output
 
 
 @pytest.mark.parametrize("which", ["base", "models"])

@@ -289,7 +289,8 @@ def test_notes_stay_and_template_recipes_are_written_again(here: Path) -> None:
     """Whether a template was edited or deleted; nothing of a user's notes changes."""
     recipes = here / "grown/recipes"
     first = files_of(recipes)
-    (here / "grown/notes").mkdir()
+    for name in ("notes", "basis-003", "basis-001/empty"):
+        (here / "grown" / name).mkdir()
     (here / "grown/notes/one.txt").write_text("mine")
     for words in (["add", "grown", "e", "--task", "e", "--quiet"], ["undo", "grown"]) * 2:
         (recipes / "add.yml").write_text("merge_method: linear")
@@ -302,84 +303,53 @@ def test_notes_stay_and_template_recipes_are_written_again(here: Path) -> None:
     assert "Copy this file out of the store to edit it" in first["add.yml"].decode()
 
 
-IN_THE_WAY = {  # what a user has put into a store, and the command that would take its name
+STRANGE = {  # what a store cannot keep -> the command that would lose or stumble over it
     "grown/basis-003/mine.txt": "add grown e --task e --budget 4",
-    "fresh/undo/mine.txt": "add fresh e --task e",
-    "fresh/basis-002": "add fresh d --task d --budget 3",
+    "less/a/mine.txt": "undo less",
     "zoo/undo": "remove zoo --task a",
     "zoo/my-task/mine.txt": "add zoo e --task my/task",
     "zoo/basis-001/mine.txt": "add zoo f --task f --budget 2",
-    "less/a/mine.txt": "undo less",
-}
-
-
-def test_nothing_that_a_user_put_there_is_overwritten(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built(here / "fresh", here)
-    made = recipe("basis_ta", here / "base", [here / task for task in "ab"])
-    for name in ("zoo", "less"):
-        tvb("build", write(made, here / name), name, "--bits", "8", "--quiet")
-    tvb("remove", "less", "--task", "a")
-    for name, words in IN_THE_WAY.items():
-        mine = here / name
-        mine.parent.mkdir(exist_ok=True)
-        mine.write_text("mine")
-        before = files_of(here)
-        with monkeypatch.context() as patch:
-            patch.setattr("tvb_mergekit.store.addition.gram_pass", None)  # before the work
-            said = refused(*words.split(), *(["--quiet"] if words.startswith("add") else []))
-        place = "/".join(name.split("/")[:2])
-        assert f"{here / place}: " in said and "move or rename it" in said, said
-        assert files_of(here) == before
-        mine.rename(here / "mine.txt")
-        (here / place).rmdir() if (here / place).is_dir() else None
-        tvb(*words.split())
-        tvb("check", words.split()[1])
-
-
-STRANGE = {  # what a store cannot keep, and the command that would lose or stumble over it
-    "fresh/recipes/mine.yml": "add fresh e --task e --budget 3",
+    "zoo/undo/basis.json": "add zoo e --task e",
+    "zoo/link@": "add zoo e --task e",
+    "zoo/recipes/mine.yml": "remove zoo --task a",
+    "zoo/a/mine.txt": "remove zoo --task a",
+    "zoo/b/mine.txt": "add zoo e --task e --budget 2",
     "fresh/recipes/forget-e.yml": "add fresh e --task e --budget 3",
     "fresh/recipes/merged/mine.txt": "undo fresh",
     "fresh/pipe|": "add fresh e --task e --budget 3",
     "fresh/notes/pipe|": "undo fresh",
-    "zoo/link@": "add zoo e --task e",
     "fresh/undo/mine.txt": "add fresh e --task e --budget 3",
     "fresh/undo/basis-000/mine.txt": "undo fresh",
     "fresh/basis-000/mine.txt": "add fresh e --task e --budget 3",
     "fresh/basis-001/mine.txt": "undo fresh",
-    "zoo/undo/basis.json": "add zoo e --task e",
-    "zoo/recipes/mine.yml": "remove zoo --task a",
-    "zoo/a/mine.txt": "remove zoo --task a",
-    "zoo/b/mine.txt": "add zoo e --task e --budget 2",
 }
 
 
-def test_what_a_store_cannot_keep_is_refused_before_the_work(
+def test_a_file_that_a_change_would_lose_is_refused_before_the_work(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built(here / "fresh", here)
     tvb("add", "fresh", "d", "--task", "d", "--budget", "3", "--quiet")
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
-    tvb("build", write(made, here / "zoo"), "zoo", "--bits", "8", "--quiet")
+    for name in ("zoo", "less"):
+        tvb("build", write(made, here / name), name, "--bits", "8", "--quiet")
+    tvb("remove", "less", "--task", "a")
     make = {"|": os.mkfifo, "@": lambda path: path.symlink_to("/nowhere")}
     shutil.copytree(here, here.with_name("before"))
     for name, words in STRANGE.items():
-        mine = here / name.rstrip("|@")
-        mine.parent.mkdir(exist_ok=True)
-        mine.unlink(missing_ok=True)
+        mine, folder = here / name.rstrip("|@"), words.split()[1]
+        mine.parent.mkdir(parents=True, exist_ok=True)
         make.get(name[-1], lambda path: path.write_text("{}"))(mine)
         with monkeypatch.context() as patch:
             for work in ("addition.gram_pass", "undo.link_store", "zoo._write_rest"):
                 patch.setattr(f"tvb_mergekit.store.{work}", None)
             said = refused(*words.split())
-        place = here / "zoo/undo" if name.startswith("zoo/undo") else mine
-        assert f"{place}: is not the store's" in said and "move" in said, said
-        shutil.rmtree(here / words.split()[1])
-        shutil.copytree(here.with_name("before") / words.split()[1], here / words.split()[1])
-    for words in ("undo fresh", "remove zoo --task a"):
+        assert f"{mine}: is not the store's" in said and "move it out" in said, said
+        shutil.rmtree(here / folder)
+        shutil.copytree(here.with_name("before") / folder, here / folder)
+    for words in ("undo fresh", "remove zoo --task a", "undo less"):
         tvb(*words.split())
+        tvb("check", words.split()[1])
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:

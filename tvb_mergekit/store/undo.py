@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.facts import FACTS, FileRecord, StoreFacts
+from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts
 from tvb_mergekit.store.recipes import FOLDER, recipe_files, write_recipes
 from tvb_mergekit.store.store import Bases, is_store, load, read_store_facts, staged
 
@@ -39,21 +39,16 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
 
 
 def check_free(store: Path, facts: StoreFacts, names: Iterable[str]) -> None:
-    """Raise UserError if a change of a store would lose a user's entry, or cannot keep it.
+    """Raise UserError if a change of a store would lose a user's file, or cannot keep it.
 
     Args:
         names: the top-level names that the change writes.
     """
-    known, own = files_of(facts), _folders(facts)
+    known, own = files_of(facts), {*_top(facts), *names}
     with suppress(UserError):  # a damaged basis.json
         if is_store(store / UNDO):
             own.add(UNDO)
             known |= {f"{UNDO}/{name}" for name in files_of(read_store_facts(store / UNDO))}
-    for name in names:
-        if name not in {*known, *own} and os.path.lexists(store / name):
-            raise UserError(
-                f"{store / name}: is not the store's, which needs the name; move or rename it"
-            )
     for entry in store.rglob("*"):
         place = entry.relative_to(store)
         lost = place.parts[0] in own and place.as_posix() not in known
@@ -68,8 +63,9 @@ def files_of(facts: StoreFacts) -> set[str]:
     return {FACTS, *facts.store.files, *recipe_files(facts)}
 
 
-def _folders(facts: StoreFacts) -> set[str]:
-    return {FOLDER, *facts.store.folders}
+def _top(facts: StoreFacts) -> set[str]:
+    """The names at the top of a store."""
+    return {FACTS, TENSORS, FOLDER, *facts.store.folders}
 
 
 def keep_previous(bases: Bases, work: Path) -> None:
@@ -83,10 +79,13 @@ def keep_previous(bases: Bases, work: Path) -> None:
 def keep_others(old: Path, facts: StoreFacts, work: Path) -> None:
     """Copy the user's files and folders of an old store into the new one in `work`."""
     check_free(old, facts, os.listdir(work))
-    own = {UNDO, *files_of(facts), *_folders(facts)}
     for entry in old.iterdir():
-        if entry.name not in own:
-            (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, work / entry.name)
+        if entry.name in (UNDO, *_top(facts)):
+            continue
+        if entry.is_dir():  # an empty folder may have the name of a new vector
+            shutil.copytree(entry, work / entry.name, dirs_exist_ok=True)
+        else:
+            shutil.copy2(entry, work / entry.name)
 
 
 def link_store(bases: Bases, target: Path) -> None:
