@@ -320,43 +320,32 @@ def add(
     from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
 
-    device, names, bases = device_of(values["device"]), None, None
-    budget, compress, dtype = (values[name] for name in ("budget", "compress", "dtype"))
-    parameters: dict[str, Any] = {"num_bases": 1}
-    quantize = _quantize(bits, None)
-    if quantize and dtype:
+    device, quantize = device_of(values["device"]), _quantize(bits, None)
+    if quantize and values["dtype"]:
         raise UserError("--bits goes with none of --budget, --compress, --dtype")
-    if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
-        if base is None or (budget is None and quantize is None):
+    new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
+    if new:
+        if base is None or (values["budget"] is None and quantize is None):
             raise UserError(
                 f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
             )
-        if compress:
-            parameters["basis"] = compress
-        if quantize:
-            parameters = {"basis": "none"}
+        basis = {"basis": values["compress"]} if values["compress"] else {}
+        parameters, names = {"basis": "none"} if quantize else {"num_bases": 1, **basis}, None
     else:
-        bases = _load(store)
-        names, own = bases.names, bases.facts.store.dtype
-        base = _base_of(bases, base)[0]
-        if bases.is_zoo and budget is None and dtype:
-            raise UserError(
-                f"--dtype: {store} keeps all tasks as codes; --budget M makes bases of them"
-            )
-        if dtype not in (None, own) and not bases.is_zoo:
-            raise UserError(
-                f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out"
-            )
-        if bases.settings.exclude is not None:
-            parameters["exclude"] = bases.settings.exclude
+        base, parameters, names = _standing(store, base, values)
     listed_model = {"model": model, "parameters": {"task": task, "weight": weight}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = _open(from_mapping(recipe | {"parameters": parameters}), values, names)
-    doubt = logging.warning if force else _refuse
-    out_dtype = _dtype(dtype) or inputs.own_dtype
-    growth = Growth(budget, compress, out_dtype, quantize, doubt, click.echo)
+    growth = Growth(
+        values["budget"],
+        values["compress"],
+        _dtype(values["dtype"]) or inputs.own_dtype,
+        quantize,
+        logging.warning if force else _refuse,
+        click.echo,
+    )
     more = {"budget": values["memory"], "progress": bars(values["quiet"])}
-    if bases is None and quantize:
+    if new and quantize:
         grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
     else:
         grown = add_to_store(store, inputs, growth, device=device, **more)
@@ -373,6 +362,26 @@ def add(
         f"{grown.facts.store.budget} bases; largest relative error of a task at most "
         f"{math.inf if error is None else error:.3f} ({worst})"
     )
+
+
+def _standing(
+    store: str, base: str | None, values: dict[str, Any]
+) -> tuple[str, dict[str, Any], list[str]]:
+    """The base, the parameters and the tensors' names for an addition to a store that is there.
+
+    Raises:
+        UserError: no store, another base, or a dtype that does not fit.
+    """
+    bases, dtype = _load(store), values["dtype"]
+    if bases.is_zoo and values["budget"] is None and dtype:
+        raise UserError(
+            f"--dtype: {store} keeps all tasks as codes; --budget M makes bases of them"
+        )
+    if dtype not in (None, own := bases.facts.store.dtype) and not bases.is_zoo:
+        raise UserError(f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out")
+    exclude = bases.settings.exclude
+    parameters = {"num_bases": 1, **({} if exclude is None else {"exclude": exclude})}
+    return _base_of(bases, base)[0], parameters, bases.names
 
 
 def _refuse(doubt: str) -> None:

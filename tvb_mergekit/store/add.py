@@ -114,7 +114,7 @@ def add_in_memory(
     """Add the one model of `inputs` to bases, which are not changed, as state dicts."""
     bases = bases or _empty(inputs, growth.dtype)
     check_new(bases, inputs)
-    growth.keeps_all(bases)  # bases in memory are no codes
+    growth.keeps_all(bases)  # False: codes are always on disk
     passes = {"devices": [device], "budget": block_budget()}
     return _Addition(bases, inputs, growth, silent, **passes).in_memory()
 
@@ -165,7 +165,7 @@ def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
 
 
 def _compression(bases: Bases, inputs: Inputs, growth: Growth) -> Compression:
-    """How a full store makes room.
+    """The way in which a full store makes room.
 
     Raises:
         UserError: the store cannot grow, or not so.
