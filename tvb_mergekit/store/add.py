@@ -20,17 +20,10 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.settings import VARYING_KEYS
-from tvb_mergekit.store.addition import (
-    Growth,
-    check_new,
-    given_items,
-    grown_facts,
-    new_sums,
-    place_of,
-    with_vectors,
-)
+from tvb_mergekit.store import addition
+from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import largest_errors
-from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
+from tvb_mergekit.store.build import finish_store
 from tvb_mergekit.store.facts import (
     FORMAT_VERSION,
     Compression,
@@ -50,20 +43,12 @@ from tvb_mergekit.store.store import (
 )
 from tvb_mergekit.store.undo import UNDO, check_free, keep_previous, link_vectors
 from tvb_mergekit.store.zoo import join_zoo
-from tvb_mergekit.tensors.output import check_disk, check_new_folder
+from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import StateDict
-from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.writing import FoldersSink, MemorySink
+from tvb_mergekit.tensors.writing import MemorySink
 
-LOSSES = (
-    "loss",
-    "decoder_losses",
-    "spectral_bound",
-    "balanced_bound",
-    "relative_gap",
-    "retained_energy",
-)
+LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy"
 CPU = torch.device("cpu")
 
 
@@ -94,7 +79,7 @@ def add_to_store(
         if bases is None:
             check_new_folder(store, [n for n in inputs.fingerprints if os.path.exists(n)])
         bases = bases or _empty(inputs, growth.dtype)
-        check_new(bases, inputs)
+        addition.check_new(bases, inputs)
         if growth.keeps_all(bases):
             join_zoo(work, store, bases, inputs, growth, progress, **passes)
         else:
@@ -113,7 +98,7 @@ def add_in_memory(
 ) -> Bases:
     """Add the one model of `inputs` to bases, which are not changed, as state dicts."""
     bases = bases or _empty(inputs, growth.dtype)
-    check_new(bases, inputs)
+    addition.check_new(bases, inputs)
     growth.keeps_all(bases)  # False: codes are always on disk
     passes = {"devices": [device], "budget": block_budget()}
     return _Addition(bases, inputs, growth, silent, **passes).in_memory()
@@ -136,11 +121,7 @@ def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
     facts = StoreFacts.model_construct(
         format_version=FORMAT_VERSION,
         method=inputs.settings.method,
-        parameters={
-            "lambda_scale": inputs.settings.lambda_scale,
-            "weights": {},
-            **inputs.varying,
-        },
+        parameters={"lambda_scale": inputs.settings.lambda_scale, "weights": {}, **inputs.varying},
         tasks=[],
         models=[],
         base_model=inputs.base_model,
@@ -152,13 +133,10 @@ def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
         fingerprints={},
         store=store,
     )
-    shapes = {
-        **dict.fromkeys(("basis_weights", "weights", "norms", "matrix_norms"), (0,)),
-        **dict.fromkeys(("encoder", "decoder", "gram"), (0, 0)),
-        "errors": (2, 0),
-    }
-    tensors = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    return Bases(facts, tensors, [])
+    none = torch.zeros(0, dtype=torch.float64)
+    tensors = dict.fromkeys(("basis_weights", "weights", "norms", "matrix_norms"), none)
+    tensors |= dict.fromkeys(("encoder", "decoder", "gram"), none.view(0, 0))
+    return Bases(facts, {**tensors, "errors": none.view(2, 0)}, [])
 
 
 # Decisions
@@ -170,7 +148,7 @@ def _compression(bases: Bases, inputs: Inputs, growth: Growth) -> Compression:
     Raises:
         UserError: the store cannot grow, or not so.
     """
-    store, where = bases.facts.store, place_of(bases)
+    store, where = bases.facts.store, addition.place_of(bases)
     if store.contents == "codes" and not bases.is_zoo:
         raise UserError(
             f"{where} holds bases at {counted(bases.facts.bits or 0.0, 'bit')}, which would lose "
@@ -236,10 +214,10 @@ class _Addition:
         self.budget = _budget(bases, growth)
         settings = bases.settings if bases.vectors else inputs.settings
         self.settings = settings.model_copy(update={"basis": self.how})
-        items = given_items(bases, inputs) if bases.vectors else inputs.items
+        items = addition.given_items(bases, inputs) if bases.vectors else inputs.items
         items = [replace(item, out=self.dtype) for item in items]
-        self.items = with_vectors(bases.vectors, items)
-        self.sums = new_sums(bases, inputs, self.items, growth.doubt, progress, **passes)
+        self.items = addition.with_vectors(bases.vectors, items)
+        self.sums = addition.new_sums(bases, inputs, self.items, growth.doubt, progress, **passes)
         held = bases.tensors
         buffer = online.Buffer(
             self.dtype,
@@ -257,44 +235,39 @@ class _Addition:
     def in_memory(self) -> Bases:
         """The new bases as state dicts."""
         sink = MemorySink(self.step.matrix.shape[1])
-        self._combine(self.items, self.step.matrix, sink)
+        steps = dict.fromkeys((item.name for item in self.items), Linear.of(self._matrix()))
+        update = self.progress("Bases", sum(item.nbytes for item in self.items))
+        combine_pass(self.items, steps, sink, **self.passes, progress=update)
         facts = self._facts({})
         tensors = {**numbers_of(facts), **self._tensors()}
         return Bases(facts, tensors, [StateDict(state) for state in sink.states])
 
     def write(self, work: Path, store: Path) -> None:
         """Write the new store into `work`; it will lie at `store`."""
-        bases, items, matrix = self.bases, self.items, self.step.matrix
+        bases, items, matrix = self.bases, self.items, self._matrix()
         files: dict[str, FileRecord] = {}
         same = 0 if self.step.compressed or bases.is_zoo else bases.num_bases
         if same:  # the old vectors stay the same files
             files = link_vectors(bases, work)
             items = [replace(item, inputs=item.inputs[-1:]) for item in items]
             matrix = matrix[-1:, -1:]
-        outputs = matrix.shape[1]
-        check_disk(str(work), outputs * sum(i.numel for i in items) * self.dtype.itemsize)
         if bases.is_zoo:
-            self.growth.tell(f"{counted(outputs, 'basis')} {self._effect()}")
-        names = [basis_folder(m) for m in range(same, same + outputs)]
-        config = self._config()
-        writers = writers_of(work, names, items, config)
-        self._combine(items, matrix, FoldersSink(writers))
-        files |= finish_vectors(writers, config, first=same)
+            self.growth.tell(f"{counted(matrix.shape[1], 'basis')} {self._effect()}")
+        # A zoo lacks the tokenizer.
+        begun = bases.path is None or bases.is_zoo
+        config = self.inputs.folder if begun else addition.config_of(bases)
+        folders = [work / basis_folder(m) for m in range(same, same + matrix.shape[1])]
+        found, _measured = addition.write_vectors(
+            folders, items, matrix, config, same, self.progress, **self.passes
+        )
+        files |= found
         finish_store(work, store, self._facts(files), self._tensors())
 
-    def _combine(self, items: list[Item], matrix: Tensor, sink: FoldersSink | MemorySink) -> None:
-        matrix = matrix.clone()
+    def _matrix(self) -> Tensor:
+        """The factors of the bases and of the new model's difference in the new bases."""
+        matrix = self.step.matrix.clone()
         matrix[-1] *= self.inputs.weights[0]
-        steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-        update = self.progress("Bases", sum(item.nbytes for item in items))
-        combine_pass(items, steps, sink, **self.passes, progress=update)
-
-    def _config(self) -> Path | None:
-        """The folder with the configuration of the new bases."""
-        if self.bases.path is None or self.bases.is_zoo:  # a zoo lacks the tokenizer
-            return self.inputs.folder
-        folder = self.bases.path / basis_folder(0)
-        return folder if (folder / "config.json").is_file() else None
+        return matrix
 
     def _effect(self) -> str:
         """The effect on the errors of the tasks of a zoo."""
@@ -323,7 +296,7 @@ class _Addition:
     def _facts(self, files: dict[str, FileRecord]) -> StoreFacts:
         """`basis.json`, except the keys that `finish_store` adds."""
         step, old, count = self.step, self.bases.facts, len(self.step.decoder)
-        changed, stored = grown_facts(self.bases, self.inputs, self.sums, self.started)
+        changed, stored = addition.grown_facts(self.bases, self.inputs, self.sums, self.started)
         changed["parameters"] |= self._parameters()
         stored |= {
             "contents": "tensors",
@@ -367,7 +340,7 @@ class _Addition:
         if step.gram is not None:
             encoder, decoder = step.encoder.numpy(), step.decoder.numpy()
             encoding = Gram.of(step.gram).encoding("ae", encoder, decoder)
-        return {name: getattr(encoding, name, None) for name in LOSSES}
+        return {name: getattr(encoding, name, None) for name in LOSSES.split()}
 
 
 def _times(setting: Any, factor: float) -> Any:

@@ -17,7 +17,8 @@ from tvb_mergekit.core.online import reported
 from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.progress import Progress
-from tvb_mergekit.store.addition import Growth, given_items, grown_facts, new_sums
+from tvb_mergekit.store import addition
+from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import (
     RESERVED,
     Quantize,
@@ -28,18 +29,15 @@ from tvb_mergekit.store.bits import (
     slugs,
     stored_gram,
 )
-from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
-from tvb_mergekit.store.facts import Bounds, FileRecord
+from tvb_mergekit.store.build import finish_store
+from tvb_mergekit.store.facts import Bounds
 from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.report import versions
 from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.store.undo import UNDO, check_free, keep_previous, link_vectors
-from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.passes import combine_pass, measure_pass
-from tvb_mergekit.tensors.quantized import Codes, Coding
+from tvb_mergekit.tensors.passes import measure_pass
+from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.writing import FoldersSink
 
 
 def join_zoo(
@@ -55,13 +53,13 @@ def join_zoo(
     started, facts, count = time.perf_counter(), bases.facts, bases.num_bases
     folder = slugs(inputs.tasks, [*RESERVED, *facts.store.folders])[0]
     check_free(store, facts, [UNDO, folder])
-    items = given_items(bases, inputs)
-    sums = new_sums(bases, inputs, items, growth.doubt, progress, **passes)
-    step = Linear.of(torch.tensor([inputs.weights], dtype=torch.float64))
+    items = addition.given_items(bases, inputs)
+    sums = addition.new_sums(bases, inputs, items, growth.doubt, progress, **passes)
+    matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
     def measure(units: Sequence[float]) -> Tensor:
         update = progress("Errors at each width", sum(item.nbytes for item in items))
-        return measure_pass(items, step, units, **passes, progress=update)
+        return measure_pass(items, Linear.of(matrix), units, **passes, progress=update)
 
     norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
     coding = choose(items, [norm], one, growth.bits or _as_now(bases), measure)
@@ -71,40 +69,20 @@ def join_zoo(
         "they are"
     )
     files = link_vectors(bases, work)
-    found, own = _write_codes(work / folder, bases, items, step, coding, progress, **passes)
+    coded = [item.coded(coding.widths(item.name)) for item in items]
+    found, measured = addition.write_vectors(
+        [work / folder], coded, matrix, addition.config_of(bases), count, progress, coding, **passes
+    )
+    # The last column would be of the sum of all tasks, which nobody has measured.
+    own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
+    own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
     folders = [*facts.store.folders, folder]
     vectors = [Codes.open(work / name) for name in folders]
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
     tensors["gram_bases"] = stored_gram(vectors, folders, **passes, progress=progress)
-    changed, stored = grown_facts(bases, inputs, sums, started)
+    changed, stored = addition.grown_facts(bases, inputs, sums, started)
     stored |= {"folders": folders, "files": {**files, **found}}
     _finish(work, store, bases, vectors, changed, stored, tensors)
-
-
-def _write_codes(
-    folder: Path,
-    bases: Bases,
-    items: Sequence[Item],
-    step: Linear,
-    coding: Coding,
-    progress: Progress,
-    **passes: Any,
-) -> tuple[dict[str, FileRecord], dict[str, Tensor]]:
-    """Write the new task's vector; returns its files, and its columns of basis.safetensors."""
-    assert bases.path is not None
-    first = bases.path / bases.facts.store.folders[0]
-    config = first if (first / "config.json").is_file() else None
-    items = [item.coded(coding.widths(item.name)) for item in items]
-    check_disk(str(folder), sum(item.written(item.numel) for item in items))
-    writers = writers_of(folder.parent, [folder.name], items, config, coding=coding)
-    sink = FoldersSink(writers, coding=coding)
-    update = progress("Codes", sum(item.nbytes for item in items))
-    steps = dict.fromkeys((item.name for item in items), step)
-    combine_pass(items, steps, sink, coding=coding, **passes, progress=update)
-    files = finish_vectors(writers, config, first=bases.num_bases)
-    # The last column would be of the sum of all tasks, which nobody has measured.
-    own = {name: of[:, :1] for name, of in measured_tensors(sink.measured).items()}
-    return files, {**own, "errors": own["tensor_errors"].sum(0).sqrt().expand(2, 1)}
 
 
 def _as_now(bases: Bases) -> Quantize:
