@@ -425,10 +425,8 @@ def test_damaged_stores(here: Path) -> None:
     }
     for want, change in damages.items():
         file.write_bytes(change) if change is not None else file.unlink()
-        for words in (
-            *("check store", "inspect store", "check over.yml"),
-            *("export store out --basis 0", "add store new-model --task n"),
-        ):
+        reading = ("inspect store", "export store out --basis 0", "add store new-model --task n")
+        for words in ("check store", "check over.yml", *(() if want == "checksum" else reading)):
             assert want in refused(*words.split())
 
 

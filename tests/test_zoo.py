@@ -579,11 +579,17 @@ def _header(zoo: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b'\\"version\\": 1', b'\\"version\\": 7'))
 
 
+def _junk(zoo: Path) -> None:
+    file = zoo / "math" / "model.safetensors"
+    file.write_bytes(bytes(64) + file.read_bytes()[64:])
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut short": (_cut, "math/model.safetensors: .* bytes, basis.json says"),
     "one bit": (_flip, "checksum is not the one"),
     "of another task": (_other, "checksum is not the one"),
-    "of a later version": (_header, "checksum is not the one"),
+    "of a later version": (_header, "codes of version 7, this tvb-mergekit reads up to"),
+    "a broken header": (_junk, "math/model.safetensors: .*download it again"),
     "gone": (lambda zoo: shutil.rmtree(zoo / "math"), "math/.*: missing, and basis.json names it"),
 }
 
@@ -593,7 +599,8 @@ def test_damaged_codes_are_refused(llamas: Family, case: str, tmp_path: Path) ->
     llamas.build(tmp_path / "zoo", "--bits", 1)
     damage, wants = DAMAGE[case]
     damage(tmp_path / "zoo")
-    said = refused("merge", tmp_path / "zoo", tmp_path / "out", "--method", "add", "--quiet")
+    merging = ["merge", tmp_path / "zoo", tmp_path / "out", "--method", "add", "--quiet"]
+    said = refused(*(["check", tmp_path / "zoo"] if "checksum" in wants else merging))
     assert re.search(wants, said), said
 
 

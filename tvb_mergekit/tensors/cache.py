@@ -1,4 +1,4 @@
-"""Gram matrices kept between merges, by what entered them; and which files were verified.
+"""Gram matrices kept between merges, by what entered them.
 
 Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
 safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
@@ -116,40 +116,11 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Delete every entry; returns how many there were."""
+    """Delete every entry and return how many there were."""
     folder = cache_folder()
     if folder is None:
         return 0
     found = list(folder.glob("*.safetensors"))
-    for path in (*found, *(folder / "verified").glob("*")):
+    for path in found:
         path.unlink(missing_ok=True)
     return len(found)
-
-
-def is_verified(path: Path, digest: str) -> bool:
-    """Whether this file, of the size and times that it had then, was seen to have this checksum."""
-    note = _note(path)
-    try:
-        return note is not None and note.read_text(encoding="utf-8") == _stamp(path, digest)
-    except OSError:
-        return False
-
-
-def note_verified(path: Path, digest: str) -> None:
-    """Remember that a file has this checksum; a cache that cannot be written is no error."""
-    note = _note(path)
-    if note is not None:
-        with suppress(OSError, UserError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            write_file(note, _stamp(path, digest).encode())
-
-
-def _note(path: Path) -> Path | None:
-    folder = cache_folder()
-    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
-    return None if folder is None else folder / "verified" / name[:32]
-
-
-def _stamp(path: Path, digest: str) -> str:
-    stat = path.stat()
-    return f"{digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
