@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -67,7 +68,7 @@ def _of_the_network(error: BaseException) -> bool:
 def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:
     text, mend = _one_line(error), remedy(error)
     if not mend:
-        return text
+        return text + "; raise `ulimit -n`" * (getattr(error, "errno", None) == errno.EMFILE)
     if os.path.isdir(keeps):
         return (
             f"cannot write {out}: {text}; {keeps} keeps what was finished: {mend}, and go "

@@ -346,7 +346,7 @@ def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]
     folder = Path(path) / MERGED
     try:
         return read_facts(folder / FACTS), load_file(folder / TENSORS)
-    except (OSError, safetensors.SafetensorError) as error:
+    except safetensors.SafetensorError as error:
         raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
 
 
@@ -448,25 +448,18 @@ class StoreLock(filelock.FileLock):
 
 
 def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> StoreLock:
-    """The lock that every writer to a store holds, `.NAME.lock` beside it as long; acquired.
-
-    Raises:
-        UserError: the folder beside the store cannot be written to, or its name is no text.
-    """
+    """Acquire the lock that every writer to a store holds: the file `.NAME.lock` next to it."""
     check_names(path)
     store = Path(os.path.realpath(path))
     file = store.with_name(f".{store.name}.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()  # filelock waits forever if it cannot make the file
+    held = StoreLock(file)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()  # filelock would wait for ever where no file can be made
-        held = StoreLock(file)
-        try:
-            held.acquire(timeout=0)
-        except filelock.Timeout:
-            waiting(f"another process writes to {path}: waiting for it ({file})")
-            held.acquire()
-    except OSError as error:
-        raise UserError(f"cannot write beside {path}: {error.strerror} ({file})") from error
+        held.acquire(timeout=0)
+    except filelock.Timeout:
+        waiting(f"another process writes to {path}: waiting for it ({file})")
+        held.acquire()
     return held
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.errors import UserError
 
 VARIABLE = "TVB_MERGEKIT_CACHE"
 FORMAT = "2"
@@ -57,7 +56,7 @@ def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str])
     """Write an entry. A cache that cannot be written is no error."""
     folder = cache_folder()
     if folder is not None:
-        with suppress(OSError, UserError):
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_sums(folder / f"{key}.safetensors", sums, tasks, models)
 
@@ -73,11 +72,7 @@ def read_sums(path: Path) -> GramSums | None:
 
 
 def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
-    """Write what `read_sums` reads.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a file for `read_sums`."""
     tensors = {n: v.contiguous() for n, v in vars(sums).items() if isinstance(v, Tensor)}
     note: dict[str, Any] = {n: v for n, v in vars(sums).items() if isinstance(v, int | float)}
     note |= {"tasks": list(tasks), "models": list(models)}

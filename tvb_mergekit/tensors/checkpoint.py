@@ -14,7 +14,6 @@ import pickle
 import re
 import struct
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,11 +26,6 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
@@ -70,7 +64,7 @@ class Checkpoint(Weights):
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _open: dict[str, object] = field(default_factory=dict, repr=False)
-    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # one at a time
+    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # at most one
     _seen: dict[str, object] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -155,17 +149,11 @@ class Checkpoint(Weights):
             os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
-        """A file, open until another one is asked for and no reader holds it: tensors are read in
-        their files' order, and of many models not all files can be open."""
+        """An open file. It closes when another one is open and no reader holds it."""
         with self._lock:
             if shard not in self._files:
                 self._check_unchanged(shard)
-                file = cast(BinaryIO, _File(self.folder / shard))
-                self._files = {}
-                if not _may_stay_open():  # it is opened again for the next piece
-                    return file
-                self._files[shard] = file
-                _opened.add(file)
+                self._files = {shard: cast(BinaryIO, _File(os.fspath(self.folder / shard)))}
             return self._files[shard]
 
     def _check_unchanged(self, shard: str) -> None:
@@ -280,21 +268,10 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 class _File(io.FileIO):
-    """A file that closes when the last reader lets it go, without Python's warning."""
+    """A file that closes without a warning when no reader holds it."""
 
     def __del__(self) -> None:
         self.close()
-
-
-_opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open
-
-
-def _may_stay_open() -> bool:
-    """Whether many models leave half of the files that the process may open to others."""
-    if resource is None:
-        return len(_opened) < 256
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most == resource.RLIM_INFINITY or len(_opened) < most // 2
 
 
 def _cached(file: BinaryIO, place: int) -> bool:

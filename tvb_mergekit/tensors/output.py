@@ -88,13 +88,8 @@ class StagedFolder:
         inside = self.out.is_dir()
         parent = self.out if inside else self.out.parent
         prefix = ".partial-" if inside else f"{self.out.name}.partial-"
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        except OSError as error:
-            raise UserError(
-                f"cannot make the output folder {out}: {error.strerror} ({parent})"
-            ) from error
+        parent.mkdir(parents=True, exist_ok=True)
+        self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         atexit.register(self.discard)
         self.path = self._outer / self.out.name
         self.path.mkdir()
