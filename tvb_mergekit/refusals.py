@@ -46,7 +46,7 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
         raise MergeRefused(_complaints(error)) from error
     except BrokenPipeError:
         raise  # who reads our output has seen enough: click ends in silence
-    except (OSError, MemoryError, safetensors.SafetensorError) as error:
+    except (OSError, MemoryError, UnicodeEncodeError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out, keeps)) from error
     except (RuntimeError, ValueError) as error:
         if not planning:
