@@ -35,18 +35,9 @@ _PREFIX = "base_model.model."
 _KEY = re.compile(r"(.+)\.(?:lora_([AB])(?:\.[^.]+)?\.weight|lora_embedding_([AB])(?:\.[^.]+)?)")
 # Settings under which the update is not s B A, or not only that.
 _NOT_PLAIN = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+    "use_dora use_qalora use_bdlora lora_bias layer_replication target_parameters "
+    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config monteclora_config"
+).split()
 # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -114,16 +105,10 @@ class Adapter(Weights):
         factors = {name: both for name, both in self.factors.items() if name in tensors}
         return replace(self, factors=factors, tensors=infos)
 
-    def tensor(self, name: str) -> Tensor:
-        """The whole update of the tensor `name`, float32."""
-        info = self.tensors[name]
-        return self.read(name, 0, info.numel, torch.empty(info.numel)).view(info.shape)
-
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop` of the flattened update, as a view of `out`; thread-safe.
 
-        Always the same rows are multiplied together, so that what an element is does not depend on
-        the chunk in which it is read.
+        The rows of a product do not depend on the chunk, and so neither does an element.
         """
         factors = self.factors.get(self.canonical(name))
         chunk = out[: stop - start]
@@ -150,7 +135,7 @@ class Adapter(Weights):
         return digest.hexdigest()
 
     def stamp(self) -> list[list[int | str]]:
-        """What the file system says of the weights and of the config, which holds the scale."""
+        """The stamps of the weights, and of the config, which holds the scale."""
         return Checkpoint(self.folder, (*self.shards, CONFIG), {}).stamp()
 
     @property
@@ -163,7 +148,6 @@ class Adapter(Weights):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Those in which the factors are stored."""
         return {info.dtype for info in self.file.tensors.values()}
 
     @property
@@ -173,8 +157,6 @@ class Adapter(Weights):
 
 @dataclass
 class _Reader:
-    """The steps of `Adapter.open`."""
-
     folder: Path
     base: Mapping[str, TensorInfo]
     label: str
@@ -235,7 +217,7 @@ class _Reader:
         return config
 
     def _check_copy(self, key: str, name: str, file: Checkpoint) -> None:
-        """Accept a stored tensor that is no factor only if it is a copy of the base's."""
+        """Raise UserError if a stored tensor is not a factor and not a copy of the base's."""
         if "lora_magnitude_vector" in name:
             raise self._not_plain(f"uses DoRA (`{key}`)")
         original = name.replace(".base_layer.", ".")
@@ -332,7 +314,7 @@ class _Reader:
 
 
 def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[str]:
-    """What the non-square matrices with a bias say: the bias is as long as the output."""
+    """The kinds of non-square matrices with a bias, which is as long as the output."""
     kinds = set()
     for name, info in base.items():
         bias = base.get(name.removesuffix("weight") + "bias")

@@ -1,8 +1,8 @@
-"""Gram matrices kept between merges, by what entered them.
+"""Gram matrices kept between merges, by their inputs.
 
 Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
 safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
-checkpoints in order, the tensors that counted, and how a tokenizer changed them.
+checkpoints in order, the tensors that counted, and changes by a tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNREADABLE = (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueE
 
 
 def cache_folder() -> Path | None:
-    """Where entries lie: $TVB_MERGEKIT_CACHE, else the user's cache folder; None if it is off."""
+    """The folder of entries: $TVB_MERGEKIT_CACHE or the user's cache folder; None if it is off."""
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("off", "0", "none"):
         return None
@@ -53,7 +53,7 @@ def load(key: str) -> GramSums | None:
 
 
 def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
-    """Write an entry. A cache that cannot be written is no error."""
+    """Write an entry, if the cache can be written."""
     folder = cache_folder()
     if folder is not None:
         with suppress(OSError):
@@ -62,7 +62,7 @@ def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str])
 
 
 def read_sums(path: Path) -> GramSums | None:
-    """The sums in a file; one that cannot be read counts as absent."""
+    """The sums in a file; None if it cannot be read."""
     try:
         note, tensors = _read(path)
         del note["tasks"], note["models"]
@@ -80,10 +80,9 @@ def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequenc
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    data = path.read_bytes()  # a few kB
     with safetensors.safe_open(path, framework="pt") as file:
         note: dict[str, Any] = json.loads(file.metadata()["tvb_mergekit"])
-    return note, safetensors.torch.load(data)
+        return note, {name: file.get_tensor(name) for name in file.keys()}
 
 
 @dataclass(frozen=True)

@@ -188,11 +188,6 @@ class Decoded(Weights):
             for name, shape in shapes.items()
         }
 
-    def tensor(self, name: str) -> Tensor:
-        info = self.tensors[name]
-        flat = torch.empty(info.numel, dtype=torch.float32, device="cpu")
-        return self.read(name, 0, info.numel, flat).view(info.shape)
-
     def stamp(self) -> list[list[int | str]]:
         return self.stored.stamp()
 
