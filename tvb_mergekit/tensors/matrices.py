@@ -163,7 +163,7 @@ def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) ->
 def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
     """Largest singular value that rounding of the inputs can cause in each basis, [M].
 
-    Bases of a store were rounded to its dtype. A model in float32 is theta_0 + tau_i, rounded, which
+    Bases of a store were rounded to its dtype. A model in float32 is theta_0 + tau_i, rounded: this
     is coarse if tau_i is short. Models in 16 bits count as exact, since their rounding can be as
     long as tau_i.
 
