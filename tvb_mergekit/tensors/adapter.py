@@ -1,8 +1,7 @@
 """PEFT's LoRA adapters as sources: folders of factors, read as dense updates.
 
-The meaning of an adapter is what PEFT's `merge_and_unload` adds to the base: s B A in each target
-module. The formats are PEFT's (https://huggingface.co/docs/peft/developer_guides/checkpoint); PEFT
-itself is not needed.
+An adapter adds s B A to each target module, as PEFT's `merge_and_unload` does. The formats are PEFT's
+(https://huggingface.co/docs/peft/developer_guides/checkpoint); PEFT itself is not needed.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Adapter(Weights):
         return adapter.over({name: base[name] for name in adapter.factors})
 
     def over(self, tensors: Mapping[str, TensorInfo]) -> Adapter:
-        """The same adapter over these tensors of the base: zeros where it has no factors."""
+        """This adapter over these tensors of the base, with zeros if it has no factors."""
         shard = self.file.shards[0]
         infos = {
             name: TensorInfo(info.shape, torch.float32, shard, info.alias_of)
@@ -267,8 +266,8 @@ class _Reader:
         rows, columns = up.shape[0], down.shape[1]
         if rows != columns:
             return "conv1d" if self.base[name].shape == (columns, rows) else "linear"
-        # A square matrix does not tell. Conv1D has biases, and a model is built of one or the
-        # other; `fan_in_fan_out` says what PEFT made of the last layer that it wrapped.
+        # A square matrix fits both. Conv1D has biases, and a model has one of the two kinds;
+        # `fan_in_fan_out` is the kind of the last layer that PEFT wrapped.
         if name.removesuffix("weight") + "bias" not in self.base:
             return "linear"
         kinds = _kinds_of_biased(self.base)

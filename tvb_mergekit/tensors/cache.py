@@ -1,8 +1,8 @@
 """Gram matrices kept between merges, by their inputs.
 
 Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
-safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
-checkpoints in order, the tensors that counted, and changes by a tokenizer.
+safetensors file of a few kB, named by the SHA-256 of its key. A key holds the fingerprints and file
+stamps of the checkpoints in order, the tensors that counted, and changes by a tokenizer.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def _to_bfloat16(value: Any) -> Any:
 
 @_inner
 def _to_float16(value: Any) -> Any:
-    """The same. Below 2^-14 the sum with 0.5 rounds, above a shift does."""
+    """Rounded as in `_to_bfloat16`: below 2^-14 by a sum with 0.5, above by a shift."""
     bits = _bits_of(value)
     size = bits & np.uint32(0x7FFFFFFF)
     odd = (size >> np.uint32(13)) & np.uint32(1)

@@ -31,7 +31,7 @@ AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
 WRITES = 2  # pieces that wait to be written
 MOST_WORKERS = 8  # threads that read and compute on a CPU
 DEVICE_WORKERS = 4  # threads that read for an accelerator: one alone is slower than the copy to it
-MEMORY = 10**9  # bytes: what `tvb` allocates at most, unless told otherwise
+MEMORY = 10**9  # bytes: the default of --memory
 ALIGN = 64  # bytes: where each input begins in a buffer
 
 
@@ -102,7 +102,7 @@ class Layout:
         rows = needs.rows + 1 + needs.extra
         held = (COLUMNS + PADDING) * (rows + 6) if needs.fused else self.chunk * rows
         computed = workers * 4 * held
-        # Of a piece: one that is kept, the one that is added up, and three on the way to one.
+        # Sums of a piece: a kept one, one that is added up, and three to compute one.
         summed = (pieces + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
         return read + written + computed + summed + needs.kept
 
@@ -118,7 +118,7 @@ def device_of(name: torch.device | str) -> torch.device:
     """The device of this name.
 
     Raises:
-        UserError: there is no such device here, or it lacks float64.
+        UserError: the device is missing here, or lacks float64.
     """
     try:
         device = torch.device(name)

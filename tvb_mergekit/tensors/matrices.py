@@ -144,7 +144,7 @@ def merge_matrices(
     """Write theta_0 (or 0) + scale * D of each matrix of `item`; see `merge_one` for the results.
 
     Args:
-        passed: devices, of which the first computes, and the budget, as in `combine_pass`.
+        passed: devices (the first one computes) and the budget, as in `combine_pass`.
     """
     encoder = basis.weighted_encoder
     if sum_alone(basis.settings):

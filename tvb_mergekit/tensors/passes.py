@@ -64,8 +64,8 @@ def gram_pass(
 ) -> tuple[GramSums, bool]:
     """G [T, T] of the inputs of all items, float64, and whether it came from the cache.
 
-    The result does not depend on the number of devices, threads and processes, nor on the budget
-    unless it is very small: each item is summed on its own, and their sums in order.
+    Each item is summed on its own, and their sums in order. So the result does not depend on the
+    number of devices, threads and processes, nor on the budget unless it is very small.
 
     Args:
         items: returns the tensors that count; called only if they must be read.

@@ -182,7 +182,7 @@ class Sink(Protocol):
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         """Accept `values` [outputs, stop - start] in `item.out`, on the CPU.
 
-        Codes are rows of bytes, of which the first are the codes of the output.
+        A row of codes begins with those of its output; the rest of it is unused.
         """
 
 
