@@ -1,7 +1,7 @@
 """PEFT's LoRA adapters as sources: folders of factors, read as dense updates.
 
-An adapter adds s B A to each target module, as PEFT's `merge_and_unload` does. The formats are PEFT's
-(https://huggingface.co/docs/peft/developer_guides/checkpoint); PEFT itself is not needed.
+An adapter adds s B A to each target module, as PEFT's `merge_and_unload` does. PEFT itself is not
+needed: https://huggingface.co/docs/peft/developer_guides/checkpoint describes the formats.
 """
 
 from __future__ import annotations
