@@ -55,11 +55,6 @@ class Shard:
             tensors[item.name] = (item.out, [size] if item.widths else item.shape)
         return header_of(said, tensors)
 
-    def nbytes(
-        self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
-    ) -> int:
-        return len(self.header(metadata, output, coded)) + _written(*self.items, output=output)
-
 
 def header_of(
     metadata: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
