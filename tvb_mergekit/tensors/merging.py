@@ -75,26 +75,18 @@ def build_basis(
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
     sketch = sketch_of(settings, len(tasks))
+    passed: dict[str, Any] = {"devices": devices, "budget": budget, "progress": progress}
     started = time.perf_counter()
     if known is not None and sketch is None:
         raw, cached = known, True
     else:
-        raw, cached = gram_pass(
-            items,
-            tasks,
-            devices=devices,
-            budget=budget,
-            sketch=sketch,
-            key=key,
-            models=models,
-            progress=progress,
-        )
+        raw, cached = gram_pass(items, tasks, sketch=sketch, key=key, models=models, **passed)
     summed = time.perf_counter()
     # Solvers differ in the last bits between machines.
     basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
     basis.cached = cached
     basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
-    count_if_needed(basis, items, devices=devices, budget=budget, progress=progress)
+    count_if_needed(basis, items, **passed)
     return basis
 
 
