@@ -429,17 +429,6 @@ def test_damaged_stores(here: Path) -> None:
             assert want in refused(*words.split())
 
 
-NO_UTF8 = "bad\udcff"  # a name of the bytes `bad\xff`, as Python has it
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_names_that_are_no_utf8(here: Path) -> None:
-    shutil.copy("recipe.yml", f"{NO_UTF8}.yml")
-    for words in "build recipe.yml BAD/x", "merge BAD.yml out", "export store BAD.d --task math":
-        told = refused(*words.replace("BAD", NO_UTF8).split(), "--quiet")
-        assert re.search("codec can't encode|not valid UTF-8", told)
-
-
 # What is written
 
 
