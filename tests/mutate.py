@@ -221,7 +221,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_lora.py -k 'reads_what or any_range or dense'": [
         ("tensors/adapter.py", "math.sqrt(rank) if", "rank if"),
         ("tensors/adapter.py", "place = top * columns", "place = start // columns * columns"),
-        ("core/lora.py", "part.left * c for", "part.left for"),
     ],
     "test_ranks.py -k shares": [
         ("tensors/ranks.py", "(2 * end - nbytes) * count", "end * count"),

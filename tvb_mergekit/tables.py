@@ -40,7 +40,6 @@ def matrix(
 
 
 def show(told: Iterable[Sheet | str], console: Console, style: str = "") -> None:
-    """Print tables and lines."""
     for item in told:
         if isinstance(item, Sheet):
             print_sheet(item, console)

@@ -239,16 +239,16 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     return Inspection.of(_load(path))
 
 
-def _load(path: str, verify: bool | Literal["all"] = True) -> Bases:
-    """The bases of a store, its files compared with their checksums."""
-    from tvb_mergekit.store.store import is_basis, load
+def _load(path: str, checksums: bool = False) -> Bases:
+    """The bases of a store, after a comparison of all checksums if `checksums`."""
+    from tvb_mergekit.store.store import check, is_basis, load
 
     if os.path.isfile(path):
         raise UserError(f"{path} is a file; expected the folder of a store")
     if is_basis(path):
         raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
     with phase("Opening the store"):
-        return load(path, verify)
+        return (check if checksums else load)(path)
 
 
 def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
@@ -583,7 +583,7 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     Example: tvb check recipe.yml --deep
     """
     if os.path.isdir(recipe):
-        bases = _load(recipe, verify="all")
+        bases = _load(recipe, checksums=True)
         click.echo(f"{recipe}: {len(bases.facts.store.files)} files as they were written")
         return
     from tvb_mergekit.tables import printable

@@ -39,7 +39,7 @@ class Width(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Bytes of a whole group."""
+        """Bytes of a complete group."""
         return 2 + self.group * self.bits // 8
 
 

@@ -29,7 +29,7 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Learned, Plan
 from tvb_mergekit.store.facts import FOLDER, FileRecord
-from tvb_mergekit.store.store import check_files, record_of
+from tvb_mergekit.store.store import compare_checksums, record_of
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import most_bases
@@ -314,7 +314,7 @@ class Work(ABC):
         if found != method:
             raise UserError(f"--from {source}: learned by {found}, not by {method}")
         records = {name: FileRecord.model_validate(record) for name, record in files.items()}
-        check_files(self.place, records, LEARNED, "restore it, or learn anew")
+        compare_checksums(self.place, records, LEARNED, "restore it, or learn anew")
 
     def _encoded(self, file: DataFile) -> list[Example]:
         """A file as tokens."""

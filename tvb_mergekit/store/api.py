@@ -133,7 +133,8 @@ def load(path: str | os.PathLike[str]) -> Bases:
     """The bases in a store that `build` or `tvb build` wrote; tensors stay on disk until read.
 
     Raises:
-        UserError: no store, a newer format, or a file that was changed (its checksum differs).
+        UserError: no store, a newer format, or a file that is missing, cut short or damaged in
+            its header. `tvb check` compares the checksums.
     """
     check_types(load, locals())
     return store.load(path)

@@ -62,7 +62,6 @@ from tvb_mergekit.store.store import (
     dtype_name,
     load,
     lock,
-    note_files,
     numbers_of,
     record_of,
 )
@@ -231,8 +230,7 @@ def build_store(
         os.rename(partial, out)
         for name in (STATE, SUMS, PLAN, *(journal.name for journal in journals)):
             (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
-        note_files(out, facts.store.files)
-        return load(out, verify=False)  # they were hashed while they were written
+        return load(out)
 
 
 def build_in_memory(
@@ -516,7 +514,10 @@ def copy_config(
     """
     if source is None or not (source / "config.json").is_file():
         return {}
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
     names = [name for name in COPIED if tokenizer and (source / name).is_file()]
     names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
     if index is not None:

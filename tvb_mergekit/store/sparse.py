@@ -30,7 +30,6 @@ from tvb_mergekit.store.store import (
     basis_folder,
     dtype_name,
     load,
-    note_files,
     record_of,
 )
 from tvb_mergekit.store.undo import link
@@ -160,8 +159,7 @@ def sparse_store(
         stage.publish()
     finally:
         stage.discard()
-    note_files(stage.out, facts.store.files)
-    return load(out, verify=False)
+    return load(out)
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
