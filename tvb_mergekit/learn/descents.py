@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,19 +33,17 @@ from tvb_mergekit.learn.batches import (
 from tvb_mergekit.learn.descent import Descent, History, Schedule
 from tvb_mergekit.learn.merging import ByCoefficients, ByMasks, base_names, bases_of, mixtures_of
 from tvb_mergekit.learn.models import load_model
-from tvb_mergekit.learn.moving import LAYER, PER, Coefficients, Mask, Moving, Rows
+from tvb_mergekit.learn.moving import PER, Coefficients, Mask, Moving, Rows
 from tvb_mergekit.learn.running import Costs, Request, Work
 from tvb_mergekit.plugin.inputs import dense_of
 from tvb_mergekit.plugin.plan import Learned, Plan
 from tvb_mergekit.progress import bars
-from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.sparse import sparse_store
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
 
 LOG = logging.getLogger(__name__)
 COEFFICIENTS = "coefficients.safetensors"
-RECIPE = "learned.yml"  # in basis/ of a merged model
 STATE = "state-"  # begins the name of a file in OUT.partial, which ends as that which is learned
 
 SCHEDULES = {
@@ -302,52 +299,6 @@ class Descents(Work):
             kept.save(file, kept.LEARNED, values, told)
             state.unlink(missing_ok=True)
         ranks.world().share(lambda: None)
-
-    def write(self, folder: Path) -> None:
-        super().write(folder)
-        recipe = None if self.localizes else self._recipe()
-        if recipe is not None:
-            text = yaml.safe_dump(recipe, sort_keys=False)
-            (folder / FOLDER / RECIPE).write_text(text, encoding="utf-8")
-
-    def _recipe(self) -> dict[str, Any] | None:
-        """What mergekit's own `task_arithmetic` makes the same model of, but for rounding; None
-        where a recipe cannot say it: blocks, and the vectors of a store."""
-        plan, told = self.plan, self.told
-        if told["blocks"] > 1 or plan.recipe.store is not None or plan.recipe.in_store:
-            return None
-        held = load_file(self.outputs[0])["coefficients"].double()
-        weights = (held @ bases_of(plan).T).T.tolist()  # of each model, in each row
-        rows = Rows.of(list(plan.counted), told["per"])
-        jobs, filters = plan.jobs(), dict[str, int | None]()
-        for name in plan.tensors:
-            layer = LAYER.match(name) if told["per"] == "layer" else None
-            row = rows.first[jobs[name].counted_as] if name in jobs else None
-            filters[f"{layer[1]}." if layer and row is not None else name] = row
-        # The first filter that is found in a name counts: the longest come first.
-        order = sorted(filters.items(), key=lambda each: -len(each[0]))
-        models = [
-            {
-                "model": str(model),
-                "parameters": {
-                    "weight": [
-                        *(
-                            {"filter": text, "value": 0.0 if row is None else own[row]}
-                            for text, row in order
-                        ),
-                        {"value": 0.0},
-                    ]
-                },
-            }
-            for model, own in zip(plan.recipe.models, weights, strict=True)
-        ]
-        return {
-            "merge_method": "task_arithmetic",
-            "base_model": str(plan.recipe.base),
-            "models": models,
-            "parameters": {"normalize": False, "lambda": 1.0},
-            "dtype": plan.out_dtype or "float32",
-        }
 
     def _start(self) -> Tensor:
         """Where coefficients begin, [rows, M] float64: aTLAS at 0, and AdaMerging at the recipe's
