@@ -489,7 +489,7 @@ def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
     assert f"{left}/math.safetensors is in the way: damaged" in refused(*words, "--resume")
     (left / "math.safetensors").unlink()
     tvb(*words, "--resume")
-    assert f"{out} is whole already" in refused(*words, "--resume")
+    assert f"{out} is complete already" in refused(*words, "--resume")
     for change, told in (
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum is not the one in learned.json"),
         (lambda data: data[:-9], "bytes, learned.json says"),

@@ -237,14 +237,6 @@ def test_coefficients_make_the_model(case: Case, method: str, more: tuple[object
     assert ("start" in metadata(merged.folder)) == (method == "adamerging")  # else it is constant
     if "--nonnegative" in more:
         assert values.min() >= 0 and values.std() > 0
-    same = case.learn(source, method, f"{name}-from", "--from", merged.folder)
-    assert all(torch.equal(t, same.tensors[n]) for n, t in merged.tensors.items())
-    other = case.recipe("three", basis="ae", num_bases=2)
-    words = ("--from", merged.folder, "--out", case.folder / "no", "--quiet")
-    more = case.recipe("more", basis="balanced", num_bases=3)
-    for wrong in (other, more):
-        line = refused("learn", wrong, method, *words)
-        assert "learned of other bases than this recipe's" in line
 
 
 def metadata(folder: Path) -> dict[str, Any]:
@@ -286,20 +278,19 @@ def test_masks_are_stitched(case: Case, dataless: bool) -> None:
         some = np.stack([v[tensor].ravel() for v in vectors])
         stitched = start + some.sum(0) / np.maximum(1, (some != 0).sum(0))
         np.testing.assert_allclose(merged.tensors[tensor].ravel(), stitched, atol=1e-6)
-    same = case.learn(source, "localize", f"{name}-from", "--from", merged.folder)
-    assert all(torch.equal(t, same.tensors[n]) for n, t in merged.tensors.items())
     assert "sparse" in tvb("inspect", store).output
 
 
-def test_a_store_that_fails_can_be_made_of_the_model(case: Case) -> None:
+def test_a_store_that_fails_leaves_masks_to_resume(case: Case) -> None:
     source, out = case.recipe("failing", basis="none"), case.folder / "failed"
     words = ["learn", source, "localize", "--out", out, "--store", case.folder / "later"]
+    words += ["--dataless", "--quiet"]
     with mock.patch.object(descents, "sparse_store", side_effect=UserError("the disk is full")):
-        line = refused(*words, "--dataless", "--quiet")
-    assert f"{out} is whole, its store is not: the disk is full" in line and load(out)
-    _, _, again = line.partition("another --out with ")
-    tvb(*words[:3], "--out", case.folder / "other", "--quiet", *again.split())
-    assert load_sparse(case.folder / "later" / "basis-002")
+        assert "the disk is full" in refused(*words)
+    assert not out.exists() and len(list(Path(f"{out}.partial").iterdir())) == 3
+    with mock.patch.object(descents, "Mask", side_effect=AssertionError):
+        tvb(*words, "--resume")
+    assert load(out) and load_sparse(case.folder / "later" / "basis-002")
 
 
 def test_a_model_of_other_names_is_refused(case: Case) -> None:
@@ -677,7 +668,7 @@ def test_options_that_do_not_belong(case: Case) -> None:
         ("--dataless takes no --data", "localize", "--dataless", *case.words),
         ("no data: give --data NAME=FILE", "atlas"),
         ("no data for math", "adamerging"),
-        ("basis/learned.json cannot be read; expected", "atlas", "--from", case.base),
+        ("--from belongs to fisher, regmean", "atlas", "--from", case.base),
         ("two folders, none in the other", "localize", "--dataless", "--store", out),
         ("two folders, none in the other", "localize", "--dataless", "--store", case.folder),
         (f"{out}.partial holds what", "localize", "--dataless", "--store", f"{out}.partial"),

@@ -708,7 +708,7 @@ def score(
 @repeatable("--data", metavar="TASK=FILE", help="A task's examples, as lines of JSON. Repeatable.")
 @click.option("--out", required=True, metavar="DIR", type=PLACE, help="The merged model.")
 @click.option(
-    "--from", "source", metavar="DIR", type=PLACE, help="Take what an earlier OUT has learned."
+    "--from", "source", metavar="DIR", type=PLACE, help="fisher, regmean: statistics of this OUT."
 )
 @click.option(
     "--subsample/--no-subsample",
@@ -812,7 +812,7 @@ def learn(
     STORE is merged over its bases, or its tasks. FILE holds one example a line: {"prompt",
     "response"}, {"messages": [...]}, {"text"}, or for adamerging {"prompt"} alone.
 
-    What is learned stays in OUT/basis: --from OUT merges it again without data.
+    Statistics stay in OUT/basis: --from OUT merges them again without data.
 
     \b
     Example:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -103,8 +102,6 @@ class Descents(Work):
         if self.localizes:  # counts and places, and of a state S and the best, while it is replaced
             size = 2 / 256 + request.density * (1 + self._dtype.itemsize)
             disk = int(self.most_bases * size * numel) + 16 * numel * bool(self.files)
-        if request.source is not None:
-            disk = 0
         activations: int | None = 0
         if self.files:
             activations = self.models.activations(
@@ -113,7 +110,7 @@ class Descents(Work):
         return Costs(
             self._forward,
             self._runs * schedule.epochs * train,
-            memory if request.source is None else 0,
+            memory,
             activations,
             disk,
         )
@@ -151,37 +148,13 @@ class Descents(Work):
 
     def learn(self) -> Learned:
         request = self.request
-        if request.source is not None:
-            self._check_known()
-        elif self.localizes:
-            self._masks()
-        else:
-            self._coefficients()
         if self.localizes:
+            self._masks()
             return ByMasks(request.method, self.outputs, self.write)
-        held, told = load_file(self.outputs[0])["coefficients"], self.told
-        rows = Rows.of(list(self.plan.counted), told["per"], told["blocks"])
-        if rows.titles != told["rows"]:
-            raise UserError(f"{self.outputs[0]}: coefficients of other tensors than this recipe's")
+        self._coefficients()
+        held = load_file(self.outputs[0])["coefficients"]
+        rows = Rows.of(list(self.plan.counted), self.per, request.blocks)
         return ByCoefficients(request.method, held, rows, self.write)
-
-    def _check_known(self) -> None:
-        """Raise UserError where what is in --from was learned of other bases."""
-        for file in self.outputs:
-            told = kept.told_in(file, kept.LEARNED)
-            if told is None:
-                raise UserError(f"{file}: not what {self.request.method} has learned; learn anew")
-            bases, found = self._bases_told(), told["bases"]
-            same = found | {"encoder": None} == bases | {"encoder": None}
-            one, other = np.array(found["encoder"]), np.array(bases["encoder"])
-            same &= one.shape == other.shape
-            if not same or not np.allclose(one, other, 1e-5, 1e-9):
-                raise UserError(
-                    f"{file}: learned of other bases than this recipe's; take the recipe or store "
-                    "of that run, or learn anew"
-                )
-            self.histories.append(History(**told["history"]))
-            self.told = told
 
     def _bases_told(self) -> dict[str, Any]:
         """What tells the bases from others."""
@@ -374,16 +347,11 @@ class Descents(Work):
         wanted = getattr(torch, self.plan.out_dtype or "float32")
         return wanted if wanted in DTYPES else torch.float32
 
-    def after(self) -> None:
-        if self.request.store is not None:
+    def write(self, folder: Path) -> None:
+        super().write(folder)
+        if self.request.store is not None:  # before the model is published: --resume can do both
             dense = dense_of(self.request.document, self.plan)
-            try:
-                sparse_store(dense, self.outputs, self.request.store, **self.plan.means)
-            except UserError as error:
-                done = self.request.out
-                again = f"another --out with --from {done} --store {self.request.store}"
-                told = f"{done} is whole, its store is not: {error}; give {again}"
-                raise UserError(told) from error
+            sparse_store(dense, self.outputs, self.request.store, **self.plan.means)
 
     def _remember(self, history: History, told: dict[str, Any]) -> None:
         self.histories.append(history)

@@ -246,9 +246,6 @@ class Work(ABC):
     def learn(self) -> Learned:
         """What merges the bases; `write` is called after it."""
 
-    def after(self) -> None:  # noqa: B027
-        """What is written once the merged model is whole."""
-
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """What learned.json says beside what all methods have."""
@@ -409,7 +406,7 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
     yield request.source and request.data, "--from takes what was learned: no --data"
     yield (
         request.store and ranks.world().size > 1,
-        "--store is written by one process: learn without it, then give --from and --store",
+        "--store is written by one process: start one, or leave out --store",
     )
     out, store = (Path(os.path.realpath(path)) for path in (request.out, request.store or ""))
     yield (
@@ -422,15 +419,14 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
         "complete, and is then deleted; name another folder",
     )
     yield request.dataless and request.data, "--dataless takes no --data"
-    yield request.dataless and request.source, "--dataless and --from: give one of them"
     usual = Request(document=document, text="", method=method, out="")
     for option, methods in BELONGS.items():
         field_ = option.replace("-", "_")
         if getattr(request, field_) != getattr(usual, field_):
-            yield method not in methods, f"--{option} belongs to {listed(methods, 5)}"
-            later = option in LATER and not (option == "mixture" and request.by_gradient)
+            said = "from" if option == "source" else option
+            yield method not in methods, f"--{said} belongs to {listed(methods, 5)}"
             told = f"--{option}: what was learned is in --from already; leave it out"
-            yield request.source and not later, told
+            yield request.source and option not in LATER, told
             told = f"--{option}: --dataless passes no examples; leave it out"
             yield request.dataless and option not in ("density", "dataless", "store"), told
 
@@ -439,6 +435,7 @@ def _mistakes(request: Request) -> Iterator[tuple[Any, str]]:
 GRADIENT = ("localize", "adamerging", "atlas")
 EVERY = ("fisher", "regmean", *GRADIENT)
 BELONGS = {
+    "source": ("fisher", "regmean"),
     "seed": EVERY,
     "subsample": EVERY,
     "precision": EVERY,
@@ -459,7 +456,7 @@ BELONGS = {
     "blocks": ("atlas",),
     "nonnegative": ("adamerging", "atlas"),
 }
-LATER = ("normalize", "off-diagonal", "mixture", "store")
+LATER = ("source", "normalize", "off-diagonal", "mixture")
 
 
 def learn(request: Request, dry: bool = False) -> Bill:
@@ -495,9 +492,7 @@ def learn(request: Request, dry: bool = False) -> Bill:
 
         def check_places() -> None:
             if request.resume and (Path(out) / FOLDER / LEARNED).is_file():
-                told = f"--resume: {out} is whole already"
-                more = f"; its store is made by --from {out} and another --out"
-                raise UserError(told + more * (request.store is not None))
+                raise UserError(f"--resume: {out} is complete already")
             check_output_folder(out, input_folders(document.recipe))
             if request.store is not None:
                 check_new_folder(request.store, input_folders(document.recipe))
@@ -518,7 +513,6 @@ def learn(request: Request, dry: bool = False) -> Bill:
         work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
         with staged(out) as stage:
             write_model(plan, document.config, stage, request.text, started)
-        work.after()
         if request.source is None:
             shutil.rmtree(request.partial, ignore_errors=True)
     return bill
