@@ -6,15 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.learn import kept
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.batches import Batch, Loss, runs
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.moving import Moving
@@ -98,36 +94,23 @@ class Descent:
         self,
         examples: Callable[[int], Sequence[Example]],
         held: Sequence[Example],
-        state: Path | None = None,
-        told: Mapping[str, Any] | None = None,
     ) -> History:
         """Learn; the variables are then the best that were seen.
 
         Args:
             examples: of an epoch, by its number from 1 on.
             held: what tells the best; without any it is the last with a finite loss in one batch.
-            state: a file that an interrupted run goes on from, and writes after each epoch.
-            told: what a state must be of.
 
         Raises:
-            UserError: the loss is not finite at the start; the state is of something else.
+            UserError: the loss is not finite at the start.
         """
         history, schedule = self.history, self.schedule
-        begun = 0
-        if state is not None and state.is_file():
-            kept.check_same(state, kept.STATE, told or {})
-            begun = self._restore(state)
-            history = self.history
-            LOG.warning("--resume: goes on after %s", counted(begun, "epoch"))
-        else:
-            history.losses.append(None)
-            try:
-                history.held.append(self.held_loss(held) if held else None)
-            except NotFinite as error:
-                raise UserError(f"{error}, at the start; {WEIGHTS}") from error
-        for epoch in range(begun + 1, schedule.epochs + 1):
-            if history.stopped:
-                break
+        history.losses.append(None)
+        try:
+            history.held.append(self.held_loss(held) if held else None)
+        except NotFinite as error:
+            raise UserError(f"{error}, at the start; {WEIGHTS}") from error
+        for epoch in range(1, schedule.epochs + 1):
             try:
                 some = examples(epoch)
                 mean = self._epoch(some, epoch, keep=not held)
@@ -149,8 +132,7 @@ class Descent:
                     self._keep(epoch)
                 elif schedule.patience <= epoch - history.best and epoch < schedule.epochs:
                     history.stopped = f"no lower held-out loss in {schedule.patience} epochs"
-            if state is not None:
-                self._save(state, epoch, told)
+                    break
         with torch.no_grad():
             for best, variable in zip(self.best, self.moving.variables, strict=True):
                 variable.copy_(best)
@@ -253,38 +235,6 @@ class Descent:
         elif schedule.clip is not None:
             torch.nn.utils.clip_grad_norm_(variables, schedule.clip)
         self.optimizer.step()
-
-    def _save(self, file: Path, epoch: int, told: Mapping[str, Any] | None) -> None:
-        """Write what an interrupted run goes on from; never half."""
-        if not self.world.leads:
-            return
-        tensors = {f"best.{k}": t for k, t in enumerate(self.best)}
-        tensors |= {f"value.{k}": v.detach() for k, v in enumerate(self.moving.variables)}
-        moments = self.optimizer.state_dict()["state"]
-        tensors |= {
-            f"{name}.{k}": torch.as_tensor(t) for k, s in moments.items() for name, t in s.items()
-        }
-        found = {"epoch": epoch, "history": vars(self.history)}
-        kept.save(file, kept.STATE, tensors, {**(told or {}), **found})
-
-    def _restore(self, file: Path) -> int:
-        """Take up a state; the number of its epoch."""
-        said = kept.told_in(file, kept.STATE) or {}
-        epoch, held = int(said["epoch"]), load_file(file)
-        self.history = History(**said["history"])
-        state = self.optimizer.state_dict()
-        with torch.no_grad():
-            for k, (best, variable) in enumerate(
-                zip(self.best, self.moving.variables, strict=True)
-            ):
-                best.copy_(held[f"best.{k}"])
-                variable.copy_(held[f"value.{k}"])
-                names = ("step", "exp_avg", "exp_avg_sq")
-                own = {name: held[f"{name}.{k}"] for name in names if f"{name}.{k}" in held}
-                if own:
-                    state["state"][k] = own
-        self.optimizer.load_state_dict(state)
-        return epoch
 
 
 def passing(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -43,7 +43,6 @@ from tvb_mergekit.tensors.sparse import DTYPES, write_sparse
 
 LOG = logging.getLogger(__name__)
 COEFFICIENTS = "coefficients.safetensors"
-STATE = "state-"  # begins the name of a file in OUT.partial, which ends as that which is learned
 
 SCHEDULES = {
     "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
@@ -99,9 +98,9 @@ class Descents(Work):
             memory += 32 * rows * bases
         memory += 24 * largest  # a gradient, theta as it is made, and the places of a mask
         disk = 0
-        if self.localizes:  # counts and places, and of a state S and the best, while it is replaced
+        if self.localizes:  # counts and places
             size = 2 / 256 + request.density * (1 + self._dtype.itemsize)
-            disk = int(self.most_bases * size * numel) + 16 * numel * bool(self.files)
+            disk = int(self.most_bases * size * numel)
         activations: int | None = 0
         if self.files:
             activations = self.models.activations(
@@ -169,7 +168,7 @@ class Descents(Work):
         }
 
     def _wanted(self) -> dict[str, Any]:
-        """What a file or a state must be of, as JSON has it."""
+        """What a file must be of, as JSON has it."""
         request = self.request
         found = {
             "bases": self._bases_told(),
@@ -241,14 +240,6 @@ class Descents(Work):
         self._remember(History(**told["history"]), told)
         return True
 
-    def _state(self, file: Path) -> Path:
-        """What an interrupted run goes on from, of the descent whose end is a file."""
-        return self.request.partial / f"{STATE}{file.name}"
-
-    @property
-    def unfinished(self) -> list[Path]:
-        return [*self.outputs, *map(self._state, self.outputs)]
-
     def _coefficients(self) -> None:
         """Learn coefficients into their file."""
         request, wanted, file = self.request, self._wanted(), self.outputs[0]
@@ -262,15 +253,13 @@ class Descents(Work):
         train = [split.train for split in splits]
         held = [example for split in splits for example in split.held]
         descent = self._descent(model, parameters, moving, self._bar())
-        state = self._state(file)
-        history = descent.run(lambda epoch: shuffled(train, f"{seed} {epoch}"), held, state, wanted)
+        history = descent.run(lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
         told = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
         told["tasks"] = self._tasks_told()
         self._remember(history, told)
         if ranks.world().leads:
             values = {"coefficients": moving.values.detach()}
             kept.save(file, kept.LEARNED, values, told)
-            state.unlink(missing_ok=True)
         ranks.world().share(lambda: None)
 
     def _start(self) -> Tensor:
@@ -320,8 +309,6 @@ class Descents(Work):
                 history = descent.run(
                     lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),
                     drawn(column, held, factor, seed),
-                    self._state(file),
-                    own,
                 )
             told = {**own, "history": asdict(history), "tasks": self._tasks_told()}
             self._remember(history, told)
@@ -333,7 +320,6 @@ class Descents(Work):
                     for name in chosen
                 )
                 write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(told)})
-                self._state(file).unlink(missing_ok=True)
             world.share(lambda: None)
 
         for number, file in enumerate(self.outputs):

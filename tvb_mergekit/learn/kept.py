@@ -18,7 +18,7 @@ from tvb_mergekit.tensors.output import sync
 from tvb_mergekit.tensors.writing import HASH, content_hash
 
 VERSION = 1
-STATISTICS, LEARNED, STATE = "tvb_statistics", "tvb_learned", "tvb_descent"  # keys of metadata
+STATISTICS, LEARNED = "tvb_statistics", "tvb_learned"  # keys of metadata
 
 
 def save(file: Path, key: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ def told_in(file: Path, key: str) -> dict[str, Any] | None:
 
 def is_ours(file: Path) -> bool:
     """Whether `tvb learn` has written a file."""
-    keys = {STATISTICS, LEARNED, STATE}
+    keys = {STATISTICS, LEARNED}
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 

@@ -234,11 +234,6 @@ class Work(ABC):
     def costs(self) -> Costs:
         """What it takes, as far as it is known."""
 
-    @property
-    def unfinished(self) -> list[Path]:
-        """The files that a run of this method may leave."""
-        return self.outputs
-
     def known(self) -> None:  # noqa: B027
         """Raise UserError where --from has not what this merge needs, as far as it is known."""
 
@@ -339,7 +334,7 @@ class Work(ABC):
                 told = "%s, an unfinished run, is replaced (--resume continues it)"
                 LOG.warning(told, request.partial)
                 shutil.rmtree(request.partial)
-            other = sorted({f.name for f in left} - {f.name for f in self.unfinished})
+            other = sorted({f.name for f in left} - {f.name for f in self.outputs})
             if other and request.resume:
                 raise UserError(
                     f"--resume: {request.partial} is of another run ({listed(other)}): give "
