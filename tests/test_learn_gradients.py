@@ -40,8 +40,6 @@ from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.descent import Descent, Schedule
 from tvb_mergekit.learn.models import TaskModels, load_model
 from tvb_mergekit.learn.moving import Coefficients, Mask, Moving, Rows, largest
-from tvb_mergekit.plugin.document import read_document
-from tvb_mergekit.plugin.inputs import Options, planned
 
 LEARNED = ("localize", "adamerging", "atlas")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", "OMP_NUM_THREADS": "1"}
@@ -502,7 +500,7 @@ def test_the_bill_is_what_masks_take_at_most(case: Case, tmp_path: Path) -> None
     assert f"at most {told['forward']} forward, {told['backward']} backward" in bill
 
 
-def test_memory_precision_and_activations(case: Case) -> None:
+def test_memory_precision_and_checkpointing(case: Case) -> None:
     source = case.recipe("memory", basis="balanced", num_bases=2)
     plain = case.learn(source, "atlas", "plain", *case.words, "--epochs", 2)
     less = case.learn(source, "atlas", "less", *case.words, "--epochs", 2, "--checkpointing")
@@ -512,24 +510,9 @@ def test_memory_precision_and_activations(case: Case) -> None:
     a, b, c = (coefficients(each.folder) for each in (plain, less, half))
     assert torch.allclose(a, b, atol=1e-5) and not torch.equal(a, c)
     assert torch.allclose(a, c, atol=0.1)
-    with planned(read_document(str(source)), Options(quiet=True)) as plan:
-        models = TaskModels(plan, torch.device("cpu"))
-        told = [models.activations(4, 32, checkpointing=how) for how in (False, True)]
-        model, kept = AutoModelForCausalLM.from_pretrained(case.base), {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            logits = model(input_ids=torch.zeros(4, 32, dtype=torch.long), use_cache=False).logits
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        measured = sum(size for place, size in kept.items() if place not in weights)
-    assert 0.95 < told[0] / (measured + 12 * logits.numel()) < 1.2
-    assert told[1] < 0.8 * told[0]
     line = refused("learn", source, "atlas", *case.words, "--out", case.folder / "no",
                    "--memory", "16MB")  # fmt: skip
-    assert "16.0 MB of memory are too little for atlas" in line and "activations: about" in line
+    assert "16.0 MB of memory are too little for atlas" in line and "without activations" in line
 
 
 @pytest.mark.parametrize(

@@ -101,18 +101,7 @@ class Descents(Work):
         if self.localizes:  # counts and places
             size = 2 / 256 + request.density * (1 + self._dtype.itemsize)
             disk = int(self.most_bases * size * numel)
-        activations: int | None = 0
-        if self.files:
-            activations = self.models.activations(
-                min(schedule.batch, train), self.longest, checkpointing=request.checkpointing
-            )
-        return Costs(
-            self._forward,
-            self._runs * schedule.epochs * train,
-            memory,
-            activations,
-            disk,
-        )
+        return Costs(self._forward, self._runs * schedule.epochs * train, memory, disk)
 
     @property
     def _runs(self) -> int:

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -127,50 +125,10 @@ class TaskModels:
     def empty(self) -> nn.Module:
         """The base's model without weights."""
         with torch.device("meta"), refused(self.base_folder):
-            return self._made()
-
-    def _made(self) -> nn.Module:
-        trust = self.plan.options.trust_remote_code
-        config = _config(self.base_folder, trust)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+            trust = self.plan.options.trust_remote_code
+            config = _config(self.base_folder, trust)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
         return model
-
-    def activations(
-        self, batch: int, length: int, backward: bool = True, checkpointing: bool = False
-    ) -> int | None:
-        """About the bytes of a pass of `batch` examples of `length` tokens, in float32: of what it
-        keeps for gradients and, without them or with `checkpointing`, of the layers' mean of that;
-        and of the logits, their logarithms and gradients. Nothing is computed; None where that
-        cannot be, as in some models of experts."""
-        kept = dict[int, int]()
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                kept[storage._cdata] = storage.nbytes()
-            return tensor
-
-        torchs = logging.getLogger(FakeTensorMode.__module__)  # prints tracebacks of its errors
-        torchs.disabled = True
-        try:
-            with FakeTensorMode(), saved_tensors_hooks(pack, lambda tensor: tensor):
-                model = self._made()
-                weights = {p.untyped_storage()._cdata for p in model.parameters()}
-                ids = torch.zeros(batch, length, dtype=torch.long)
-                logits = model(input_ids=ids, use_cache=False).logits
-        except Exception as error:  # of whatever kind a model's code leads to
-            LOG.info("%s: no estimate of its activations: %s", self.base_folder, error)
-            return None
-        finally:
-            torchs.disabled = False
-        text = cast(Any, model).config.get_text_config()
-        layers = int(getattr(text, "num_hidden_layers", None) or 1)
-        total = sum(kept.values())
-        if checkpointing:  # the input of each layer, and one layer
-            total = total // layers + 4 * batch * length * layers * int(text.hidden_size)
-        elif not backward:
-            total //= layers
-        return total + 4 * 3 * int(logits.numel())
 
     def dimensions(self) -> dict[str, int]:
         """Weight of a linear layer -> the dimension in which its inputs lie; nothing is loaded."""

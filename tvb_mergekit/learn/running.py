@@ -97,14 +97,12 @@ class Costs:
 
     Attributes:
         model: of the tensors of models, and what is learned of them, at once.
-        activations: of a batch; None: unknown.
         disk: of what is kept beside the merged model.
     """
 
     forward: int
     backward: int
     model: int
-    activations: int | None
     disk: int
 
 
@@ -128,18 +126,11 @@ class Bill:
 
     @property
     def memory(self) -> int:
-        return self.costs.model + (self.costs.activations or 0) + LEAST
+        return self.costs.model + LEAST
 
     @property
     def disk(self) -> int:
         return self.costs.disk + self.output
-
-    @property
-    def activations(self) -> str:
-        """Say which part of the memory activations take."""
-        if self.costs.activations is None:
-            return "without activations, which are not counted: the model's code allows no estimate"
-        return f"of it activations: about {megabytes(self.costs.activations)}"
 
     def lines(self) -> list[str]:
         """For people."""
@@ -150,7 +141,7 @@ class Bill:
             f"{self.method} over {most}{counted(self.bases, 'basis')}",
             f"Examples: {', '.join(used) or 'none'}",
             f"Passes of one example: {passes}{costs.forward} forward, {costs.backward} backward",
-            f"Memory: {megabytes(self.memory)}, {self.activations}",
+            f"Memory: {megabytes(self.memory)}, without activations",
             f"Disk: {megabytes(self.disk)}",
         ]
 
@@ -215,11 +206,6 @@ class Work(ABC):
         return {f.task: [self.encoded[f.task][k] for k in f.drawn(share, seed)] for f in self.files}
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        return max((len(e.ids) for some in self.encoded.values() for e in some), default=0)
-
-    @property
     def model_bytes(self) -> int:
         """A model in float32."""
         base = self.plan.checkpoints[self.plan.recipe.base]
@@ -262,7 +248,7 @@ class Work(ABC):
         if bill.memory > request.memory:
             raise UserError(
                 f"{megabytes(request.memory)} of memory are too little for {request.method}, which "
-                f"takes {megabytes(bill.memory)}, {bill.activations}; raise --memory"
+                f"needs {megabytes(bill.memory)} without activations; raise --memory"
             )
         check_disk(request.out, bill.disk)
         if request.source is not None:

@@ -49,17 +49,12 @@ class Visits(Work):
             each = (layer_bytes(shape, self.most_bases, where) for shape, where in layers.values())
             merging = max(each, default=0)
         visiting = self.model_bytes + held
-        activations: int | None = 0
         if self.models.stored is not None:  # whose vectors are decoded into the model
             visiting += block_budget()
-        if self.files:
-            activations = self.models.activations(1, self.longest, backward=fisher)
-        else:
+        if not self.files:
             visiting = stored = 0
         backward = forward * max(1, request.samples) * fisher
-        return Costs(
-            forward, backward, max(visiting, merging), activations, stored * len(self.tasks)
-        )
+        return Costs(forward, backward, max(visiting, merging), stored * len(self.tasks))
 
     def known(self) -> None:
         for task, file in self._places().items():
