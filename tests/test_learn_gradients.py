@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import descent as descent_module
-from tvb_mergekit.learn import descents, models
+from tvb_mergekit.learn import gradients, localize, models
 from tvb_mergekit.learn.batches import Batch, Split, drawn, entropy, response_loss, shuffled
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.descent import Descent, Schedule
@@ -283,10 +283,10 @@ def test_a_store_that_fails_leaves_masks_to_resume(case: Case) -> None:
     source, out = case.recipe("failing", basis="none"), case.folder / "failed"
     words = ["learn", source, "localize", "--out", out, "--store", case.folder / "later"]
     words += ["--dataless", "--quiet"]
-    with mock.patch.object(descents, "sparse_store", side_effect=UserError("the disk is full")):
+    with mock.patch.object(localize, "sparse_store", side_effect=UserError("the disk is full")):
         assert "the disk is full" in refused(*words)
     assert not out.exists() and len(list(Path(f"{out}.partial").iterdir())) == 3
-    with mock.patch.object(descents, "Mask", side_effect=AssertionError):
+    with mock.patch.object(localize, "Mask", side_effect=AssertionError):
         tvb(*words, "--resume")
     assert load(out) and load_sparse(case.folder / "later" / "basis-002")
 
@@ -300,7 +300,7 @@ def test_a_model_of_other_names_is_refused(case: Case) -> None:
         (*case.words, "--quiet", "--out", case.folder / "no"),
     )
     told = "in memory the model names lm_head.weight, model.embed_tokens.weight"
-    for method, module in (("atlas", descents), ("fisher", models)):
+    for method, module in (("atlas", gradients), ("fisher", models)):
         with mock.patch.object(module, "load_model", wrapped):
             assert told in refused("learn", source, method, *words)
 
@@ -414,7 +414,7 @@ def test_a_bit_that_flips_in_an_unfinished_run(case: Case, method: str, stops: i
             raise KeyboardInterrupt
         return kept(self, some, epoch, keep)
 
-    ending = mock.patch("tvb_mergekit.plugin.run.write_model", side_effect=KeyboardInterrupt)
+    ending = mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt)
     with mock.patch.object(Descent, "_epoch", stopping) if stops else ending:
         tvb(*words, "--out", out, code=130)
     files = sorted(Path(f"{out}.partial").iterdir())
@@ -446,12 +446,12 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good(
         return kept(logits, batch) * (math.nan if calls > 4 and logits.requires_grad else 1)
 
     words = ("learn", source, "atlas", *case.words, "--epochs", 9, "--quiet", "--batch-size", 4)
-    with mock.patch("tvb_mergekit.learn.descents.response_loss", spoiled):
+    with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
         tvb(*words, "--out", case.folder / "wild-out")
     assert "the loss is nan in a batch that begins with" in caplog.text
     assert coefficients(case.folder / "wild-out").isfinite().all()
     calls = 5
-    with mock.patch("tvb_mergekit.learn.descents.response_loss", spoiled):
+    with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
         assert "the loss is nan" in refused(*words, "--out", case.folder / "wild-no")
 
 
@@ -477,7 +477,7 @@ def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
         files, more = [w for t, file in alone.items() for w in ("--data", f"{t}={file}")], ()
     words = ("learn", source, "atlas", *files, "--quiet", "--batch-size", 4 if held else 1, *more)
     out = tmp_path / "out"
-    with mock.patch("tvb_mergekit.learn.descents.response_loss", spoiled):
+    with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
         if best is None:
             assert "; lower --learning-rate" in refused(*words, "--epochs", 3, "--out", out)
             return
@@ -553,7 +553,7 @@ def test_nothing_of_a_basis_is_held_when_the_next_is_read(case: Case, dataless: 
 
     source, name = case.recipe("held", basis="none"), f"held-{dataless}"
     data = ("--dataless",) if dataless else (*case.words, "--epochs", 2)
-    patched = mock.patch.object(descents, "Mask", making)
+    patched = mock.patch.object(localize, "Mask", making)
     with patched, mock.patch.object(TaskModels, "stacked", noting):
         case.learn(source, "localize", name, *data)
     assert alive == [0, 0, 0] and len(made) > 3
@@ -601,7 +601,7 @@ def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:
 def test_bases_without_mixtures(case: Case) -> None:
     pca = case.recipe("pca", basis="pca", num_bases=2)
     for how in ("equal", "positive"):
-        with mock.patch.object(descents, "drawn", side_effect=drawn) as drawing:
+        with mock.patch.object(localize, "drawn", side_effect=drawn) as drawing:
             merged = case.learn(
                 pca, "localize", f"pca-{how}", *case.words, "--epochs", 1, "--mixture", how
             )
@@ -645,23 +645,25 @@ def test_over_a_store_and_a_zoo(case: Case, bits: int | None) -> None:
 def test_options_that_do_not_belong(case: Case) -> None:
     plain, out = case.recipe("plain", basis="none"), case.folder / "no"
     for told, method, *words in (
-        ("--blocks belongs to atlas", "fisher", "--blocks", 2),
-        ("--epochs belongs to localize, adamerging, atlas", "regmean", "--epochs", 2),
-        ("--density belongs to localize", "atlas", "--density", 0.1),
-        ("--dataless takes no --data", "localize", "--dataless", *case.words),
+        ("No such option '--blocks'", "fisher", "--blocks", 2),
+        ("No such option '--epochs'", "regmean", "--epochs", 2),
+        ("No such option '--density'", "atlas", "--density", 0.1),
+        ("No such option '--from'", "atlas", "--from", case.base),
+        ("--data: --dataless uses no examples", "localize", "--dataless", *case.words),
+        ("--seed: --dataless uses no examples", "localize", "--dataless", "--seed", 0),
+        ("--learning-rate: --dataless", "localize", "--dataless", "--learning-rate", 1),
         ("no data: give --data NAME=FILE", "atlas"),
         ("no data for math", "adamerging"),
-        ("--from belongs to fisher, regmean", "atlas", "--from", case.base),
-        ("two folders, none in the other", "localize", "--dataless", "--store", out),
+        ("name two folders", "localize", "--dataless", "--store", out),
         ("two folders, none in the other", "localize", "--dataless", "--store", case.folder),
-        (f"{out}.partial holds what", "localize", "--dataless", "--store", f"{out}.partial"),
-        (f"{out}.partial holds what", "localize", "--dataless", "--store", f"{out}.partial/store"),
+        (f"{out}.partial holds", "localize", "--dataless", "--store", f"{out}.partial"),
+        (f"{out}.partial holds", "localize", "--dataless", "--store", f"{out}.partial/store"),
     ):
         assert told in refused("learn", plain, method, *words, "--out", out), told
     for told, *words in (
         ("'--learning-rate': nan is not a finite number", "--learning-rate", "nan"),
         ("'--learning-rate': 1e+39 is not in the range", "--learning-rate", 1e39),
-        ("'--density': nan is not a finite number", "--density", "nan"),
+        ("'--held-out': nan is not a finite number", "--held-out", "nan"),
     ):
         assert told in refused("learn", plain, "atlas", *words, "--out", out), told
 
@@ -739,7 +741,7 @@ def test_masks_learn_from_the_tasks_of_their_basis(case: Case) -> None:
         seen.append((weights, [len(each) for each in tasks]))
         return drawn(weights, tasks, factor, seed)
 
-    with mock.patch("tvb_mergekit.learn.descents.drawn", noting):
+    with mock.patch("tvb_mergekit.learn.localize.drawn", noting):
         merged = case.learn(source, "localize", "mixed", *case.words, "--epochs", 1)
     encoder = merged.basis["encoder"]
     for (weights, _), column in zip(seen, np.repeat(encoder.T, 2, axis=0), strict=True):
