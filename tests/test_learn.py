@@ -583,9 +583,7 @@ def test_experts_are_saved_again(tmp_path: Path) -> None:
 def test_a_token_that_the_model_does_not_know(case: Case, tmp_path: Path) -> None:
     (file,) = read_data([f"law={as_lines(tmp_path / 'law', [{'text': 't1 t95'}])}"], None)
     tokenizer = AutoTokenizer.from_pretrained(case.models[0])
-    with pytest.raises(
-        UserError, match=r"line 1: token 95 \('t95'\), and the model knows 95; take"
-    ):
+    with pytest.raises(UserError, match=r"line 1: token 95 \('t95'\), and the model knows 95; use"):
         encode(file, tokenizer, 64, 95)
     assert encode(file, tokenizer, 64, 96)
 

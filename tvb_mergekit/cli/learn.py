@@ -67,9 +67,9 @@ EVERY = together(
         "--precision",
         type=click.Choice(["float32", "bfloat16"]),
         default="float32",
-        help="Of the passes of examples; sums and results are float32.",
+        help="Precision of the passes; sums and results are float32.",
     ),
-    click.option("--seed", type=SEED, default=0, help="Of all random choices."),
+    click.option("--seed", type=SEED, default=0, help="Seed of all random choices."),
     flag("--resume", help="Continue an interrupted run."),
     flag("--dry-run", help="Print the costs alone: passes, memory without activations, disk."),
 )
@@ -94,7 +94,7 @@ SHAPES_MASKS = (
 def by_gradient(rate: float, batch: int) -> Body:
     """The options of descents; None leaves the defaults to the method."""
     return together(
-        click.option("--epochs", type=click.IntRange(1), show_default="10", help="At most."),
+        click.option("--epochs", type=click.IntRange(1), show_default="10", help="At the most."),
         click.option(
             "--learning-rate",
             type=Range(0, 1e6, min_open=True),
@@ -102,7 +102,7 @@ def by_gradient(rate: float, batch: int) -> Body:
             help="Size of a step.",
         ),
         click.option(
-            "--batch-size", type=click.IntRange(1), show_default=str(batch), help="Of a step."
+            "--batch-size", type=click.IntRange(1), show_default=str(batch), help="Examples a step."
         ),
         click.option(
             "--held-out",

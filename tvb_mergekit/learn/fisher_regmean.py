@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ class StatisticsMethod(Work):
         super().__init__(request, plan)
         self.fisher = request.method == "fisher"
         self.dimensions = self.models.dimensions()
-        self.tasks_facts: list[Mapping[str, Any]] = []
+        self.tasks_facts: list[dict[str, Any]] = []
         self.mixtures = torch.zeros(0)
 
     def costs(self) -> CostEstimate:
@@ -124,8 +124,8 @@ class StatisticsMethod(Work):
         if request.source is not None:
             return
         files = dict(zip(self.tasks, self.outputs, strict=True))
-        wanted = {facts["task"]: facts for facts in self._wanted()}
-        self.tasks_facts = list(wanted.values())
+        self.tasks_facts = self._wanted()
+        wanted = {facts["task"]: facts for facts in self.tasks_facts}
         done = [task for task in self.tasks if files[task].is_file()]
         for task in done:
             kept.check_same(files[task], kept.STATISTICS, wanted[task])
@@ -142,15 +142,13 @@ class StatisticsMethod(Work):
         world.collect(None)
 
     def _wanted(self) -> list[dict[str, Any]]:
-        request = self.request
+        options = {key: getattr(self.request, key) for key in ("seed", "samples", "precision")}
         return [
             {
+                **facts,
                 "method": self.method,
                 "weights": self.models.weights(facts["task"]),
-                **facts,
-                "seed": request.seed,
-                "samples": request.samples,
-                "precision": request.precision,
+                **options,
             }
             for facts in self.data_facts()
         ]
@@ -215,11 +213,9 @@ class StatisticsMethod(Work):
 
     def facts(self) -> dict[str, Any]:
         request = self.request
+        keys = ("mixture", "seed", "subsample", "normalize")
         return {
-            "mixture": request.mixture,
-            "seed": request.seed,
-            "subsample": request.subsample,
-            "normalize": request.normalize,
+            **{key: getattr(request, key) for key in keys},
             "off_diagonal": None if self.fisher else request.off_diagonal,
             "tasks": self.tasks_facts,
         }

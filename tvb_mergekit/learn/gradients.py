@@ -35,6 +35,8 @@ SCHEDULES = {
     "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
     "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
 }
+# Options of all methods by gradients that shape the result, in a file's facts.
+SHAPING = ("method", "mixture", "seed", "subsample", "held_out", "precision")
 
 
 class GradientMethod(Work):
@@ -70,7 +72,7 @@ class GradientMethod(Work):
             )
 
     def _passes(self, runs: int) -> tuple[int, int]:
-        """Forward and backward passes of all descents, if none ends early."""
+        """Forward and backward passes of all runs, if none ends early."""
         used = [file.count(self.share) for file in self.files]
         if not used:
             return 0, 0
@@ -82,7 +84,7 @@ class GradientMethod(Work):
         return runs * (epochs * (steps + apart) + last), runs * epochs * steps
 
     def _memory(self, bases: int) -> int:
-        """Bytes of bases, theta, theta_0, and of what is made for one tensor."""
+        """Bytes of bases, theta, theta_0, and the temporaries of one tensor."""
         sizes = [item.numel for item in self.plan.items()]
         models = 2 * self.model_bytes if self.files else 0
         return 4 * bases * sum(sizes) + models + 24 * max(sizes)
@@ -107,20 +109,14 @@ class GradientMethod(Work):
                 "tensors": hashlib.sha256(tensors.encode()).hexdigest(),
             },
             "data": [[file.task, file.sha256] for file in self.files],
-            "method": self.method,
-            "mixture": request.mixture,
-            "seed": request.seed,
-            "subsample": request.subsample,
-            "held_out": request.held_out,
-            "precision": request.precision,
+            **{key: getattr(request, key) for key in SHAPING},
             "schedule": asdict(self.schedule),
             **self._own_facts(),
         }
 
     def _model(self) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Tensor]]:
         """The base's model, its parameters that move, and theta_0 of each, flattened."""
-        trust = self.request.options.trust_remote_code
-        model = load_model(self.models.base_folder, self.device, trust)
+        model = load_model(self.models.folder(None), self.device, self.models.trust)
         if self.request.checkpointing:
             layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
             if not layers:

@@ -33,7 +33,6 @@ def save(file: Path, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str
 
 
 def described(facts: Mapping[str, Any]) -> str:
-    """The value of the metadata for some facts."""
     return json.dumps({"version": VERSION, **facts})
 
 
@@ -52,7 +51,7 @@ def facts_in(file: Path, key: str) -> dict[str, Any] | None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether `tvb learn` has written a file."""
+    """Whether a file is one of `tvb learn`."""
     keys = {STATISTICS, LEARNED}
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 

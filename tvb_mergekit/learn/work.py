@@ -61,7 +61,6 @@ class CostEstimate:
     disk: int
 
     def lines(self) -> list[str]:
-        """A text for people."""
         used = [f"{task} {some} of {every}" for task, (some, every) in self.examples.items()]
         passes = "at most " * (self.at_most or self.early)
         return [
@@ -110,7 +109,7 @@ class Work(ABC):
         return self.request.method
 
     def _encoded(self, file: DataFile) -> list[Example]:
-        models, folders = self.models, [self.models.base_folder]
+        models, folders = self.models, [self.models.folder(None)]
         folders += map(models.folder, self.tasks)
         if not self.by_gradient:
             folders.insert(0, models.folder(file.task))
@@ -169,7 +168,6 @@ class Work(ABC):
         """The method's own entries of learned.json."""
 
     def estimate(self, forward: int, backward: int, memory: int, disk: int) -> CostEstimate:
-        """The costs with these passes and bytes."""
         recipe = self.plan.recipe
         return CostEstimate(
             method=self.method,
@@ -201,26 +199,24 @@ class Work(ABC):
 
     def check_place(self) -> None:
         """Raise UserError if OUT.partial holds other files than finished ones."""
-        for file in self._left():
-            if not kept.is_ours(file):
-                raise UserError(
-                    f"{file} is in the way: damaged, or not of an unfinished run; move it, or "
-                    "delete it (--resume learns its content again)"
-                )
+        self._left()
 
     def _left(self) -> list[Path]:
-        """All files in OUT.partial, except remains of `atomic.beside`.
-
-        Raises:
-            UserError: OUT.partial is not a folder.
-        """
+        """The finished files in OUT.partial; ignores remains of `atomic.beside`."""
         partial = self.request.partial
         if os.path.lexists(partial) and not partial.is_dir():
             raise UserError(
                 f"{partial} is in the way: not a folder, and a folder of this name holds finished "
                 "files until OUT is complete; move it, or name another --out"
             )
-        return [file for file in partial.glob("*") if not is_left_over(file)]
+        left = [file for file in partial.glob("*") if not is_left_over(file)]
+        for file in left:
+            if not kept.is_ours(file):
+                raise UserError(
+                    f"{file} is in the way: damaged, or not of an unfinished run; move it, or "
+                    "delete it (--resume learns its content again)"
+                )
+        return left
 
     def begin(self) -> None:
         """Make OUT.partial; with --resume keep its files, else replace it."""
@@ -270,7 +266,6 @@ class Work(ABC):
                 stream.write(line)
 
     def data_facts(self) -> list[dict[str, Any]]:
-        """The data of each task, for learned.json."""
         return [
             {
                 "task": file.task,
