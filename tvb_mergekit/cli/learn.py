@@ -92,7 +92,7 @@ SHAPES_MASKS = (
 
 
 def by_gradient(rate: float, batch: int) -> Body:
-    """The options of descents; None leaves the defaults to the method."""
+    """The options of all methods by gradients. None leaves a default to the method."""
     return together(
         click.option("--epochs", type=click.IntRange(1), show_default="10", help="At the most."),
         click.option(
