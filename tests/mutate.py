@@ -42,7 +42,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/learned.py", "solved.T.mul(scales)", "solved.T"),
         ("learn/statistics.py", "1 / (len(examples) * max(1, samples))", "1 / len(examples)"),
         ("learn/statistics.py", "example.start - 1 : -1", "example.start : -1"),
-        ("learn/running.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
+        ("learn/work.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
     ],
     "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or counts'": [
         ("learn/moving.py", "own.sigmoid() * basis", "own.tanh() * basis"),
@@ -57,12 +57,12 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             "0)\n                for name, own",
         ),
         ("core/learned.py", "(rows != 0).sum(0)", "(rows > 0).sum(0)"),
-        ("learn/descents.py", "matrix * plan.basis.scale", "matrix * 1"),
-        ("learn/descents.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
-        ("learn/descents.py", "basis.scale * torch.outer", "torch.outer"),
+        ("learn/localize.py", "bases_of(plan) * basis.scale,", "bases_of(plan) * 1,"),
+        ("learn/localize.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
+        ("learn/coefficients.py", "basis.scale * torch.outer", "torch.outer"),
     ],
     "test_learn_gradients.py -k 'make_the_model or mixture'": [
-        ("learn/merging.py", "number < more", "number >= blocks - more"),
+        ("learn/coefficients.py", "number < more", "number >= blocks - more"),
         ("learn/batches.py", "end + weight * total", "end + total / len(tasks)"),
     ],
     "test_quantize.py": [

@@ -105,11 +105,12 @@ def examples(command: click.Command) -> list[list[str]]:
 
 
 def every_command() -> dict[str, click.Command]:
-    """Words -> command."""
+    """Words -> command; those of a group stand behind its arguments."""
     found = dict(main.commands)
     for name, group in main.commands.items():
         if isinstance(group, click.Group):
-            found |= {f"{name} {inner}": each for inner, each in group.commands.items()}
+            own = " ".join([name, *(p.human_readable_name for p in group.params)])
+            found |= {f"{own} {inner}": each for inner, each in group.commands.items()}
     return found
 
 
@@ -161,8 +162,9 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             shutil.rmtree(here / folder, ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
-        if name == "learn":
-            shutil.rmtree(here / "two")
+        if "learn" in name:
+            for folder in ("two", "other", "law"):
+                shutil.rmtree(here / folder, ignore_errors=True)
         if name in ("inspect", "add", "undo", "export", "learn", "tune"):
             shutil.copytree(here / "built", here / "store")
         if name in ("add", "remove"):
@@ -340,6 +342,7 @@ def misuses() -> Iterator[tuple[list[str], str]]:
     yield ["cache", "nope"], "No such command 'nope'"
     yield ["build", "nope.yml", "out"], "File 'nope.yml' does not exist"
     yield ["export", "store", "--all", ""], "say once where to write"
+    yield ["learn", "", "atlas", "--out", "x"], "is empty"
     for name, command in {"": main, **every_command()}.items():
         yield [*name.split(), "--no-such"], "No such option"
         yield [*name.split(), "--help=3"], "does not take a value"
@@ -373,7 +376,7 @@ def misuses() -> Iterator[tuple[list[str], str]]:
 PATHS = """build RECIPE STORE; inspect PATH --plot; add STORE MODEL --base; undo STORE; remove STORE
     export STORE [OUT] --base; merge RECIPE|STORE OUT --base; check RECIPE|STORE --out
     score [[LABEL=]PATH...] --base --specialist --reference --benchmark --out
-    learn RECIPE|STORE --out --from --store --base; tune RECIPE --out --write --reference"""
+    learn RECIPE --out --from --store --base; tune RECIPE --out --write --reference"""
 OF_MODELS = ("--lora-merge-cache", "--transformers-cache")
 
 

@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,18 +20,24 @@ import click
 import yaml
 
 from tvb_mergekit import __version__
+from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.options import (
     ACCESS,
     DTYPES,
     MODELS,
     PLACE,
+    POSITIVE,
+    SEED,
     Commands,
     Place,
+    Range,
     command,
     device_of,
     devices_of,
+    flag,
     import_mergekit,
     model_options,
+    repeatable,
 )
 from tvb_mergekit.errors import UserError, counted, listed
 from tvb_mergekit.progress import bars, phase
@@ -47,24 +52,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
-flag = partial(click.option, is_flag=True)
-repeatable = partial(click.option, multiple=True)
 RECIPE, RECIPE_OR_STORE = Place(exists=True, dir_okay=False), Place(exists=True)
-
-
-class Range(click.FloatRange):
-    """Numbers, not NaN or infinity."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        found: float = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return found
-
-
-POSITIVE, SEED = Range(0, min_open=True), click.IntRange(0, 2**32 - 1)
 
 
 @click.group(cls=Commands, context_settings={"show_default": True})
@@ -90,6 +78,7 @@ def main() -> None:
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    click.get_current_context().obj = _document  # for `tvb learn`, a module of its own
     for stream in (sys.stdout, sys.stderr):  # names that an ASCII terminal lacks are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -690,142 +679,7 @@ def score(
         click.echo(f"Written to {out}")
 
 
-@command(main, "base", "device", "memory", *ACCESS, "quiet", writes="out", several=True)
-@click.argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
-@click.argument(
-    "method", type=click.Choice(["fisher", "regmean", "localize", "adamerging", "atlas"])
-)
-@repeatable("--data", metavar="TASK=FILE", help="A task's examples, as lines of JSON. Repeatable.")
-@click.option("--out", required=True, metavar="DIR", type=PLACE, help="The merged model.")
-@click.option(
-    "--from", "source", metavar="DIR", type=PLACE, help="Take what an earlier OUT has learned."
-)
-@click.option(
-    "--subsample/--no-subsample",
-    default=True,
-    help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
-)
-@click.option(
-    "--mixture",
-    type=click.Choice(["encoder", "equal", "positive"]),
-    default="encoder",
-    help="fisher, regmean, localize: of the tasks' data for a basis, by W_e, by 1/T, or for pca "
-    "by the softmax of its positive weights.",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(0),
-    default=0,
-    help="fisher: draw the labels so many times from the model; 0: those of the data.",
-)
-@flag("--normalize", help="fisher: all tasks' information gets the same sum.")
-@click.option(
-    "--off-diagonal",
-    type=Range(0, 1),
-    default=0.9,
-    help="regmean: what all but the diagonal of X^T X is multiplied by.",
-)
-@click.option(
-    "--density",
-    type=Range(0, 1, min_open=True),
-    default=0.05,
-    help="localize: the share of a basis that its mask keeps.",
-)
-@flag("--dataless", help="localize: keep the largest entries, without any data.")
-@click.option(
-    "--penalty",
-    type=Range(0),
-    default=0.0,
-    help="localize: lambda of the penalty on the masks' sum, per entry.",
-)
-@click.option(
-    "--store", metavar="DIR", type=PLACE, help="localize: also keep the masked bases as a store."
-)
-@click.option(
-    "--blocks",
-    type=click.IntRange(1, 1000),
-    default=1,
-    help="atlas: coefficients of a basis in each tensor, for as many equal parts of it.",
-)
-@flag("--nonnegative", help="adamerging, atlas: learn the coefficients' square roots.")
-@click.option(
-    "--epochs", type=click.IntRange(1), show_default="10", help="By gradients: at most so many."
-)
-@click.option(
-    "--learning-rate",
-    type=Range(0, 1e6, min_open=True),
-    show_default="localize 3, adamerging 0.001, atlas 0.1",
-    help="By gradients.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(1),
-    show_default="localize 8, others 16",
-    help="By gradients: examples of a step.",
-)
-@click.option(
-    "--held-out",
-    type=Range(0, 1, max_open=True),
-    default=0.2,
-    help="By gradients: the share of the examples that tells the best epoch; 0: the last.",
-)
-@click.option(
-    "--patience",
-    type=click.IntRange(1),
-    default=3,
-    help="By gradients: end after so many epochs without a lower held-out loss.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    help="Of the passes of examples; sums and what is learned are float32.",
-)
-@flag("--checkpointing", help="By gradients: less memory for activations, a third more time.")
-@click.option("--seed", type=SEED, default=0, help="Of everything random.")
-@flag("--resume", help="Go on with an interrupted run.")
-@flag("--dry-run", help="Only say what it takes: passes, memory, disk.")
-def learn(
-    recipe: str, base: str | None, out: str, source: str | None, dry_run: bool, **values: Any
-) -> None:
-    """Merge the models of RECIPE by what they show, or what is best, on data of their tasks.
-
-    \b
-    METHOD is one of
-      fisher      entries are weighted by their Fisher information
-      regmean     linear layers fit the outputs of all, by products of inputs
-      localize    bases keep a few entries, by masks learned for their tasks
-      adamerging  coefficients per layer that make predictions certain
-      atlas       coefficients per tensor of least loss, for any tasks
-
-    RECIPE is one of `basis_ta`; its lambda is where adamerging begins, and unused by the others. A
-    STORE is merged over its bases, or its tasks. FILE holds one example a line: {"prompt",
-    "response"}, {"messages": [...]}, {"text"}, or for adamerging {"prompt"} alone.
-
-    What is learned stays in OUT/basis: --from OUT merges it again without data.
-
-    \b
-    Example:
-      tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn other.yml regmean --from two --out other
-      tvb learn two.yml localize --dataless --out few --store masked
-      tvb learn ./store atlas --data law=m.jsonl --out law --dry-run
-    """
-    import_mergekit()
-    from tvb_mergekit.learn.running import Request
-    from tvb_mergekit.learn.running import learn as run
-    from tvb_mergekit.plugin.inputs import Options
-    from tvb_mergekit.tensors import ranks
-
-    values["device"] = str(device_of(values["device"]))
-    document, text = _document(recipe, "add" if os.path.isdir(recipe) else None, base)
-    options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
-    request = Request(
-        document=document, text=text, out=out, source=source, options=options, **values
-    )
-    bill = run(request, dry_run)
-    for line in bill.lines() if dry_run and ranks.world().leads else ():
-        click.echo(line)
+main.add_command(learn)
 
 
 @command(main, "memory", "device", *ACCESS, "quiet", writes="out")
