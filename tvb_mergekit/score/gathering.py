@@ -17,6 +17,7 @@ from tvb_mergekit.score.examining import examine
 from tvb_mergekit.score.page import page
 from tvb_mergekit.score.results import DATE, read_results
 from tvb_mergekit.score.table import Table, table
+from tvb_mergekit.score.text import markdown
 
 FILES, PICTURES = ("scores.md", "scores.json", "scores.html"), ("svg", "png")
 
@@ -144,7 +145,7 @@ def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str,
     # Names inside a named folder may hold bytes that are not UTF-8, and result files may hold
     # `\udcff`. Both are spelled out, as in the other files.
     text = re.sub(r"[\ud800-\udfff]", lambda byte: f"\\{ascii(byte[0])[1:-1]}", text)
-    texts = (found.markdown(), f"{text}\n", page(found, pictures.get("svg")))
+    texts = (markdown(found), f"{text}\n", page(found, pictures.get("svg")))
     files = {name: text.encode() for name, text in zip(FILES, texts, strict=True)}
     files |= {f"radar.{suffix}": picture for suffix, picture in pictures.items()}
     try:

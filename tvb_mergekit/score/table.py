@@ -154,12 +154,6 @@ class Table:
             )
         return lines
 
-    def markdown(self) -> str:
-        """The table of `scores.md`, the best of several models bold."""
-        from tvb_mergekit.score.text import markdown
-
-        return markdown(self)
-
     def json(self) -> dict[str, Any]:
         """`scores.json`, which `--reference` reads; percent, null where something is missing."""
 
