@@ -21,7 +21,7 @@ import pytest
 from scipy.stats import norm, permutation_test
 from test_score import BENCH, SMALL, invoke, last, run, warnings, write_results
 
-from tvb_mergekit.score.floors import THRESHOLDS, _given, _stuck
+from tvb_mergekit.score.floors import FLOOR, HEALTHY, announces, is_loop
 from tvb_mergekit.score.pairs import compare, holm, sign_flip
 from tvb_mergekit.score.radar import LINES, WEDGES
 from tvb_mergekit.store.facts import Facts, write_facts
@@ -402,8 +402,10 @@ def test_samples_that_cannot_be_paired() -> None:
     whole = place.read_text()
     one = whole.splitlines(keepends=True)[0]
     cases = {
-        whole[:-40]: rf"b, as {place} line 120 is no item of `lm_eval --log_samples`: Inv.*: run",
-        one.replace("doc_id", "id"): rf"b, as {place} line 1 is no item .* `doc_id`: Field req",
+        whole[
+            :-40
+        ]: rf"b, as {place} line 120 is not an item of `lm_eval --log_samples`: Inv.*: run",
+        one.replace("doc_id", "id"): rf"b, as {place} line 1 is not an item .* `doc_id`: Field req",
         whole + one: rf"b, whose {place} holds item 0 twice: run",
         one: rf"b, whose {place} holds 1 of 60 items \(item 1 is missing\): run",
         one.replace('"doc_id": 0', '"doc_id": 60'): rf"b, whose {place} holds 1 of 60 items: run",
@@ -426,7 +428,7 @@ def test_samples_that_cannot_be_paired() -> None:
         assert re.match(f"no paired differences of {told}", line), line
     place.unlink()
     (line,) = warnings("a", "b", *BENCH)
-    assert line.endswith("b, which has no samples beside its results (`--log_samples`): run")
+    assert line.endswith("b, which has no samples next to its results (`--log_samples`): run")
     # those of another date belong to other results; nothing is said where nobody has any
     shutil.copy(f"a/m/samples_run_{DATE}.jsonl", f"b/m/samples_run_{DATE[:-1]}2.jsonl")
     assert warnings("a", "b", *BENCH) == [line]
@@ -445,7 +447,7 @@ def test_likelihoods_that_no_float_holds() -> None:
 
 def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
     for low, high, odd in ((2, 20, True), (3, 20, False), (2, 19, False)):
-        assert (low / 100 <= THRESHOLDS.floor and high / 100 >= THRESHOLDS.healthy) == odd
+        assert (low / 100 <= FLOOR and high / 100 >= HEALTHY) == odd
         scored("m", {"add": [1.0] * high + [0.0] * (100 - high), "run": [0.0] * 100,
                      "sub": [1.0] * low + [0.0] * (100 - low)}, resps=[["x > 7"]])  # fmt: skip
         text = run("m", *BENCH, "--out", "out", "--radar", "none")
@@ -575,7 +577,7 @@ SOLUTION = "She sold 48 / 2 = 24 clips in May, and 72 in all.\n#### 72"  # the t
     ],
 )
 def test_announced_answers(text: str, target: str, same: bool | None) -> None:
-    assert _given(text, target) is same
+    assert announces(text, target) is same
 
 
 @pytest.mark.parametrize(
@@ -595,7 +597,7 @@ def test_announced_answers(text: str, target: str, same: bool | None) -> None:
     ],
 )
 def test_loops(text: str, target: str, loop: bool) -> None:
-    assert _stuck(text, target) is loop
+    assert is_loop(text, target) is loop
 
 
 # ------------------------------------------------------------------------------- invented folders
@@ -938,7 +940,7 @@ def test_no_recipe_of_a_folder_that_gave_two_scores(here: Path) -> None:
     scored("b", {"add": A, "sub": B, "run": A}, "merged")
     said = models_said("a", "b")
     assert "linear" not in said
-    assert "No recipe: b was run from the same folder, and its score of sub is another." in said
+    assert "No recipe: b was run from the same folder, and its score of sub is different." in said
     assert "No recipe: a was run from the same folder" in said
 
 

@@ -687,11 +687,11 @@ def score(
     for line in found.warnings:
         click.echo(f"Warning: {printable(line)}", err=True)
     if out is not None:
-        pictures = []
+        pictures: dict[str, bytes] = {}
         if by is not None and found.specialists is not None and found.compared:
             from tvb_mergekit.score.radar import radar as draw
 
-            pictures = [(kind, draw(found, kind, by)) for kind in PICTURES]
+            pictures = {kind: draw(found, kind, by) for kind in PICTURES}
         elif by is not None:
             click.echo("Warning: nothing to normalize by, so no radar plot", err=True)
         write(found, out, pictures)

@@ -1,4 +1,4 @@
-"""Tables of benchmark scores from lm-eval's result files: `tvb score`, and as a library.
+"""Tables of benchmark scores from lm-eval's result files: the library behind `tvb score`.
 
     from tvb_mergekit.score import read_benchmark, read_results, table
 
@@ -8,7 +8,7 @@
         specialists={"math": read_results("out/math"), "coding": read_results("out/coding")},
         partial=True,
     )
-    print(markdown(examine(found)))  # with paired differences, where there are samples
+    print(markdown(examine(found)))  # with paired differences, if there are samples
 
 Scores are percent.
 """
