@@ -20,9 +20,9 @@ from PIL import Image
 from tiny import load
 
 from tvb_mergekit.tune import harness
-from tvb_mergekit.tune.harness import Choice, Entry, LmEval, Scored
+from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe
-from tvb_mergekit.tune.model import Model
+from tvb_mergekit.tune.model import MovingModel
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ROOT / "recipes" / "quickstart"
@@ -78,7 +78,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     usual = harness.score
 
-    def score(lm: Any, entry: Entry, chat_template: bool) -> Scored:
+    def score(lm: Any, entry: EvalTask, chat_template: bool) -> Scored:
         calls.append(entry.name)
         return usual(lm, entry, chat_template)
 
@@ -181,7 +181,7 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     # all is there: no model is merged or loaded
     calls.clear()
-    monkeypatch.setattr(Model, "at", None)
+    monkeypatch.setattr(MovingModel, "at", None)
     tvb(*words(path, out, *more))
     assert calls == []
 
@@ -246,7 +246,7 @@ def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
     ("what", "said"),
     [
         ("direction", "not linear in lambda to the last bit"),
-        ("names", "in memory the model names w otherwise than its files"),
+        ("names", "the loaded model and its files have different names for w"),
     ],
 )
 def test_a_line_that_does_not_lead_there(
@@ -369,24 +369,28 @@ def test_tasks_are_told_of_the_model(tmp_path: Path) -> None:
     for args in ("", "pretrained=b,dtype=float32"):
         options = LmEval(metadata={"pretrained": "z", "split": "val"} if args else {"split": "val"},
                          model_args=args)  # fmt: skip
-        manager = harness.manager([str(tmp_path / "tasks")], harness.told(options, Path("a")))
+        manager = harness.manager(
+            [str(tmp_path / "tasks")], harness.full_metadata(options, Path("a"))
+        )
         found.append(manager.metadata)
-        (entry,) = harness.load_entries(manager, ["tt"], {"tt": ["acc,none"]}, Choice(), options)
+        (entry,) = harness.load_tasks(manager, ["tt"], {"tt": ["acc,none"]}, ItemChoice(), options)
         (task,) = entry.loaded["tasks"].values()
         assert manager.metadata.items() <= task.config.metadata.items()
     assert found == [
         {"split": "val", "pretrained": "a"},
         {"split": "val", "pretrained": "b", "dtype": "float32"},
     ]
-    assert harness.told(LmEval(), None) == {}
+    assert harness.full_metadata(LmEval(), None) == {}
     kept = []
     for base in ("a", "b"):
-        manager = harness.manager([str(tmp_path / "tasks")], harness.told(LmEval(), Path(base)))
-        args = (manager, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
-        kept.append(harness.load_entries(*args)[0].content)
+        manager = harness.manager(
+            [str(tmp_path / "tasks")], harness.full_metadata(LmEval(), Path(base))
+        )
+        args = (manager, ["tt"], {"tt": ["acc,none"]}, ItemChoice(), LmEval())
+        kept.append(harness.load_tasks(*args)[0].content)
     plain = harness.manager([str(tmp_path / "tasks")], {})
-    args = (plain, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
-    assert {*kept, harness.load_entries(*args)[0].content} == {kept[0]}
+    args = (plain, ["tt"], {"tt": ["acc,none"]}, ItemChoice(), LmEval())
+    assert {*kept, harness.load_tasks(*args)[0].content} == {kept[0]}
 
 
 @pytest.mark.parametrize(("own_class", "shots"), [(False, 3), (True, 0), (True, 3)])
@@ -401,7 +405,7 @@ def test_an_item_is_not_its_own_example(own_class: bool, shots: int, tmp_path: P
         with (tasks / "tt.yaml").open("a") as file:
             file.write("class: !function tt_own.Own\n")
     manager = harness.manager([str(tasks)], {})
-    (entry,) = harness.load_entries(manager, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
+    (entry,) = harness.load_tasks(manager, ["tt"], {"tt": ["acc,none"]}, ItemChoice(), LmEval())
     assert [(part.split, part.items) for part in entry.parts] == [("validation", 6)]
     (task,) = entry.loaded["tasks"].values()
     task.set_fewshot_seed(seed=1234)
@@ -471,7 +475,7 @@ def test_folders_that_are_in_use(tmp_path: Path) -> None:
         ((path, path), "is a file; name a folder"),
         ((path, out, "--write", sum_), "already holds"),
         ((path, out, "--write", tmp_path), "lies there; name another"),
-        ((sum_, out), "a folder, and no store"),
+        ((sum_, out), "a folder, but not a store"),
     ):
         assert said in refused(*words(*given))
     assert not out.exists()

@@ -921,7 +921,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
     import_mergekit()
     from tvb_mergekit.tune import report, running
 
-    request = running.Request(
+    request = running.TuneRequest(
         recipe=recipe,
         tasks=[name.strip() for name in tasks.split(",") if name.strip()],
         out=Path(out),
@@ -936,7 +936,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
         click.echo(line, err=True)
     click.echo(f"Written to {out}")
     if request.write is not None:
-        found.recipe.write(found.best.point, request.write, request.quiet)
+        found.recipe.write(found.best.value, request.write, request.quiet)
         click.echo(f"Merged into {request.write}")
 
 
