@@ -1,6 +1,6 @@
 """The scores of several models on one axis per task or category, in percent of the specialists'.
 
-The same table gives the same bytes. matplotlib (the extra `plot`) is imported only inside the
+A table always gives the same bytes. matplotlib (the extra `plot`) is imported only inside the
 functions.
 """
 

@@ -2,7 +2,7 @@
 
 Nothing else in the package depends on lm-eval. lm-eval scores the test split of a task, or the
 validation split if there is no test split. To choose by items that are scored later would flatter
-the result. So a task with both splits is scored on its validation split here. Of other tasks a
+the result. So a task with both splits is scored on its validation split here. For other tasks a
 seeded part of the scored split is used, and the rest is recorded for the test.
 """
 
@@ -59,7 +59,7 @@ class LmEval:
 class ItemChoice:
     """The rule by which items are chosen."""
 
-    limit: float | None = None  # items per task; below 1 a share of them; None for all
+    limit: float | None = None  # items per task, or below 1 a share of them, or all
     share: float = 1.0  # M / T, the part of the limited items that is used
     test_share: float = 0.2  # used of the scored split of tasks without a validation split
     seed: int = 0

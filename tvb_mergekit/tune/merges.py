@@ -57,7 +57,7 @@ from tvb_mergekit.tensors.merging import merge_items, most_bases
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 RANDOM = (SparsificationMethod.random, SparsificationMethod.della_magprune)
-SHARD = 10**9  # bytes, of what is written: mergekit holds a shard in memory
+SHARD = 10**9  # bytes of written files: mergekit holds a shard in memory
 CPU = torch.device("cpu")
 
 Tasks = Sequence[tuple[WeightInfo, Task[Any]]]

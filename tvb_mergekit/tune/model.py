@@ -1,6 +1,6 @@
 """The model that lm-eval scores, moved along start + fl(scale * direction), or merged again.
 
-Each move begins at `start`, so no error accumulates, and the two roundings are those of the merge:
+Each move begins at `start`, so no error accumulates. The two roundings are those of the merge, so
 the weights are those that `mergekit-yaml` writes, to the last bit of their dtype.
 """
 

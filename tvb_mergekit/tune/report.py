@@ -1,6 +1,6 @@
 """The files of a tuning: tables, tune.json, the curve, tuned.yml, and the items for the test.
 
-The same scores give the same files, at any time of day and after any interruption.
+Files depend on the scores only, not on the time of day or on interruptions.
 """
 
 from __future__ import annotations
