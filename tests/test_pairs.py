@@ -20,7 +20,7 @@ from scipy.stats import norm
 from test_score import BENCH, SMALL, last, run, warnings, write_results
 
 from tvb_mergekit.score.floors import FLOOR, HEALTHY, PROSE, announces, is_loop
-from tvb_mergekit.score.pairs import compare, holm, sign_flip
+from tvb_mergekit.score.pairs import compare, difference, holm, sign_flip
 from tvb_mergekit.score.radar import LINES, WEDGES
 from tvb_mergekit.store.facts import Facts, write_facts
 
@@ -37,6 +37,8 @@ def test_p_values_by_hand() -> None:
     assert sign_flip(np.zeros(9)) == sign_flip(np.zeros(0)) == 1
     values = np.random.default_rng(0).normal(0.4, 1, 14)
     assert sign_flip(values) == sign_flip(-values) == sign_flip(1e-3 * values)
+    # tasks count alike, whatever their items are: 7 of the 8 sums of ±1 ±1/2 ±1/2, those of 0 half
+    assert difference([np.ones(1), -np.ones(2)]).p == pytest.approx(7 / 8, abs=0.01)
 
 
 def every_sum(sizes: Array) -> tuple[Array, Array]:

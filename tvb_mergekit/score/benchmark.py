@@ -69,11 +69,13 @@ class Benchmark:
             known = [task.name for task in self.tasks]
             check_known(name, known, f"--metric {name}: no such task in {self.name}")
 
-        def changed(category: Category) -> Category:
-            tasks = (replace(t, metric=metrics.get(t.name, t.metric)) for t in category.tasks)
-            return replace(category, tasks=tuple(tasks))
-
-        return replace(self, categories=tuple(map(changed, self.categories)))
+        categories = [
+            replace(
+                c, tasks=tuple(replace(t, metric=metrics.get(t.name, t.metric)) for t in c.tasks)
+            )
+            for c in self.categories
+        ]
+        return replace(self, categories=tuple(categories))
 
     def command(self, missing: Collection[str]) -> str:
         """Return the command that runs the missing tasks, by group if all of a group is missing."""
@@ -90,11 +92,7 @@ class Benchmark:
 
 
 def read_benchmark(name: str) -> Benchmark:
-    """Read one of `SHIPPED`, or a file.
-
-    Raises:
-        UserError: there is no such file, or it does not describe a benchmark.
-    """
+    """Read one of `SHIPPED`, or a file."""
     path = HERE / f"{name}.yaml" if name in SHIPPED else Path(name)
     if not path.is_file():
         raise UserError(
@@ -108,11 +106,7 @@ def read_benchmark(name: str) -> Benchmark:
 
 
 def find_benchmark(names: Iterable[str]) -> Benchmark:
-    """Find the shipped benchmark of tasks; scores by keyword count only if no others are there.
-
-    Raises:
-        UserError: the tasks belong to no benchmark, or to several.
-    """
+    """Find the shipped benchmark of tasks; scores by keyword count only if no others are there."""
     present = list(dict.fromkeys(names))
     shipped = [read_benchmark(name) for name in SHIPPED]
     found = {b.name: b for b in shipped if any(task.name in present for task in b.tasks)}

@@ -68,11 +68,7 @@ class Reference:
 
 
 def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
-    """Read `paper`, or a `scores.json` that `tvb score --out` wrote.
-
-    Raises:
-        UserError: the file is missing, is not a reference, or is not for `benchmark`.
-    """
+    """Read `paper`, or a `scores.json` of `tvb score --out`; it has to be for `benchmark`."""
     path = HERE / "paper.yaml" if name == "paper" else Path(name)
     found = read_described(
         path, Reference, "a reference (`paper`, or a scores.json of `tvb score`)"

@@ -101,9 +101,6 @@ def read_results(path: str | os.PathLike[str]) -> Results:
     """Read a result file, or all result files of a folder.
 
     If two files share a task, the newer one counts, by lm-eval's own date.
-
-    Raises:
-        UserError: there is no result file, or one cannot be read.
     """
     place, paths = Path(path), [Path(path)]
     if place.is_dir():

@@ -23,7 +23,7 @@ from tvb_mergekit.store.store import lock
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
 from tvb_mergekit.tune import harness, search
-from tvb_mergekit.tune.harness import ItemChoice, LmEval, Scored
+from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
 from tvb_mergekit.tune.model import MovingModel, check_memory
 from tvb_mergekit.tune.objective import Estimate, Objective, objective
@@ -178,20 +178,20 @@ def _objectives(
     return goals | ({"control": objective(controls, rising="--control")} if controls else {})
 
 
+@dataclass
 class Scorer:
     """Scores of points, from the file or from the model."""
 
-    def __init__(
-        self,
-        goals: Mapping[str, Objective],
-        file: ScoreFile,
-        model: MovingModel,
-        bar: Bar,
-        chat: bool,
-    ) -> None:
-        self.goals, self.file, self.model, self.bar, self.chat = goals, file, model, bar, chat
-        self.tasks = [task for goal in goals.values() for task in goal.tasks]
-        self.points: dict[float, Point] = {}  # in the order of the search
+    goals: Mapping[str, Objective]
+    file: ScoreFile
+    model: MovingModel
+    bar: Bar
+    chat_template: bool
+    points: dict[float, Point] = field(default_factory=dict)  # in the order of the search
+
+    @property
+    def tasks(self) -> list[EvalTask]:
+        return [task for goal in self.goals.values() for task in goal.tasks]
 
     def point(self, value: float) -> Point:
         """Return all scores of a point."""
@@ -202,7 +202,7 @@ class Scorer:
                 if scored is None:
                     self.bar.set_postfix_str(f"{value:g}: {task.name}")
                     lm = lm or self.model.at(value)
-                    scored = harness.score(lm, task, self.chat)
+                    scored = harness.score(lm, task, self.chat_template)
                     self.file.add(value, task.name, scored)
                 found[task.name] = scored
                 self.bar.update()
