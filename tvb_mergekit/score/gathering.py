@@ -14,7 +14,7 @@ from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeate
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
 from tvb_mergekit.score.page import page
-from tvb_mergekit.score.results import DATE, read_results
+from tvb_mergekit.score.results import DATE, Results, read_results
 from tvb_mergekit.score.table import Table, table
 from tvb_mergekit.score.text import markdown
 
@@ -44,16 +44,14 @@ def gather(
         raise UserError("--show-reference needs --reference paper, or a file")
     if not own_results and not show_reference:
         raise UserError("nothing to score: name result files of lm_eval, or folders of them")
-    named = [(label or _label(place), place) for label, place in map(_named, paths)]
-    by_category = [_named(text) for text in specialists]  # "" for all other categories
-    for pairs, wrong in (
-        (named, "two columns are called {}: give one another label, LABEL=PATH"),
-        (by_category, "--specialist names {} twice: give each category one, CATEGORY=PATH"),
-    ):
-        if (twice := repeated([name for name, _ in pairs])) is not None:
-            raise UserError(wrong.format(twice or "all categories"))
-    models = {label: read_results(place) for label, place in named}
-    own = {category: read_results(place) for category, place in by_category}
+    models = _read_all(
+        [(label or _label(place), place) for label, place in map(_named, paths)],
+        "two columns are called {}: give one another label, LABEL=PATH",
+    )
+    own = _read_all(  # "" for all other categories
+        list(map(_named, specialists)),
+        "--specialist names {} twice: give each category one, CATEGORY=PATH",
+    )
     base_results = None if base is None else read_results(base)
     if benchmark is None and reference is not None and not own_results:
         benchmark = read_reference(reference).benchmark
@@ -85,6 +83,13 @@ def _named(text: str) -> tuple[str, Path]:
     if not name or not place:
         raise UserError(f"`{text}`: expected NAME=PATH, or a path")
     return name, Path(place)
+
+
+def _read_all(named: Sequence[tuple[str, Path]], twice: str) -> dict[str, Results]:
+    """Read the results of each name; raise UserError with `twice` if a name is repeated."""
+    if (name := repeated([name for name, _ in named])) is not None:
+        raise UserError(twice.format(name or "all categories"))
+    return {name: read_results(place) for name, place in named}
 
 
 def _label(place: Path) -> str:

@@ -7,7 +7,6 @@ holds texts, one for each repeat, or a pair (log-likelihood, whether greedy), al
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections.abc import Iterator
@@ -90,14 +89,14 @@ def _sample(line: _Line, metric: str) -> Sample:
         answers, found = _texts(line.resps), _texts(line.filtered_resps)
         letter = _letter(found[0]) if len(found) == 1 else None
         wanted = _letter(target)
-    score = _finite((line.model_extra or {}).get(metric))
+    score = _number((line.model_extra or {}).get(metric))
     hashes = line.doc_hash, line.prompt_hash
     return Sample(line.doc_id, *hashes, score, answers, found, letter, target, wanted)
 
 
-def _finite(value: Any) -> float | None:
+def _number(value: Any) -> float | None:
     try:
-        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        return float(value) if isinstance(value, (int, float)) else None
     except OverflowError:  # an integer that no float holds
         return None
 
