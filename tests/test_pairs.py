@@ -547,72 +547,53 @@ def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> 
 SOLUTION = "She sold 48 / 2 = 24 clips in May, and 72 in all.\n#### 72"  # the target of `gsm8k`
 
 
-@pytest.mark.parametrize(
-    ("text", "target", "same"),
-    [
-        ("The answer is 2 apples", "2", True),
-        ("The answer is 2 oranges", "2", True),
-        ("The answer is 2 and 3", "2", False),
-        ("The answer is 2 or 3", "2", False),
-        ("The answer is 2.5", "2", False),
-        ("The answer is 2.", "2", True),
-        ("The answer is 1,000.", "1000", True),
-        ("#### 1000", "1,000", True),
-        (r"Thus $\boxed{\dfrac{1}{2}}$.", r"$\frac{1}{2}$", True),
-        (r"Thus $\boxed{\dfrac{1}{2}}$.", r"\frac{1}{3}", False),
-        ("The answer is 72 clips.", SOLUTION, True),
-        ("The answer is 48.", SOLUTION, False),
-        ("It is 72.", SOLUTION, None),
-        ("The answer is 2", "", False),
-    ],
-)
-def test_announced_answers(text: str, target: str, same: bool | None) -> None:
-    assert announces(text, target) is same
+def test_announced_answers() -> None:
+    half = r"Thus $\boxed{\dfrac{1}{2}}$."
+    for same, target, texts_ in (
+        (True, "2", ("The answer is 2 apples", "The answer is 2 oranges", "The answer is 2.")),
+        (False, "2", ("The answer is 2 and 3", "The answer is 2 or 3", "The answer is 2.5")),
+        (True, "1000", ("The answer is 1,000.",)),
+        (True, "1,000", ("#### 1000",)),
+        (True, r"$\frac{1}{2}$", (half,)),
+        (False, r"\frac{1}{3}", (half,)),
+        (True, SOLUTION, ("The answer is 72 clips.",)),
+        (False, SOLUTION, ("The answer is 48.",)),
+        (None, SOLUTION, ("It is 72.",)),
+        (False, "", ("The answer is 2",)),
+    ):
+        assert [announces(text, target) for text in texts_] == [same] * len(texts_)
 
 
-@pytest.mark.parametrize(
-    ("text", "target", "loop"),
-    [
-        ("Yes yes yes!", "no", False),
-        ("0 0 0", "1", False),
-        ("the " * 5, "7", False),
-        ("the " * 6, "7", True),
-        ("I am " * 5, "7", False),
-        ("I am " * 6, "7", True),
-        ("7 " * 9, "7", False),
-        ("72 " * 9, SOLUTION, False),
-        ("48 " * 9, SOLUTION, True),
-        ("!" * 9, "7", False),
-        ("!" * 10, "7", True),
-    ],
-)
-def test_loops(text: str, target: str, loop: bool) -> None:
-    assert is_loop(text, target) is loop
+def test_loops() -> None:
+    for loop, target, texts_ in (
+        (False, "no", ("Yes yes yes!", "0 0 0")),
+        (False, "7", ("the " * 5, "I am " * 5, "7 " * 9, "!" * 9)),
+        (True, "7", ("the " * 6, "I am " * 6, "!" * 10)),
+        (False, SOLUTION, ("72 " * 9,)),
+        (True, SOLUTION, ("48 " * 9,)),
+    ):
+        assert [is_loop(text, target) for text in texts_] == [loop] * len(texts_)
 
 
-@pytest.mark.parametrize(
-    ("text", "prose"),
-    [
-        ("Sure! Here's the completed function:", True),
-        ("Certainly! Below is a solution that uses `sorted` (and no recursion):\n\n", True),
-        ("To solve this problem, we can compare neighbours.\n\n    return max(xs)", True),
-        ("Of course. The function returns `True` if any pair is close.\nLet me explain", True),
-        ("Gerne! Hier ist die Funktion:", True),
-        ("**Solution in Python**:\n\n    return xs[::-1]", True),
-        ("当然！下面是函数的实现：", True),
-        ("    result = []\n    return result", False),
-        ("    for x in items:\n        yield x\n", False),
-        ("\n\n    # Sort the list first, then compare\n    return sorted(xs)[1]", False),
-        ("    if not xs:\n        return None\n    return xs[0]", False),
-        ("    total: int = 1\n    while total > 1:\n        total //= 2", False),
-        ("    import math\n    return math.gcd(a, b)", False),
-        ("    n, m = m, n\n    return n", False),
-        ('    """Count the words."""\n    return len(s.split())', False),
-        ("def helper(a, b):\n    return a ** b\n", False),
-    ],
-)
-def test_text_before_programs(text: str, prose: bool) -> None:
-    assert (PROSE.match(text) is not None) == prose
+def test_text_before_programs() -> None:
+    chatty = (
+        "Sure! Here's the completed function:",
+        "Certainly! Below is a solution that uses `sorted` (and no recursion):\n\n",
+        "To solve this problem, we can compare neighbours.\n\n    return max(xs)",
+        "Of course. The function returns `True` if any pair is close.\nLet me explain",
+        "Gerne! Hier ist die Funktion:", "**Solution in Python**:\n\n    return xs[::-1]",
+        "当然！下面是函数的实现：",
+    )  # fmt: skip
+    programs = (
+        "    result = []\n    return result", "    for x in items:\n        yield x\n",
+        "\n\n    # Sort the list first, then compare\n    return sorted(xs)[1]",
+        "    if not xs:\n        return None\n    return xs[0]",
+        "    total: int = 1\n    while total > 1:\n        total //= 2",
+        "    import math\n    return math.gcd(a, b)", "    n, m = m, n\n    return n",
+        '    """Count the words."""\n    return len(s.split())',
+        "def helper(a, b):\n    return a ** b",
+    )  # fmt: skip
+    assert all(map(PROSE.match, chatty)) and not any(map(PROSE.match, programs))
 
 
 # ------------------------------------------------------------------------------------- the page
