@@ -11,15 +11,7 @@ from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Difference, Pair
 from tvb_mergekit.score.table import Table, TableRow
-from tvb_mergekit.tables import (
-    Sheet,
-    escaped,
-    markdown_table,
-    print_sheet,
-    printable,
-    say,
-    shortened,
-)
+from tvb_mergekit.tables import Sheet, escaped, markdown_table, printable, shortened, show
 
 LABEL = 24  # characters of a column's label
 MOST_PAIRS = 3  # with more pairs, the terminal does not show their tasks
@@ -85,11 +77,10 @@ def _best(table: Table, row: TableRow) -> list[int]:
 def print_table(table: Table, console: Console) -> None:
     """Print the table in blocks of as many columns as fit, pairs, remarks and gaps."""
     sheets = pair_sheets(table)
-    for sheet in (score_sheet(table), *sheets[: 2 if len(table.pairs) <= MOST_PAIRS else 1]):
-        print_sheet(sheet, console)
-        console.print()
-    if sheets:
-        say(HOW_PAIRS, console)
+    parts: list[Sheet | str] = [score_sheet(table)]
+    parts += sheets[: 2 if len(table.pairs) <= MOST_PAIRS else 1]
+    for part in (*parts, *([HOW_PAIRS] if sheets else [])):
+        show([part], console)
         console.print()
     lines = [line for remark in table.remarks for line in _remark_lines(remark)]
     for line in (*lines, *table.gaps()):  # unbroken: gaps hold commands to be copied

@@ -248,11 +248,7 @@ class TunedRecipe:
 
 
 def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY) -> TunedRecipe:
-    """Read the recipe in a file, or `recipes/add.yml` of a store.
-
-    Raises:
-        UserError, MergeRefused: there is no recipe, a mistake in it, or no coefficient to tune.
-    """
+    """Read the recipe in a file, or `recipes/add.yml` of a store; it needs a coefficient."""
     if os.path.isdir(path):
         if not is_store(path):
             raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")

@@ -16,15 +16,7 @@ from rich.console import Console
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import listed
 from tvb_mergekit.figures import BLUE, DARK, ORANGE, PALE, can_draw, rendered
-from tvb_mergekit.tables import (
-    Sheet,
-    escaped,
-    markdown_table,
-    print_sheet,
-    printable,
-    say,
-    shortened,
-)
+from tvb_mergekit.tables import Sheet, escaped, markdown_table, printable, shortened, show
 from tvb_mergekit.tune.harness import EvalTask
 from tvb_mergekit.tune.objective import Estimate, Objective
 from tvb_mergekit.tune.running import Point, Tuned
@@ -138,9 +130,9 @@ def print_table(tuned: Tuned, console: Console) -> None:
     """Print the points, and the result below them."""
     table = sheet(tuned)
     head = tuple(shortened(printable(name), LABEL) for name in table.head)
-    print_sheet(Sheet("", head, table.rows), console)
+    show([Sheet("", head, table.rows)], console)
     console.print()
-    say(table.title, console, "bold")
+    show([table.title], console, "bold")
 
 
 def markdown(tuned: Tuned) -> str:

@@ -84,11 +84,7 @@ class Tuned:
 
 
 def tune(request: TuneRequest) -> Tuned:
-    """Find the coefficient. The only file that stays is OUT/points.jsonl.
-
-    Raises:
-        UserError, MergeRefused: a mistake in the request, or in the merge.
-    """
+    """Find the coefficient. The only file that stays is OUT/points.jsonl."""
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
     if request.grid is None:
