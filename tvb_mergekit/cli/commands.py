@@ -594,20 +594,20 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     "specialists",
     metavar="[CATEGORY=]PATH",
     type=PLACE,
-    help="Results of a category's own fine-tuned model; without CATEGORY, of all. Repeatable.",
+    help="Results of the model fine-tuned for CATEGORY, by default for all. Repeatable.",
 )
 @click.option(
     "--reference",
     metavar="paper|FILE",
     type=PLACE,
-    help="Its specialists stand in for --specialist; FILE: an earlier scores.json.",
+    help="A table whose specialists replace --specialist; FILE: an earlier scores.json.",
 )
 @flag("--show-reference", help="Show the reference's other columns too.")
 @click.option(
     "--benchmark",
     metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
     type=PLACE,
-    help="By default the one that the tasks in the files belong to. FILE lists tasks in YAML: "
+    help="By default the benchmark of the tasks in the files. FILE lists tasks in YAML: "
     "docs/tune-and-score.md has an example.",
 )
 @repeatable(
@@ -616,7 +616,7 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     metavar="TASK:METRIC",
     help="Read another metric of a task, as METRIC,FILTER. Repeatable.",
 )
-@flag("--partial", help="Normalize over the categories that all have whole.")
+@flag("--partial", help="Normalize over the categories that all models have completely.")
 @click.option(
     "--radar",
     type=click.Choice(["tasks", "categories", "none"]),
@@ -637,13 +637,13 @@ def score(
 ) -> None:
     """Table the results of lm_eval, with the normalized accuracy of MergeBench.
 
-    Each PATH is a results_*.json of lm_eval, or a folder that holds some: categories that were run
-    one by one join. Normalized accuracy is the sum of a model's category means over the same sum
-    for the specialists. Whatever is missing, or not measured alike, is named.
+    Each PATH is a results_*.json of lm_eval, or a folder of them, for categories that were run one
+    by one. Normalized accuracy is the sum of a model's category means over the same sum for the
+    specialists. Missing tasks and settings that differ are reported.
 
-    Where lm_eval was run with --log_samples, models are compared item by item: each pair's
-    differences with p values corrected by Holm's method; and scores that look like extraction, not
-    ability, are shown with three answers. scores.html has all of it, and each model's recipe.
+    After lm_eval with --log_samples, models are compared item by item: the differences of each pair
+    have p values, corrected by Holm's method. Scores that look like extraction, not ability, are
+    shown with three answers. scores.html has all of it, and each model's recipe.
 
     \b
     Example:
@@ -666,11 +666,11 @@ def score(
     for line in found.warnings:
         click.echo(f"Warning: {printable(line)}", err=True)
     if out is not None:
-        pictures = []
+        pictures: dict[str, bytes] = {}
         if by is not None and found.specialists is not None and found.compared:
             from tvb_mergekit.score.radar import radar as draw
 
-            pictures = [(kind, draw(found, kind, by)) for kind in PICTURES]
+            pictures = {kind: draw(found, kind, by) for kind in PICTURES}
         elif by is not None:
             click.echo("Warning: nothing to normalize by, so no radar plot", err=True)
         write(found, out, pictures)
@@ -684,12 +684,15 @@ main.add_command(learn)
 
 @command(main, "memory", "device", *ACCESS, "quiet", writes="out")
 @click.argument("recipe", type=RECIPE_OR_STORE)
-@click.option("--tasks", required=True, metavar="T1,T2", help="Of lm-eval: tasks or groups.")
+@click.option("--tasks", required=True, metavar="T1,T2", help="lm-eval's tasks or groups.")
 @click.option(
-    "--out", required=True, metavar="DIR", type=PLACE, help="For all that is found; see below."
+    "--out", required=True, metavar="DIR", type=PLACE, help="Folder for the results; see below."
 )
 @click.option(
-    "--write", metavar="DIR", type=PLACE, help="Also merge with what was found, into this folder."
+    "--write",
+    metavar="DIR",
+    type=PLACE,
+    help="Also merge with the best coefficient, into this folder.",
 )
 @click.option(
     "--grid",
@@ -700,38 +703,43 @@ main.add_command(learn)
     "--search",
     type=click.Choice(["grid", "golden"]),
     default="grid",
-    help="golden: golden section between the grid's ends, 9 points where the grid has 21.",
+    help="golden: golden section between the grid's ends, 9 points instead of 21.",
 )
-@click.option("--tolerance", type=POSITIVE, help="Of golden; half the grid's step by default.")
+@click.option(
+    "--tolerance", type=POSITIVE, help="Precision of golden; by default half the grid's step."
+)
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @click.option(
-    "--reference", metavar="PATH", type=PLACE, help="The specialists' results: scores as shares."
+    "--reference", metavar="PATH", type=PLACE, help="The specialists' results, to divide scores by."
 )
 @repeatable(
     "--control",
     "controls",
     metavar="TASK",
-    help="basis_negate: what must not be forgotten. Repeatable.",
+    help="basis_negate: a task that must not be forgotten. Repeatable.",
 )
 @click.option(
     "--keep",
     type=Range(0, 1, min_open=True),
     default=0.95,
-    help="basis_negate: the least share of the control score that alpha 0 has.",
+    help="basis_negate: the share of the control score at alpha 0 to keep.",
 )
-@click.option("--limit", type=float, help="Items per task, or below 1 the share of them; seeded.")
-@flag("--subsample", help="Of these items, M/T for M bases of T tasks (the paper's).")
+@click.option("--limit", type=float, help="Items per task, drawn by --seed; below 1 a share.")
+@flag("--subsample", help="Use M/T of these items for M bases of T tasks, as in the paper.")
 @click.option(
     "--test-share",
     type=Range(0, 1, min_open=True),
     default=0.2,
-    help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
+    help="Share of items that choose, for tasks without a validation split; 1 for all.",
 )
-@click.option("--seed", type=SEED, default=0, help="Of the items, and of mergekit.")
+@click.option("--seed", type=SEED, default=0, help="Seed of the items, and of mergekit.")
 @repeatable(
-    "--include-path", metavar="DIR", type=PLACE, help="Folder of own lm-eval tasks. Repeatable."
+    "--include-path",
+    metavar="DIR",
+    type=PLACE,
+    help="Folder of your own lm-eval tasks. Repeatable.",
 )
-@click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that take some.")
+@click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that need it.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
 @flag("--apply-chat-template", "chat_template", help="lm-eval's.")
 @flag("--confirm-run-unsafe-code", "unsafe_code", help="lm-eval's.")
@@ -740,19 +748,18 @@ main.add_command(learn)
 def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any) -> None:
     """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
 
-    One model in memory moves along theta_0 + lambda * Delta and is scored at each point; its
-    weights are those that mergekit-yaml writes, to the last bit. For all our methods (of
-    basis_negate alpha is tuned) and mergekit's task_arithmetic, ties, breadcrumbs;
-    dare and della, which draw at random, are merged point by point.
+    The coefficient is lambda, or alpha of basis_negate. One model in memory moves along
+    theta_0 + lambda * Delta and is scored at each point. Its weights are those that mergekit-yaml
+    writes, to the last bit. mergekit's task_arithmetic, ties and breadcrumbs can be tuned as well.
+    dare and della draw at random, so each point is merged to disk.
 
-    DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. The same command goes on
-    after an interruption, and shows the same again after its end. Test items are not used: a task
-    is scored on its validation split. Of one without, a seeded part is, and test_samples.json names
-    the rest, for `lm_eval --samples`.
+    DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. After an interruption, the
+    same command continues; after the end it shows the result again. Test items are not used: a task
+    is scored on its validation split. If it has none, a seeded part of the scored items chooses,
+    and test_samples.json names the rest, for `lm_eval --samples`.
 
-    Memory: the loaded model, and --memory while models are merged (mergekit's own methods take what
-    mergekit takes). Disk, below DIR and deleted at the end: up to five times the merged model, for
-    the first merge, theta_0 and Delta.
+    Memory: the loaded model, and --memory while models are merged, except by mergekit's own
+    methods. Disk: up to five times the merged model, below DIR and deleted at the end.
 
     \b
     Example:
@@ -765,7 +772,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
     import_mergekit()
     from tvb_mergekit.tune import report, running
 
-    request = running.Request(
+    request = running.TuneRequest(
         recipe=recipe,
         tasks=[name.strip() for name in tasks.split(",") if name.strip()],
         out=Path(out),
@@ -780,7 +787,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
         click.echo(line, err=True)
     click.echo(f"Written to {out}")
     if request.write is not None:
-        found.recipe.write(found.best.point, request.write, request.quiet)
+        found.recipe.write(found.best.value, request.write, request.quiet)
         click.echo(f"Merged into {request.write}")
 
 
