@@ -14,7 +14,6 @@ from torch import Tensor
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.tensors.checkpoint import metadata_of
-from tvb_mergekit.tensors.output import sync
 from tvb_mergekit.tensors.writing import HASH, content_hash
 
 VERSION = 1
@@ -29,7 +28,6 @@ def save(file: Path, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str
     with beside(file) as path:
         save_file(held, path, metadata)
         path.chmod(0o644)  # `save_file` lets only the owner read
-        sync(path)
 
 
 def described(facts: Mapping[str, Any]) -> str:

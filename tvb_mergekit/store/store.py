@@ -5,24 +5,19 @@
 
 from __future__ import annotations
 
-import glob
-import logging
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
 import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError, check_names, remedy
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import (
     GLOBAL_KEYS,
     MERGING_KEYS,
@@ -43,13 +38,11 @@ from tvb_mergekit.store.facts import (
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.output import recover_folder, replace_folder, sync
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER, file_record
 
-LOG = logging.getLogger(__name__)
 # Of basis.safetensors: what merges and additions compute with.
 NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms", "errors"}
 MEAN = "mean"  # the folder of PCA's mean task vector
@@ -70,6 +63,11 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
         if value == dtype:
             return name
     raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
+
+
+def next_to(store: Path, kind: str) -> Path:
+    """The folder STORE.new, STORE.previous or STORE.partial."""
+    return store.with_name(f"{store.name}.{kind}")
 
 
 def basis_folder(index: int) -> str:
@@ -388,8 +386,10 @@ def read_store_facts(folder: Path) -> StoreFacts:
     """
     file = folder / FACTS
     if not folder.is_dir():
-        partial = folder.with_name(f"{folder.name}.partial")
+        partial, new = next_to(folder, "partial"), next_to(folder, "new")
         more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
+        if new.is_dir() and next_to(folder, "previous").is_dir():
+            more = f": a change of it was interrupted; complete it: mv {new} {folder}"
         raise UserError(f"{folder}: no such folder{more}")
     if not file.is_file():
         hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"
@@ -434,63 +434,3 @@ def compare_checksums(
 def record_of(path: Path) -> FileRecord:
     """Size and checksum of a file as it is."""
     return FileRecord.model_validate(file_record(path))
-
-
-class StoreLock(filelock.FileLock):
-    """A lock whose file is deleted before it is released; filelock sees that, and who waited for
-    that file tries again."""
-
-    def release(self, force: bool = False) -> None:
-        if self.is_locked:
-            with suppress(OSError):  # Windows deletes no open file: filelock does it afterwards
-                os.unlink(self.lock_file)
-        super().release(force)
-
-
-def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> StoreLock:
-    """Acquire the lock that every writer to a store holds: the file `.NAME.lock` next to it."""
-    check_names(path)
-    store = Path(os.path.realpath(path))
-    file = store.with_name(f".{store.name}.lock")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()  # filelock waits forever if it cannot make the file
-    held = StoreLock(file)
-    try:
-        held.acquire(timeout=0)
-    except filelock.Timeout:
-        waiting(f"another process writes to {path}: waiting for it ({file})")
-        held.acquire()
-    return held
-
-
-@contextmanager
-def staged(store: Path) -> Iterator[Path]:
-    """A new folder beside `store`, which takes its place at the end, or is deleted after an error;
-    under the lock of the store.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    held = lock(store, LOG.warning)
-    work = None
-    try:
-        prefix = f".{store.name}.adding-"
-        for stale in store.parent.glob(f"{glob.escape(prefix)}*"):
-            shutil.rmtree(stale, ignore_errors=True)  # ours alone, under the lock
-        recover_folder(store)
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=store.parent))
-        os.chmod(work, 0o755)
-        yield work
-        if (store / FACTS).is_file():
-            for path in (work, *work.rglob("*")):
-                sync(path)  # before what it replaces is deleted
-            replace_folder(work, store)
-        else:
-            os.rename(work, store)
-    except OSError as error:
-        mend = remedy(error) and f"; {remedy(error)}"
-        raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
-        held.release()

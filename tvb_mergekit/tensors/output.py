@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
-import errno
 import glob
 import os
 import shutil
@@ -117,66 +115,3 @@ def stale_parts(out: str | os.PathLike[str]) -> list[str]:
     target = Path(os.path.realpath(out))
     beside = target.parent.glob(f"{glob.escape(target.name)}.partial-*")
     return sorted(map(str, [*beside, *target.glob(".partial-*")]))
-
-
-def replace_folder(new: Path, old: Path) -> None:
-    """Give the folder `new` the name of `old`, and delete what was `old`; both lie in one folder.
-
-    One step on Linux, so that whoever looks, or whatever kills the process, finds one or the other
-    whole. Where the system cannot exchange two names, a kill between two renames leaves `old` under
-    the name `.NAME.replaced`, from where `recover_folder` takes it.
-    """
-    if not _exchange(new, old):
-        aside = _aside(old)
-        try:
-            os.rename(old, aside)
-            os.rename(new, old)
-        except BaseException:  # Ctrl-C too
-            if aside.exists() and not old.exists():
-                os.rename(aside, old)
-            raise
-        new = aside
-    sync(old.parent)
-    shutil.rmtree(new, ignore_errors=True)
-
-
-def recover_folder(old: Path) -> None:
-    """Tidy up after a `replace_folder` that was killed: `old` is there again, or was replaced."""
-    aside = _aside(old)
-    if aside.is_dir() and not old.exists():
-        os.rename(aside, old)
-    else:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """renameat2(2) with RENAME_EXCHANGE; False where there is no such call."""
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    if call(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(number, os.strerror(number), str(b))
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, before what they replace is deleted."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(handle)
-    except OSError:  # nor do all file systems sync them
-        pass
-    finally:
-        os.close(handle)

@@ -1,0 +1,208 @@
+"""Changes of a store: a lock, a new folder next to the store, two renames.
+
+A change is written to STORE.new, where unchanged vectors are hard links. `StoreWriter.commit`
+renames STORE to STORE.previous and STORE.new to STORE. `undo_change` swaps STORE and
+STORE.previous.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import filelock
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError, check_names, remedy
+from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, write_facts
+from tvb_mergekit.store.recipes import recipe_files, write_recipes
+from tvb_mergekit.store.report import write_tensors
+from tvb_mergekit.store.store import (
+    Bases,
+    is_store,
+    load,
+    next_to,
+    numbers_of,
+    read_store_facts,
+    record_of,
+)
+from tvb_mergekit.tensors.output import check_new_folder
+
+LOG = logging.getLogger(__name__)
+
+
+class StoreWriter:
+    """The next state of a store, in a folder next to it.
+
+    Args:
+        path: the store, which may be missing.
+        folder: where the next state is written; None: STORE.new.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
+        self.store = Path(os.path.realpath(path))
+        self.folder = folder or next_to(self.store, "new")
+
+    def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
+        """Link the vectors of the present state into the next; returns the records of their files.
+
+        Args:
+            without: the folder of a vector that is left out.
+        """
+        assert bases.path is not None
+        files = {
+            name: record
+            for name, record in bases.facts.store.files.items()
+            if "/" in name and name.partition("/")[0] != without
+        }
+        for name in files:
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            link(bases.path / name, self.folder / name)
+        return files
+
+    def commit(self, facts: StoreFacts, tensors: Mapping[str, Tensor]) -> Bases:
+        """Write the rest of the next state, basis.json last, and publish it.
+
+        Args:
+            facts: with the files of the vectors, which are in the folder.
+            tensors: of basis.safetensors, except those that `numbers_of` gives.
+        """
+        write_tensors(self.folder, {**numbers_of(facts), **tensors})
+        files = {**facts.store.files, TENSORS: record_of(self.folder / TENSORS)}
+        store = facts.store.but(files=files)
+        if store.base_path:
+            store = store.but(base_beside=os.path.relpath(store.base_path, self.store))
+        facts = facts.but(store=store)
+        write_recipes(self.folder, facts)
+        write_facts(self.folder, facts)
+        if not (self.store / FACTS).is_file():
+            with suppress(FileNotFoundError):
+                self.store.rmdir()  # an empty folder
+            os.rename(self.folder, self.store)
+        else:
+            previous = next_to(self.store, "previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            _rename((self.store, previous), (self.folder, self.store))
+        return load(self.store)
+
+
+@contextmanager
+def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
+    """A writer of the next state of a store, under the lock of the store.
+
+    Raises:
+        UserError: an earlier change was interrupted, the store holds a user's file, or a file
+            cannot be written. The store stays as it was.
+    """
+    writer = StoreWriter(path)
+    store, held = writer.store, lock(path, LOG.warning)
+    try:
+        if store.is_dir() and is_store(store):
+            _check_own(store, read_store_facts(store))
+        elif next_to(store, "new").is_dir():
+            read_store_facts(store)  # names the command that completes the change
+        shutil.rmtree(writer.folder, ignore_errors=True)
+        writer.folder.mkdir()
+        yield writer
+    except OSError as error:
+        mend = remedy(error) and f"; {remedy(error)}"
+        raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
+    finally:
+        if store.exists() or not next_to(store, "previous").exists():
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        held.release()
+
+
+def undo_change(path: str | os.PathLike[str]) -> Bases:
+    """Swap a store and its previous state. A second call swaps them back.
+
+    Raises:
+        UserError: no store, or no previous state.
+    """
+    store = Path(os.path.realpath(path))
+    with changing(path) as writer:
+        read_store_facts(store)
+        previous, new = next_to(store, "previous"), writer.folder
+        if not previous.is_dir():
+            raise UserError(f"{path}: nothing to undo: there is no {previous}")
+        load(previous)
+        new.rmdir()
+        _rename((store, new), (previous, store), (new, previous))
+    return load(store)
+
+
+def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """Raise UserError if a folder for a new store is not empty, or a previous state is next to it.
+
+    Args:
+        inputs: paths that the store must not hold.
+    """
+    check_new_folder(out, inputs)
+    previous = next_to(Path(os.path.realpath(out)), "previous")
+    if previous.exists():
+        raise UserError(
+            f"{previous} is the previous state of another store of this name, and `tvb undo` would "
+            "bring it back; delete it or name another folder"
+        )
+
+
+def link(file: Path, target: Path) -> None:
+    """Give a file a second name; copy the file if the file system has no hard links."""
+    try:
+        os.link(file, target)
+    except (AttributeError, OSError):
+        shutil.copy2(file, target)
+
+
+def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> filelock.FileLock:
+    """Acquire the lock that every writer to a store holds: the file `.NAME.lock` next to it."""
+    check_names(path)
+    store = Path(os.path.realpath(path))
+    file = store.with_name(f".{store.name}.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()  # filelock waits forever if it cannot make the file
+    held = _Lock(file)
+    try:
+        held.acquire(timeout=0)
+    except filelock.Timeout:
+        waiting(f"another process writes to {path}: waiting for it ({file})")
+        held.acquire()
+    return held
+
+
+class _Lock(filelock.FileLock):
+    """A lock that deletes its file before its release. filelock tries again if a file is gone."""
+
+    def release(self, force: bool = False) -> None:
+        if self.is_locked:
+            with suppress(OSError):  # Windows deletes no open file: filelock does it afterwards
+                os.unlink(self.lock_file)
+        super().release(force)
+
+
+def _check_own(store: Path, facts: StoreFacts) -> None:
+    """Raise UserError if a folder holds a file that is not the store's, which a change would lose."""
+    own = {FACTS, *facts.store.files, *recipe_files(facts)}
+    for entry in store.rglob("*"):
+        if not entry.is_dir() and entry.relative_to(store).as_posix() not in own:
+            raise UserError(
+                f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"
+            )
+
+
+def _rename(*moves: tuple[Path, Path]) -> None:
+    """Rename several folders in order. If one fails, the earlier ones get their names back."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for old, new in moves:
+            done.append((old, new))
+            os.rename(old, new)
+    except BaseException:  # Ctrl-C too
+        for old, new in reversed(done):
+            if new.exists() and not old.exists():
+                os.rename(new, old)
+        raise
