@@ -472,7 +472,7 @@ def test_lists_that_are_not_all_bases_of_one_store(
     for listed, message in (
         ([first, second, tmp_path / "link"], "second time"),
         ([first, tmp_path / "copy" / "basis-001"], "two stores"),
-        ([found.models[0], first, second], "is no vector of a store"),
+        ([found.models[0], first, second], "is not a vector of a store"),
         ([tmp_path / "alone", second], "keep a store together"),
     ):
         made = recipe("basis_ta", found.base, listed)

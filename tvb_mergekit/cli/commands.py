@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.store.bits import Quantize
     from tvb_mergekit.store.facts import DtypeName
-    from tvb_mergekit.store.inputs import Inputs
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
+    from tvb_mergekit.tensors.taskset import TaskSet
 
 OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
 flag = partial(click.option, is_flag=True)
@@ -177,7 +177,7 @@ def _read(recipe: str) -> Document:
         return read_document(recipe)
 
 
-def _open(document: Document, values: dict[str, Any], names: list[str] | None = None) -> Inputs:
+def _open(document: Document, values: dict[str, Any], names: list[str] | None = None) -> TaskSet:
     """The models of a recipe, opened; `names` as for `read_inputs`."""
     from tvb_mergekit.plugin.inputs import read_inputs
 

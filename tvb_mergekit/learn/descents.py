@@ -89,10 +89,10 @@ class Descents(Work):
     def costs(self) -> Costs:
         request, schedule = self.request, self.schedule
         train, _ = self._counts
-        rows = Rows.of(list(self.plan.counted), self.per, request.blocks).count
+        rows = Rows.of(self.plan.tasks.names, self.per, request.blocks).count
         model = self.model_bytes
-        numel = sum(item.numel for item in self.plan.items())
-        largest = max(item.numel for item in self.plan.items())
+        numel = sum(item.numel for item in self.plan.tasks.items)
+        largest = max(item.numel for item in self.plan.tasks.items)
         bases = 1 if self.localizes else self.most_bases
         memory = 4 * bases * numel
         if self.files:
@@ -163,7 +163,7 @@ class Descents(Work):
         if self.localizes:
             return ByMasks(request.method, self.outputs, self.write)
         held, told = load_file(self.outputs[0])["coefficients"], self.told
-        rows = Rows.of(list(self.plan.counted), told["per"], told["blocks"])
+        rows = Rows.of(self.plan.tasks.names, told["per"], told["blocks"])
         if rows.titles != told["rows"]:
             raise UserError(f"{self.outputs[0]}: coefficients of other tensors than this recipe's")
         return ByCoefficients(request.method, held, rows, self.write)
@@ -190,9 +190,9 @@ class Descents(Work):
         """What tells the bases from others."""
         plan = self.plan
         assert plan.basis is not None
-        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.items()])
+        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.tasks.items])
         return {
-            "fingerprints": list(plan.fingerprints.values()),
+            "fingerprints": list(plan.tasks.fingerprints.values()),
             "encoder": bases_of(plan).tolist(),
             "scale": plan.basis.scale if self.localizes else None,
             "tensors": hashlib.sha256(tensors.encode()).hexdigest(),
@@ -286,7 +286,7 @@ class Descents(Work):
             return
         model, parameters, base = self._model()
         bases = self.models.stacked(bases_of(self.plan))
-        rows = Rows.of(list(self.plan.counted), self.per, request.blocks)
+        rows = Rows.of(self.plan.tasks.names, self.per, request.blocks)
         moving = Coefficients(base, bases, rows, self._start(), request.nonnegative)
         splits, seed = self._splits(), request.seed
         train = [split.train for split in splits]
@@ -314,15 +314,16 @@ class Descents(Work):
         """What mergekit's own `task_arithmetic` makes the same model of, but for rounding; None
         where a recipe cannot say it: blocks, and the vectors of a store."""
         plan, told = self.plan, self.told
-        if told["blocks"] > 1 or plan.recipe.store is not None or plan.recipe.in_store:
+        if told["blocks"] > 1 or plan.recipe.vectors is not None:
             return None
         held = load_file(self.outputs[0])["coefficients"].double()
         weights = (held @ bases_of(plan).T).T.tolist()  # of each model, in each row
-        rows = Rows.of(list(plan.counted), told["per"])
-        jobs, filters = plan.jobs(), dict[str, int | None]()
-        for name in plan.tensors:
+        rows = Rows.of(plan.tasks.names, told["per"])
+        filters = dict[str, int | None]()
+        for item in plan.items():
+            name = item.name
             layer = LAYER.match(name) if told["per"] == "layer" else None
-            row = rows.first[jobs[name].counted_as] if name in jobs else None
+            row = rows.first[item.counted_as] if item.counted_as else None
             filters[f"{layer[1]}." if layer and row is not None else name] = row
         # The first filter that is found in a name counts: the longest come first.
         order = sorted(filters.items(), key=lambda each: -len(each[0]))
@@ -354,14 +355,15 @@ class Descents(Work):
         addition, of each row with the mean of its tensors' lambda."""
         plan, basis = self.plan, self.plan.basis
         assert basis is not None
-        rows = Rows.of(list(plan.counted), self.per, self.request.blocks)
+        rows = Rows.of(plan.tasks.names, self.per, self.request.blocks)
         columns = bases_of(plan).shape[1]
         if self.request.method != "adamerging":  # a square has no gradient at 0
             start = 0.1 if self.request.nonnegative else 0.0
             return torch.full((rows.count, columns), start).double()
         found: list[list[float]] = [[] for _ in range(rows.count)]
-        for job in plan.jobs().values():
-            found[rows.first[job.counted_as]].append(job.tunables.lambda_)
+        for item in plan.items():
+            if item.tunables is not None:
+                found[rows.first[str(item.counted_as)]].append(item.tunables.lambda_)
         lambdas = torch.tensor([sum(some) / len(some) for some in found], dtype=torch.float64)
         counted = torch.ones(columns, dtype=torch.float64)
         if plan.recipe.store is not None:  # whose bases may stand for several tasks
@@ -403,7 +405,7 @@ class Descents(Work):
             self._remember(history, told)
             if world.leads:
                 chosen = mask.kept()
-                shapes = {item.name: item.shape for item in plan.items()}
+                shapes = {item.name: item.shape for item in plan.tasks.items}
                 masked = (
                     (names[name], (bases[name][0] * chosen[name]).view(shapes[name]).cpu())
                     for name in chosen

@@ -60,9 +60,9 @@ class ByStatistics:
             totals = [sum(float(f.tensor(n).double().sum()) for n in names) for f in statistics]
             scales = [1 / total if total else 0.0 for total in totals]
             encoder = torch.tensor(scales, dtype=torch.float64)[:, None] * encoder
-        jobs, means = plan.jobs(), plan.means
+        means = plan.means
         # Tensor -> the one whose statistics merge it; all others are the mean of the bases.
-        known = {name: job.counted_as for name, job in jobs.items() if job.counted_as in held}
+        known = {i.name: i.counted_as for i in items if i.tunables and i.counted_as in held}
         mean: Step = Linear.of(bases.mean(1, keepdim=True), add_base=True)
         weighted: Step = FisherMean(bases, encoder)
 
@@ -77,7 +77,7 @@ class ByStatistics:
             some = list(group)
             if not by_data or self.method == "fisher":
                 step = weighted if by_data else mean
-                steps = {item.name: step for item in some if item.name in jobs}
+                steps = {item.name: step for item in some if item.tunables}
                 combine_pass(some, steps, sink, **means, progress=update)
                 continue
             for item in some:
@@ -119,15 +119,15 @@ class ByCoefficients:
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
         weights = self.values.double() @ bases_of(plan).T  # of the vectors that are read
-        jobs, means = plan.jobs(), plan.means
+        means = plan.means
         update = means.pop("progress")("Merged model", sum(item.nbytes for item in items))
         pieces, steps = list[Item](), dict[str, Step]()
         joined = Joined(sink, {item.name: item for item in items})
         for item in items:
-            if item.name not in jobs:
+            if item.tunables is None:
                 pieces.append(item)
                 continue
-            own = weights[self.rows.of_tensor(jobs[item.name].counted_as)]
+            own = weights[self.rows.of_tensor(str(item.counted_as))]
             for number, (first, piece) in enumerate(blocks_of(item, self.rows.blocks)):
                 name = item.name if self.rows.blocks == 1 else f"{item.name}, block {number}"
                 joined.places[name] = item.name, first
@@ -183,21 +183,23 @@ class ByMasks:
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """As in `plan.Learned`."""
         masked = [Sparse.open(file) for file in self.files]
-        jobs, means, names = plan.jobs(), plan.means, base_names(plan)
+        means, names = plan.means, base_names(plan)
 
         def of_masked(item: Item) -> Item:
-            name = names[jobs[item.name].counted_as]
+            name = names[str(item.counted_as)]
             return replace(item, inputs=tuple(Part.of(each, name, "delta") for each in masked))
 
-        stitched = [of_masked(item) if item.name in jobs else item for item in items]
+        stitched = [of_masked(item) if item.tunables else item for item in items]
+        moving = [item.name for item in items if item.tunables]
         step: Step = Stitch(len(masked))
         update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
-        combine_pass(stitched, dict.fromkeys(jobs, step), sink, **means, progress=update)
+        combine_pass(stitched, dict.fromkeys(moving, step), sink, **means, progress=update)
 
 
 def base_names(plan: Plan) -> dict[str, str]:
     """Tensor that counts -> its name in the base's files."""
-    return {name: planned.names[0] or name for name, planned in plan.counted.items()}
+    bases = ((item.name, item.base) for item in plan.tasks.items)
+    return {name: (base and base.name) or name for name, base in bases}
 
 
 def bases_of(plan: Plan) -> Tensor:

@@ -168,10 +168,10 @@ class Work(ABC):
 
     def __init__(self, request: Request, plan: Plan) -> None:
         self.request, self.plan = request, plan
-        if aligned := [p.name for p in plan.counted.values() if p.whole and None not in p.names]:
+        if plan.changed:
             raise UserError(
-                f"tensor `{aligned[0]}` is changed by the recipe's tokenizer, and no longer what a "
-                "model has learned; set `tokenizer_source: base`"
+                f"tensor `{next(iter(plan.changed))}` is changed by the recipe's tokenizer, and "
+                "no longer what a model has learned; set `tokenizer_source: base`"
             )
         self.device = plan.devices[0]
         self.dtype = dtype_from_name(request.precision)
@@ -389,7 +389,7 @@ def check_request(request: Request) -> None:
         if wrong:
             raise UserError(told)
     unused = [key for key in document.varying if (method, key) != ("adamerging", "lambda")]
-    if unused and not document.recipe.in_store:  # whose own recipes have some
+    if unused and document.recipe.vectors is None:  # whose own recipes have some
         LOG.warning("%s does not use the recipe's `%s`", method, listed(unused))
 
 

@@ -38,7 +38,7 @@ class Visits(Work):
     def costs(self) -> Costs:
         request, fisher = self.request, self.request.method == "fisher"
         forward = sum(used for used, _ in self.examples_used.values())
-        sizes, merging = {item.name: item.shape for item in self.plan.items()}, 0
+        sizes, merging = {item.name: item.shape for item in self.plan.tasks.items}, 0
         if fisher:  # the sums, and the gradient of one tensor
             numels = [math.prod(shape) for shape in sizes.values()]
             held, stored = 4 * (sum(numels) + max(numels)), 4 * sum(numels)

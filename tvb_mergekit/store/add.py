@@ -38,7 +38,6 @@ from tvb_mergekit.store.facts import (
     StoreFacts,
     StoreRecord,
 )
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import (
@@ -55,6 +54,7 @@ from tvb_mergekit.tensors.output import check_disk, check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import FoldersSink, MemorySink
 
 LOG = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Growth:
 
 def add_to_store(
     path: str | os.PathLike[str],
-    inputs: Inputs,
+    inputs: TaskSet,
     growth: Growth = Growth(),
     *,
     device: torch.device = CPU,
@@ -141,7 +141,7 @@ def undo_addition(path: str | os.PathLike[str]) -> Bases:
 
 def add_in_memory(
     bases: Bases | None,
-    inputs: Inputs,
+    inputs: TaskSet,
     growth: Growth = Growth(),
     *,
     device: torch.device = CPU,
@@ -151,7 +151,7 @@ def add_in_memory(
     return _Addition(bases, inputs, growth, device, block_budget(), silent).in_memory()
 
 
-def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
+def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
     """Bases of no task yet, under the base of `inputs`."""
     store = StoreRecord.model_construct(
         contents="tensors",
@@ -198,7 +198,7 @@ class _Addition:
     def __init__(
         self,
         bases: Bases,
-        inputs: Inputs,
+        inputs: TaskSet,
         growth: Growth,
         device: torch.device,
         memory: int,
@@ -286,7 +286,7 @@ class _Addition:
         sums = None if bases.vectors else inputs.sums
         if sums is None:
             sums, _cached = gram_pass(
-                lambda: self.items,
+                self.items,
                 [*map(basis_folder, range(bases.num_bases)), self.task],
                 devices=[self.device],
                 budget=self.memory,
@@ -419,7 +419,7 @@ class _Addition:
 # What any addition looks at
 
 
-def check_new(bases: Bases, inputs: Inputs) -> None:
+def check_new(bases: Bases, inputs: TaskSet) -> None:
     """Raise UserError unless the one model of `inputs` is a new task for the base of `bases`."""
     ((task,), where) = inputs.tasks, bases.path or "these bases"
     if task in bases.tasks:
@@ -428,7 +428,7 @@ def check_new(bases: Bases, inputs: Inputs) -> None:
     bases.check_base(inputs.base, inputs.base_model)
 
 
-def given_items(bases: Bases, inputs: Inputs) -> list[Item]:
+def given_items(bases: Bases, inputs: TaskSet) -> list[Item]:
     """The store's tensors, with the new model as input.
 
     Raises:
@@ -463,7 +463,7 @@ def with_vectors(vectors: Sequence[Weights], items: Sequence[Item]) -> list[Item
 
 
 def check_size(
-    bases: Bases, inputs: Inputs, sums: GramSums, doubt: Callable[[str], object]
+    bases: Bases, inputs: TaskSet, sums: GramSums, doubt: Callable[[str], object]
 ) -> None:
     """Doubt a new task vector, the last of `sums`, that is unlike those that are there.
 

@@ -50,13 +50,13 @@ from tvb_mergekit.store.bits import (
 )
 from tvb_mergekit.store.build import finish_store, finish_vectors, writers_of
 from tvb_mergekit.store.facts import Bounds, FileRecord, StoreFacts
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import FOLDER, edited
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import FoldersSink
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ CPU = torch.device("cpu")
 
 def add_to_zoo(
     path: str | os.PathLike[str],
-    inputs: Inputs,
+    inputs: TaskSet,
     quantize: Quantize | None,
     growth: Growth,
     *,
@@ -168,7 +168,7 @@ class _Joining:
     def __init__(
         self,
         bases: Bases,
-        inputs: Inputs,
+        inputs: TaskSet,
         quantize: Quantize | None,
         growth: Growth,
         passes: Mapping[str, Any],
@@ -190,7 +190,7 @@ class _Joining:
             self.old, self.items = _vectors(bases), with_vectors(bases.vectors, items)
         sums = inputs.sums
         if sums is None:
-            sums, _ = gram_pass(lambda: items, [self.task], **passes, progress=progress)
+            sums, _ = gram_pass(items, [self.task], **passes, progress=progress)
         check_size(bases, inputs, sums, growth.doubt)
         self.sums = sums.scaled([self.weight])
         self.norm = float(self.sums.gram[0, 0]) ** 0.5
