@@ -114,7 +114,8 @@ def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
     names = [folder.name for folder in known]
     expected = bases.facts.store.folders[: bases.num_bases]
     if lost := next((name for name in names if name not in expected), None):
-        raise UserError(f"{place / lost} is not a vector of {place}: {', '.join(expected)}")
+        kind = "task" if bases.is_zoo else "basis"
+        raise UserError(f"{place / lost} is not a {kind} of {place}: {', '.join(expected)}")
     if not bases.is_zoo and sorted(names) != sorted(expected):
         raise UserError(
             f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
