@@ -1,17 +1,18 @@
 """Makes the stock mergekit commands know tvb-mergekit's merge methods.
 
-mergekit 0.1.5 has no entry points. So `tvb_mergekit.pth` (from Python 3.15 on `tvb_mergekit.start`)
+mergekit has no entry points. So `tvb_mergekit.pth` (from Python 3.15 on `tvb_mergekit.start`)
 calls `install()` when Python starts. That puts one finder on `sys.meta_path`, which does nothing
-until one of mergekit's modules below is imported; then it hands the module, freshly executed, to
-`tvb_mergekit.plugin.on_import`, before its importer can take a name from it.
+until one of mergekit's modules below is imported. Then it hands the module, freshly executed, to
+`tvb_mergekit.plugin.on_import`, before its importer can take a name from it. `on_import` compares
+the names that it needs with the installed mergekit, and reports the first difference.
 
-This module runs at every start of Python in the environment. It imports nothing but `sys` (already
-loaded), and whatever goes wrong costs one line on stderr: never a traceback, never mergekit itself.
+This module runs at every start of Python in the environment. It imports only `sys` (already
+loaded). Any failure costs one line on stderr: never a traceback, never mergekit itself.
 
     TVB_MERGEKIT_DISABLE=1   leaves mergekit as it is
     TVB_MERGEKIT_DEBUG=1     shows the traceback of a plugin that failed
 
-Where Python does not read `.pth` files (`python -S`, `pip install --target`), call `install()`.
+Call `install()` if Python does not read `.pth` files (`python -S`, `pip install --target`).
 """
 
 import sys
@@ -22,19 +23,18 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-MERGEKIT_RANGE = ">=0.1.5,<0.1.6"  # tested versions: the same as in pyproject.toml
 METHODS = "basis_ta, basis_ties, basis_iso, basis_tsvm, basis_wudi and basis_negate"
 
-# The modules handed to the plugin, in the order in which mergekit's own imports execute them.
+# The modules handed to the plugin, in the order in which mergekit's own imports execute them. Every
+# mergekit has the second one, so that a mergekit without the first is noticed.
 MODULES = (
     "mergekit.merge_methods.registry",
+    "mergekit.merge_methods",
     "mergekit.merge",
     "mergekit.scripts.merge_raw_pytorch",
     "mergekit.scripts.run_yaml",
     "mergekit.scripts.multimerge",
 )
-# The first one is not handed over. Every mergekit has it, so that a wrong version is noticed.
-WATCHED = ("mergekit.merge_methods", *MODULES)
 
 
 def install() -> None:
@@ -50,6 +50,11 @@ def install() -> None:
         _FINDER.give_up(error)
 
 
+def problem_shown() -> bool:
+    """Whether a line on stderr has said why the methods are not available."""
+    return _FINDER.told
+
+
 def _env(name: str) -> bool:
     import os
 
@@ -57,16 +62,15 @@ def _env(name: str) -> bool:
 
 
 class TvbMergekitFinder:
-    """Finds what the finders after it find; of the watched modules, wraps the loader."""
+    """Finds modules by the finders after it, and wraps the loaders of MODULES."""
 
     def __init__(self) -> None:
-        self.watched = frozenset(WATCHED)
-        self.handed_over: dict[str, ModuleType] = {}  # what the plugin has seen
-        self.checked = False
+        self.handed_over: dict[str, ModuleType] = {}
         self.stopped = False
+        self.told = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
-        if name not in self.watched or self.stopped:
+        if name not in MODULES or self.stopped:
             return None
         finders = list(sys.meta_path)
         if self in finders:
@@ -84,47 +88,29 @@ class TvbMergekitFinder:
         return None
 
     def catch_up(self) -> None:
-        """Hand over what was imported before install() was called."""
-        for name in WATCHED:
+        """Hand over the modules that were imported before install() was called."""
+        for name in MODULES:
             module = sys.modules.get(name)
             spec = getattr(module, "__spec__", None)
-            # One that is being imported right now is handed over at its end.
+            # A module that is being imported right now is handed over at its end.
             if module is not None and not getattr(spec, "_initializing", False):
-                self.before()
                 if self.handed_over.get(name) is not module:
                     self.after(module)
 
-    def before(self) -> None:
-        """Look at mergekit's version, once, before its first watched module is executed."""
-        if self.checked or self.stopped:
+    def after(self, module: "ModuleType") -> None:
+        """Hand the executed module to the plugin."""
+        if self.stopped:
             return
-        self.checked = True
         if _env("TVB_MERGEKIT_DISABLE"):
             self.stopped = True
             return
         try:
-            from importlib.metadata import version
-
-            from packaging.specifiers import SpecifierSet
-
-            if (found := version("mergekit")) not in SpecifierSet(MERGEKIT_RANGE):
-                self.stop(
-                    f"are not available: mergekit {found} is installed, {MERGEKIT_RANGE} is "
-                    f"needed; pip install 'mergekit{MERGEKIT_RANGE}'"
-                )
-        except Exception as error:
-            self.give_up(error)
-
-    def after(self, module: "ModuleType") -> None:
-        """Hand the executed module to the plugin."""
-        name = module.__name__
-        if self.stopped or name not in MODULES:
-            return
-        try:
             from tvb_mergekit.plugin import on_import
 
-            on_import(module)
-            self.handed_over[name] = module
+            problem = on_import(module)
+            self.handed_over[module.__name__] = module
+            if problem:
+                self.stop(f"are not available: {problem}")
         except Exception as error:
             self.give_up(error)
 
@@ -143,7 +129,7 @@ class TvbMergekitFinder:
         """Leave mergekit alone from now on. The line is written once in a process."""
         if self.stopped:
             return
-        self.stopped = True
+        self.stopped = self.told = True
         try:
             sys.stderr.write(f"tvb-mergekit: {METHODS} {problem}\n")
         except Exception:  # no stderr, or a closed one
@@ -167,7 +153,6 @@ class _Loader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        self._finder.before()
         self._loader.exec_module(module)
         self._finder.after(module)
 

@@ -250,6 +250,11 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/export.py", "([task]) / bases.weights", "([task]) * bases.weights"),
         ("store/add.py", "self.bases.num_bases / len(old.tasks)", "1.0"),
     ],
+    "test_autoload.py -k 'changed_name or more_parameters'": [
+        ("plugin/names.py", 'others == "..." and optional', 'others == "..."'),
+        ("plugin/names.py", "if parameter in expected] == expected", "if parameter in expected]"),
+        ("plugin/__init__.py", "        names.withdraw()", "        pass"),
+    ],
     "test_recipe.py": [
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
         ("settings.py", "if self.above else self.low <= number", "if self.above else True"),

@@ -17,7 +17,6 @@ import itertools
 import multiprocessing
 import os
 import pkgutil
-import resource
 import shutil
 import signal
 import sys
@@ -29,6 +28,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import pytest
+
+resource = pytest.importorskip("resource", reason="processes are forked")
 
 MAINS = {
     "tvb": "tvb_mergekit.cli.commands",

@@ -1,7 +1,8 @@
 """The stock mergekit knows our methods as soon as the package is installed, and only as long.
 
-Installations are real, in environments that see this one's packages. What the hook does in odd
-situations is tested against a mergekit of a few lines, which is imported in no time.
+Installations are real, in environments that see this one's packages. A mergekit of a few lines,
+which is imported in no time, tests the hook in odd situations. Other versions of mergekit are
+patched names, or a copy of the installed one with another version and changed text.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import mergekit.merge_methods.registry as registry
+import mergekit.scripts.merge_raw_pytorch
+import mergekit.scripts.multimerge
+import mergekit.scripts.run_yaml
 import pytest
+from commands import assert_same, merge, recipe, write
+from packaging.requirements import Requirement
+from tiny import TASKS, family, llama
+
+from tvb_mergekit.plugin import names
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,6 +47,7 @@ from mergekit.merge_methods import get, registered_methods
 assert get("basis_ta").spec.name == "basis_ta"
 print(*sorted(m.spec.name for m in registered_methods() if m.spec.name.startswith("basis_")))
 """
+MISSPELT = "{merge_method: basis_ta, base_model: b, models: [model: m], parameters: {lamda: 1}}"
 
 
 def uv(*words):
@@ -48,6 +60,12 @@ def uv(*words):
 def install(venv, how, wheel, tmp_path):
     if how == "wheel":
         venv.pip("install", "--no-deps", wheel)
+    elif how == "sdist":
+        pytest.importorskip("hatchling")
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        (sdist,) = tmp_path.glob("*.tar.gz")
+        venv.pip("install", "--no-deps", "--no-build-isolation", sdist)
     elif how == "uv":
         uv("install", "--offline", "--no-deps", "--python", venv.python, wheel)
     else:
@@ -61,7 +79,7 @@ def install(venv, how, wheel, tmp_path):
         venv.pip("install", "--no-deps", "--no-build-isolation", "-e", source)
 
 
-@pytest.mark.parametrize("how", ["wheel", "editable", "uv"])
+@pytest.mark.parametrize("how", ["wheel", "sdist", "editable", "uv"])
 def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
     venv = make_venv()
     before = venv.files()
@@ -72,6 +90,10 @@ def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
     assert Path(hook_file) == venv.site / "tvb_mergekit_hook.py"
     assert methods.split() == sorted(hook.METHODS.replace(" and", ",").split(", "))
     assert result.stderr == ""
+    if how in ("wheel", "sdist"):
+        (venv.folder / "recipe.yml").write_text(MISSPELT)
+        stock = ("-m", "mergekit.scripts.run_yaml", "recipe.yml", "merged")
+        assert "`lamda`" in venv.run(*stock, check=False).stderr
 
     if how == "uv":
         uv("uninstall", "--python", venv.python, "tvb-mergekit")
@@ -104,7 +126,7 @@ def test_mergekit_looks_untouched(make_venv, wheel):
             import mergekit.merge, mergekit.plan, mergekit.merge_methods.registry as registry
             import mergekit.scripts.run_yaml, mergekit.scripts.multimerge
             import mergekit.scripts.merge_raw_pytorch
-            for name in sys.modules["tvb_mergekit_hook"].WATCHED:
+            for name in sys.modules["tvb_mergekit_hook"].MODULES:
                 module = sys.modules[name]
                 assert type(module.__spec__.loader) is SourceFileLoader, name
                 assert module.__loader__ is module.__spec__.loader, name
@@ -197,11 +219,11 @@ assert "tvb_mergekit_hook" not in sys.modules
 import tvb_mergekit_hook
 tvb_mergekit_hook.install()
 from tvb_mergekit.plugin import CALLS
-assert CALLS == list(tvb_mergekit_hook.MODULES[:3]), CALLS
+assert CALLS == list(tvb_mergekit_hook.MODULES[:4]), CALLS
 from mergekit.merge_methods import get
 assert get("basis_ta")
 import mergekit.scripts.run_yaml
-assert CALLS == list(tvb_mergekit_hook.MODULES[:4]), CALLS
+assert CALLS == list(tvb_mergekit_hook.MODULES[:5]), CALLS
 """
 # One that asks the whole machinery for the real spec, as many import hooks do.
 OTHER_FINDERS = """
@@ -220,41 +242,29 @@ sys.meta_path.insert(0, Other())
 sys.meta_path.insert(2, Other())
 import mergekit.merge, tvb_mergekit_hook
 from tvb_mergekit.plugin import CALLS
-assert CALLS == list(tvb_mergekit_hook.MODULES[:2]), CALLS
+assert CALLS == list(tvb_mergekit_hook.MODULES[:3]), CALLS
 """
 UNTOUCHED = "import sys, mergekit.merge_methods as m; assert m.registry.METHODS == {}; "
 UNTOUCHED += "assert 'tvb_mergekit' not in sys.modules"
 
 
-def write(root: Path, files: Mapping[str, str]) -> None:
+def write_files(root: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
 
 
-def of_version(version: str | None) -> Callable[[Path], None]:
-    """A mergekit that says it has this version; None: no word of it."""
-
-    def change(site: Path) -> None:
-        shutil.rmtree(site / "mergekit-0.1.5.dist-info", ignore_errors=True)
-        if version is not None:
-            metadata = f"Metadata-Version: 2.1\nName: mergekit\nVersion: {version}\n"
-            write(site, {f"mergekit-{version}.dist-info/METADATA": metadata})
-
-    return change
-
-
 def half_uninstalled(*leave: str) -> Callable[[Path], None]:
     def change(site: Path) -> None:
         shutil.rmtree(site / "tvb_mergekit")
-        write(site / "tvb_mergekit", dict.fromkeys(leave, ""))
+        write_files(site / "tvb_mergekit", dict.fromkeys(leave, ""))
 
     return change
 
 
 def with_plugin(text: str) -> Callable[[Path], None]:
-    return lambda site: write(site, {"tvb_mergekit/plugin/__init__.py": text})
+    return lambda site: write_files(site, {"tvb_mergekit/plugin/__init__.py": text})
 
 
 def damaged(text: str | None) -> Callable[[Path], object]:
@@ -276,10 +286,6 @@ class Script:
 
 BROKEN = r"[^\n]*ValueError: a b [^\n]*TVB_MERGEKIT_DEBUG=1[^\n]*\n"
 NOT_THERE = r"tvb-mergekit: basis_ta[^\n]*No module named 'tvb_mergekit[^\n]*\n"
-OTHER_VERSION = (
-    rf"tvb-mergekit: {hook.METHODS} are not available: mergekit {{}} is "
-    r"installed, >=0\.1\.5,<0\.1\.6 is needed; pip install 'mergekit>=0\.1\.5,<0\.1\.6'\n"
-)
 RAISE = "raise ValueError('a\\nb')"
 PLUGINS = {
     "at once": RAISE,
@@ -301,22 +307,6 @@ SCRIPTS = {
         f"import os; os.environ['TVB_MERGEKIT_DISABLE'] = '1'; {UNTOUCHED}", ""
     ),
     "not off": Script(env={"TVB_MERGEKIT_DISABLE": "0"}),
-    **{
-        f"mergekit {version}": Script(
-            f"{ALL}; print(mergekit.merge_methods.registry.METHODS)",
-            "{}\n",
-            OTHER_VERSION.format(re.escape(version)),
-            change=of_version(version),
-        )
-        for version in ("0.1.4", "0.1.6")
-    },
-    "unknown version": Script(
-        ALL, "", r"[^\n]*PackageNotFoundError: [^\n]*mergekit[^\n]*\n", change=of_version(None)
-    ),
-    **{
-        f"mergekit {version}": Script(change=of_version(version))
-        for version in ("0.1.5", "0.1.5+local")
-    },
     "half uninstalled, at rest": Script("pass", "", change=half_uninstalled()),
     **{
         f"half uninstalled but for {leave}": Script(
@@ -360,8 +350,7 @@ def few_lines(make_venv, wheel, other_packages):
         archive.extractall(venv.site)
     (venv.site / "packaging").symlink_to(other_packages / "packaging")
     shutil.rmtree(venv.site / "tvb_mergekit" / "plugin")
-    write(venv.site, {"tvb_mergekit/plugin/__init__.py": PLUGIN, **MERGEKIT})
-    of_version("0.1.5")(venv.site)
+    write_files(venv.site, {"tvb_mergekit/plugin/__init__.py": PLUGIN, **MERGEKIT})
     return venv
 
 
@@ -376,14 +365,188 @@ def test_scripts(name, few_lines):
     assert re.fullmatch(script.err, result.stderr, re.S), result.stderr
 
 
+# mergekit as it may become: names that change
+
+
+def removed(patch: pytest.MonkeyPatch, owner: Any, attribute: str) -> None:
+    patch.delattr(owner, attribute, raising=False)
+    patch.delitem(owner.__annotations__, attribute, raising=False)
+
+
+def of_other_parameters(patch: pytest.MonkeyPatch, owner: Any, attribute: str) -> None:
+    patch.setattr(owner, attribute, lambda other: None)
+
+
+def not_a_function(patch: pytest.MonkeyPatch, owner: Any, attribute: str) -> None:
+    patch.setattr(owner, attribute, "text")
+
+
+INSTALLED = f"mergekit {re.escape(names.version('mergekit'))}"
+CHANGES = {
+    f"{name.shown} {change.__name__}": (name, change, module)
+    for module, probed in names.PROBED.items()
+    for name in probed
+    for change in (removed, of_other_parameters, not_a_function)
+    if change is removed or name.parameters is not None
+}
+
+
+def hand_over(module: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The lines that a hook prints about an imported module of mergekit."""
+    finder = hook.TvbMergekitFinder()
+    finder.after(sys.modules[module])
+    printed = capsys.readouterr().err
+    assert finder.told == bool(printed)
+    return printed
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_changed_name_is_named(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, change, module = CHANGES[case]
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    assert hand_over(module, capsys) == ""
+    change(monkeypatch, *names._owner(name.place))
+    expected = "".join(f".*{word}" for word in (name.parameters or "").strip(" .*").split())
+    line = (
+        rf"tvb-mergekit: {hook.METHODS} are not available: {INSTALLED} has [^\n]*"
+        rf"`{re.escape(name.shown)}[`(][^\n]*{expected}[^\n]*; "
+        rf"pip install 'mergekit=={re.escape(names.TESTED)}', or a newer tvb-mergekit\n"
+    )
+    assert re.fullmatch(line, found := hand_over(module, capsys)), found
+    if name.place.endswith(":_METHODS"):
+        return
+    assert registry.get("task_arithmetic")
+    with pytest.raises(RuntimeError, match="Unimplemented merge method basis_ta"):
+        registry.get("basis_ta")
+
+
+@pytest.mark.parametrize(
+    ("place", "becomes", "known"),
+    [
+        ("mergekit.card:generate_card", lambda config, config_yaml, name, more=1: 0, True),
+        ("mergekit.card:generate_card", lambda config, config_yaml, name, *, more: 0, False),
+        ("mergekit.card:generate_card", lambda config, name, config_yaml: 0, False),
+        ("mergekit.card:generate_card", lambda config, config_yaml, name, **more: 0, True),
+        ("mergekit.card:is_hf", lambda path, token=None: 0, False),  # ours would not accept it
+        ("mergekit.scripts.run_yaml:main.callback", lambda more, config_file, out_path: 0, True),
+    ],
+)
+def test_more_parameters(
+    place: str, becomes: Any, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*names._owner(place), becomes)
+    (name,) = {n for probed in names.PROBED.values() for n in probed if n.place == place}
+    assert (names.difference(name) is None) == known
+
+
+def test_modules_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setitem(sys.modules, "mergekit.merge", None)
+    assert "has no `mergekit.merge.run_merge`" in hand_over("mergekit.scripts.run_yaml", capsys)
+    monkeypatch.setitem(sys.modules, "mergekit.merge_methods.registry", None)
+    printed = hand_over("mergekit.merge_methods", capsys)
+    assert "has no `mergekit.merge_methods.registry.register`" in printed
+
+
+def test_a_name_without_a_row_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*args: Any) -> None:
+        raise ImportError("cannot import name 'Task' from 'mergekit.graph'", name="mergekit.graph")
+
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(names, "replace", missing)
+    printed = hand_over("mergekit.merge", capsys)
+    assert re.search(rf"{INSTALLED} does not fit: cannot import name 'Task'.*\n$", printed)
+    assert "basis_ta" not in registry._METHODS
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("0.1.4", False),
+        (names.TESTED, True),
+        ("0.1.5+local", True),
+        ("0.1.6.dev1", True),
+        ("0.2.0", False),
+    ],
+)
+def test_the_range_of_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = re.findall(r'"(mergekit>=.*?)"', (ROOT / "pyproject.toml").read_text())
+    monkeypatch.setattr(names, "version", lambda _name: version)
+    monkeypatch.setattr(names, "requires", lambda _name: [line, "mergekit-other<0"])
+    told = names.out_of_range.__wrapped__()
+    range_ = Requirement(line).specifier
+    assert told == (None if known else f"is installed, {range_} is needed")
+
+
+def another_mergekit(venv: Any, version: str, **renamed: str) -> None:
+    """Put a copy of mergekit with another version and renamed names next to our source tree."""
+    (venv.site / "source.pth").write_text(f"{ROOT}\n")  # read before tvb_mergekit.pth
+    shutil.copy(ROOT / "packaging" / "tvb_mergekit.pth", venv.site)
+    copy = venv.site / "mergekit"
+    shutil.copytree(Path(mergekit.scripts.run_yaml.__file__).parents[1], copy)
+    for old, new in renamed.items():
+        files = [file for file in copy.rglob("*.py") if old in file.read_text()]
+        assert files
+        for file in files:
+            file.write_text(file.read_text().replace(old, new))
+    for text in (f"Name: mergekit\nVersion: {version}\n", "Name: tvb-mergekit\nVersion: 0.1.0\n"):
+        folder = "-".join(re.findall(r": (.*)", text)).replace("tvb-", "tvb_")
+        write_files(venv.site, {f"{folder}.dist-info/METADATA": f"Metadata-Version: 2.1\n{text}"})
+
+
+YAML = "from mergekit.scripts.run_yaml import main; main()"
+TWICE = "import sys; from mergekit.scripts.run_yaml import main; "
+TWICE += "main(sys.argv[1:3], standalone_mode=False); main(sys.argv[3:])"
+
+
+def test_an_untested_version_with_the_same_names_works(make_venv, tmp_path):
+    venv = make_venv()
+    another_mergekit(venv, "0.1.6")
+    base, models = family(tmp_path / "models", llama, TASKS[:3])
+    made = recipe("basis_ta", base, models, basis="pca", num_bases=2)
+    expected = merge(made, tmp_path / "expected", cache="off")
+    done = venv.run("-c", YAML, write(made, tmp_path / "out"), tmp_path / "out", "-v")
+    assert_same(type(expected)(tmp_path / "out"), expected)
+    assert done.stderr.count("mergekit 0.1.6 is not tested") == 1
+
+
+def test_a_version_with_other_names_merges_without_our_methods(make_venv, tmp_path):
+    venv = make_venv()
+    another_mergekit(venv, "0.1.6", _model_out_config="_output_config")
+    base, models = family(tmp_path / "models", llama, TASKS[:3])
+    line = "tvb-mergekit: basis_ta[^\n]* mergekit 0.1.6 has no `mergekit.merge._model_out_config`"
+    out = tmp_path / "out"
+
+    stock = recipe("task_arithmetic", base, models, weight=0.5)
+    expected = merge(stock, tmp_path / "expected", cache="off")
+    ours = write(recipe("basis_ta", base, models, basis="pca", num_bases=2), tmp_path / "ours")
+    words = (write(stock, out), out, ours, tmp_path / "ours")
+    done = venv.run("-c", TWICE, *words, check=False)
+    assert_same(type(expected)(out), expected)
+    assert len(re.findall(line, done.stderr)) == 1
+    assert done.returncode and "Unimplemented merge method basis_ta" in done.stderr
+
+    done = venv.run("-m", "tvb_mergekit", "merge", ours, tmp_path / "ours", check=False)
+    assert done.returncode == 1 and re.fullmatch(rf"{line}[^\n]*\n", done.stderr), done.stderr
+
+
 # What the hook is made of
 
 
-def test_the_hook_imports_sys_alone_and_needs_the_same_mergekit():
+def test_the_hook_hands_over_the_modules_whose_names_are_probed():
+    assert list(names.PROBED) == list(hook.MODULES)
+
+
+def test_the_hook_imports_sys_alone():
     tree = ast.parse(Path(hook.__file__).read_text())
     imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
     assert [ast.unparse(n) for n in imports] == ["import sys"]
-    assert f'"mergekit{hook.MERGEKIT_RANGE}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_python_starts_with_one_more_module(few_lines):

@@ -66,6 +66,11 @@ def test_the_manual_names_every_command_and_key() -> None:
     assert len(PAGES[ROOT / "README.md"].splitlines()) <= 200
 
 
+def test_the_readme_installs_the_torch_that_the_project_needs() -> None:
+    (needed,) = re.findall(r'"(torch>=.*)"', (ROOT / "pyproject.toml").read_text())
+    assert f'pip install "{needed}" --index-url' in PAGES[ROOT / "README.md"]
+
+
 def test_commands_in_the_manual_exist_with_their_options() -> None:
     known = commands(main)
     wrong = []

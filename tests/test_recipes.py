@@ -77,11 +77,13 @@ def options(name: str) -> list[str]:
     return shlex.split(line)
 
 
-def run(*words: object, cwd: Path = ROOT) -> None:
+def run(*words: object, cwd: Path = ROOT, stdin: str = "") -> None:
     """An installed command, in a process of its own."""
     command = [str(word) for word in words]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -180,6 +182,58 @@ def test_make_models_writes_loadable_models(tmp_path: Path) -> None:
 def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
     run(BIN / "mergekit-yaml", "recipes/quickstart.yml", tmp_path / "merged")
     check_output("quickstart.yml", tmp_path / "merged")
+
+
+HIDDEN = """
+import os, shlex, sys, warnings
+import peft  # with torch and transformers, which go by the system's name
+
+def refuse(event, args):
+    if event == "ctypes.dlsym" and args[1] == "renameat2":
+        raise AttributeError(args[1])
+
+sys.addaudithook(refuse)
+for name in ("fork", "geteuid", "getuid", "link", "posix_fadvise", "pread", "preadv", "pwrite",
+             "pwritev", "sched_getaffinity", "uname"):
+    delattr(os, name)
+sys.modules |= dict.fromkeys(("fcntl", "grp", "pwd", "resource"))
+from mergekit.scripts import run_yaml
+from tvb_mergekit.cli import commands
+
+warnings.filterwarnings("error", category=EncodingWarning, module="tvb_mergekit")
+for line in sys.stdin:
+    words = shlex.split(line)
+    main = run_yaml.main if words[0] == "mergekit-yaml" else commands.main
+    main(words[1:], prog_name=words[0], standalone_mode=False)
+"""
+
+
+def test_commands_without_the_calls_of_one_system(tmp_path: Path) -> None:
+    """The calls that Windows or macOS lack are hidden; each file names its encoding, too."""
+    document = read("quickstart.yml")
+    new = document["models"].pop()["model"]
+    (tmp_path / "seven.yml").write_text(yaml.safe_dump(document))
+    for key in ("basis", "num_bases"):
+        del document["parameters"][key]
+    (tmp_path / "all.yml").write_text(yaml.safe_dump(document))
+    lines = (
+        "mergekit-yaml recipes/quickstart.yml OUT/merged",
+        "tvb build OUT/seven.yml OUT/store",
+        f"tvb add OUT/store {new} --task sum --budget 4",
+        "tvb inspect OUT/store",
+        "tvb undo OUT/store",
+        "tvb export OUT/store OUT/sort --task sort",
+        "tvb build OUT/all.yml OUT/codes --bits 4",
+        "tvb export OUT/codes OUT/upper --task upper",
+    )
+    script = [sys.executable, "-X", "warn_default_encoding", "-c", HIDDEN]
+    run(*script, stdin="\n".join(lines).replace("OUT", shlex.quote(str(tmp_path))))
+    check_output("quickstart.yml", tmp_path / "merged")
+    merge(RECIPES / "quickstart.yml", tmp_path / "plain")
+    hidden, plain = (tmp_path / name / "model.safetensors" for name in ("merged", "plain"))
+    assert hidden.read_bytes() == plain.read_bytes()
+    assert (tmp_path / "sort" / "model.safetensors").is_file()
+    assert (tmp_path / "upper" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", OURS[1:])

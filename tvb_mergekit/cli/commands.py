@@ -554,10 +554,7 @@ def _document(recipe: str, method: str | None, base: str | None) -> tuple[Docume
     if method is not None or base is not None:
         raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
     document = _read(recipe)
-
-    from tvb_mergekit.plugin.document import recipe_text
-
-    return document, recipe_text(recipe)
+    return document, document.text
 
 
 def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import tvb_mergekit_hook
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.progress import logging_above_bars, phase
 
@@ -171,9 +172,15 @@ def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
 
 
 def import_mergekit() -> None:
-    """Import what knows mergekit, which takes seconds: `-v` says how many."""
+    """Import mergekit and the adapter, which takes seconds: `-v` says how many.
+
+    A mergekit with other names ends the command: the hook has printed the reason.
+    """
     if "tvb_mergekit.plugin.inputs" not in sys.modules:
         with phase("Importing mergekit"):
+            importlib.import_module("mergekit.merge")
+            if tvb_mergekit_hook.problem_shown():
+                sys.exit(1)
             importlib.import_module("tvb_mergekit.plugin.inputs")
 
 

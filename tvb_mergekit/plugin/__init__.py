@@ -1,33 +1,40 @@
-"""The adapter: the only package that knows mergekit (0.1.5).
+"""The adapter: the only package that knows mergekit.
 
-`on_import` is called by the start-up hook after each of mergekit's modules below has run, before
-its importer has taken names from it. Every part that imports mergekit is imported only then.
+The start-up hook calls `on_import` after each of mergekit's modules in `names.PROBED` has run,
+before its importer has taken names from it. Whatever imports mergekit is imported only then.
 """
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 
-def on_import(module: ModuleType) -> None:
-    """Register our methods in, or wrap the functions of, one freshly imported mergekit module."""
-    name = module.__name__
-    if name == "mergekit.merge_methods.registry":
-        from tvb_mergekit.plugin.methods import register
+def on_import(module: ModuleType) -> str | None:
+    """Register our methods in a module of mergekit, or replace its names, if all are as known.
 
-        register(module)
-    elif name == "mergekit.merge":
-        from tvb_mergekit.plugin.run import wrap_run_merge
+    Returns:
+        The reason why this mergekit cannot be used, in one line, or None.
+    """
+    from tvb_mergekit.plugin import names
 
-        wrap_run_merge(module)
-    elif name == "mergekit.scripts.merge_raw_pytorch":
-        from tvb_mergekit.plugin.run import wrap_raw_pytorch
+    problem = names.problem(module.__name__)
+    try:
+        if problem is None and module.__name__ == "mergekit.merge_methods.registry":
+            from tvb_mergekit.plugin.methods import register
 
-        wrap_raw_pytorch(module)
-    elif name in ("mergekit.scripts.run_yaml", "mergekit.scripts.multimerge"):
-        from tvb_mergekit.plugin.run import wrap_command
-
-        wrap_command(module.main)
+            register(module)
+        for name in () if problem else names.PROBED[module.__name__]:
+            if name.by:
+                hooks = importlib.import_module("tvb_mergekit.plugin.hooks")
+                names.replace(name, getattr(hooks, name.by))
+    except ImportError as error:
+        if not (error.name or "").startswith("mergekit"):
+            raise
+        problem = names.remedied(f"does not fit: {error}")
+    if problem is not None:
+        names.withdraw()
+    return problem
 
 
 # Before any part of this package that imports mergekit: it would start the import of mergekit's

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import cast
 
 import torch
@@ -99,14 +98,3 @@ def fresh_loaders() -> Iterator[None]:
         yield
     finally:
         LoaderCache.loaders.clear()
-
-
-@contextmanager
-def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """Within it, a name of one of mergekit's modules stands for something else."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)

@@ -25,6 +25,7 @@ from tvb_mergekit.core.basis import Basis, Combination, StoredBases, Tunables, w
 from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
+from tvb_mergekit.plugin.names import note_untested
 from tvb_mergekit.plugin.planner import planned_by_mergekit
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, candidate
@@ -333,6 +334,7 @@ def devices_of(options: MergeOptions) -> list[torch.device]:
 
 
 def _make_items(plan: Plan) -> None:
+    note_untested()
     recipe, base_tensors = plan.recipe, plan.base.tensors
     first: dict[tuple[str | None, ...], Item] = {}
     made = []

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import mergekit.plan
 from mergekit.architecture import get_architecture_info
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
@@ -15,7 +14,7 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 
-from tvb_mergekit.plugin.loaders import replaced
+from tvb_mergekit.plugin.names import replaced
 
 
 def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> MergePlanner:
@@ -30,7 +29,7 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
     architecture = get_architecture_info(config, options)
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
     planner = _Planner(config, architecture, options, out)
-    with replaced(mergekit.plan, "ConfigReader", _Reader):
+    with replaced("mergekit.plan:ConfigReader", lambda _original: _Reader):
         planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     return planner
 

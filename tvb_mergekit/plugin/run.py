@@ -1,57 +1,42 @@
-"""mergekit's commands with our passes: early checks, a staged output folder, the report.
+"""A merge by our passes: early checks, a staged output folder, the weights, the report.
 
-For our methods `run_merge`, and what `mergekit-pytorch` plans, are replaced: the tensors go through
-`plan.Plan` in one pass and are written as they come. Configuration, tokenizer and model card are
-written by mergekit's own functions. Of several processes each plans all, and reads and writes its
-share; the leader writes the rest.
+The tensors go through `plan.Plan` in one pass and are written in the same order. mergekit's own
+functions write configuration, tokenizer and model card. Several processes all plan the whole merge.
+Each reads and writes its share, and the leader writes the rest.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import click
-import mergekit.card
 import transformers
 from mergekit import merge_methods
 from mergekit.architecture import WeightInfo
 from mergekit.card import generate_card
 from mergekit.common import ModelReference, parse_kmb
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Task
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
-from pydantic import BaseModel
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.plugin.document import (
-    Document,
-    check_unknown_keys,
-    load_documents,
-    recipe_text,
-    uses_our_methods,
-)
-from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model, replaced
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.document import Document
+from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model
+from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan, check_base, devices_of, plan_merge, vectors_of
 from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
-from tvb_mergekit.plugin.recipe import Recipe, read_recipe
+from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, part_of
-from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.refusals import refusing, unwinding
-from tvb_mergekit.settings import METHODS
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -121,10 +106,10 @@ def merge(
     source: str | None = None,
     memory: int | None = None,
 ) -> None:
-    """Merge model folders into the folder `out`, which appears when it is whole.
+    """Merge model folders into the folder `out`, which appears when it is complete.
 
     Args:
-        config: what `recipe` was read from; used up, since mergekit rewrites it.
+        config: the configuration of `recipe`; used up, since mergekit rewrites it.
         source: the recipe as a text, for the output folder.
         memory: bytes that the passes may allocate; None: TVB_MERGEKIT_BLOCK_MB.
 
@@ -180,9 +165,9 @@ def _tell_options_without_effect(options: MergeOptions) -> None:
 
 @contextmanager
 def staged(out: str) -> Iterator[StagedFolder]:
-    """A folder for the merged model that is gone after an error.
+    """A folder for the merged model that is deleted after an error.
 
-    Of several processes the leader makes and deletes the folder.
+    The leader of several processes makes and deletes the folder.
     """
     world = ranks.world()
     made = StagedFolder(out) if world.leads else None
@@ -270,16 +255,16 @@ def _write_companions(
 
 
 def _local_cards() -> AbstractContextManager[None]:
-    """Let the model card take an existing folder for a folder. mergekit asks the Hub whether
-    `models/base` is a repository, and offline fails after the weights are written."""
-    original: Callable[[str], bool] = mergekit.card.is_hf
+    """Keep mergekit from asking the Hub whether an existing folder is a repository, which fails
+    offline after the weights are written."""
     return replaced(
-        mergekit.card, "is_hf", lambda path: not os.path.exists(path) and original(path)
+        "mergekit.card:is_hf",
+        lambda original: lambda path: not os.path.exists(path) and original(path),
     )
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
-    """Write our files into the staged folder, publish it, and print the summary."""
+    """Write our files into the staged folder, publish the folder, and print the summary."""
     basis = plan.basis
     assert basis is not None
     plan.note_unread()
@@ -304,95 +289,45 @@ def warn_of_stale_parts(out: str) -> None:
         LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
 
 
-def wrap_run_merge(module: ModuleType) -> None:
-    """Let `mergekit.merge.run_merge` run our methods by `merge`; others pass through untouched."""
-    original = module.run_merge
-    if getattr(original, "tvb_mergekit", False):
-        return
-
-    @functools.wraps(original)
-    def run_merge(
-        merge_config: MergeConfiguration,
-        out_path: str,
-        options: MergeOptions,
-        config_source: str | None = None,
-    ) -> None:
-        if merge_config.merge_method in METHODS:
-            with refusing():
-                recipe = read_recipe(merge_config)
-            merge(recipe, merge_config, out_path, options, config_source)
-            return
-        with refusing():
-            models = [model.model.path for model in merge_config.referenced_models()]
-            refuse_bases(models, merge_config.merge_method)
-        original(merge_config, out_path, options, config_source)
-
-    run_merge.tvb_mergekit = True  # type: ignore[attr-defined]
-    vars(module)["run_merge"] = run_merge
-
-
-class RunMerge(Task[None]):
-    """The one task of our merges in mergekit's task graph."""
-
-    run: Callable[[], None]
-
-    def arguments(self) -> dict[str, Task]:
-        return {}
-
-    def execute(self, **_kwargs: Any) -> None:
-        self.run()
-
-    def main_thread_only(self) -> bool:
-        return True
-
-
-def wrap_raw_pytorch(module: ModuleType) -> None:
-    """Wrap `plan_flat_merge` and the command of `mergekit.scripts.merge_raw_pytorch`: raw state
-    dicts (vision models and the like), one file each."""
-    original = module.plan_flat_merge
-    if getattr(original, "tvb_mergekit", False):
-        return
-
-    @functools.wraps(original)
-    def plan_flat_merge(
-        config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
-    ) -> Any:
-        if config.merge_method not in METHODS:
-            paths = [config.base_model, *(model.model for model in config.models)]
-            with refusing():
-                refuse_bases([path for path in paths if path], config.merge_method)
-            return original(config, out_path, tensor_union, tensor_intersection, options)
-        started = time.perf_counter()
-        with refusing(planning=True):
-            recipe = read_recipe(config)
-            check_output_folder(out_path, input_folders(recipe))
-            _tell_options_without_effect(options)
-            plan = _plan_files(recipe, config, options, module, tensor_union, tensor_intersection)
-            check_disk(out_path, plan.output_bytes)
-            warn_of_stale_parts(out_path)
-
-        def run() -> None:
-            with refusing(out=out_path), staged(out_path) as stage:
-                plan.build()
-                write_tensors(plan, stage.path)
-                finish(stage, plan, started, card=False)
-
-        return [RunMerge(run=run)]
-
-    plan_flat_merge.tvb_mergekit = True  # type: ignore[attr-defined]
-    vars(module)["plan_flat_merge"] = plan_flat_merge
-    wrap_command(module.main, schema=module.RawPyTorchMergeConfig)
-
-
-def _plan_files(
+def plan_files(
     recipe: Recipe,
     config: Any,
+    out: str,
     options: MergeOptions,
-    module: ModuleType,
     union: bool,
     intersection: bool,
 ) -> Plan:
-    """The plan of a merge of weight files, which name their tensors alike."""
+    """The plan of a merge of weight files into the folder `out`.
+
+    Raises:
+        UserError: a reason that stops the merge, before anything of a tensor is read.
+    """
+    check_output_folder(out, input_folders(recipe))
+    _tell_options_without_effect(options)
+    plan = _planned_files(recipe, config, options, union, intersection)
+    check_disk(out, plan.output_bytes)
+    warn_of_stale_parts(out)
+    return plan
+
+
+def merge_files(plan: Plan, out: str, started: float) -> None:
+    """Merge weight files by their plan, and publish the folder `out`."""
+    with refusing(out=out), staged(out) as stage:
+        plan.build()
+        write_tensors(plan, stage.path)
+        finish(stage, plan, started, card=False)
+
+
+def _planned_files(
+    recipe: Recipe,
+    config: Any,
+    options: MergeOptions,
+    union: bool,
+    intersection: bool,
+) -> Plan:
+    # Not above: the import calls our hook, which needs this module.
+    from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
+
     devices = devices_of(options)
     known = vectors_of(recipe)
     files = {model: known.get(model) or open_file(model) for model in recipe.every}
@@ -411,7 +346,7 @@ def _plan_files(
     plan.candidates = [
         Candidate(
             WeightInfo(name=name),
-            dict(module.construct_param_dicts(config, method, name)[0].items()),
+            dict(construct_param_dicts(config, method, name)[0].items()),
             {model: part_of(file, name) for model, file in files.items()},
         )
         for name in names
@@ -437,57 +372,3 @@ def _check_same_tensors(files: dict[ModelReference, Checkpoint]) -> None:
                 f"tensor `{name}` is not in {model}, but in others; merge what all have with "
                 "--tensor-intersection, or keep the base's with --tensor-union"
             )
-
-
-def wrap_command(command: click.Command, schema: type[BaseModel] = MergeConfiguration) -> None:
-    """Check a recipe's text before a command hands it to mergekit, which drops unknown keys.
-
-    Args:
-        command: `mergekit-yaml`, `mergekit-multi` or `mergekit-pytorch`.
-        schema: what the command reads a document into.
-    """
-    original = command.callback
-    assert original is not None
-    if getattr(original, "tvb_mergekit", False):
-        return
-
-    @functools.wraps(original)
-    def callback(*args: Any, **kwargs: Any) -> Any:
-        key = "config_file" if "config_file" in kwargs else "config_path"
-        path = kwargs.get(key)
-        if not (path and os.path.isfile(path)):
-            return original(*args, **kwargs)
-        with refusing(planning=True):
-            ours = uses_our_methods(path)
-            if ours:
-                check_names(path, kwargs.get("out_path") or path)
-                ranks.one_only(str(command.name))
-                for document in load_documents(path):  # all, before mergekit works on the first
-                    if not isinstance(document, dict):
-                        kind = type(document).__name__
-                        raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
-                    if document.get("merge_method") in METHODS:
-                        if "intermediate_dir" in kwargs:  # mergekit-multi names its documents
-                            document.pop("name", None)
-                        check_unknown_keys(document, schema)
-                        read_recipe(schema.model_validate(document))
-        if not ours:
-            return original(*args, **kwargs)
-        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(path) as placed:
-            return original(*args, **{**kwargs, key: placed})
-
-    callback.tvb_mergekit = True  # type: ignore[attr-defined]
-    command.callback = callback
-
-
-@contextmanager
-def _placed(path: str) -> Iterator[str]:
-    """A file that holds `recipe_text`: where the recipe lies, or a temporary one."""
-    text = recipe_text(path)
-    if text == Path(path).read_text(encoding="utf-8"):
-        yield path
-        return
-    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as copy:
-        copy.write(text)
-        copy.flush()
-        yield copy.name

@@ -577,8 +577,8 @@ def keep_before(bases: Bases, work: Path) -> None:
 
 
 def link(file: str | Path, target: str | Path) -> None:
-    """The same file under another name, or a copy where the file system has no hard links."""
+    """A hard link from `target` to `file`, or a copy if there are no hard links."""
     try:
         os.link(file, target)
-    except OSError:
+    except (AttributeError, OSError):
         shutil.copy2(file, target)

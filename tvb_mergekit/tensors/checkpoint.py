@@ -128,13 +128,13 @@ class Checkpoint(Weights):
         """
         info = self.tensors[name]
         chunk = out[: stop - start]
-        if info.offset is None or not hasattr(os, "preadv"):  # a PyTorch file; Windows
+        if info.offset is None:  # a PyTorch file
             return chunk.copy_(self.tensor(name).reshape(-1)[start:stop])
         file = self._file(info.shard)
         place = info.offset + start * info.dtype.itemsize
         left = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
-            count = os.preadv(file.fileno(), [left], place)
+            count = _read_at(file, left, place)
             if not count:
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
@@ -295,6 +295,15 @@ def _may_stay_open() -> bool:
         return len(_opened) < 256
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most == resource.RLIM_INFINITY or len(_opened) < most // 2
+
+
+def _read_at(file: BinaryIO, part: memoryview, place: int) -> int:
+    """Fill `part` from byte `place` on; returns the number of bytes read."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [part], place)
+    with open(file.name, "rb", buffering=0) as own:  # Windows: threads would share one position
+        own.seek(place)
+        return own.readinto(part)
 
 
 def _cached(file: BinaryIO, place: int) -> bool:

@@ -356,7 +356,7 @@ def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:
                     save_file({name: tensor.contiguous()}, folder / files[name])
     index = json.dumps({"metadata": {}, "weight_map": files})
     for folder in (start, direction):
-        (folder / "model.safetensors.index.json").write_text(index)
+        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
 def _split(

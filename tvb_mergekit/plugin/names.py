@@ -1,0 +1,262 @@
+"""The names of mergekit that are replaced or needed: their table, its probe, and the replacing.
+
+mergekit promises none of these names. `problem` compares them with the table as soon as mergekit
+has imported their modules. A version of mergekit with the same names works, tested or not.
+A row is all that a new name needs. `replace` and `replaced` refuse a name without a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import requires, version
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+
+from tvb_mergekit.settings import METHODS
+
+LOG = logging.getLogger(__name__)
+TESTED = "0.1.5"  # the version of mergekit that has the names below
+
+
+class Name(NamedTuple):
+    """A name of mergekit.
+
+    Attributes:
+        place: MODULE:NAME.
+        parameters: the names of the parameters in their order; None: only presence counts.
+            A final `...` allows further parameters with defaults, a final `*` any others.
+        why: what this package does with the name.
+        by: the function of `hooks` that makes the replacement, for names replaced at the import.
+    """
+
+    place: str
+    parameters: str | None
+    why: str
+    by: str = ""
+
+    @property
+    def shown(self) -> str:
+        return self.place.replace(":", ".")
+
+
+def _of(module: str, *rows: tuple[str | None, ...]) -> tuple[Name, ...]:
+    return tuple(Name(f"{module}:{place}", *rest) for place, *rest in rows)  # type: ignore[arg-type]
+
+
+IN_MEMORY = (
+    *_of(
+        "mergekit.merge_methods.registry",
+        ("register", "method ...", "adds our methods"),
+        ("registered_methods", "...", "lists all methods"),
+        ("_METHODS", None, "loses our methods again after a problem"),
+    ),
+    *_of(
+        "mergekit.merge_methods.base",
+        ("MergeMethodSpec", "name parameters contract ...", "describes our methods"),
+        ("ParameterSpec", "name value_type scope default description ...", "describes keys"),
+        ("ParameterSpec.validate", "self value", "overridden: names the key"),
+        (
+            "MergeMethod.__call__",
+            "self groups parameters dtype out_dtype batch_options",
+            "overridden: merges in memory",
+        ),
+        ("MergeMethod._execute", None, "overridden: never reached"),
+        ("MergeMethod._execute_resolved", None, "overridden: refuses"),
+        ("MergeMethod._bind_parameters", "self groups parameters ...", "checks inputs and keys"),
+    ),
+)
+MERGES = (
+    *_of(
+        "mergekit.merge",
+        ("run_merge", "merge_config out_path options config_source", "ours run here", "run_merge"),
+        ("_model_out_config", "config arch_info trust_remote_code ...", "makes config.json"),
+        (
+            "_update_config_vocab",
+            "config arch_info tokenizer pad_to_multiple_of ...",
+            "fits config.json to the tokenizer",
+        ),
+        ("_set_chat_template", "tokenizer merge_config ...", "writes the tokenizer"),
+        ("_copy_tokenizer", "merge_config out_path options ...", "writes the tokenizer"),
+        ("_copy_tagalong_files", "merge_config out_path files options ...", "copies other files"),
+    ),
+    *_of(
+        "mergekit.plan",
+        ("ConfigReader", "config t slice_out module", "replaced while planning"),
+        ("ConfigReader.parameter_sources", "self model", "overridden: finds settings by hash"),
+        ("MergePlanner", "config arch_info options out_model_config ...", "plans the model"),
+        ("MergePlanner._plan", "self ...", "plans the model"),
+        ("MergePlanner._tensors", None, "the plan: a task for each tensor"),
+        ("MergePlanner._tokenizer_task", None, "makes the tokenizer"),
+        ("MergePlanner._model_arch.__wrapped__", "self model", "overridden: a larger cache"),
+    ),
+    *_of(
+        "mergekit.merge_methods.task_adapter",
+        ("ExecuteMergeMethodTask.gather_tensors", None, "the inputs of a tensor"),
+        ("ExecuteMergeMethodTask.parameters", None, "lambda, alpha and density of a tensor"),
+    ),
+    *_of(
+        "mergekit.io.tasks",
+        ("GatherTensors.weight_info", None, "the names of a tensor in each model"),
+        ("LoadTensor", "model tensor aliases ...", "loads converted experts"),
+        ("LoaderCache.loaders", None, "holds our loaders during a merge"),
+        ("LoaderCache.setup", "self options ...", "receives the options"),
+    ),
+    *_of(
+        "mergekit.io.lazy_tensor_loader",
+        (
+            "LazyTensorLoader.get_tensor",
+            "self key device aliases raise_on_missing",
+            "overridden: reads mapped checkpoints",
+        ),
+        (
+            "ShardedTensorIndex",
+            "base_path is_safetensors tensor_paths shards ...",
+            "describes mapped checkpoints",
+        ),
+    ),
+    *_of(
+        "mergekit.tokenizer",
+        ("PermutedVocabulary", "gather_tensors tokenizer_task tokens *", "aligns vocabularies"),
+        ("truncate.TruncatedVocabulary", "gather_tensors *", "truncates vocabularies"),
+    ),
+    *_of(
+        "mergekit.graph",
+        ("Executor", "targets cached_values ...", "runs the tasks of vocabularies"),
+        ("Executor.run", "self quiet ...", "runs the tasks of vocabularies"),
+    ),
+    *_of(
+        "mergekit.card",
+        ("is_hf", "path", "replaced while writing: it asks the Hub about folders"),
+        ("generate_card", "config config_yaml name ...", "writes the model card"),
+    ),
+    *_of(
+        "mergekit.io.tensor_writer",
+        ("TensorWriter", "out_path max_shard_size safe_serialization ...", "writes .bin files"),
+    ),
+)
+RAW = _of(
+    "mergekit.scripts.merge_raw_pytorch",
+    (
+        "plan_flat_merge",
+        "config out_path tensor_union tensor_intersection options",
+        "ours are planned here",
+        "plan_flat_merge",
+    ),
+    ("construct_param_dicts", "config merge_method tensor_name ...", "lambda, alpha and density"),
+    ("main.callback", "config_path out_path *", "checks the recipe's text", "raw_callback"),
+)
+COMMAND = ("main.callback", "config_file out_path *", "checks the recipe's text", "callback")
+
+# An imported module of mergekit -> the names to be compared when its import ends. By then mergekit
+# has imported their modules as well. Each command needs `mergekit.merge`, wherever it may be.
+PROBED = {
+    "mergekit.merge_methods.registry": IN_MEMORY,
+    "mergekit.merge_methods": IN_MEMORY,
+    "mergekit.merge": MERGES,
+    "mergekit.scripts.merge_raw_pytorch": MERGES + RAW,
+    "mergekit.scripts.run_yaml": MERGES + _of("mergekit.scripts.run_yaml", COMMAND),
+    "mergekit.scripts.multimerge": MERGES + _of("mergekit.scripts.multimerge", COMMAND),
+}
+PLACES = {name.place for names in PROBED.values() for name in names}
+
+
+def problem(module: str) -> str | None:
+    """The reason why this mergekit cannot be used, in one line, or None.
+
+    Args:
+        module: the module of `PROBED` whose import has just ended.
+    """
+    found = out_of_range() or next(filter(None, map(difference, PROBED[module])), None)
+    return found and remedied(found)
+
+
+def remedied(reason: str) -> str:
+    installed = f"mergekit {version('mergekit')}"
+    return f"{installed} {reason}; pip install 'mergekit=={TESTED}', or a newer tvb-mergekit"
+
+
+@functools.cache
+def out_of_range() -> str | None:
+    """A complaint about a mergekit outside the range in this package's own metadata, or None."""
+    found = version("mergekit")
+    for requirement in map(Requirement, requires("tvb-mergekit") or ()):
+        if requirement.name == "mergekit" and not requirement.specifier.contains(found, True):
+            return f"is installed, {requirement.specifier} is needed"
+    return None
+
+
+def difference(name: Name) -> str | None:
+    """The difference between the installed mergekit and a row of the table, or None."""
+    expected = (name.parameters or "").split()
+    wanted = f", expected `{name.place.split(':')[1]}({', '.join(expected)})`"
+    try:
+        owner, attribute = _owner(name.place)
+        # A field of a pydantic class is an annotation only.
+        if not hasattr(owner, attribute) and attribute not in owner.__annotations__:
+            raise AttributeError(attribute)
+        if name.parameters is None:
+            return None
+        found = inspect.signature(getattr(owner, attribute)).parameters
+    except (ImportError, AttributeError):
+        return f"has no `{name.shown}`{'' if name.parameters is None else wanted}"
+    except (TypeError, ValueError):
+        return f"has `{name.shown}`, which is not a function{wanted}"
+    others = expected.pop() if expected[-1:] in (["..."], ["*"]) else ""
+    rest = [parameter for parameter in found.values() if parameter.name not in expected]
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    optional = all(p.default is not p.empty or p.kind in open_ended for p in rest)
+    allowed = not rest or others == "*" or (others == "..." and optional)
+    if allowed and [parameter for parameter in found if parameter in expected] == expected:
+        return None
+    return f"has `{name.shown}({', '.join(found)})`{wanted}"
+
+
+@functools.cache
+def note_untested() -> None:
+    """Say, once and only when logging is verbose, that this mergekit has not been tested."""
+    if (found := version("mergekit")) != TESTED:
+        LOG.info("mergekit %s is not tested, but has all names known from %s", found, TESTED)
+
+
+def withdraw() -> None:
+    """Take our methods out of mergekit's registry again."""
+    registry = sys.modules.get("mergekit.merge_methods.registry")
+    for name in METHODS:
+        getattr(registry, "_METHODS", {}).pop(name, None)
+
+
+def replace(name: Name, make: Callable[[Any], Any]) -> None:
+    """Replace a name for good by `make(original)`, unless that has been done."""
+    owner, attribute = _owner(name.place)
+    original = getattr(owner, attribute)
+    if not getattr(original, "tvb_mergekit", False):
+        made: Any = functools.wraps(original)(make(original))
+        made.tvb_mergekit = True
+        setattr(owner, attribute, made)
+
+
+@contextmanager
+def replaced(place: str, value: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a name by `value(original)` within the context."""
+    assert place in PLACES, f"`{place}` needs a row in the table"
+    owner, attribute = _owner(place)
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, value(original))
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+def _owner(place: str) -> tuple[Any, str]:
+    """The object that has the name, and the name's last part."""
+    module, _, path = place.partition(":")
+    *outer, attribute = path.split(".")
+    return functools.reduce(getattr, outer, importlib.import_module(module)), attribute
