@@ -52,12 +52,13 @@ from sheets import (
 from transformers.utils import logging
 
 import tvb_mergekit
-from tvb_mergekit.learn import descents
+from tvb_mergekit.learn import gradients
 from tvb_mergekit.learn.batches import Batch, Loss, entropy, response_loss
 from tvb_mergekit.learn.batches import runs as batched
 from tvb_mergekit.learn.data import DataFile, Example, encode, read_data
 from tvb_mergekit.learn.descent import Descent
-from tvb_mergekit.learn.running import Request, learn
+from tvb_mergekit.learn.request import Request
+from tvb_mergekit.learn.running import learn
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tune import search
@@ -153,7 +154,7 @@ def _cell(plan: Plan, shots: int, how: str, label: str, count: int, seed: int = 
 
 def _defaults(method: str) -> dict[str, Any]:
     """What a cell depends on, as it is set elsewhere."""
-    schedule = descents.SCHEDULES.get(method)
+    schedule = gradients.SCHEDULES.get(method)
     told: dict[str, Any] = {"method": method}
     if schedule is not None:
         told["schedule"] = {key: str(value) for key, value in asdict(schedule).items()}
@@ -452,7 +453,7 @@ def measure_path(run: Run, cell: Cell) -> dict[str, Any]:
         changed: dict[str, Any] = {"Descent": Watched}
         if path.labels:
             changed["entropy"] = response_loss
-        with mock.patch.multiple(descents, **changed):
+        with mock.patch.multiple(gradients, **changed):
             out = Path(folder) / "out"
             _, told = learned(run, cell, out, files.given, by, patience=10**6)
     history = told["history"][0]

@@ -1,4 +1,4 @@
-"""From a recipe's settings and its tensors to the basis, and to the merged model, by `passes`."""
+"""Basis and merged model from a recipe's settings and its tensors, by `passes`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def build_basis(
     budget: int = DEFAULT_BUDGET,
     progress: Progress = silent,
 ) -> Basis:
-    """Everything that must be known before the first tensor is merged: see `gram_pass`.
+    """The basis, from a pass over the models unless its sums are known; see `gram_pass`.
 
-    The sums of rand_proj's directions are never known before.
+    The sums of random directions for rand_proj are never known.
 
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
@@ -56,7 +56,7 @@ def build_basis(
     raw, cached = sums_of(tasks, **engine)
     summed = time.perf_counter()
     sketch = sketch_of(tasks.settings, len(tasks.tasks))
-    # Solvers are not the same to the bit on any two machines.
+    # Solvers differ in the last bits between machines.
     basis = ranks.world().share(
         lambda: build(tasks.settings, tasks.tasks, tasks.weights, raw, sketch)
     )
@@ -84,7 +84,7 @@ def count_if_needed(
     budget: int = DEFAULT_BUDGET,
     progress: Progress = silent,
 ) -> None:
-    """Give `basis` the histogram of the bases' magnitudes, for TIES with `trim: model`."""
+    """Set the histogram of the bases' magnitudes, for TIES with `trim: model`."""
     if not basis.trims or basis.settings.trim != "model":
         return
     started = time.perf_counter()
@@ -104,11 +104,7 @@ def count_if_needed(
 
 
 def check_tables(bases: int, memory: int) -> None:
-    """Trim's histogram of all bases lies beside the buffers of a pass.
-
-    Raises:
-        UserError: `memory` bytes do not hold both.
-    """
+    """Raise UserError unless `memory` bytes hold a pass and Trim's histogram of all bases."""
     needed = table_bytes(bases) + LEAST
     if needed > memory:
         raise UserError(
@@ -127,14 +123,14 @@ def merge_items(
     budget: int = DEFAULT_BUDGET,
     progress: Progress = silent,
 ) -> None:
-    """Give `sink` the merged tensors, each in its item's `out`, in order: see `combine_pass`.
+    """Write the merged tensors to `sink` in order; see `combine_pass`.
 
     Args:
-        items: with the inputs that `basis` combines, in order, as their inputs. An item without
-            `tunables` stays the base's.
-        alone: give the direction that a tuned coefficient scales, without theta_0: the sum of the
-            bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors to
-            forget. Merging adds fl(scale * direction) last.
+        items: their inputs are those of `basis`, in order. An item without `tunables` stays the
+            base's.
+        alone: compute the direction that a tuned coefficient scales, without theta_0: the sum of
+            the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
+            to forget. Merging adds fl(scale * direction) last.
 
     Raises:
         UserError: a result overflows its dtype.
@@ -153,7 +149,7 @@ def merge_items(
     for item in items:
         twice_more = sweeps and item.tunables and item.tunables.density < 1
         total += item.nbytes * (3 if twice_more else 1)
-    if total_of := sum(matrices.values()):  # which take nearly all of the time
+    if total_of := sum(matrices.values()):  # they take nearly all of the time
         update, told = silent("", 0), progress("Merged model", total_of, "matrix")
     else:
         update = told = progress("Merged model", total)
@@ -163,7 +159,7 @@ def merge_items(
     def apart(item: Item) -> str | None:
         return item.name if item.tunables and (sweeps or matrices[item.name]) else None
 
-    whole = 0  # matrices that are merged and not told, so that the bar ends with the last tensor
+    whole = 0  # merged matrices that the bar does not count yet: it ends with the last tensor
     long = list[str]()
     for _, group in itertools.groupby(items, apart):
         steps: dict[str, Step] = {}
@@ -178,7 +174,7 @@ def merge_items(
                     whole = 1
                     long += [item.name] * far
             elif trims:
-                # Of one tensor alone they take two more readings, best just before the last.
+                # Thresholds of one tensor need two more reads, best just before the last.
                 limits = _thresholds(basis, item, tunables.density, devices, budget, update)
                 steps[item.name] = basis.step(tunables, alone, limits)
             else:
@@ -207,7 +203,7 @@ def _thresholds(
     budget: int,
     progress: Update,
 ) -> Tensor:
-    """Of each basis in one tensor, [M] float32."""
+    """The threshold of each basis in one tensor, [M] float32."""
     if density >= 1:
         return torch.zeros(basis.num_bases, dtype=torch.float32, device="cpu")
     if basis.settings.trim == "model":
@@ -221,12 +217,12 @@ def _thresholds(
 
 
 def most_bases(settings: Settings, tasks: int) -> int:
-    """M, or where only the Gram matrix tells it, the most that it can be."""
+    """M, or its upper bound T if only the Gram matrix decides."""
     return settings.bases_of(tasks) or tasks
 
 
 def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
-    """The random directions of rand_proj, which the Gram pass must know; None for the others."""
+    """The random directions of rand_proj; None for other bases."""
     if settings.basis != "rand_proj":
         return None
     return Sketch(most_bases(settings, tasks), settings.seed)

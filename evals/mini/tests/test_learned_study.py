@@ -74,7 +74,7 @@ def test_controls(mini: SimpleNamespace, run: Any) -> None:
     path = mini.cells.compute(run, wanted["learned_path", "labels"])
     losses = [each["loss"] for each in path["seen"]]
     assert len(losses) == len(path["held"]) == 11
-    assert mini.learned.descents.entropy is mini.learned.entropy  # put back
+    assert mini.learned.gradients.entropy is mini.learned.entropy  # put back
     assert path["held"][path["best"]] == min(path["held"])
 
 
