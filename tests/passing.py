@@ -13,7 +13,7 @@ from tvb_mergekit.core.basis import Combination, Tunables
 from tvb_mergekit.core.gram import GramSums, block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.progress import Update
-from tvb_mergekit.tensors.merging import Job, merge_items
+from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.stream import Item, Sink, held_item
 from tvb_mergekit.tensors.writing import MemorySink
@@ -43,7 +43,7 @@ def gram_of(
 ) -> GramSums:
     """The sums of a Gram pass."""
     given = as_deltas(items, deltas) if deltas else items
-    return gram_pass(lambda: given, tasks, progress=lambda title, total: progress, **how)[0]
+    return gram_pass(given, tasks, progress=lambda title, total: progress, **how)[0]
 
 
 def combine(
@@ -73,7 +73,7 @@ def merge_tensor(
 ) -> Tensor:
     """One merged tensor in `dtype`, on the base's device."""
     sink = MemorySink(1)
-    item = held_item(name, base, models, dtype)
+    item = replace(held_item(name, base, models, dtype), tunables=tunables)
     how: dict[str, Any] = {"devices": [device], "budget": block_budget()}
-    merge_items(basis, [item], {name: Job(name, tunables)}, sink, **how)
+    merge_items(basis, [item], sink, **how)
     return sink.states[0][name].to(base.device)

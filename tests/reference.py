@@ -229,9 +229,9 @@ def ties(
 ) -> Trimmed:
     """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 of its
     threshold (`model`, found from bins of a relative width of 6e-5) or 1e-6 (`tensor`), and those
-    whose sum cancels."""
+    whose sum is zero up to rounding."""
     width = 2e-4 if trim == "model" else 1e-6
-    thresholds = np.empty_like(bases)
+    thresholds, boundary = np.empty_like(bases), np.zeros(len(bases), dtype=bool)
     start = 0
     for name in dense.names:
         size = dense.base[name].numel()
@@ -245,13 +245,18 @@ def ties(
             elif trim == "tensor":
                 limit = kth_largest(piece, int(share * size))
             else:
-                limit = kth_largest(bases[:, column], round(share * len(bases)))
+                count = share * len(bases)
+                limit = kth_largest(bases[:, column], round(count))
+                if count % 1 == 0.5:  # either neighbour is nearest
+                    either = [kth_largest(bases[:, column], int(count) + k) for k in (0, 1)]
+                    boundary |= np.isin(np.abs(bases[:, column]), either)
             thresholds[start : start + size, column] = limit
         start += size
-    boundary = (np.abs(np.abs(bases) - thresholds) <= width * thresholds).any(axis=1)
+    boundary |= (np.abs(np.abs(bases) - thresholds) <= width * thresholds).any(axis=1)
     kept = np.where(np.abs(bases) >= thresholds, bases, 0.0)
     total = kept.sum(axis=1)
-    boundary |= (total != 0) & (np.abs(total) <= 1e-6 * np.abs(kept).sum(axis=1))
+    # A basis is rounded relative to its summands, which may be longer than the basis.
+    boundary |= kept.any(axis=1) & (np.abs(total) <= 1e-6 * np.abs(bases).max(initial=0.0))
     elected = np.sign(total)
     agreeing = np.where(np.sign(kept) == elected[:, None], kept, 0.0)
     if merge_func == "max":

@@ -33,9 +33,10 @@ from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import merging, stream
 from tvb_mergekit.tensors import passes as engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
-from tvb_mergekit.tensors.merging import Job, build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.quantized import Coded, Coding
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.taskset import TaskSet
 
 CPU = torch.device("cpu")
 MB = 10**6
@@ -196,12 +197,12 @@ def test_trimming(case: Case, trim: str) -> None:
     found = resolve_settings("basis_ties", keys, names)
     merging.check_tables(bases, budget)
     with mock.patch.object(merging, "count_if_needed"):
-        basis = build_basis(found, names, [1.0] * tasks, lambda: items)
-    jobs = {item.name: Job(item.name, Tunables(0.1, density=0.3)) for item in items}
+        basis = build_basis(TaskSet(found, names, [1.0] * tasks, items))
+    merged = [replace(item, tunables=Tunables(0.1, density=0.3)) for item in items]
 
     def work() -> None:
-        count_if_needed(basis, lambda: items, budget=budget)
-        merge_items(basis, items, jobs, Nowhere(), budget=budget)
+        count_if_needed(basis, items, budget=budget)
+        merge_items(basis, merged, Nowhere(), budget=budget)
 
     held_within(budget, threads, work)
 

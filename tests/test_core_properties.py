@@ -23,8 +23,9 @@ from tvb_mergekit.core.merge import TrimElectMerge
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.tensors.merging import Job, build_basis, merge_items
+from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part, held_item
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 
 CPU = torch.device("cpu")
@@ -72,9 +73,8 @@ class Models:
         ]
 
     def basis(self, method: str, keys: dict[str, Any]) -> Basis:
-        return build_basis(
-            resolve_settings(method, keys, self.tasks), self.tasks, self.weights, self.items
-        )
+        settings = resolve_settings(method, keys, self.tasks)
+        return build_basis(TaskSet(settings, self.tasks, self.weights, self.items()))
 
     def merged(self, basis: Basis, tunables: Tunables, out: torch.dtype) -> State:
         return {
@@ -207,14 +207,16 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
     want = reference.merged(made.dense, method, given, bases, rebuilt, made.tasks)
     assert_close(merged, want.tensors, made.base, want.boundary)
 
-    items = [replace(item, out=torch.bfloat16) for item in made.items(False)]
-    jobs = {n: Job(n, tunables) for n in made.base}
     base_only = data.draw(st.booleans())
-    if base_only:
-        del jobs["t0"]
+    items = [
+        replace(
+            item, out=torch.bfloat16, tunables=None if item.name == "t0" and base_only else tunables
+        )
+        for item in made.items(False)
+    ]
     sink, left = MemorySink(1), [0]
     devices = [CPU] * data.draw(st.sampled_from([1, 3]))
-    merge_items(basis, items, jobs, sink, devices=devices, progress=counting(left))
+    merge_items(basis, items, sink, devices=devices, progress=counting(left))
     assert left == [0]  # all the bytes that were announced
     cast = made.merged(basis, tunables, torch.bfloat16)
     if base_only:
@@ -222,8 +224,8 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
     assert all(torch.equal(sink.states[0][n], cast[n]) for n in made.base)
 
     sink, scale = MemorySink(1), data.draw(st.floats(-2, 2))
-    jobs = {n: Job(n, Tunables(0.0, density=0.3), alone=True) for n in made.base}
-    merge_items(basis, made.items(False), jobs, sink)
+    items = [replace(i, tunables=Tunables(0.0, density=0.3)) for i in made.items(False)]
+    merge_items(basis, items, sink, alone=True)
     scaled = Tunables(0.0, -scale) if method == "basis_negate" else Tunables(scale, density=0.3)
     factor = basis.scale if method != "basis_negate" else 1.0
     merged = made.merged(basis, scaled, torch.float32)

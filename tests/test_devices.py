@@ -18,6 +18,7 @@ from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
 from tvb_mergekit.tensors.merging import build_basis
 from tvb_mergekit.tensors.stream import Item, held_item
+from tvb_mergekit.tensors.taskset import TaskSet
 
 CPU = torch.device("cpu")
 TASKS = ["a", "b", "c", "d"]
@@ -64,7 +65,7 @@ def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, 
     results = []
     for default in ("cpu", "meta"):
         with torch.device(default):
-            basis = build_basis(settings, TASKS, [1.0] * 4, lambda: items_of(made))
+            basis = build_basis(TaskSet(settings, TASKS, [1.0] * 4, items_of(made)))
             tunables = Tunables(0.4, 1.0, 0.2)
             for name, (base, models) in made.items():
                 out = merge_tensor(basis, name, base, models, tunables, torch.float32, CPU)

@@ -212,7 +212,7 @@ import torch
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import held_item
 item = held_item("w", torch.ones(3), [torch.full((3,), 3.0)])
-print(gram_pass(lambda: [item], ["a"])[0].gram.item())
+print(gram_pass([item], ["a"])[0].gram.item())
 """
 
 

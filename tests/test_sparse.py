@@ -243,7 +243,7 @@ class World:
             assert plan.basis is not None
             dense = dense_of(document, plan)
             bases = plan.basis.weighted_encoder
-            items = {each.names[0]: each.item() for each in plan.counted.values()}
+            items = {item.base.name: item for item in plan.tasks.items if item.base}
             for m in range(bases.shape[1]):
                 torch.manual_seed(m)
                 files.append(out.with_name(f"{out.name}-{m}.safetensors"))

@@ -30,9 +30,9 @@ from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import build as building
 from tvb_mergekit.store import store
 from tvb_mergekit.store.build import build_store
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.tensors import passes as engine
 from tvb_mergekit.tensors import writing
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MARKER
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -58,7 +58,7 @@ def read(
     models: Sequence[Path],
     own: dict[int, dict[str, Any]] | None = None,
     **parameters: Any,
-) -> Inputs:
+) -> TaskSet:
     """The inputs of a recipe; of one that negates where only that takes the basis."""
     method = "basis_ta"
     if parameters.get("basis") == "rand_proj":
@@ -412,7 +412,7 @@ def test_resuming_after_every_piece_gives_the_same_store(
             assert {p.name for p in out.parent.iterdir()} == {"store"}
 
 
-def interrupted(make: Callable[[], Inputs], out: Path, place: int) -> Path:
+def interrupted(make: Callable[[], TaskSet], out: Path, place: int) -> Path:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         stop_at(patch, place)
         build_store(make(), out)
@@ -433,7 +433,7 @@ def test_resuming_with_anything_else_is_refused(
     partial = interrupted(lambda: read(base, models, **keys), out, 2)
     before = contents(partial)
 
-    def refused(match: str, inputs: Inputs, **rest: Any) -> None:
+    def refused(match: str, inputs: TaskSet, **rest: Any) -> None:
         with pytest.raises(UserError, match=match):
             build_store(inputs, out, resume=True, **rest)
         assert contents(partial) == before and not out.exists()

@@ -449,11 +449,11 @@ REFUSED: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
     "`tvb export STORE OUT --basis K`": ("task_arithmetic", BOTH, {"weight": 0.5}),
     "and linear takes models": ("linear", ("math", "basis-000"), {"weight": 1}),
     "nothing else, basis-000, basis-001": ("basis_ta", BOTH[:1], {}),
-    "basis-001, mean of": ("basis_ta", (*BOTH, "mean"), {}),
+    "mean is not a basis of": ("basis_ta", (*BOTH, "mean"), {}),
     "no config.json in this folder": ("basis_ta", (".",), {}),
     "second time": ("basis_ta", (*BOTH, "../link"), {}),
     "two stores": ("basis_ta", ("basis-000", "../copy/basis-001"), {}),
-    "is no vector of a store": ("basis_ta", ("math", *BOTH), {}),
+    "is not a vector of a store": ("basis_ta", ("math", *BOTH), {}),
     "keep a store together": ("basis_ta", ("../alone", "basis-001"), {}),
 }
 

@@ -604,7 +604,7 @@ def test_mergekits_own_methods_are_told_the_way_out(
         assert "is a task vector as codes" in said and "tvb export STORE --all DIR" in said
     mixed = [*listed[:2], families["llama"].models["poems"]]
     said = merge(recipe("basis_ta", families["llama"].base, mixed), tmp_path / "out", fails=True)
-    assert "is no vector of a store" in said.output
+    assert "is not a vector of a store" in said.output
     named = recipe("basis_ta", families["llama"].base, listed, {0: {"task": "x"}})
     assert "its store knows the name" in merge(named, tmp_path / "out", fails=True).output
 

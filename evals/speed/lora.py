@@ -47,7 +47,7 @@ def dense_gram(adapters: list[dict[str, Factors]]) -> GramSums:
     for name, factors in adapters[0].items():
         updates = [a[name].left @ a[name].right for a in adapters]
         item = held_item(name, torch.zeros(factors.shape), updates)
-        sums, _ = gram_pass(lambda: [item], tasks)  # noqa: B023
+        sums, _ = gram_pass([item], tasks)
         total = total.plus(sums)
     return total
 

@@ -20,7 +20,6 @@ from tvb_mergekit.plugin.preflight import input_folders
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.store import check as check_store
 from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -30,6 +29,7 @@ from tvb_mergekit.tensors.merging import most_bases, sketch_of
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.taskset import TaskSet
 
 PROCESS = 400_000_000  # bytes of a process that has imported torch, transformers and mergekit
 
@@ -68,7 +68,7 @@ def check_recipe(
         if document.raw or by_factors(document, options):
             raise
         plan, refusal = plan_only(document, options), error  # what stops a merge is said here
-        if not plan.counted:
+        if not plan.tasks.items:
             raise
     tasks = counted(len(recipe.tasks), "task")
     yield f"{path}: {recipe.settings.method}, {tasks} over {recipe.base}"
@@ -87,7 +87,7 @@ def check_recipe(
         yield "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"
 
 
-def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
+def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
     settings, dtype = inputs.settings, inputs.own_dtype
     numel = sum(item.numel for item in inputs.items)
     bases = most_bases(settings, len(inputs.tasks))
@@ -119,14 +119,11 @@ def _check_inputs(inputs: Inputs, raw: bool, out: str | None) -> Iterator[str]:
 
 def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
     """A recipe of which only mergekit's planner knows the tensors."""
-    taking = plan.counted.values()
-    numel = sum(planned.numel for planned in taking)
-    yield from _taking_part(len(taking), numel, plan.left_out)
+    tasks, settings = plan.tasks, plan.recipe.settings
+    yield from _taking_part(len(tasks.items), sum(i.numel for i in tasks.items), plan.left_out)
     yield _disk(plan.output_bytes, out)
-    nbytes = sum(planned.nbytes for planned in taking)
-    settings = plan.recipe.settings
-    yield _reading(_passes(settings), nbytes)
-    yield from _matrices(settings, plan.items(), most_bases(settings, len(plan.recipe.tasks)))
+    yield _reading(_passes(settings), tasks.nbytes)
+    yield from _matrices(settings, tasks.items, most_bases(settings, len(tasks.tasks)))
     if deep:
         basis = plan.build()
         assert isinstance(basis, Basis)
@@ -167,7 +164,7 @@ def _verdict(count: int, energy: float) -> str:
     return f"All tensors are finite; {bases} would retain {100 * energy:.2f} % of the energy"
 
 
-def _check_left_out(inputs: Inputs) -> None:
+def _check_left_out(inputs: TaskSet) -> None:
     """A merge writes the tensors that stay the base's, too, and refuses what is not finite."""
     for name, info in inputs.base.tensors.items():
         if name in inputs.left_out and info.dtype.is_floating_point:
@@ -190,10 +187,10 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
         "built with"
     )
     if not document.raw:
-        yield from _matrices(recipe.settings, plan.items(), bases.num_bases)
+        yield from _matrices(recipe.settings, plan.tasks.items, bases.num_bases)
 
 
-def _merged_bytes(inputs: Inputs) -> int:
+def _merged_bytes(inputs: TaskSet) -> int:
     """Of the merged model, in the recipe's dtype."""
     dtype = dtype_from_name(inputs.dtype)
     total = 0

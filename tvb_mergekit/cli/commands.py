@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.store.bits import Quantize
     from tvb_mergekit.store.facts import DtypeName
-    from tvb_mergekit.store.inputs import Inputs
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
+    from tvb_mergekit.tensors.taskset import TaskSet
 
 OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
 RECIPE, RECIPE_OR_STORE = Place(exists=True, dir_okay=False), Place(exists=True)
@@ -166,7 +166,7 @@ def _read(recipe: str) -> Document:
         return read_document(recipe)
 
 
-def _open(document: Document, values: dict[str, Any], names: list[str] | None = None) -> Inputs:
+def _open(document: Document, values: dict[str, Any], names: list[str] | None = None) -> TaskSet:
     """The models of a recipe, opened; `names` as for `read_inputs`."""
     from tvb_mergekit.plugin.inputs import read_inputs
 
@@ -537,10 +537,7 @@ def _document(recipe: str, method: str | None, base: str | None) -> tuple[Docume
     if method is not None or base is not None:
         raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
     document = _read(recipe)
-
-    from tvb_mergekit.plugin.document import recipe_text
-
-    return document, recipe_text(recipe)
+    return document, document.text
 
 
 def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, Any]:

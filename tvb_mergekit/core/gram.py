@@ -150,6 +150,9 @@ def symmetric(square: Tensor) -> Tensor:
     return ((square + square.T) / 2).cpu()
 
 
+NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
+
+
 def check_shapes(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> None:
     """Raise UserError where a model's tensor has another shape than the base's."""
     for task, model in zip(tasks, models, strict=True):

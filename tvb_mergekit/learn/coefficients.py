@@ -38,7 +38,7 @@ class CoefficientMethod(GradientMethod):
     @property
     def rows(self) -> Rows:
         """The coefficients of each tensor."""
-        return Rows.of(list(self.plan.counted), self.per, self.request.blocks)
+        return Rows.of(self.plan.tasks.names, self.per, self.request.blocks)
 
     @property
     def per(self) -> PER:
@@ -70,8 +70,9 @@ class CoefficientMethod(GradientMethod):
             start = 0.1 if self.request.nonnegative else 0.0
             return torch.full((rows.count, columns), start).double()
         found: list[list[float]] = [[] for _ in range(rows.count)]
-        for job in plan.jobs().values():
-            found[rows.first[job.counted_as]].append(job.tunables.lambda_)
+        for item in plan.items():
+            if item.tunables is not None:
+                found[rows.first[str(item.counted_as)]].append(item.tunables.lambda_)
         lambdas = torch.tensor([sum(some) / len(some) for some in found], dtype=torch.float64)
         addition = torch.ones(columns, dtype=torch.float64)
         if plan.recipe.store is not None:  # its bases may stand for several tasks
@@ -100,15 +101,15 @@ class CoefficientMethod(GradientMethod):
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         values, rows = load_file(self.outputs[0])["coefficients"], self.rows
         weights = values.double() @ bases_of(plan).T  # of the plan's vectors
-        jobs, means = plan.jobs(), plan.means
+        means = plan.means
         update = means.pop("progress")("Merged model", sum(item.nbytes for item in items))
         pieces, steps = list[Item](), dict[str, Step]()
         joined = Joined(sink, {item.name: item for item in items})
         for item in items:
-            if item.name not in jobs:
+            if item.tunables is None:
                 pieces.append(item)
                 continue
-            own = weights[rows.of_tensor(jobs[item.name].counted_as)]
+            own = weights[rows.of_tensor(str(item.counted_as))]
             for number, (first, piece) in enumerate(blocks_of(item, rows.blocks)):
                 name = item.name if rows.blocks == 1 else f"{item.name}, block {number}"
                 joined.places[name] = item.name, first

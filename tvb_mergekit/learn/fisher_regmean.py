@@ -58,7 +58,7 @@ class StatisticsMethod(Work):
 
     def costs(self) -> CostEstimate:
         forward = sum(file.count(self.share) for file in self.files)
-        sizes, merging = {item.name: item.shape for item in self.plan.items()}, 0
+        sizes, merging = {item.name: item.shape for item in self.plan.tasks.items}, 0
         if self.fisher:  # the sums, and the gradient of one tensor
             numels = [math.prod(shape) for shape in sizes.values()]
             held, stored = 4 * (sum(numels) + max(numels)), 4 * sum(numels)
@@ -176,9 +176,9 @@ class StatisticsMethod(Work):
             totals = [sum(float(f.tensor(n).double().sum()) for n in names) for f in files]
             scales = [1 / total if total else 0.0 for total in totals]
             encoder = torch.tensor(scales, dtype=torch.float64)[:, None] * encoder
-        jobs, means = plan.jobs(), plan.means
+        means = plan.means
         # Tensor -> the tensor with its statistics. Without any, it is the mean of the bases.
-        known = {name: job.counted_as for name, job in jobs.items() if job.counted_as in held}
+        known = {i.name: i.counted_as for i in items if i.tunables and i.counted_as in held}
         mean: Step = Linear.of(bases.mean(1, keepdim=True), add_base=True)
         weighted: Step = FisherMean(bases, encoder)
 
@@ -193,7 +193,7 @@ class StatisticsMethod(Work):
             some = list(group)
             if not by_data or self.fisher:
                 step = weighted if by_data else mean
-                steps = {item.name: step for item in some if item.name in jobs}
+                steps = {item.name: step for item in some if item.tunables}
                 combine_pass(some, steps, sink, **means, progress=update)
                 continue
             for item in some:

@@ -85,7 +85,7 @@ class GradientMethod(Work):
 
     def _memory(self, bases: int) -> int:
         """Bytes of bases, theta, theta_0, and the temporaries of one tensor."""
-        sizes = [item.numel for item in self.plan.items()]
+        sizes = [item.numel for item in self.plan.tasks.items]
         models = 2 * self.model_bytes if self.files else 0
         return 4 * bases * sum(sizes) + models + 24 * max(sizes)
 
@@ -100,10 +100,10 @@ class GradientMethod(Work):
             scale: of the bases, if the file depends on it.
         """
         request, plan = self.request, self.plan
-        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.items()])
+        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.tasks.items])
         return {
             "bases": {
-                "fingerprints": list(plan.fingerprints.values()),
+                "fingerprints": list(plan.tasks.fingerprints.values()),
                 "encoder": bases_of(plan).tolist(),
                 "scale": scale,
                 "tensors": hashlib.sha256(tensors.encode()).hexdigest(),

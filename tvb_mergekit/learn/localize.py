@@ -38,7 +38,7 @@ class Localize(GradientMethod):
         super().__init__(request, plan)
 
     def costs(self) -> CostEstimate:
-        bases, numel = self.most_bases, sum(item.numel for item in self.plan.items())
+        bases, numel = self.most_bases, sum(item.numel for item in self.plan.tasks.items)
         # S, its gradient, the best S, a copy to compare, and the masks.
         memory = self._memory(1) + 20 * numel
         size = 2 / 256 + self.request.density * (1 + self._dtype.itemsize)  # counts and places
@@ -105,7 +105,7 @@ class Localize(GradientMethod):
         bases: Mapping[str, Tensor],
         facts: dict[str, Any],
     ) -> None:
-        names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.items()}
+        names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.tasks.items}
         masked = (
             (names[name], (bases[name][0] * mask).view(shapes[name]).cpu())
             for name, mask in masks.items()
@@ -114,16 +114,17 @@ class Localize(GradientMethod):
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         masked = [Sparse.open(file) for file in self.outputs]
-        jobs, means, names = plan.jobs(), plan.means, base_names(plan)
+        means, names = plan.means, base_names(plan)
 
         def of_masked(item: Item) -> Item:
-            name = names[jobs[item.name].counted_as]
+            name = names[str(item.counted_as)]
             return replace(item, inputs=tuple(Part.of(each, name, "delta") for each in masked))
 
-        stitched = [of_masked(item) if item.name in jobs else item for item in items]
+        stitched = [of_masked(item) if item.tunables else item for item in items]
+        moving = [item.name for item in items if item.tunables]
         step: Step = Stitch(len(masked))
         update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
-        combine_pass(stitched, dict.fromkeys(jobs, step), sink, **means, progress=update)
+        combine_pass(stitched, dict.fromkeys(moving, step), sink, **means, progress=update)
 
     def write(self, folder: Path) -> None:
         super().write(folder)

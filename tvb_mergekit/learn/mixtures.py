@@ -17,7 +17,8 @@ Mixture = Literal["encoder", "equal", "positive"]
 
 def base_names(plan: Plan) -> dict[str, str]:
     """The name in the base's files of each tensor that counts."""
-    return {name: planned.names[0] or name for name, planned in plan.counted.items()}
+    bases = ((item.name, item.base) for item in plan.tasks.items)
+    return {name: (base and base.name) or name for name, base in bases}
 
 
 def bases_of(plan: Plan) -> Tensor:

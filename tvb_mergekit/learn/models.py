@@ -20,7 +20,6 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.stores import Stored
 from tvb_mergekit.store.live import Live, attach
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.passes import combine_pass
@@ -38,8 +37,7 @@ class TaskModels:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device, self.trust = plan, device, plan.options.trust_remote_code
-        inputs = plan.recipe.inputs
-        self.stored = inputs if isinstance(inputs, Stored) else None
+        self.stored = plan.recipe.vectors
         self._live: Live | None = None
         self._model: nn.Module | None = None
         self._warned = set[str]()
@@ -58,7 +56,7 @@ class TaskModels:
 
     def weights(self, task: str) -> list[str]:
         """Fingerprints that identify the weights of a task's model."""
-        prints = self.plan.fingerprints
+        prints = self.plan.tasks.fingerprints
         if self.stored is None:
             return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
         return [*prints.values(), task]
@@ -95,7 +93,7 @@ class TaskModels:
         """
         state = model.state_dict(keep_vars=True)
         place = 0 if task is None or self.stored is not None else 1 + self.tasks.index(task)
-        stored = {name: planned.names[place] for name, planned in self.plan.counted.items()}
+        stored = {item.name: item.parts[place].name for item in self.plan.tasks.items}
         found = {name: state[own] for name, own in stored.items() if own in state}
         if missing := [name for name, own in stored.items() if own not in state]:
             folder = self.folder(task)
@@ -113,7 +111,7 @@ class TaskModels:
         Args:
             bases: as combinations of the plan's vectors, [N, M].
         """
-        sink, items = Stacked(bases.shape[1]), self.plan.items()
+        sink, items = Stacked(bases.shape[1]), self.plan.tasks.items
         steps = dict.fromkeys((item.name for item in items), Linear.of(bases))
         means = self.plan.means
         update = means.pop("progress")("Bases", sum(item.nbytes for item in items))

@@ -74,7 +74,7 @@ class Request:
                 raise UserError(message)
         keys = self.document.varying
         unused = [key for key in keys if (self.method, key) != ("adamerging", "lambda")]
-        if unused and not self.document.recipe.in_store:  # a store's own recipes have some
+        if unused and self.document.recipe.vectors is None:  # a store's own recipes have some
             LOG.warning("%s does not use the recipe's `%s`", self.method, listed(unused))
 
     def _mistakes(self) -> Iterator[tuple[Any, str]]:

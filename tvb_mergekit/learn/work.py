@@ -87,10 +87,10 @@ class Work(ABC):
 
     def __init__(self, request: Request, plan: Plan) -> None:
         self.request, self.plan = request, plan
-        if aligned := [p.name for p in plan.counted.values() if p.whole and None not in p.names]:
+        if plan.changed:
             raise UserError(
-                f"tensor `{aligned[0]}` is changed by the recipe's tokenizer, and differs from the "
-                "models that learn; set `tokenizer_source: base`"
+                f"tensor `{next(iter(plan.changed))}` is changed by the recipe's tokenizer, and "
+                "differs from the models that learn; set `tokenizer_source: base`"
             )
         self.device = plan.devices[0]
         self.dtype = dtype_from_name(request.precision)

@@ -35,6 +35,7 @@ class Document:
     config: Any
     recipe: Recipe
     raw: bool  # models are weight files, as for mergekit-pytorch
+    text: str  # for the output folder
     varying: dict[str, Any] = field(default_factory=dict)
 
     def whole_tasks(self) -> None:
@@ -51,27 +52,25 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     Raises:
         UserError: no recipe of ours, several documents, or a mistake in it.
     """
-    document = load_document(path)
+    file = parse(str(path))
+    document = file.single()
     method = document.get("merge_method")
     if method not in METHODS:
         raise unknown_method(str(path), method, METHODS)
-    return from_mapping(document)
+    return from_mapping(document, file.for_mergekit([document]))
 
 
 def load_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The one recipe in a file, of any method, as plain objects.
 
     Raises:
-        UserError: not YAML, several documents, or not a mapping.
+        UserError: no such file, not YAML, several documents, or not a mapping.
     """
-    documents = load_documents(str(path))
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        raise UserError(f"{path}: expected one recipe, a mapping with `merge_method`")
-    return documents[0]
+    return parse(str(path)).single()
 
 
-def from_mapping(document: Mapping[str, Any]) -> Document:
-    """A recipe given as plain objects; see `read_document`."""
+def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
+    """A recipe given as plain objects, and as text if there is one; see `read_document`."""
     # Not above: importing it calls our hook, which needs this module.
     from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
 
@@ -83,7 +82,8 @@ def from_mapping(document: Mapping[str, Any]) -> Document:
         config = schema.model_validate(document)
         parameters = document.get("parameters") or {}
         varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
-        return Document(config, read_recipe(config), raw, varying)
+        text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
+        return Document(config, read_recipe(config), raw, text, varying)
 
 
 def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the recipe") -> None:
@@ -125,22 +125,6 @@ def _model_class(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def uses_our_methods(path: str) -> bool:
-    """Whether the recipe asks for one of our methods.
-
-    Raises:
-        UserError: the text is no YAML, or asks for a method that mergekit does not know either.
-    """
-    methods = []
-    for document in load_documents(path, strict=False):
-        part = document[0] if isinstance(document, list) and document else document
-        methods.append(part.get("merge_method") if isinstance(part, dict) else None)
-    for method in methods:
-        if isinstance(method, str) and method not in registered():
-            raise unknown_method(path, method, registered())
-    return any(method in METHODS for method in methods)
-
-
 def registered() -> Sequence[str]:
     """The methods that mergekit knows, ours first."""
     theirs = {method.spec.name for method in merge_methods.registered_methods()}
@@ -154,47 +138,109 @@ def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError
     return UserError(f"{path}: `merge_method` is {method!r:.80}: expected one of {listed}{hint}")
 
 
-def load_documents(path: str, *, strict: bool = True) -> list[Any]:
-    """The YAML documents of a recipe.
+@dataclass(frozen=True)
+class RecipeFile:
+    """The YAML documents of a recipe, parsed once.
+
+    Attributes:
+        given: The documents as YAML reads them; of a key that stands twice it keeps the last value.
+        repeated: The message about a key that stands twice in one mapping.
+    """
+
+    path: str
+    text: str
+    given: Sequence[Any]
+    repeated: str | None
+
+    def documents(self) -> list[Any]:
+        """The documents, those of a store with absolute paths.
+
+        Raises:
+            UserError: a mapping has a key twice.
+        """
+        if self.repeated is not None:
+            raise UserError(self.repeated)
+        return [located(document, self.path) for document in self.given]
+
+    def single(self) -> dict[str, Any]:
+        """The one document.
+
+        Raises:
+            UserError: several documents, or not a mapping.
+        """
+        documents = self.documents()
+        if len(documents) != 1 or not isinstance(documents[0], dict):
+            raise UserError(f"{self.path}: expected one recipe, a mapping with `merge_method`")
+        return documents[0]
+
+    def uses_our_methods(self) -> bool:
+        """Whether a document asks for one of our methods.
+
+        Raises:
+            UserError: mergekit does not know the method either.
+        """
+        methods = []
+        for document in self.given:
+            part = document[0] if isinstance(document, list) and document else document
+            methods.append(part.get("merge_method") if isinstance(part, dict) else None)
+        for method in methods:
+            if isinstance(method, str) and method not in registered():
+                raise unknown_method(self.path, method, registered())
+        return any(method in METHODS for method in methods)
+
+    def for_mergekit(self, documents: Sequence[Any]) -> str:
+        """The text for mergekit: as it was written, or `documents` if their paths differ."""
+        if documents == self.given:
+            return self.text
+        return str(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True))
+
+
+def parse(path: str) -> RecipeFile:
+    """Parse a recipe file.
 
     Raises:
-        UserError: the text is no YAML, or, where `strict`, a mapping has a key twice (YAML keeps
-            the last).
+        UserError: no such file, or the text is not YAML.
     """
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
     try:
         text = data.decode("utf-8")
-        documents = list(yaml.load_all(text, Loader=_StrictLoader if strict else yaml.SafeLoader))
+        loader: Any = _Loader(text)
+        documents = []
+        while loader.check_data():
+            documents.append(loader.get_data())
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {line}: no UTF-8 text ({error.reason})") from error
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UserError(f"{path}{place}: no YAML recipe: {reason}") from error
-    return [located(document, path) for document in documents] if strict else documents
+        raise UserError(_not_yaml(path, error)) from error
+    repeated = None if loader.repeated is None else _not_yaml(path, loader.repeated)
+    return RecipeFile(path, text, documents, repeated)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key twice in one mapping."""
+def _not_yaml(path: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f", line {mark.line + 1}" if mark else ""
+    reason = getattr(error, "problem", None) or " ".join(str(error).split())
+    return f"{path}{place}: not a YAML recipe: {reason}"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that notes the first key that stands twice in one mapping."""
+
+    repeated: yaml.YAMLError | None = None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _value in node.value:
             key = (key_node.tag, key_node.value) if isinstance(key_node.value, str) else None
-            if key is not None and key in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"`{key_node.value}` stands here a second time", key_node.start_mark
-                )
+            twice = key is not None and key in seen and key_node.tag != "tag:yaml.org,2002:merge"
+            if twice and self.repeated is None:
+                told = f"`{key_node.value}` stands here a second time"
+                mark = key_node.start_mark
+                self.repeated = yaml.constructor.ConstructorError(None, None, told, mark)
             seen.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
-
-
-def recipe_text(path: str) -> str:
-    """A recipe as mergekit is to read it: as it was written, or a store's with absolute paths."""
-    documents = load_documents(path)
-    if documents == load_documents(path, strict=False):
-        return Path(path).read_text(encoding="utf-8")
-    return str(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True))

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,12 +20,7 @@ from mergekit.options import MergeOptions
 from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.plugin.document import (
-    check_unknown_keys,
-    load_documents,
-    recipe_text,
-    uses_our_methods,
-)
+from tvb_mergekit.plugin.document import RecipeFile, check_unknown_keys, parse
 from tvb_mergekit.plugin.recipe import read_recipe
 from tvb_mergekit.plugin.run import merge, merge_files, plan_files
 from tvb_mergekit.plugin.stores import refuse_bases
@@ -45,7 +39,7 @@ def run_merge(original: Callable[..., None]) -> Callable[..., None]:
         config_source: str | None = None,
     ) -> None:
         if merge_config.merge_method in METHODS:
-            with refusing():
+            with refusing(planning=True):
                 recipe = read_recipe(merge_config)
             merge(recipe, merge_config, out_path, options, config_source)
             return
@@ -108,16 +102,19 @@ def callback(
         if not (path and os.path.isfile(path)):
             return original(*args, **kwargs)
         with refusing(planning=True):
-            ours = uses_our_methods(path)
+            recipe = parse(path)
+            ours = recipe.uses_our_methods()
             if ours:
                 check_names(path, kwargs.get("out_path") or path)
                 ranks.one_only(str(click.get_current_context().command.name))
-                for document in load_documents(path):  # all, before mergekit works on the first
-                    _check_document(document, path, schema, named="intermediate_dir" in kwargs)
+                documents = recipe.documents()
+                for document in documents:  # all, before mergekit works on the first
+                    _check_document(document, path, schema, several="intermediate_dir" in kwargs)
         if not ours:
             return original(*args, **kwargs)
-        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(path) as placed:
-            return original(*args, **{**kwargs, key: placed})
+        text = recipe.for_mergekit(documents)
+        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(recipe, text) as place:
+            return original(*args, **{**kwargs, key: place})
 
     return replacement
 
@@ -129,24 +126,29 @@ def raw_callback(original: Callable[..., Any]) -> Callable[..., Any]:
     return callback(original, RawPyTorchMergeConfig)
 
 
-def _check_document(document: Any, path: str, schema: type[BaseModel], named: bool) -> None:
-    """Raise UserError if a document of a recipe is not a valid recipe."""
+def _check_document(document: Any, path: str, schema: type[BaseModel], several: bool) -> None:
+    """Raise UserError if a document is not a valid recipe.
+
+    Args:
+        several: The command takes several documents. The recipe of a single one is read later.
+    """
     if not isinstance(document, dict):
         kind = type(document).__name__
         raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
     if document.get("merge_method") in METHODS:
-        if named:  # mergekit-multi names its documents
-            document.pop("name", None)
+        if several:  # mergekit-multi names its documents
+            document = {key: value for key, value in document.items() if key != "name"}
         check_unknown_keys(document, schema)
-        read_recipe(schema.model_validate(document))
+        config = schema.model_validate(document)
+        if several:
+            read_recipe(config)
 
 
 @contextmanager
-def _placed(path: str) -> Iterator[str]:
-    """The path of a file with `recipe_text`: the recipe itself, or a temporary copy."""
-    text = recipe_text(path)
-    if text == Path(path).read_text(encoding="utf-8"):
-        yield path
+def _placed(recipe: RecipeFile, text: str) -> Iterator[str]:
+    """The path of a file with the text: the recipe itself, or a temporary copy."""
+    if text == recipe.text:
+        yield recipe.path
         return
     with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as copy:
         copy.write(text)

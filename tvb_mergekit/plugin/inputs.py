@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
 from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.loaders import fresh_loaders
-from tvb_mergekit.plugin.plan import Plan, plan_merge
+from tvb_mergekit.plugin.plan import Plan, plan_merge, vectors_of
 from tvb_mergekit.plugin.preflight import (
     check_adapter_place,
     check_local_files,
@@ -28,11 +28,12 @@ from tvb_mergekit.plugin.preflight import (
 from tvb_mergekit.plugin.run import open_file
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.refusals import refusing
-from tvb_mergekit.store.inputs import Inputs, Matched, match
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.stream import Holds, Item, Part
+from tvb_mergekit.tensors.taskset import Matched, TaskSet, match
 
 LOG = logging.getLogger(__name__)
 FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
@@ -45,7 +46,9 @@ class Options(MergeOptions):
     fuse: bool = False  # adapters, instead of working on their factors
 
 
-def read_inputs(document: Document, options: Options, names: Sequence[str] | None = None) -> Inputs:
+def read_inputs(
+    document: Document, options: Options, names: Sequence[str] | None = None
+) -> TaskSet:
     """Open the models of a recipe, and match their tensors.
 
     Adapters of one base are taken by their factors; nothing of the size of a weight is made.
@@ -71,9 +74,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] | Non
     else:
         found = _planned_inputs(document, options)
     if not found.items:
-        raise UserError(
-            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
-        )
+        raise UserError(NO_TENSOR)
     found.varying = document.varying
     return found
 
@@ -83,36 +84,40 @@ def by_factors(document: Document, options: Options) -> bool:
     return not options.fuse and all(model.lora is not None for model in document.recipe.models)
 
 
-def _raw_inputs(document: Document) -> Inputs:
-    recipe = document.recipe
-    base, *sources = [open_file(model) for model in (recipe.base, *recipe.models)]
-    holds = recipe.inputs.holds
+def _raw_inputs(document: Document) -> TaskSet:
+    recipe, vectors = document.recipe, document.recipe.vectors
+    base = open_file(recipe.base)
+    sources: list[Weights] = [*vectors_of(recipe).values()]
+    sources = sources or [open_file(model) for model in recipe.models]
+    holds: Holds = "weight" if vectors is None else "delta"
     matched = match(base, sources, recipe.tasks, recipe.settings, holds)
     for note in matched.notes:
         LOG.warning("%s", note)
-    return _inputs(document, base, sources, matched)
+    return _task_set(document, base, sources, matched)
 
 
-def _inputs(document: Document, base: Any, sources: Sequence[Any], matched: Matched) -> Inputs:
+def _task_set(
+    document: Document, base: Checkpoint, sources: Sequence[Weights], matched: Matched
+) -> TaskSet:
     recipe = document.recipe
-    return Inputs(
+    return TaskSet(
         recipe.settings,
+        recipe.tasks,
+        recipe.weights,
+        matched.items,
         base,
         str(recipe.base),
-        recipe.tasks,
         [str(model) for model in recipe.models],
-        recipe.weights,
         sources,
-        matched.items,
         matched.left_out,
         matched.tied,
         dtype=document.config.out_dtype or document.config.dtype,
-        built=recipe.inputs.built,
+        built=recipe.vectors.built if recipe.vectors else (),
     )
 
 
-def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> Inputs:
-    """All models are adapters of the base: their updates, from the factors."""
+def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> TaskSet:
+    """The updates of adapters of one base, from their factors."""
     recipe = document.recipe
     base = _local(recipe.base, options)
     adapters = []
@@ -145,7 +150,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
         for name, info in targets.items()
     ]
     return replace(
-        _inputs(document, base, sources, Matched(items, left_out, {})),
+        _task_set(document, base, sources, Matched(items, left_out, {})),
         adapters=sources,
         sums=factor_gram([source.factors for source in sources]),
         folder=base.folder,
@@ -176,10 +181,10 @@ def _local(model: ModelReference, options: Options) -> Checkpoint:
     return Checkpoint.open(model.local_path(options.transformers_cache))
 
 
-def _planned_inputs(document: Document, options: Options) -> Inputs:
+def _planned_inputs(document: Document, options: Options) -> TaskSet:
     """Models as mergekit plans them: its architectures know under which names a tensor may go."""
     check_for_store(document)
-    return inputs_of(document, plan_only(document, options))
+    return tasks_for_store(document, plan_only(document, options))
 
 
 def check_for_store(document: Document) -> None:
@@ -199,59 +204,49 @@ def check_for_store(document: Document) -> None:
 
 
 def dense_of(document: Document, plan: Plan) -> Dense:
-    """The bases of a plan that is built, which masks make sparse.
+    """The bases of a plan that is built, for a store of sparse bases.
 
     Raises:
-        UserError: see `inputs_of`.
+        UserError: see `tasks_for_store`.
     """
-    recipe, basis = plan.recipe, plan.basis
-    if recipe.store is not None:
-        return Dense.of_store(recipe.store.bases, recipe.store.order, recipe.weights)
+    store, basis = plan.recipe.store, plan.basis
+    if store is not None:
+        return Dense.of_store(store.bases, store.order, plan.recipe.weights)
     assert isinstance(basis, Basis)
-    return Dense.of_models(inputs_of(document, plan), basis)
+    return Dense.of_models(tasks_for_store(document, plan), basis)
 
 
-def inputs_of(document: Document, plan: Plan) -> Inputs:
-    """The inputs of a store, from the plan of a merge.
+def tasks_for_store(document: Document, plan: Plan) -> TaskSet:
+    """The task vectors of a plan under the base's names of the tensors, for a store.
 
     Raises:
         UserError: a tensor is not one of the base's.
     """
-    recipe = plan.recipe
-    base = plan.checkpoints[recipe.base]
-    sources = [plan.checkpoints[model] for model in recipe.models]
     items = []
     owners: dict[str, str] = {}
-    for planned in plan.counted.values():
-        names = planned.names
-        if None in names or names[0] is None:
+    for item in plan.tasks.items:
+        assert item.base is not None
+        name = item.base.name
+        if name is None or None in [part.name for part in item.inputs]:
             raise UserError(
-                f"tensor `{planned.name}` is made of others when it is loaded (an old layout of "
+                f"tensor `{item.name}` is made of others when it is loaded (an old layout of "
                 f"experts): {SAVE_AGAIN}, or merge them with mergekit-yaml"
             )
-        if (owner := owners.setdefault(names[0], planned.name)) != planned.name:
+        if (owner := owners.setdefault(name, item.name)) != item.name:
             raise UserError(
-                f"tensors `{owner}` and `{planned.name}` are one tensor of the base, and two of "
+                f"tensors `{owner}` and `{item.name}` are one tensor of the base, and two of "
                 "the models: a store holds one difference for each tensor of the base; save the "
                 "base with both, or leave both to it with `exclude`"
             )
-        shape = base.tensors[names[0]].shape
-        item = planned.item()
+        shape = plan.base.tensors[name].shape
         if item.shape != shape:
             raise UserError(
-                f"tensor `{planned.name}`: the recipe's tokenizer gives it the shape "
+                f"tensor `{item.name}`: the recipe's tokenizer gives it the shape "
                 f"{list(item.shape)}, the base has {list(shape)}: a store belongs to the base's "
                 "own vocabulary"
             )
-        items.append(replace(item, name=names[0]))
-    found = _inputs(document, base, sources, Matched(items, plan.left_out, plan.same_as))
-    return replace(
-        found,
-        folder=base.folder,
-        changed=plan.changed,
-        dtype=plan.out_dtype,
-        varying=document.varying,
-    )
+        items.append(replace(item, name=name, counted_as=name))
+    return replace(plan.tasks, items=items, varying=document.varying)
 
 
 def plan_only(document: Document, options: Options) -> Plan:
@@ -271,8 +266,8 @@ def planned(document: Document, options: Options, memory: int | None = None) -> 
     """
     with fresh_loaders():
         with refusing(planning=True):
-            check_local_files(document.recipe, options)
+            opened = check_local_files(document.recipe, options)
             check_tokenizer_source(document.config)
-            plan = plan_merge(document.recipe, document.config, options, memory)
-        plan.make_tokenizer()
+            plan = plan_merge(document.recipe, document.config, options, memory, opened)
+            plan.open()
         yield plan

@@ -64,17 +64,18 @@ class MappedLoader(LazyTensorLoader):
         """Nothing is held."""
 
 
-def install_loader(model: ModelReference) -> MappedLoader:
-    """Open `model` anew (downloading it or fusing its adapter as mergekit does) and map it."""
+def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> MappedLoader:
+    """Map `model`, if it is not open yet: download it, or fuse its adapter, as mergekit does."""
     LoaderCache.loaders.pop(model, None)
-    stock = LoaderCache()
-    merged = model.merged(
-        cache_dir=stock.lora_cache_dir,
-        trust_remote_code=stock.trust_remote_code,
-        lora_merge_dtype=stock.lora_merge_dtype,
-    )
-    path = merged.local_path(cache_dir=stock.hf_cache_dir)
-    loader = MappedLoader(open_model(path))
+    if opened is None:
+        stock = LoaderCache()
+        merged = model.merged(
+            cache_dir=stock.lora_cache_dir,
+            trust_remote_code=stock.trust_remote_code,
+            lora_merge_dtype=stock.lora_merge_dtype,
+        )
+        opened = open_model(merged.local_path(cache_dir=stock.hf_cache_dir))
+    loader = MappedLoader(opened)
     LoaderCache.loaders[model] = loader
     return loader
 

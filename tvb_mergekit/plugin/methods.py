@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -34,8 +35,9 @@ from tvb_mergekit.settings import (
     resolve_settings,
 )
 from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.merging import Job, build_basis, merge_items
+from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import held_item
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 
 PAPER_URL = "https://openreview.net/forum?id=zkc7u3mIaE"
@@ -116,28 +118,26 @@ class BasisMethod(MergeMethod):
         weights = [bound[0]["weight"][key] for key in ids]
         labels = [group.metadata.name or f"tensor {i}" for i, group in enumerate(groups)]
         counted = _counted_names(groups, labels)
-        items, jobs = [], {}
+        items = []
         for label, group, values in zip(labels, groups, bound, strict=True):
             assert group.base is not None
             models = [entry.tensor for entry in group.non_base]
             to = out_dtype or dtype or promoted_dtype(group)
-            if not settings.excludes(label):
-                check_shapes(label, group.base.tensor, models, tasks)
-                jobs[label] = Job(counted[label], Tunables.of(values))
-            items.append(held_item(label, group.base.tensor, models if label in jobs else (), to))
+            if settings.excludes(label):
+                items.append(held_item(label, group.base.tensor, (), to))
+                continue
+            check_shapes(label, group.base.tensor, models, tasks)
+            item = held_item(label, group.base.tensor, models, to)
+            tunables = Tunables.of(values)
+            items.append(replace(item, counted_as=counted[label], tunables=tunables))
         devices, budget = [groups[0].entries[0].tensor.device], block_budget()
         sink = MemorySink(1)
         with torch.no_grad():
-            basis = build_basis(
-                settings,
-                tasks,
-                weights,
-                lambda: [i for i in items if i.name in jobs and counted[i.name] == i.name],
-                devices=devices,
-                budget=budget,
-            )
+            taking_part = [item for item in items if item.counted_as == item.name]
+            given_tasks = TaskSet(settings, tasks, weights, taking_part)
+            basis = build_basis(given_tasks, devices=devices, budget=budget)
             check_matrices(settings, items, basis.num_bases, None)
-            merge_items(basis, items, jobs, sink, devices=devices, budget=budget)
+            merge_items(basis, items, sink, devices=devices, budget=budget)
         return tuple(
             sink.states[0][label].to(group.base.tensor.device)
             for label, group in zip(labels, groups, strict=True)

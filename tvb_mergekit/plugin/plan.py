@@ -1,62 +1,59 @@
-"""mergekit's plan of a merge, as the items of our passes: which tensors take part, and how.
+"""One merge from planning to report: which tensors of the merged model are merged, and how.
 
 mergekit's planner says where each tensor of the merged model comes from and resolves `lambda`,
-`alpha` and `density` for it. What it plans to do with them is ours: one pass over all tensors.
+`alpha` and `density` for it. Our passes replace mergekit's own tasks.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
-from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import ModelReference, dtype_from_name
-from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
+from mergekit.config import MergeConfiguration
 from mergekit.graph import Task
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
-from mergekit.tokenizer import PermutedVocabulary
-from mergekit.tokenizer.truncate import TruncatedVocabulary
-from pydantic import PrivateAttr
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Combination, Tunables
-from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite, shapes_differ
+from tvb_mergekit.core.basis import Basis, Combination, StoredBases, Tunables, warnings
+from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
-from tvb_mergekit.plugin.names import note_untested, replaced
+from tvb_mergekit.plugin.names import note_untested
+from tvb_mergekit.plugin.planner import planned_by_mergekit
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import (
-    Changed,
-    Planned,
-    each,
-    graph_sources,
-    stored_dtypes,
-)
-from tvb_mergekit.plugin.stores import Source
+from tvb_mergekit.plugin.sources import Candidate, candidate
+from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.progress import bars, phase
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import VARYING_KEYS
+from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.inputs import QUANTIZED
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.layout import accelerators, device_of
 from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.merging import Job, check_tables, merge_items, most_bases
-from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.merging import (
+    build_basis,
+    check_tables,
+    count_if_needed,
+    merge_items,
+    most_bases,
+)
+from tvb_mergekit.tensors.stream import Item, Part, Sink, whole_parts
+from tvb_mergekit.tensors.taskset import TaskSet, why_left_out
 
 LOG = logging.getLogger(__name__)
 
 
 class Learned(Protocol):
-    """What merges the bases in the place of the recipe's method: statistics of the models."""
+    """A merge of the bases by statistics of the models instead of by the recipe's method."""
 
     @property
     def method(self) -> str:
@@ -71,38 +68,52 @@ class Learned(Protocol):
 
 @dataclass
 class Plan:
-    """One merge from planning to report."""
+    """One merge from planning to report.
+
+    Attributes:
+        saved_dtype: The dtype to which mergekit casts everything that it writes.
+        tied: All configurations say that the output embedding is the input embedding.
+        memory: Bytes that a pass may allocate, if the command says so.
+        left_out: Tensor -> reason why it stays the base's, or is not written.
+        same_as: The base's second names of tensors -> the name that counts.
+        untied: The base ties its output embedding, a model does not.
+        tunables: `lambda`, `alpha`, `density` -> all values of it.
+        changed: A tensor that counts and that a tokenizer changes -> a checksum of the change.
+        tokenizers: mergekit's task for a tokenizer -> the tokenizer.
+        config: Of the merged model.
+    """
 
     recipe: Recipe
     options: MergeOptions
     devices: Sequence[torch.device]
     loaders: Mapping[ModelReference, MappedLoader]
     out_dtype: str | None
-    saved_dtype: str | None = None  # to which mergekit casts whatever it writes
-    tied: bool = False  # all configurations say that the output embedding is the input embedding
-    memory: int | None = None  # bytes that a pass may allocate, if the command says so
-    tensors: dict[str, Planned] = field(default_factory=dict)  # of the merged model, as they lie
-    left_out: dict[str, str] = field(default_factory=dict)  # tensor -> reason
-    same_as: dict[str, str] = field(default_factory=dict)  # base's second names -> counted one
-    output_bytes: int = 0
-    untied: bool = False  # the base ties its output embedding, a model does not
-    tunables: dict[str, set[float]] = field(default_factory=dict)  # values of lambda, alpha ...
+    saved_dtype: str | None = None
+    tied: bool = False
+    memory: int | None = None
+    candidates: Sequence[Candidate] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    same_as: dict[str, str] = field(default_factory=dict)
+    untied: bool = False
+    tunables: dict[str, set[float]] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
     tokenizer_task: Task[Any] | None = None
-    tokenizers: dict[Any, Any] = field(default_factory=dict)  # that task -> what it made
+    tokenizers: dict[Any, Any] = field(default_factory=dict)
     architecture: Any = None
-    config: Any = None  # of the merged model
+    config: Any = None
     basis: Combination | None = None
     learned: Learned | None = None
-    _first: dict[tuple[str | None, ...], Planned] = field(default_factory=dict)
+    _items: Sequence[Item] = ()
+    _fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
 
     @functools.cached_property
     def checkpoints(self) -> dict[ModelReference, Checkpoint]:
+        """The base's first."""
         return {model: loader.checkpoint for model, loader in self.loaders.items()}
 
     @property
-    def counted(self) -> dict[str, Planned]:
-        """The tensors in the Gram matrix."""
-        return {name: p for name, p in self.tensors.items() if p.counted_as == name}
+    def base(self) -> Checkpoint:
+        return self.checkpoints[self.recipe.base]
 
     @property
     def budget(self) -> int:
@@ -111,67 +122,94 @@ class Plan:
 
     @property
     def means(self) -> dict[str, Any]:
-        """What every pass is given."""
+        """The arguments that every pass gets."""
         progress = bars(self.options.quiet)
         return {"devices": self.devices, "budget": self.budget, "progress": progress}
 
-    def items(self) -> list[Item]:
-        """The tensors that count, as items to be read."""
-        return [planned.item() for planned in self.counted.values()]
+    def open(self) -> None:
+        """Make the tokenizer, if the recipe asks for one, and the items.
 
-    @functools.cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """Model -> fingerprint, the base's first."""
-        models = (self.recipe.base, *self.recipe.models)
-        return {str(model): self.checkpoints[model].fingerprint() for model in models}
-
-    @property
-    def changed(self) -> list[str]:
-        """What else than the files decides the tensors: how a tokenizer aligns them."""
-        changes = [planned.whole for planned in self.counted.values()]
-        return [change.identity() for change in changes if isinstance(change, Changed)]
-
-    def key(self) -> dict[str, object]:
-        """Everything that G depends on: contents and stamps of the files, and what was summed."""
-        models = (self.recipe.base, *self.recipe.models)
-        return {
-            "fingerprints": list(self.fingerprints.values()),
-            "stamps": [self.checkpoints[model].stamp() for model in models],
-            "slots": sorted([name, planned.names] for name, planned in self.counted.items()),
-            "kept": sorted(p.name for p in self.tensors.values() if p.counted_as is None),
-            "changed": self.changed,
-        }
-
-    def make_tokenizer(self) -> None:
-        """Make the merged model's tokenizer, if the recipe asks for one."""
+        Raises:
+            UserError: Shapes differ, or the base lacks a tensor that the model must have.
+        """
         if (task := self.tokenizer_task) is not None:
             # mergekit puts new tokens in the order of a set, which each process has another of.
             self.tokenizers[task] = ranks.world().share(task.execute)
+        _make_items(self)
+
+    def items(self) -> list[Item]:
+        """The tensors of the merged model, as they lie on the disk."""
+        # Parts that are loaded whole are held until they are read, so each pass gets its own.
+        return [self._fresh[i.name]() if i.name in self._fresh else i for i in self._items]
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(item.numel * item.out.itemsize for item in self._items)
+
+    @functools.cached_property
+    def tasks(self) -> TaskSet:
+        """The task vectors, with the tensors that count."""
+        recipe, vectors = self.recipe, self.recipe.vectors
+        counted = [item for item in self.items() if item.counted_as == item.name]
+        tasks = TaskSet(
+            recipe.settings,
+            recipe.tasks,
+            recipe.weights,
+            counted,
+            self.base,
+            str(recipe.base),
+            [str(model) for model in recipe.models],
+            [self.checkpoints[model] for model in recipe.models],
+            self.left_out,
+            self.same_as,
+            folder=self.base.folder,
+            dtype=self.out_dtype,
+            built=vectors.built if vectors else (),
+            changed=list(self.changed.values()),
+        )
+        if vectors is not None and not self.changed:
+            # The store knows G where the same tensors count.
+            held = {part.name for item in counted for part in item.inputs[:1]}
+            tasks.sums = vectors.sums() if held == set(vectors.bases.names) else None
+        return tasks
 
     def build(self) -> Combination:
-        """The basis, by the passes that it takes; checks what stays the base's on the way."""
+        """The basis, by the passes that it needs. Checks tensors that stay the base's on the way.
+
+        Raises:
+            UserError: Too little memory, NaN or infinity, a zero task vector.
+        """
         with refusing():
             settings, store = self.recipe.settings, self.recipe.store
             bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
             if self.memory is not None and settings.method == "basis_ties":
                 check_tables(bases, self.memory)
-            check_matrices(settings, self.items(), bases, self.memory)
+            check_matrices(settings, self.tasks.items, bases, self.memory)
             world = ranks.world()
-            left = [p for p in self.tensors.values() if p.counted_as is None]
-            for planned in left[world.rank :: world.size]:
-                tensor = planned.sources[0].load()
+            left = [item for item in self.items() if item.counted_as is None]
+            for item in left[world.rank :: world.size]:
+                assert item.base is not None
+                name = item.base.name
+                tensor = item.whole(item.base) if name is None else self.base.tensor(name)
                 if tensor.is_floating_point() and any(count_not_finite(tensor)):
-                    raise UserError(not_finite(planned.name, tensor))
-            self.basis = self.recipe.inputs.combination(self)
+                    raise UserError(not_finite(item.name, tensor))
+            self.basis = self._combination()
             return self.basis
 
-    def jobs(self) -> dict[str, Job]:
-        """How each tensor that moves is merged, as they lie on the disk."""
-        return {
-            name: Job(planned.counted_as, planned.tunables)
-            for name, planned in self.tensors.items()
-            if planned.counted_as is not None and planned.tunables is not None
-        }
+    def _combination(self) -> Combination:
+        recipe, store = self.recipe, self.recipe.store
+        if store is None:
+            basis = build_basis(self.tasks, **self.means)
+            for line in warnings(basis, recipe.model_names):
+                LOG.warning("%s", line)
+            return basis
+        order = list(store.order)
+        shares = store.bases.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
+        mean = [] if store.mean(recipe.settings) is None else [len(order)]
+        table = store.bases.reconstruction(store.bases.tasks)[[*order, *mean]]
+        stored = StoredBases(recipe.settings, store.bases.tasks, shares, table)
+        count_if_needed(stored, self.tasks.items, **self.means)
+        return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
         """The last pass: give `sink` the merged tensors, of `build`'s basis."""
@@ -179,23 +217,21 @@ class Plan:
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
             return
-        merge_items(self.basis, items, self.jobs(), sink, **self.means)
+        merge_items(self.basis, items, sink, **self.means)
 
     def note_unread(self) -> None:
         """After the merge: name the stored tensors that nothing asked for."""
-        recipe, base = self.recipe, self.loaders[self.recipe.base]
         read = {model: set(loader.read) for model, loader in self.loaders.items()}
-        for planned in self.tensors.values():
-            if planned.whole is None:
-                for model, name in zip(self.loaders, planned.names, strict=False):
-                    read[model].add(str(name))
+        for item in self._items:
+            for model, part in zip(self.loaders, item.parts, strict=False):
+                read[model].add(str(part.name))
         unread = {
             name: model
-            for model in (recipe.base, *recipe.models)
+            for model in self.recipe.every
             for name in self.checkpoints[model].tensors
             if name not in read[model]
             and name not in self.left_out
-            and (model == recipe.base or name not in base.checkpoint.tensors)
+            and (model == self.recipe.base or name not in self.base.tensors)
         }
         for name, model in unread.items():
             self.left_out[name] = (
@@ -212,26 +248,51 @@ class Plan:
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""
-        tunables = self.tunables if self.learned is None else {}
-        facts, tensors = self.recipe.inputs.report(
-            self, left_out=self.left_out, tunables=tunables, dtype=self.out_dtype
-        )
-        return facts if self.learned is None else facts.but(method=self.learned.method), tensors
+        learned, store, basis = self.learned, self.recipe.store, self.basis
+        tunables = self.tunables if learned is None else {}
+        if isinstance(basis, StoredBases):
+            assert store is not None
+            facts = report.facts_over_store(
+                store.bases.facts,
+                basis,
+                store=str(store.path),
+                basis_weights=basis.shares[torch.tensor(store.order).argsort()].tolist(),
+                left_out=self.left_out,
+                tunables=tunables,
+                dtype=self.out_dtype,
+            )
+            held = store.bases.tensors
+            tensors = {name: held[name] for name in report.MERGED if name in held}
+        else:
+            assert isinstance(basis, Basis)
+            facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)
+            if self.recipe.vectors is not None:
+                facts = facts.but(from_store=str(self.recipe.vectors.path))
+        return facts if learned is None else facts.but(method=learned.method), tensors
 
 
 @phase("Planning")
 def plan_merge(
-    recipe: Recipe, config: MergeConfiguration, options: MergeOptions, memory: int | None = None
+    recipe: Recipe,
+    config: MergeConfiguration,
+    options: MergeOptions,
+    memory: int | None = None,
+    opened: Mapping[ModelReference, Checkpoint] | None = None,
 ) -> Plan:
-    """The plan of a merge of model folders. `config` is used up: mergekit rewrites it.
+    """The plan of a merge of model folders; `Plan.open` completes it.
+
+    Args:
+        config: used up, since mergekit rewrites it.
+        opened: checkpoints that are open already.
 
     Raises:
         UserError: what would stop the merge, before anything of a tensor is read.
     """
     LoaderCache().setup(options=options)
     devices = devices_of(options)
-    loaders = {model: install_loader(model) for model in (recipe.base, *recipe.models)}
-    recipe.inputs.check(recipe.base, loaders[recipe.base].checkpoint)
+    known = {**(opened or {}), **vectors_of(recipe)}
+    loaders = {model: install_loader(model, known.get(model)) for model in recipe.every}
+    check_base(recipe, loaders[recipe.base].checkpoint)
     plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype, memory=memory)
     plan.saved_dtype = config.out_dtype
     trust = options.trust_remote_code
@@ -242,144 +303,165 @@ def plan_merge(
     planner = planned_by_mergekit(config, options)
     plan.architecture, plan.config = planner.arch_info, planner.out_model_config
     plan.tokenizer_task = planner._tokenizer_task
-    plan_tensors(
-        plan,
-        (
-            (
-                weight,
-                dict(task.parameters.items()),
-                graph_sources(plan.checkpoints, task, trust),
-                task.gather_tensors,
-            )
-            for weight, task in planner._tensors
-        ),
-    )
+    plan.candidates = [
+        candidate(plan.checkpoints, weight, task, plan.tokenizers, options)
+        for weight, task in planner._tensors
+    ]
     return plan
 
 
-def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> MergePlanner:
-    """mergekit's planner, with its task for each tensor in `_tensors`."""
-    from mergekit.merge import _model_out_config  # not above: our hook on it needs this module
-
-    LoaderCache().setup(options=options)
-    architecture = get_architecture_info(config, options)
-    out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
-    planner = _Planner(config, architecture, options, out)
-    with replaced("mergekit.plan:ConfigReader", lambda _original: _Reader):
-        planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
-    return planner
+def vectors_of(recipe: Recipe) -> dict[ModelReference, Any]:
+    """The models of a recipe that are vectors of a store, as the store has opened them."""
+    if (vectors := recipe.vectors) is None:
+        return {}
+    return {m: vectors.bases.vectors[k] for m, k in zip(recipe.models, vectors.order, strict=True)}
 
 
-class _Planner(MergePlanner):
-    """mergekit's, whose own cache holds the configurations of 128 models."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        architecture = MergePlanner._model_arch.__wrapped__
-        self._model_arch = functools.cache(functools.partial(architecture, self))
-
-
-class _Reader(ConfigReader):
-    """mergekit's, with the same settings in the same order, but a model's are found by its hash:
-    mergekit's own compares each model with each, for every tensor."""
-
-    _of: dict[ModelReference, list[Any]] = PrivateAttr(default_factory=dict)
-    _slice: OutputSliceDefinition | None = PrivateAttr(default=None)
-
-    def parameter_sources(self, model: ModelReference | None = None) -> Iterator[Any]:
-        if self.slice_out is not None:
-            if self._slice is not self.slice_out:
-                self._slice, self._of = self.slice_out, {}
-                for source in self.slice_out.sources:
-                    self._of.setdefault(source.model, []).append(source.parameters)
-            if model is not None:
-                yield from self._of.get(model, ())
-            yield self.slice_out.parameters
-        if self.module is not None:
-            yield self.module.parameters
-        yield self.config.parameters
+def check_base(recipe: Recipe, opened: Checkpoint) -> None:
+    """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""
+    refuse_bases([recipe.base.model.path], "`base_model`")
+    if recipe.vectors is not None:
+        recipe.vectors.bases.check_base(opened, str(recipe.base))
 
 
 def devices_of(options: MergeOptions) -> list[torch.device]:
-    """Where to compute: every accelerator under --multi-gpu, else the merge's device.
+    """Every accelerator with --multi-gpu, else the merge's device.
 
     Raises:
-        UserError: there is no such device here.
+        UserError: This machine has no such device.
     """
     return accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
 
 
-# One tensor of the merged model as mergekit plans it: what it is, the values of the recipe's keys,
-# where it lies in each model, and mergekit's task that gives the inputs (None: they are files).
-Candidate: TypeAlias = tuple[WeightInfo, Mapping[str, Any], dict[ModelReference, Source], Any]
-
-
-def plan_tensors(plan: Plan, candidates: Iterable[Candidate]) -> None:
-    """Fill the plan with the tensors of the merged model.
-
-    Raises:
-        UserError: shapes differ, or a tensor that the model must have is not in the base.
-    """
+def _make_items(plan: Plan) -> None:
     note_untested()
-    recipe, found = plan.recipe, []
-    for weight, values, sources, inputs in candidates:
-        base = sources[recipe.base]
-        if not base.present:
-            if not weight.optional:
+    recipe, base_tensors = plan.recipe, plan.base.tensors
+    first: dict[tuple[str | None, ...], Item] = {}
+    made = []
+    for each in plan.candidates:
+        if each.parts[recipe.base] is None:
+            if not each.weight.optional:
                 raise UserError(
-                    f"tensor `{weight.name}` is not in the base {recipe.base}; it cannot be merged"
+                    f"tensor `{each.weight.name}` is not in the base {recipe.base}; it cannot be "
+                    "merged"
                 )
-            plan.left_out[weight.name] = "not in the base; not written"
+            plan.left_out[each.weight.name] = "not in the base; not written"
             continue
-        sources |= recipe.inputs.sources(recipe, plan.checkpoints, base)
-        planned = Planned(
-            weight.name,
-            recipe.tasks,
-            [sources[model] for model in (recipe.base, *recipe.models)],
-            wanted=dtype_from_name(weight.force_dtype or plan.out_dtype),
-            saved=dtype_from_name(weight.force_dtype or plan.saved_dtype),
-            holds=recipe.inputs.holds,
-        )
-        plan.output_bytes += planned.output_bytes
-        out = planned.saved or base.dtype
-        if plan.options.safe_serialization and out is not None and out not in DTYPES.values():
-            raise UserError(
-                f"tensor `{weight.name}`: safetensors hold no {out}; write .bin files with "
-                "--no-safe-serialization"
-            )
-        if reason := _why_left_to_base(plan, weight.name, planned):
-            plan.left_out[weight.name] = reason
-            planned = replace(planned, tasks=(), sources=[base])
-        else:
-            if weight.tied_names and not plan.tied and base.name != weight.name:
-                plan.untied |= weight.name in planned.names
-            planned.counted_as = _count_once(plan, weight, planned)
-            planned.tunables = Tunables.of(_values(plan, weight.name, values))
-            planned.more = recipe.inputs.more(recipe, planned.names[1])
-        if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-            alone = planned.counted_as is None
-            inputs = stored_dtypes(inputs)
-            planned.whole = Changed(
-                planned.name, inputs, recipe, plan.tokenizers, plan.options, alone
-            )
-        elif any(source.part is None for source in planned.sources):
-            planned.whole = each(planned.sources, plan.options)
-        found.append(planned)
-    base_tensors = plan.checkpoints[recipe.base].tensors
-    if any(None in p.names for p in found):  # converted: sizes are not known yet
-        wide = (dtype_from_name(plan.out_dtype) or torch.float32).itemsize
-        most = wide * sum(info.numel for info in base_tensors.values())
-        plan.output_bytes = max(plan.output_bytes, most)
+        made.append(_item(plan, each, first))
 
-    def place(planned: Planned) -> tuple[str, int]:
-        name = planned.names[0]
+    def place(item: Item) -> tuple[str, int]:
+        name = item.base.name if item.base else None
         info = None if name is None else base_tensors[name]
         return ("", 0) if info is None else (info.shard, info.offset or 0)
 
-    plan.tensors = {planned.name: planned for planned in sorted(found, key=place)}
+    plan._items = sorted(made, key=place)
     exclude = recipe.settings.exclude
     if exclude and "excluded by the recipe" not in plan.left_out.values():
         LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
+
+
+def _item(plan: Plan, given: Candidate, first: dict[tuple[str | None, ...], Item]) -> Item:
+    """One tensor of the merged model, in the dtype that is written.
+
+    Args:
+        first: Names in the models' files -> the item that counts in the Gram matrix.
+    """
+    recipe, name, whole = plan.recipe, given.weight.name, given.whole
+    base, *models = _parts(recipe, given)
+    assert base is not None
+    absent = recipe.vectors.why_absent(base.name, name) if recipe.vectors else None
+    rule = functools.partial(why_left_out, name, recipe.settings, recipe.tasks, absent=absent)
+    reason = rule(base, models)
+    fresh: Callable[[], Sequence[Part]] | None = None
+    if whole is not None and not (reason and base.shape):
+        load = functools.partial(whole.load, reason is not None)
+        fresh = _loaded_whole(load, [base] if reason else [base, *(p for p in models if p)])
+        loaded = fresh()
+        base, models = loaded[0], list(loaded[1:])
+        reason = reason or rule(base, models)
+    if reason is not None:
+        if recipe.vectors is None and reason.startswith("missing"):
+            LOG.warning("tensor `%s` is not in %s: it stays the base's", name, reason[11:])
+        plan.left_out[name] = reason
+        models = []
+    assert base.shape is not None
+    inputs = [part for part in models if part is not None]
+    more = _means(recipe, name, base.shape, inputs)
+    wanted = dtype_from_name(given.weight.force_dtype or plan.out_dtype)
+    saved = dtype_from_name(given.weight.force_dtype or plan.saved_dtype)
+    # A store's dtype is not the output's, and integers are never cast to a float.
+    weights = [part.dtype for part in inputs if part.holds == "weight"]
+    out = saved or (wanted if base.dtype.is_floating_point else None)
+    out = out or functools.reduce(torch.promote_types, weights, base.dtype)
+    if plan.options.safe_serialization and out not in DTYPES.values():
+        raise UserError(
+            f"tensor `{name}`: safetensors hold no {out}; write .bin files with "
+            "--no-safe-serialization"
+        )
+    item = Item(name, base.shape, base, (*inputs, *more), out)
+    if reason is None:
+        counted = _count_once(plan, given, item, first)
+        tunables = Tunables.of(_values(plan, name, given.values))
+        item = replace(item, counted_as=counted, tunables=tunables)
+        if counted == name and whole is not None and (change := whole.identity()):
+            plan.changed[name] = change
+    if fresh is not None:
+        plan._fresh[name] = lambda: _refreshed(item, fresh())
+    return item
+
+
+def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
+    """Where a tensor lies in the base and the models; vectors of a store have its own names."""
+    parts = [given.parts[model] for model in recipe.every]
+    vectors, base = recipe.vectors, parts[0]
+    if vectors is None or base is None:
+        return parts
+    if (name := vectors.bases.stored_name(base.name)) is None:
+        return [base, *[None] * len(recipe.models)]
+    shape = None if given.whole else base.shape
+    stored = (Part.of(vectors.bases.vectors[index], name, "delta") for index in vectors.order)
+    return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
+
+
+def _loaded_whole(
+    load: Callable[[], Sequence[Tensor]], parts: Sequence[Part]
+) -> Callable[[], Sequence[Part]]:
+    """A function that gives new parts of a tensor that is loaded whole, once now for its shapes."""
+    told = [(tensor.dtype, tuple(tensor.shape)) for tensor in load()]
+    dtypes = [dtype for dtype, _ in told]
+    numel = torch.Size(told[0][1]).numel()
+
+    def fresh() -> list[Part]:
+        every = zip(whole_parts(load, dtypes, numel), parts, told, strict=True)
+        return [
+            replace(new, holds=old.holds, name=old.name, shape=shape)
+            for new, old, (_, shape) in every
+        ]
+
+    return fresh
+
+
+def _refreshed(item: Item, parts: Sequence[Part]) -> Item:
+    base, *models = parts
+    count = len(models)
+    return replace(item, base=base, inputs=(*models, *item.inputs[count:]) if item.inputs else ())
+
+
+def _means(
+    recipe: Recipe, name: str, shape: tuple[int, ...], inputs: Sequence[Part]
+) -> Sequence[Part]:
+    """PCA's mean, an input that is not a model of the recipe."""
+    mean = recipe.store.mean(recipe.settings) if recipe.store else None
+    if mean is None or not inputs or inputs[0].name is None:
+        return ()
+    part = Part.of(mean, inputs[0].name, "delta")
+    if part.shape != shape:
+        raise UserError(
+            f"tensor `{name}`: the recipe's tokenizer gives it the shape {list(shape)}, the "
+            f"store's mean has {list(part.shape or ())}: use the base's tokenizer as it is, or "
+            "leave the tensor out with `exclude`"
+        )
+    return (part,)
 
 
 def _values(plan: Plan, name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -396,48 +478,27 @@ def _values(plan: Plan, name: str, values: Mapping[str, Any]) -> Mapping[str, An
     return values
 
 
-def _why_left_to_base(plan: Plan, name: str, planned: Planned) -> str | None:
-    """Why a tensor stays the base's, or None if it takes part: the one place that decides."""
-    recipe = plan.recipe
-    if recipe.settings.excludes(name):
-        return "excluded by the recipe"
-    base, *sources = planned.sources
-    for who, source in zip(("the base", *recipe.tasks), planned.sources, strict=True):
-        if source.dtype in QUANTIZED:
-            raise UserError(
-                f"tensor `{name}` of {who} is stored as {source.dtype}: quantized codes are "
-                "no weights; take an unquantized checkpoint, or leave it out with `exclude`"
-            )
-    missing = [task for task, s in zip(recipe.tasks, sources, strict=True) if not s.present]
-    if missing:
-        return recipe.inputs.why_missing(missing, base.name, name)
-    for task, source in zip(recipe.tasks, sources, strict=True):
-        for who, part in (("the base", base), (f"task {task}", source)):
-            if part.dtype is not None and not part.dtype.is_floating_point:
-                return f"not floating point in {who} ({str(part.dtype).removeprefix('torch.')})"
-        if base.shape is not None and source.shape is not None and base.shape != source.shape:
-            raise UserError(shapes_differ(name, task, source.shape, base.shape))
-    return None
-
-
-def _count_once(plan: Plan, weight: WeightInfo, planned: Planned) -> str:
+def _count_once(
+    plan: Plan, given: Candidate, item: Item, first: dict[tuple[str | None, ...], Item]
+) -> str:
     """The name under which a tensor counts in the Gram matrix: its own, or that of the first with
     the same stored tensors."""
-    order = (plan.recipe.base, *plan.recipe.models)
+    weight, order = given.weight, plan.recipe.every
+    names = [part.name for part in item.parts[: len(order)]]
+    if weight.tied_names and not plan.tied and names[0] != weight.name:
+        plan.untied |= weight.name in names
     place = tuple(
         None if name is None else plan.checkpoints[model].canonical(name)
-        for model, name in zip(order, planned.names, strict=True)
+        for model, name in zip(order, names, strict=True)
     )
     if plan.tied and weight.tied_names:
         place = (weight.tied_names[0],) * len(order)
     if None in place:
         place = (weight.name, *place)
-    first = plan._first.setdefault(place, planned)
-    if first is not planned:
-        base, counted = planned.names[0], first.names[0]
-        if place[0] is not None and base is not None and counted is not None:
-            plan.same_as[base] = counted
-        plan.left_out[planned.name] = (
-            f"the same tensor as {first.name}: merged with it, counted once"
-        )
-    return first.name
+    other = first.setdefault(place, item)
+    if other is not item:
+        assert other.base is not None
+        if place[0] is not None and names[0] is not None and other.base.name is not None:
+            plan.same_as[names[0]] = other.base.name
+        plan.left_out[item.name] = f"the same tensor as {other.name}: merged with it, counted once"
+    return other.name

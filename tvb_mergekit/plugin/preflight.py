@@ -29,20 +29,30 @@ TOKENIZER_FILES = (
 )
 
 
-def check_local_files(recipe: Recipe, options: MergeOptions) -> None:
-    """`check_model` of each model of a recipe, before anything else is downloaded or planned."""
-    for model in (recipe.base, *recipe.models):
-        weights = not recipe.in_store or model == recipe.base  # checked with the store
-        check_model(model, recipe.base, options, weights)
+def check_local_files(recipe: Recipe, options: MergeOptions) -> dict[ModelReference, Checkpoint]:
+    """The models of a recipe that lie on this disk, open, before anything is downloaded or planned.
+
+    Raises:
+        UserError: see `check_model`.
+    """
+    opened = {}
+    for model in recipe.every:
+        stored = recipe.vectors is not None and model != recipe.base  # open already
+        if (found := check_model(model, recipe.base, options, not stored)) is not None:
+            opened[model] = found
+    return opened
 
 
 def check_model(
     model: ModelReference, base: ModelReference, options: MergeOptions, weights: bool = True
-) -> None:
-    """Open what lies of a model on this disk; a name is looked up on the Hub.
+) -> Checkpoint | None:
+    """Check the files of a model on this disk; look a name up on the Hub.
 
     Args:
-        weights: whether its weight files are opened too.
+        weights: whether its weight files are opened.
+
+    Returns:
+        The open checkpoint; None for an adapter, a name on the Hub, or without `weights`.
 
     Raises:
         UserError: a folder, its configuration or its weights are missing or damaged.
@@ -74,8 +84,10 @@ def check_model(
             if os.environ.get("HF_HUB_OFFLINE"):
                 problem += " (HF_HUB_OFFLINE is set)"
         raise UserError(f"model {path}: {problem}: {reason}") from error
-    if weights and os.path.isdir(path):
-        Checkpoint.open(path)
+    if not weights or not os.path.isdir(path):
+        return None
+    opened = Checkpoint.open(path)
+    return opened if model.lora is None else None
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:

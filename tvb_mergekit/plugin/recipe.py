@@ -13,14 +13,7 @@ from mergekit.common import ModelReference
 from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.plugin.stores import (
-    FINE_TUNED,
-    FineTuned,
-    Stored,
-    StoreRecipe,
-    ZooRecipe,
-    find_store,
-)
+from tvb_mergekit.plugin.stores import StoreVectors, find_store
 from tvb_mergekit.settings import (
     GLOBAL_KEYS,
     MODEL_KEYS,
@@ -41,26 +34,28 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 class Recipe:
     """One merge by one of our methods, as the recipe's keys say it.
 
-    Where the models are the bases of a `store`, the `tasks` are the bases' names; the names of the
-    tasks that they stand for are the store's. Those of a zoo are tasks, by the zoo's names.
+    Attributes:
+        models: In the order of the tasks.
+        tasks: Names of the models: their tasks, or the folders of a store's bases.
+        vectors: The vectors of a store that the models are; None for fine-tuned models.
     """
 
     settings: Settings
     base: ModelReference
-    models: tuple[ModelReference, ...]  # in the order of the tasks
+    models: tuple[ModelReference, ...]
     tasks: tuple[str, ...]
     weights: tuple[float, ...]
-    inputs: FineTuned = FINE_TUNED  # what the models are
+    vectors: StoreVectors | None = None
 
     @property
-    def store(self) -> StoreRecipe | None:
-        """The store whose bases the models are, or None."""
-        return self.inputs if isinstance(self.inputs, StoreRecipe) else None
+    def store(self) -> StoreVectors | None:
+        """The store whose bases the models are; None for task vectors."""
+        return None if self.vectors is None or self.vectors.keeps_tasks else self.vectors
 
     @property
-    def in_store(self) -> bool:
-        """Whether the models are vectors of a store: its bases, or the tasks of a zoo."""
-        return isinstance(self.inputs, Stored)
+    def every(self) -> tuple[ModelReference, ...]:
+        """The base and the models."""
+        return self.base, *self.models
 
     @property
     def model_names(self) -> dict[str, str]:
@@ -101,17 +96,12 @@ def read_recipe(config: BaseModel) -> Recipe:
     given = _global_values(sections)
     own = _model_values(sections, base)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
-    store = find_store(models)
-    if store is not None:
+    vectors = find_store(models)
+    if vectors is not None:
         if named := next((model for model in models if (model, "task") in own), None):
             raise UserError(f"`task` of {named}: its store knows the name; leave it out")
-    if isinstance(store, StoreRecipe):
-        settings = store.settings(method, given)
-        names = tuple(store.bases.facts.store.folders[m] for m in store.order)
-        return Recipe(settings, base, models, names, weights, store)
-    if isinstance(store, ZooRecipe):
-        settings = resolve_settings(method, given, store.tasks)
-        return Recipe(settings, base, models, store.tasks, weights, store)
+        settings = vectors.settings(method, given)
+        return Recipe(settings, base, models, vectors.names, weights, vectors)
     tasks = tuple(
         own.get((model, "task"))
         or default_task_name(model.model.path, model.lora.path if model.lora else None)

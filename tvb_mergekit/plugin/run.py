@@ -31,10 +31,10 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model
 from tvb_mergekit.plugin.names import replaced
-from tvb_mergekit.plugin.plan import Plan, devices_of, plan_merge, plan_tensors
+from tvb_mergekit.plugin.plan import Plan, check_base, devices_of, plan_merge, vectors_of
 from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.stores import mapped
+from tvb_mergekit.plugin.sources import Candidate, part_of
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.store import report
@@ -122,16 +122,17 @@ def merge(
     if options.random_seed is not None:
         transformers.trainer_utils.set_seed(options.random_seed)
     with logging_above_bars(), unwinding(), refusing(out=out):
+        opened = None
         with refusing(planning=True):
             if world.leads:
                 check_output_folder(out, input_folders(recipe))
-                check_local_files(recipe, options)
+                opened = check_local_files(recipe, options)
                 check_tokenizer_source(config)
                 warn_of_stale_parts(out)
         with staged(out) as stage, fresh_loaders():
             with refusing(planning=True):
-                plan = world.first(lambda: plan_merge(recipe, config, options, memory))
-                plan.make_tokenizer()
+                plan = world.first(lambda: plan_merge(recipe, config, options, memory, opened))
+                plan.open()
                 check_disk(out, plan.output_bytes)
             plan.build()
             write_model(plan, config, stage, source, started)
@@ -196,7 +197,7 @@ class TorchSink(MemorySink):
 def write_tensors(plan: Plan, folder: Path) -> None:
     """Merge all tensors into the weight files of `folder`; of several processes, only the leader
     comes back."""
-    items = [planned.item() for planned in plan.tensors.values()]
+    items = plan.items()
     options, world = plan.options, ranks.world()
     if not options.safe_serialization:
         writer = TensorWriter(str(folder), options.out_shard_size, safe_serialization=False)
@@ -328,31 +329,29 @@ def _planned_files(
     from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
 
     devices = devices_of(options)
-    files = {model: open_file(model) for model in (recipe.base, *recipe.models)}
-    base, stored = files[recipe.base], recipe.in_store
-    recipe.inputs.check(recipe.base, base)
+    known = vectors_of(recipe)
+    files = {model: known.get(model) or open_file(model) for model in recipe.every}
+    base, stored = files[recipe.base], recipe.vectors is not None
+    check_base(recipe, base)
     if not stored and not (union or intersection):
         _check_same_tensors(files)
     loaders = {model: MappedLoader(file) for model, file in files.items()}
     plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype)
     method = merge_methods.get(config.merge_method)
-    # In a store's files a tensor may go by another name: `Stored.sources` has it.
+    # A store may hold a tensor under another name, which the plan looks up.
     theirs = [base.tensors if stored else files[model].tensors for model in recipe.models]
     names = sorted(set(base.tensors).union(*theirs))
     if intersection:
         names = [n for n in names if all(n in tensors for tensors in (base.tensors, *theirs))]
-    plan_tensors(
-        plan,
-        (
-            (
-                WeightInfo(name=name),
-                dict(construct_param_dicts(config, method, name)[0].items()),
-                {model: mapped(file, name) for model, file in files.items()},
-                None,
-            )
-            for name in names
-        ),
-    )
+    plan.candidates = [
+        Candidate(
+            WeightInfo(name=name),
+            dict(construct_param_dicts(config, method, name)[0].items()),
+            {model: part_of(file, name) for model, file in files.items()},
+        )
+        for name in names
+    ]
+    plan.open()
     return plan
 
 

@@ -31,7 +31,6 @@ from tvb_mergekit.store.facts import (
     StoreFacts,
     StoreRecord,
 )
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.store import (
     Bases,
     basis_folder,
@@ -46,6 +45,7 @@ from tvb_mergekit.store.zoo import join_zoo
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import StateDict
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 
 LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy"
@@ -54,7 +54,7 @@ CPU = torch.device("cpu")
 
 def add_to_store(
     path: str | os.PathLike[str],
-    inputs: Inputs,
+    inputs: TaskSet,
     growth: Growth,
     *,
     device: torch.device = CPU,
@@ -91,7 +91,7 @@ def add_to_store(
 
 def add_in_memory(
     bases: Bases | None,
-    inputs: Inputs,
+    inputs: TaskSet,
     growth: Growth,
     *,
     device: torch.device = CPU,
@@ -104,7 +104,7 @@ def add_in_memory(
     return _Addition(bases, inputs, growth, silent, **passes).in_memory()
 
 
-def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
+def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
     """Bases without tasks, under the base of `inputs`."""
     store = StoreRecord.model_construct(
         contents="tensors",
@@ -142,7 +142,7 @@ def _empty(inputs: Inputs, dtype: torch.dtype) -> Bases:
 # Decisions
 
 
-def _compression(bases: Bases, inputs: Inputs, growth: Growth) -> Compression:
+def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
     """The way in which a full store makes room.
 
     Raises:
@@ -204,7 +204,7 @@ class _Addition:
     """One step of Algorithm 1, from the checks to the new facts."""
 
     def __init__(
-        self, bases: Bases, inputs: Inputs, growth: Growth, progress: Progress, **passes: Any
+        self, bases: Bases, inputs: TaskSet, growth: Growth, progress: Progress, **passes: Any
     ) -> None:
         self.started = time.perf_counter()
         self.bases, self.inputs, self.growth = bases, inputs, growth

@@ -21,7 +21,6 @@ from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.build import finish_vectors, writers_of
 from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.report import local_path, versions
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.output import check_disk
@@ -29,6 +28,7 @@ from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import FoldersSink
 
 LOG = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def place_of(bases: Bases) -> str:
     return str(bases.path or "these bases")
 
 
-def check_new(bases: Bases, inputs: Inputs) -> None:
+def check_new(bases: Bases, inputs: TaskSet) -> None:
     """Raise UserError unless the one model of `inputs` is a new task for the base of `bases`."""
     (task,) = inputs.tasks
     if task in bases.tasks:
@@ -98,7 +98,7 @@ def check_new(bases: Bases, inputs: Inputs) -> None:
     bases.check_base(inputs.base, inputs.base_model)
 
 
-def given_items(bases: Bases, inputs: Inputs) -> list[Item]:
+def given_items(bases: Bases, inputs: TaskSet) -> list[Item]:
     """The store's tensors, with the new model as input.
 
     Raises:
@@ -134,7 +134,7 @@ def with_vectors(vectors: Sequence[Weights], items: Sequence[Item]) -> list[Item
 
 def new_sums(
     bases: Bases,
-    inputs: Inputs,
+    inputs: TaskSet,
     items: Sequence[Item],
     doubt: Callable[[str], object],
     progress: Progress,
@@ -153,7 +153,7 @@ def new_sums(
     sums = None if others else inputs.sums
     if sums is None:
         names = [*bases.facts.store.folders[:others], task]
-        sums, _cached = gram_pass(lambda: items, names, progress=progress, **passes)
+        sums, _cached = gram_pass(items, names, progress=progress, **passes)
     if float(sums.gram[-1, -1]) == 0.0:
         raise UserError(
             f"task `{task}`: its task vector is zero: the model is identical to the base"
@@ -203,7 +203,7 @@ def write_vectors(
 
 
 def grown_facts(
-    bases: Bases, inputs: Inputs, sums: GramSums, started: float
+    bases: Bases, inputs: TaskSet, sums: GramSums, started: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The keys of basis.json, and of its `store`, that an addition to any store changes.
 

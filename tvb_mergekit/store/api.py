@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,15 @@ from tvb_mergekit.store.add import add_in_memory, add_to_store
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import Quantize, sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
-from tvb_mergekit.store.inputs import Inputs, match
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.undo import undo_change
 from tvb_mergekit.store.zoo import remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import device_of
 from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.merging import Job, build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.taskset import TaskSet, match
 from tvb_mergekit.tensors.writing import MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
@@ -284,23 +285,27 @@ def merge(
     )
     found = _base_of(bases, base, dtype)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
-    items = exporting.items_of(bases, found, dtype, sources, settings.excludes)
-    held = {item.name: bases.stored_name(item.name) for item in items if item.inputs}
-    counted = [item for item in items if held.get(item.name) == item.name]
-    jobs = {name: Job(each, tunables) for name, each in held.items() if each is not None}
+    items = [
+        replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)
+        if item.inputs
+        else item
+        for item in exporting.items_of(bases, found, dtype, sources, settings.excludes)
+    ]
+    counted = [item for item in items if item.counted_as == item.name]
     means: dict[str, Any] = {"devices": [device_of(device)], "budget": block_budget()}
     combined: Combination
     if bases.is_zoo:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
         ones = [1.0] * bases.num_bases
-        combined = build_basis(settings, bases.tasks, ones, lambda: counted, known=known, **means)
+        given_tasks = TaskSet(settings, bases.tasks, ones, counted, sums=known)
+        combined = build_basis(given_tasks, **means)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
-        count_if_needed(combined, lambda: counted, **means)
+        count_if_needed(combined, counted, **means)
     check_matrices(settings, items, combined.num_bases, None)
     sink = MemorySink(1)
-    merge_items(combined, items, jobs, sink, **means)
+    merge_items(combined, items, sink, **means)
     return sink.states[0]
 
 
@@ -342,7 +347,7 @@ def _inputs(
     models: Mapping[str, Model],
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
-) -> Inputs:
+) -> TaskSet:
     for task, model in models.items():
         check_type(f"the task {shown(task)}", task, "str")
         check_type(f"the model of {task}", model, "Model")
@@ -365,15 +370,15 @@ def _inputs(
         warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
-    return Inputs(
+    return TaskSet(
         resolved,
+        tasks,
+        scales,
+        matched.items,
         found,
         name_of(base, "base"),
-        tasks,
         names,
-        scales,
         sources,
-        matched.items,
         matched.left_out,
         matched.tied,
         folder=folder,

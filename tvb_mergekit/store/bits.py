@@ -210,7 +210,7 @@ def stored_gram(
         Item(name, info.shape, None, tuple(Part.of(vector, name, "delta") for vector in vectors))
         for name, info in vectors[0].tensors.items()
     ]
-    sums, _ = gram_pass(lambda: items, names, devices=devices, budget=budget, progress=progress)
+    sums, _ = gram_pass(items, names, devices=devices, budget=budget, progress=progress)
     return sums.gram
 
 

@@ -48,7 +48,6 @@ from tvb_mergekit.store.bits import (
     to_json,
 )
 from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.recipes import write_recipes
 from tvb_mergekit.store.report import (
     folders_of,
@@ -66,12 +65,13 @@ from tvb_mergekit.store.store import (
     record_of,
 )
 from tvb_mergekit.tensors import cache, ranks
-from tvb_mergekit.tensors.merging import sketch_of
+from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_disk, check_new_folder
-from tvb_mergekit.tensors.passes import combine_pass, gram_pass, measure_pass, share_of
+from tvb_mergekit.tensors.passes import combine_pass, measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,
     SHARD_BYTES,
@@ -110,7 +110,7 @@ COPIED = (
 
 
 def build_store(
-    inputs: Inputs,
+    inputs: TaskSet,
     out: str | os.PathLike[str],
     *,
     dtype: torch.dtype = torch.float32,
@@ -148,7 +148,7 @@ def build_store(
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
         begun: dict[str, object] = {
-            **inputs.key,
+            **inputs.identity,
             "dtype": str(dtype),
             "weights": list(inputs.weights),
             "settings": inputs.settings.model_dump(mode="json"),
@@ -234,7 +234,7 @@ def build_store(
 
 
 def build_in_memory(
-    inputs: Inputs,
+    inputs: TaskSet,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
@@ -254,7 +254,7 @@ def build_in_memory(
 
 
 def inspect_inputs(
-    inputs: Inputs,
+    inputs: TaskSet,
     device: torch.device = CPU,
     progress: Progress = silent,
     budget: int | None = None,
@@ -270,24 +270,12 @@ def inspect_inputs(
 
 
 def _sums(
-    inputs: Inputs, devices: Sequence[torch.device], budget: int, progress: Progress
+    inputs: TaskSet, devices: Sequence[torch.device], budget: int, progress: Progress
 ) -> GramSums:
-    if inputs.sums is not None:
-        return inputs.sums
-    sums, _cached = gram_pass(
-        lambda: inputs.items,
-        inputs.tasks,
-        devices=devices,
-        budget=budget,
-        sketch=sketch_of(inputs.settings, len(inputs.tasks)),
-        key=None if inputs.in_memory else inputs.key,
-        models=inputs.models,
-        progress=progress,
-    )
-    return sums
+    return sums_of(inputs, devices=devices, budget=budget, progress=progress)[0]
 
 
-def _basis(inputs: Inputs, sums: GramSums, warn: Warn) -> Basis:
+def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
     sketch = sketch_of(inputs.settings, len(inputs.tasks))
     basis = encode_basis(inputs.settings, inputs.tasks, inputs.weights, sums, sketch)
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
@@ -335,7 +323,7 @@ def _combine(
 
 def _coding(
     basis: Basis,
-    inputs: Inputs,
+    inputs: TaskSet,
     items: Sequence[Item],
     quantize: Quantize,
     folders: Sequence[str],
@@ -376,7 +364,7 @@ def _coding(
     return coding
 
 
-def _fixed(inputs: Inputs, vectors: int) -> int:
+def _fixed(inputs: TaskSet, vectors: int) -> int:
     tasks = len(inputs.tasks)
     return fixed_bytes(inputs.items, vectors, tasks, inputs.left_out, inputs.folder)
 
@@ -402,7 +390,7 @@ def _measured(
 
 
 def _can_resume(
-    partial: Path, inputs: Inputs, out: Path, state: Mapping[str, str], resume: bool
+    partial: Path, inputs: TaskSet, out: Path, state: Mapping[str, str], resume: bool
 ) -> bool:
     """Whether there is an unfinished build to continue.
 

@@ -35,9 +35,9 @@ from tvb_mergekit.store.facts import (
     StoreRecord,
     write_facts,
 )
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name, shares
 from tvb_mergekit.tables import Sheet, matrix, show
+from tvb_mergekit.tensors.taskset import TaskSet
 
 # The tensors of a merge's basis.safetensors; a store's has more.
 MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "mixing")
@@ -62,25 +62,15 @@ CITATION = """```bibtex
 ```"""
 
 
-def facts(
-    basis: Basis,
-    *,
-    base_model: str,
-    models: Mapping[str, str],
-    left_out: Mapping[str, str],
-    fingerprints: Mapping[str, str],
-    tunables: Mapping[str, set[float]],
-    dtype: str | None,
-    built: Sequence[float] = (),
-) -> Facts:
-    """All of a merge's `basis.json`; null where a number is undefined.
+def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> Facts:
+    """All of a merge's `basis.json`; null if a number is undefined.
 
     Args:
-        built: the scales that the task vectors of a zoo have already, [T].
+        tunables: `lambda`, `alpha` and `density` -> all values of it.
     """
     settings, encoding = basis.settings, basis.encoding
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
-    for task, scale in zip(basis.tasks, built, strict=False):
+    for task, scale in zip(basis.tasks, tasks.built, strict=False):
         weights[task] *= scale
     losses = encoding.decoder_losses
     norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
@@ -90,11 +80,11 @@ def facts(
         method=settings.method,
         parameters={**settings.in_force(), **_values(tunables), "weights": weights},
         tasks=list(basis.tasks),
-        models=[models[task] for task in basis.tasks],
-        base_model=base_model,
+        models=list(tasks.models),
+        base_model=tasks.base_model,
         num_bases=encoding.num_bases,
         num_parameters=basis.sums.num_parameters,
-        dtype=dtype,
+        dtype=tasks.dtype,
         loss=encoding.loss,
         decoder_losses=None if losses is None else dict(losses),
         spectral_bound=encoding.spectral_bound,
@@ -106,15 +96,15 @@ def facts(
             **dict(zip(basis.tasks, norms, strict=True)),
         },
         matrix_norms=dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
-        left_out=dict(left_out),
-        fingerprints=dict(fingerprints),
+        left_out=dict(tasks.left_out),
+        fingerprints=tasks.fingerprints,
         gram_cached=basis.cached,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
     )
 
 
 def store_facts(
-    inputs: Inputs,
+    inputs: TaskSet,
     basis: Basis,
     dtype: torch.dtype,
     files: dict[str, FileRecord],
@@ -129,16 +119,7 @@ def store_facts(
             sums, where the Gram matrix of the tasks does not give those of the bases as stored.
         folders: of the vectors, if they are not `folders_of` the basis.
     """
-    merged = facts(
-        basis,
-        base_model=inputs.base_model,
-        models=dict(zip(inputs.tasks, inputs.models, strict=True)),
-        left_out=inputs.left_out,
-        fingerprints=inputs.fingerprints,
-        tunables={},
-        dtype=inputs.dtype,
-        built=inputs.built,
-    )
+    merged = facts(inputs, basis, {})
     kind, count = basis.settings.basis, basis.encoding.num_bases
     holds_sum = kind in ("balanced", "none")
     store = StoreRecord(

@@ -23,7 +23,6 @@ from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.addition import with_vectors
 from tvb_mergekit.store.build import copy_config, finish_store
 from tvb_mergekit.store.facts import FileRecord, StoreFacts
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.report import local_path, store_facts
 from tvb_mergekit.store.store import (
     Bases,
@@ -37,6 +36,7 @@ from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.taskset import TaskSet
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
@@ -69,7 +69,7 @@ class Dense:
         return self.facts.tasks if self.errors is None else self.facts.store.folders
 
     @classmethod
-    def of_models(cls, inputs: Inputs, basis: Basis) -> Dense:
+    def of_models(cls, inputs: TaskSet, basis: Basis) -> Dense:
         """The bases of T models, which need not be stored."""
         facts, tensors = store_facts(inputs, basis, torch.float32, {})
         targets = torch.diag(torch.tensor(basis.weights, dtype=torch.float64))
@@ -132,7 +132,7 @@ def sparse_store(
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
     sums, _ = gram_pass(
-        lambda: with_vectors(vectors, dense.items),
+        with_vectors(vectors, dense.items),
         [*names, *dense.names],
         devices=devices,
         budget=budget or block_budget(),

@@ -31,20 +31,20 @@ from tvb_mergekit.store.bits import (
 )
 from tvb_mergekit.store.build import finish_store
 from tvb_mergekit.store.facts import Bounds
-from tvb_mergekit.store.inputs import Inputs
 from tvb_mergekit.store.report import versions
 from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.store.undo import UNDO, check_free, keep_previous, link_vectors
 from tvb_mergekit.tensors.passes import measure_pass
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.taskset import TaskSet
 
 
 def join_zoo(
     work: Path,
     store: Path,
     bases: Bases,
-    inputs: Inputs,
+    inputs: TaskSet,
     growth: Growth,
     progress: Progress,
     **passes: Any,

@@ -6,14 +6,14 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
+from tvb_mergekit.core.basis import Basis, Combination, build
 from tvb_mergekit.core.gram import DEFAULT_BUDGET, GramSums, Sketch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
@@ -32,67 +32,53 @@ from tvb_mergekit.tensors.passes import (
     share_of,
 )
 from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Job:
-    """The merge of one tensor.
-
-    Attributes:
-        counted_as: its name in the Gram matrix.
-        alone: compute the direction that a tuned coefficient scales, without theta_0: the sum of
-            the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
-            to forget. Merging adds fl(scale * direction) last.
-    """
-
-    counted_as: str
-    tunables: Tunables
-    alone: bool = False
-
-
 def build_basis(
-    settings: Settings,
-    tasks: Sequence[str],
-    weights: Sequence[float],
-    items: Callable[[], Sequence[Item]],
+    tasks: TaskSet,
     *,
     devices: Sequence[torch.device] = (CPU,),
     budget: int = DEFAULT_BUDGET,
-    known: GramSums | None = None,
-    key: Mapping[str, object] | None = None,
-    models: Sequence[str] = (),
     progress: Progress = silent,
 ) -> Basis:
     """The basis, from a pass over the models unless its sums are known; see `gram_pass`.
 
-    Args:
-        weights: scale of each task vector, [T], none zero.
-        known: the sums of the inputs. Those of rand_proj's directions are never known.
+    The sums of random directions for rand_proj are never known.
 
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
-    sketch = sketch_of(settings, len(tasks))
-    passed: dict[str, Any] = {"devices": devices, "budget": budget, "progress": progress}
+    engine: dict[str, Any] = {"devices": devices, "budget": budget, "progress": progress}
     started = time.perf_counter()
-    if known is not None and sketch is None:
-        raw, cached = known, True
-    else:
-        raw, cached = gram_pass(items, tasks, sketch=sketch, key=key, models=models, **passed)
+    raw, cached = sums_of(tasks, **engine)
     summed = time.perf_counter()
+    sketch = sketch_of(tasks.settings, len(tasks.tasks))
     # Solvers differ in the last bits between machines.
-    basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
+    basis = ranks.world().share(
+        lambda: build(tasks.settings, tasks.tasks, tasks.weights, raw, sketch)
+    )
     basis.cached = cached
     basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
-    count_if_needed(basis, items, **passed)
+    count_if_needed(basis, tasks.items, **engine)
     return basis
+
+
+def sums_of(tasks: TaskSet, **engine: Any) -> tuple[GramSums, bool]:
+    """The unweighted Gram matrix of a task set, and whether it was known or came from the cache."""
+    sketch = sketch_of(tasks.settings, len(tasks.tasks))
+    if tasks.sums is not None and sketch is None:
+        return tasks.sums, True
+    return gram_pass(
+        tasks.items, tasks.tasks, sketch=sketch, key=tasks.key, models=tasks.models, **engine
+    )
 
 
 def count_if_needed(
     basis: Combination,
-    items: Callable[[], Sequence[Item]],
+    items: Sequence[Item],
     *,
     devices: Sequence[torch.device] = (CPU,),
     budget: int = DEFAULT_BUDGET,
@@ -102,8 +88,7 @@ def count_if_needed(
     if not basis.trims or basis.settings.trim != "model":
         return
     started = time.perf_counter()
-    read = items()
-    mine = read[share_of(read)]
+    mine = items[share_of(items)]
     counted = count_pass(
         basis.weighted_encoder,
         mine,
@@ -131,9 +116,9 @@ def check_tables(bases: int, memory: int) -> None:
 def merge_items(
     basis: Combination,
     items: Sequence[Item],
-    jobs: Mapping[str, Job],
     sink: Sink,
     *,
+    alone: bool = False,
     devices: Sequence[torch.device] = (CPU,),
     budget: int = DEFAULT_BUDGET,
     progress: Progress = silent,
@@ -141,8 +126,11 @@ def merge_items(
     """Write the merged tensors to `sink` in order; see `combine_pass`.
 
     Args:
-        items: their inputs are those of `basis`, in order.
-        jobs: item -> job; an item without a job stays the base's.
+        items: their inputs are those of `basis`, in order. An item without `tunables` stays the
+            base's.
+        alone: compute the direction that a tuned coefficient scales, without theta_0: the sum of
+            the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
+            to forget. Merging adds fl(scale * direction) last.
 
     Raises:
         UserError: a result overflows its dtype.
@@ -156,20 +144,20 @@ def merge_items(
     if trims:
         passed["budget"] = beside_tables(basis.num_bases, budget)
     count = basis.num_bases
-    matrices = {i.name: count_matrices(settings, i, count) for i in items if i.name in jobs}
+    matrices = {i.name: count_matrices(settings, i, count) for i in items if i.tunables}
     total = 0
     for item in items:
-        job = jobs.get(item.name)
-        total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
+        twice_more = sweeps and item.tunables and item.tunables.density < 1
+        total += item.nbytes * (3 if twice_more else 1)
     if total_of := sum(matrices.values()):  # they take nearly all of the time
         update, told = silent("", 0), progress("Merged model", total_of, "matrix")
     else:
         update = told = progress("Merged model", total)
     step = functools.lru_cache(basis.step)  # most tensors are merged alike
-    counted_as = {name: job.counted_as for name, job in jobs.items()}
+    counted_as = {item.name: item.counted_as or item.name for item in items}
 
     def apart(item: Item) -> str | None:
-        return item.name if item.name in jobs and (sweeps or matrices[item.name]) else None
+        return item.name if item.tunables and (sweeps or matrices[item.name]) else None
 
     whole = 0  # merged matrices that the bar does not count yet: it ends with the last tensor
     long = list[str]()
@@ -177,20 +165,20 @@ def merge_items(
         steps: dict[str, Step] = {}
         some = list(group)
         for item in some:
-            if (job := jobs.get(item.name)) is None:
+            if (tunables := item.tunables) is None:
                 continue
             if matrices[item.name]:
-                scale = 1.0 if job.alone else job.tunables.lambda_ * basis.scale
-                for far in merge_matrices(basis, item, scale, sink, not job.alone, **passed):
+                scale = 1.0 if alone else tunables.lambda_ * basis.scale
+                for far in merge_matrices(basis, item, scale, sink, not alone, **passed):
                     told(whole)
                     whole = 1
                     long += [item.name] * far
             elif trims:
                 # Thresholds of one tensor need two more reads, best just before the last.
-                limits = _thresholds(basis, item, job.tunables.density, devices, budget, update)
-                steps[item.name] = basis.step(job.tunables, job.alone, limits)
+                limits = _thresholds(basis, item, tunables.density, devices, budget, update)
+                steps[item.name] = basis.step(tunables, alone, limits)
             else:
-                steps[item.name] = step(job.tunables, job.alone)
+                steps[item.name] = step(tunables, alone)
         left = [item for item in some if not matrices.get(item.name)]
         if left:
             combine_pass(

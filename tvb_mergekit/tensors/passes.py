@@ -18,6 +18,7 @@ from torch import Tensor
 from tvb_mergekit.core.gram import (
     BLOCK,
     DEFAULT_BUDGET,
+    NO_TENSOR,
     GramSums,
     Sketch,
     not_finite,
@@ -52,7 +53,7 @@ SPLIT = 4  # pieces for each thread, of a tensor alone
 
 
 def gram_pass(
-    items: Callable[[], Sequence[Item]],
+    items: Sequence[Item],
     tasks: Sequence[str],
     *,
     devices: Sequence[torch.device] = (CPU,),
@@ -68,7 +69,7 @@ def gram_pass(
     number of devices, threads and processes, nor on the budget unless it is very small.
 
     Args:
-        items: returns the tensors that count; called only if they must be read.
+        items: the tensors that count.
         tasks: names of the inputs, for messages.
         budget: bytes that may be allocated.
         sketch: sums of Omega as well.
@@ -84,11 +85,9 @@ def gram_pass(
         entry = cache.key_of({**key, "sketch": [sketch.columns, sketch.seed] if sketch else None})
         if (found := world.share(lambda: cache.load(entry))) is not None:
             return found, True
-    read = [item for item in items() if item.numel]
+    read = [item for item in items if item.numel]
     if not read:
-        raise UserError(
-            "no tensor takes part: every floating-point tensor is excluded or missing in a model"
-        )
+        raise UserError(NO_TENSOR)
     mine = read[share_of(read)]
     each = _sums(mine, tasks, devices, budget, sketch, progress)
     # Every process gets all sums, in the order of the tensors.

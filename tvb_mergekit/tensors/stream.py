@@ -19,6 +19,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -34,14 +35,15 @@ Holds = Literal["weight", "delta"]
 
 @dataclass(frozen=True)
 class Part:
-    """The tensor of one input.
+    """One model's share in a tensor: read(start, stop, buffer) returns flattened elements.
 
     Attributes:
-        read: (start, stop, buffer) -> its flattened elements.
-        held: whether it is in memory, on any device: `read` returns a view and needs no buffer.
-        ahead: (start, stop) asks the disk for elements that will be read soon.
-        holds: a weight, or a delta: the difference from the base's weight.
-        packed: its codes, which an accelerator decodes itself.
+        held: The elements are in memory, on any device. `read` returns a view and needs no buffer.
+        ahead: Called as ahead(start, stop); asks the disk for elements that will be read soon.
+        holds: A weight, from which the base's is subtracted, or a delta, a difference already.
+        packed: The codes that the elements are stored as. An accelerator decodes them itself.
+        name: The name of the stored tensor. None: the tensor is made of others.
+        shape: The shape of the stored tensor. None: unknown.
     """
 
     dtype: torch.dtype
@@ -50,6 +52,8 @@ class Part:
     ahead: Callable[[int, int], None] = lambda start, stop: None
     holds: Holds = "weight"
     packed: Packed | None = None
+    name: str | None = None
+    shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -57,20 +61,26 @@ class Part:
         in_file = isinstance(weights, Checkpoint) and info.offset is None
         if in_file and not weights.tensor(name).is_contiguous():  # no piece of it can be read
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
-            return replace(whole, holds=holds)
+            return replace(whole, holds=holds, name=name, shape=info.shape)
         held = isinstance(weights, StateDict)
         ahead = partial(weights.ahead, name)
         packed = weights.packed(name) if isinstance(weights, Codes) else None
-        return cls(info.dtype, partial(weights.read, name), held, ahead, holds, packed)
+        read = partial(weights.read, name)
+        return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the stream. An item without `inputs` stays the base's.
+    """One tensor of the stream.
 
     Attributes:
-        base: None if no input needs it.
-        out: the dtype for the sink; uint8 for codes of the `widths`, one for each output.
+        base: theta_0; may be None if no input needs it.
+        inputs: One part of each task vector. An item without inputs is the base's own.
+        out: The dtype that a sink gets; uint8 for outputs that are written as codes.
+        widths: The width of the codes of each output.
+        counted_as: The name under which the tensor counts in the Gram matrix: its own, or the first
+            name of a tensor that is stored once and has several. None: the base's own.
+        tunables: The values of lambda, alpha and density; None: the base's own, in a merge.
     """
 
     name: str
@@ -79,6 +89,8 @@ class Item:
     inputs: tuple[Part, ...]
     out: torch.dtype = torch.float32
     widths: tuple[Width, ...] = ()
+    counted_as: str | None = None
+    tunables: Tunables | None = None
 
     @property
     def numel(self) -> int:

@@ -43,7 +43,8 @@ from tvb_mergekit.plugin.document import (
 )
 from tvb_mergekit.plugin.inputs import Options, planned
 from tvb_mergekit.plugin.loaders import fresh_loaders
-from tvb_mergekit.plugin.plan import Plan, planned_by_mergekit
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.planner import planned_by_mergekit
 from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
@@ -205,24 +206,22 @@ class TunedRecipe:
     def _draw(self, plan: Plan, start: Path, direction: Path, progress: Progress) -> float:
         basis = plan.build()
         negation = bool(basis.settings.forget)
-        starts, directions, sums, alone = [], [], {}, {}
-        for name, job in plan.jobs().items():  # as they lie on the disk
-            output = plan.tensors[name]
-            item = output.item()
-            assert item.base is not None
-            alone[name] = replace(job, alone=True)
-            directions.append(replace(item, out=torch.float32))
-            if negation and job.tunables.lambda_ != 0:
-                sums[name] = replace(job, tunables=Tunables(job.tunables.lambda_))
-                starts.append(replace(output.item(), out=torch.float32))
-            elif output.whole is None:
-                starts.append(replace(item, inputs=(), out=item.base.dtype))
-            else:  # a tensor that is loaded at once is freed after a complete read
-                starts.append(replace(output.item(), out=item.base.dtype))
-        for folder, items, jobs in ((start, starts, sums), (direction, directions, alone)):
+        moving = [item for item in plan.items() if item.tunables]
+        directions = [replace(item, out=torch.float32) for item in moving]
+        starts = []
+        for item in moving:
+            assert item.base is not None and item.tunables is not None
+            if negation and item.tunables.lambda_ != 0:
+                tunables = Tunables(item.tunables.lambda_)
+                starts.append(replace(item, out=torch.float32, tunables=tunables))
+                continue
+            # A tensor that is loaded at once is freed after a complete read.
+            inputs = item.inputs if item.base.held else ()
+            starts.append(replace(item, inputs=inputs, out=item.base.dtype, tunables=None))
+        for folder, items in ((start, starts), (direction, directions)):
             writer = FolderWriter(folder, plan_shards(items), {"format": "pt"})
-            sink = FoldersSink([writer])
-            merge_items(basis, items, jobs, sink, budget=self.memory, progress=progress)
+            sink, alone = FoldersSink([writer]), folder == direction
+            merge_items(basis, items, sink, alone=alone, budget=self.memory, progress=progress)
             writer.finish()
         return -1.0 if negation else basis.scale
 
@@ -233,7 +232,7 @@ class TunedRecipe:
         with self._planned(point) as plan:
             if not isinstance(plan, Plan):
                 return {w.name: float(dict(t.parameters.items())[self.key]) for w, t in plan}
-            found = {name: job.tunables for name, job in plan.jobs().items()}
+            found = {item.name: item.tunables for item in plan.items() if item.tunables}
             return {n: t.alpha if self.key == "alpha" else t.lambda_ for n, t in found.items()}
 
     def tuned(self, point: float) -> str:

@@ -1,0 +1,258 @@
+"""The task vectors of one command: models, the tensors that take part, and what is left out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tvb_mergekit.core.gram import NO_TENSOR, GramSums, shapes_differ
+from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.settings import Settings
+from tvb_mergekit.tensors.adapter import Adapter
+from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.stream import Holds, Item, Part
+
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
+ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
+NO_WEIGHTS = StateDict({})
+
+
+@dataclass
+class TaskSet:
+    """T task vectors under one base.
+
+    Whoever knows the models makes it once: mergekit's planner, name matching, adapters or a store.
+
+    Attributes:
+        tasks: T unique names.
+        weights: The scale of each task vector, [T], none zero.
+        items: The tensors that count in the Gram matrix, each once.
+        base, sources: theta_0 and the T models; empty for tensors that a caller holds.
+        base_model, models: Their names, as the user wrote them.
+        left_out: Tensor -> reason why it stays the base's.
+        tied: A tensor of the base that is tied to another -> the one that counts.
+        sums: The unweighted Gram matrix, if it is known.
+        adapters: The models as low-rank factors, if all are.
+        folder: The base's folder, for its config.json and tokenizer.
+        varying: `lambda`, `alpha` and `density` as the recipe has them.
+        dtype: The recipe's output dtype.
+        built: Scales that the task vectors of a store have already, [T].
+        changed: A checksum of each change by a tokenizer. The files do not show these changes.
+    """
+
+    settings: Settings
+    tasks: Sequence[str]
+    weights: Sequence[float]
+    items: Sequence[Item]
+    base: Weights = NO_WEIGHTS
+    base_model: str = ""
+    models: Sequence[str] = ()
+    sources: Sequence[Weights] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    sums: GramSums | None = None
+    adapters: Sequence[Adapter] = ()
+    folder: Path | None = None
+    varying: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    built: Sequence[float] = ()
+    changed: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that count."""
+        return [item.name for item in self.items]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one pass reads."""
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the T models."""
+        return sum(source.nbytes for source in self.sources)
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The narrowest dtype of stores that is as wide as every dtype of the models."""
+        found = {part.dtype for item in self.items for part in item.inputs}
+        if self.adapters:  # their updates are float32
+            found = set().union(*(adapter.dtypes for adapter in self.adapters))
+        widest = functools.reduce(torch.promote_types, found or {torch.float32})
+        return widest if widest in (torch.bfloat16, torch.float16) else torch.float32
+
+    @functools.cached_property
+    def prints(self) -> list[str]:
+        """The fingerprints, the base's first."""
+        return [weights.fingerprint() for weights in (self.base, *self.sources)]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Model -> fingerprint. A state dict may have the name of its task."""
+        return dict(zip((self.base_model, *self.models), self.prints, strict=True))
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Everything that the Gram matrix depends on."""
+        names = [[part.name for part in item.parts] for item in self.items]
+        return {
+            "fingerprints": self.prints,
+            "stamps": [weights.stamp() for weights in (self.base, *self.sources)],
+            "items": [[i.name, list(i.shape), n] for i, n in zip(self.items, names, strict=True)],
+            "changed": list(self.changed),
+        }
+
+    @property
+    def key(self) -> dict[str, object] | None:
+        """The same for the cache; None if a state dict, which may change unseen, is among them."""
+        stamped = all(weights.stamp() for weights in (self.base, *self.sources))
+        return self.identity if stamped else None
+
+
+def why_left_out(
+    name: str,
+    settings: Settings,
+    tasks: Sequence[str],
+    base: Part,
+    models: Sequence[Part | None],
+    absent: str | None = None,
+) -> str | None:
+    """Reason why a tensor stays the base's; None if it takes part. The only rule for all commands.
+
+    Every floating-point tensor that all models have takes part, unless `exclude` matches it.
+
+    Args:
+        models: One part of each task; None: the model lacks the tensor.
+        absent: The reason for tensors that a model lacks, if there is a better one.
+
+    Raises:
+        UserError: A model stores quantized codes, or a shape differs from the base's.
+    """
+    if settings.excludes(name):
+        return "excluded by the recipe"
+    parts = [("the base", base), *((f"task {t}", p) for t, p in zip(tasks, models, strict=True))]
+    for who, part in parts:
+        if part is not None and part.dtype in QUANTIZED:
+            raise UserError(
+                f"tensor `{name}` of {who} is stored as {part.dtype}: quantized codes are not "
+                "weights; give an unquantized checkpoint, or leave the tensor out with `exclude`"
+            )
+    if missing := [task for task, part in zip(tasks, models, strict=True) if part is None]:
+        return absent or f"missing in {listed(missing)}"
+    for who, part in parts:
+        if part is not None and part.dtype is not None and not part.dtype.is_floating_point:
+            return f"not floating point in {who} ({str(part.dtype).removeprefix('torch.')})"
+    for task, part in zip(tasks, models, strict=True):
+        found = None if part is None else part.shape
+        if base.shape is not None and found is not None and found != base.shape:
+            raise UserError(shapes_differ(name, task, found, base.shape))
+    return None
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The tensors that take part, of models that name them as the base does.
+
+    Attributes:
+        items, left_out, tied: As in `TaskSet`.
+        notes: A line about each model with tensors that nobody asked to leave out.
+    """
+
+    items: list[Item]
+    left_out: dict[str, str]
+    tied: dict[str, str]
+    notes: Sequence[str] = ()
+
+
+def match(
+    base: Weights,
+    sources: Sequence[Weights],
+    tasks: Sequence[str],
+    settings: Settings,
+    holds: Holds = "weight",
+) -> Matched:
+    """Match the tensors of models by name.
+
+    A tensor with two names counts once. If the base ties a tensor, a model needs only one of its
+    names.
+
+    Raises:
+        UserError: A model shares no tensor with the base, the models lack most of the base, or no
+            tensor takes part; and as `why_left_out`.
+    """
+    notes = _notes(base, sources, tasks, settings)
+    held = [{base.canonical(n): n for n in base.tensors if n in s.tensors} for s in sources]
+    items: list[Item] = []
+    left_out: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    counted: dict[tuple[str, ...], str] = {}
+    for name, info in base.tensors.items():
+        names = [
+            name if name in source.tensors else known.get(base.canonical(name))
+            for source, known in zip(sources, held, strict=True)
+        ]
+        parts = [
+            None if own is None else Part.of(source, own, holds)
+            for source, own in zip(sources, names, strict=True)
+        ]
+        own_part = Part.of(base, name)
+        if reason := why_left_out(name, settings, tasks, own_part, parts):
+            left_out[name] = reason
+            continue
+        given = zip((base, *sources), (name, *names), strict=True)
+        place = tuple(weights.canonical(own) for weights, own in given if own is not None)
+        if place in counted:
+            left_out[name] = f"the same tensor as {counted[place]}: counted once"
+            tied[name] = counted[place]
+            continue
+        counted[place] = name
+        inputs = tuple(part for part in parts if part is not None)
+        items.append(Item(name, info.shape, own_part, inputs))
+    if not items:
+        raise UserError(NO_TENSOR)
+    return Matched(items, left_out, tied, notes)
+
+
+def _notes(
+    base: Weights, sources: Sequence[Weights], tasks: Sequence[str], settings: Settings
+) -> list[str]:
+    notes, lost, wanted = [], set[str](), _floating(base, settings).values()
+    for task, source in zip(tasks, sources, strict=True):
+        missing, extra = _absent(base, source, settings), _absent(source, base, settings)
+        lost.update(missing)
+        reasons = (("missing in the model", missing), ("not in the base", extra))
+        found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
+        if missing and len(missing) == len(wanted):
+            raise UserError(
+                f"the model of task `{task}` shares no floating-point tensor with the base: "
+                f"{found}; {ALIKE}"
+            )
+        if found:
+            notes.append(f"the model of task `{task}`: left out of its task vector: {found}")
+    whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
+    if 2 * part > whole:
+        raise UserError(
+            f"{100 * part / whole:.0f} % of the base would be left out: {'; '.join(notes)}; {ALIKE}"
+        )
+    return notes
+
+
+def _floating(weights: Weights, settings: Settings) -> dict[str, str]:
+    """The floating-point tensors that `exclude` does not match, each under one name."""
+    found: dict[str, str] = {}
+    for name, info in weights.tensors.items():
+        if info.dtype.is_floating_point and not settings.excludes(name):
+            found.setdefault(weights.canonical(name), name)
+    return found
+
+
+def _absent(weights: Weights, other: Weights, settings: Settings) -> list[str]:
+    """The floating-point tensors that `other` has under none of their names."""
+    there = {weights.canonical(name) for name in weights.tensors if name in other.tensors}
+    return [name for place, name in _floating(weights, settings).items() if place not in there]
