@@ -338,7 +338,7 @@ def add(
         grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
     else:
         grown = add_to_store(store, inputs, growth, device=device, **more)
-    if grown.is_zoo:
+    if grown.keeps_tasks:
         click.echo(
             f"{grown.path}: {size_line(Inspection(grown.facts, grown.tensors))}; relative error of "
             f"{task} {grown.facts.relative_error[task]:.3f}"
@@ -362,11 +362,11 @@ def _standing(
         UserError: no store, another base, or a dtype that does not fit.
     """
     bases, dtype = _load(store), values["dtype"]
-    if bases.is_zoo and values["budget"] is None and dtype:
+    if bases.keeps_tasks and values["budget"] is None and dtype:
         raise UserError(
             f"--dtype: {store} keeps all tasks as codes; --budget M makes bases of them"
         )
-    if dtype not in (None, own := bases.facts.store.dtype) and not bases.is_zoo:
+    if dtype not in (None, own := bases.facts.store.dtype) and not bases.keeps_tasks:
         raise UserError(f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out")
     exclude = bases.settings.exclude
     parameters = {"num_bases": 1, **({} if exclude is None else {"exclude": exclude})}
@@ -387,11 +387,11 @@ def undo(store: str) -> None:
     \b
     Example: tvb undo ./store
     """
-    from tvb_mergekit.store.undo import undo_change
+    from tvb_mergekit.store.writer import undo_change
 
     bases = undo_change(store)
     tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
-    click.echo(f"{bases.path}: {tasks}{'' if bases.is_zoo else f' in {count}'}, as before")
+    click.echo(f"{bases.path}: {tasks}{'' if bases.keeps_tasks else f' in {count}'}, as before")
 
 
 @command(main, writes="store")
@@ -406,7 +406,7 @@ def remove(store: str, task: str) -> None:
     Example: tvb remove ./zoo --task math
     """
     from tvb_mergekit.cli.inspect import Inspection, size_line
-    from tvb_mergekit.store.zoo import remove_task
+    from tvb_mergekit.store.task_vectors import remove_task
 
     bases = remove_task(store, task)
     click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}")
@@ -465,7 +465,7 @@ def export(
             for each, weight in zip(tasks, weights, strict=True)
         ]
         if task is None:
-            folders = bases.facts.store.folders if bases.is_zoo else slugs(tasks)
+            folders = bases.facts.store.folders if bases.keeps_tasks else slugs(tasks)
     else:
         indices = list(range(bases.num_bases)) if basis is None else [basis]
         matrix = exporting.basis_columns(bases, indices)

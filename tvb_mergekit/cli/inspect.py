@@ -23,7 +23,7 @@ from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.store.bits import Loss, Losses, losses
 from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
 from tvb_mergekit.store.report import WIDE, cosine_sheet, cosines, measures, row_sums
-from tvb_mergekit.store.store import Bases, is_zoo
+from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy, whose smallest M are told
@@ -106,9 +106,9 @@ class Inspection:
         return str(self.facts.parameters.get("basis", "ae"))
 
     @property
-    def is_zoo(self) -> bool:
+    def keeps_tasks(self) -> bool:
         """Whether a store holds all task vectors, as codes."""
-        return isinstance(self.facts, StoreFacts) and is_zoo(self.facts)
+        return isinstance(self.facts, StoreFacts) and self.facts.keeps_tasks
 
     @property
     def what(self) -> str:
@@ -286,7 +286,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
         _vectors_told(inspection),
         _groups_told(inspection.codes),
         [cosine_sheet(of, names, cosines)],
-        [] if inspection.is_zoo else _encoder_told(inspection, names),
+        [] if inspection.keeps_tasks else _encoder_told(inspection, names),
         _choices_told(inspection),
     ):
         if part:
@@ -298,7 +298,7 @@ def headline(inspection: Inspection) -> str:
     """What this is, in one line: kind, M of T, dtype, base."""
     facts, store = inspection.facts, inspection.facts.store
     dtype = facts.dtype if store is None else _stored_as(facts)
-    if inspection.is_zoo:
+    if inspection.keeps_tasks:
         tasks = counted(len(inspection.tasks), "task vector")
         return f"Zoo: T = {tasks} at {dtype}, base {facts.base_model}"
     kind = {
@@ -320,17 +320,17 @@ def remarks(inspection: Inspection) -> list[str]:
     if store is not None:
         lines.append(size_line(inspection))
         if store.added:
-            whole = store.budget is None or inspection.is_zoo
+            whole = store.budget is None or inspection.keeps_tasks
             within = "" if whole else f" within a budget of {store.budget}"
             lines.append(f"{counted(store.added, 'task')} added online{within}")
-        if store.basis_weights and not inspection.is_zoo:
+        if store.basis_weights and not inspection.keeps_tasks:
             terms = [f"{weight:.4g} B{m}" for m, weight in enumerate(store.basis_weights)]
             lines.append(f"The sum of all task vectors is {' + '.join(terms)}")
     if facts.relative_error:
         line = f"{error_line(facts)}{_sum_told(inspection.codes)}"
         lines.append(line[0].upper() + line[1:])
     lines.append(f"{facts.num_parameters:,} parameters in each task vector")
-    lines += [] if inspection.is_zoo else measures(facts)
+    lines += [] if inspection.keeps_tasks else measures(facts)
     if facts.left_out:
         lines.append(f"{counted(len(facts.left_out), 'tensor')} left out: see basis.json")
     return lines
@@ -341,7 +341,7 @@ def size_line(inspection: Inspection) -> str:
     facts, store, sizes = inspection.facts, inspection.facts.store, inspection.sizes
     assert store is not None and sizes is not None
     held = f"{counted(inspection.num_bases, 'basis')} of {counted(len(inspection.tasks), 'task')}"
-    if inspection.is_zoo:
+    if inspection.keeps_tasks:
         held = counted(len(inspection.tasks), "task vector")
     return (
         f"{held}: {megabytes(sizes.store)} in {_stored_as(facts)}, "
@@ -378,7 +378,7 @@ def smallest_line(inspection: Inspection) -> str:
 
 def _vectors_told(inspection: Inspection) -> list[Sheet | str]:
     """What the codes keep of each basis; a zoo's are in the table of tasks."""
-    if inspection.codes is None or inspection.is_zoo:
+    if inspection.codes is None or inspection.keeps_tasks:
         return []
     rows = [_kept(each) for each in inspection.codes.vectors]
     return [Sheet("Codes of the bases", ("", "bytes", "bits", "error"), rows)]
@@ -406,7 +406,7 @@ def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
     base, unknown, codes = inspection.base_norm, [None] * len(names), inspection.codes
     weights, last = inspection.row_sums or unknown, ["row sum"]
     cells = [["?" if weight is None else f"{round(weight, 3) + 0.0:.3f}"] for weight in weights]
-    if inspection.is_zoo and codes is not None:
+    if inspection.keeps_tasks and codes is not None:
         last, cells = ["bits", "bytes"], [list(_kept(each)[2:0:-1]) for each in codes.vectors]
     rows = []
     for task, name, model, norm, cell in zip(
@@ -446,7 +446,7 @@ def _choices_told(inspection: Inspection) -> list[Sheet | str]:
     """What each M would retain."""
     if not inspection.choices:
         return [f"What other M would retain: {inspection.why_unknown('gram')}"]
-    current = None if inspection.is_zoo else inspection.num_bases
+    current = None if inspection.keeps_tasks else inspection.num_bases
     rows = [
         (
             f"{'>' if choice.num_bases == current else ' '} {choice.num_bases}",

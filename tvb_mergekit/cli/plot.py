@@ -123,7 +123,7 @@ def _figure(inspection: Inspection) -> Figure:
     top = rows[0].subgridspec(1, 2, width_ratios=[square, encoder])
     middle = rows[1].subgridspec(1, 2)
     _draw_cosines(figure.add_subplot(top[0]), inspection, names)
-    if inspection.is_zoo:
+    if inspection.keeps_tasks:
         _draw_groups(figure.add_subplot(top[1]), inspection.codes)
     else:
         _draw_encoder(figure.add_subplot(top[1]), inspection, names)
@@ -207,7 +207,7 @@ def _draw_energy(axes: Axes, inspection: Inspection) -> None:
         balanced = [100 * (choice.balanced_energy or 0.0) for choice in choices]
         axes.plot(places, balanced, "--", color=ORANGE, label="balanced bases")
         lowest = min(lowest, *balanced)
-    if inspection.facts.retained_energy is not None and not inspection.is_zoo:
+    if inspection.facts.retained_energy is not None and not inspection.keeps_tasks:
         energy = 100 * inspection.facts.retained_energy
         label = f"these ({inspection.basis}): {energy:.1f} %"
         axes.plot([current], [energy], "D", color=DARK, markerfacecolor="none", label=label)

@@ -18,7 +18,7 @@ from tvb_mergekit.plugin.inputs import check_for_store, planned
 from tvb_mergekit.plugin.preflight import input_folders
 from tvb_mergekit.plugin.run import staged, warn_of_stale_parts, write_model
 from tvb_mergekit.store.facts import FOLDER
-from tvb_mergekit.store.store import lock
+from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.output import check_new_folder, check_output_folder
 

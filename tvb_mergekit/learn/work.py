@@ -27,7 +27,7 @@ from tvb_mergekit.learn.request import Request
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.store import record_of
-from tvb_mergekit.store.undo import link
+from tvb_mergekit.store.writer import link
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.merging import most_bases
 from tvb_mergekit.tensors.output import check_disk

@@ -40,7 +40,7 @@ class StoreVectors:
 
     @property
     def keeps_tasks(self) -> bool:
-        return self.bases.is_zoo
+        return self.bases.keeps_tasks
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,9 +114,9 @@ def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
     names = [folder.name for folder in known]
     expected = bases.facts.store.folders[: bases.num_bases]
     if lost := next((name for name in names if name not in expected), None):
-        kind = "task" if bases.is_zoo else "basis"
+        kind = "task" if bases.keeps_tasks else "basis"
         raise UserError(f"{place / lost} is not a {kind} of {place}: {', '.join(expected)}")
-    if not bases.is_zoo and sorted(names) != sorted(expected):
+    if not bases.keeps_tasks and sorted(names) != sorted(expected):
         raise UserError(
             f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
             f"else, {', '.join(expected)}"
@@ -129,7 +129,7 @@ def _check_there(model: ModelReference) -> None:
     place = Path(model.model.path)
     if not place.exists() and store.is_store(place.parent):
         facts = store.read_store_facts(place.parent)
-        if store.is_zoo(facts):
+        if facts.keeps_tasks:
             raise UserError(
                 f"model {model}: no such task in {place.parent} (removed?), which holds "
                 f"{', '.join(facts.store.folders)}"

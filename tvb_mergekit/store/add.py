@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import largest_errors
-from tvb_mergekit.store.build import finish_store
 from tvb_mergekit.store.facts import (
-    FORMAT_VERSION,
+    STORE_VERSION,
     Compression,
     FileRecord,
     StoreFacts,
@@ -38,11 +35,10 @@ from tvb_mergekit.store.store import (
     is_store,
     load,
     numbers_of,
-    staged,
 )
-from tvb_mergekit.store.undo import UNDO, check_free, keep_previous, link_vectors
-from tvb_mergekit.store.zoo import join_zoo
-from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.store.task_vectors import join
+from tvb_mergekit.store.vectors import Vectors, facts_of
+from tvb_mergekit.store.writer import StoreWriter, changing, check_new_store
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -72,21 +68,16 @@ def add_to_store(
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
-    store = Path(os.path.realpath(path))
     passes = {"devices": [device], "budget": budget or block_budget()}
-    with staged(store) as work:
-        bases = load(store) if is_store(store) else None
+    with changing(path) as writer:
+        bases = load(writer.store) if is_store(writer.store) else None
         if bases is None:
-            check_new_folder(store, [n for n in inputs.fingerprints if os.path.exists(n)])
+            check_new_store(path, [n for n in inputs.fingerprints if os.path.exists(n)])
         bases = bases or _empty(inputs, growth.dtype)
         addition.check_new(bases, inputs)
         if growth.keeps_all(bases):
-            join_zoo(work, store, bases, inputs, growth, progress, **passes)
-        else:
-            _Addition(bases, inputs, growth, progress, **passes).write(work, store)
-        if bases.path is not None:
-            keep_previous(bases, work)
-    return load(store)
+            return join(writer, bases, inputs, growth, progress, **passes)
+        return _Addition(bases, inputs, growth, progress, **passes).write(writer)
 
 
 def add_in_memory(
@@ -107,7 +98,7 @@ def add_in_memory(
 def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
     """Bases without tasks, under the base of `inputs`."""
     store = StoreRecord.model_construct(
-        contents="tensors",
+        codec="dense",
         dtype=dtype_name(dtype),
         folders=[],
         budget=None,
@@ -119,7 +110,7 @@ def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
         added=0,
     )
     facts = StoreFacts.model_construct(
-        format_version=FORMAT_VERSION,
+        format_version=STORE_VERSION,
         method=inputs.settings.method,
         parameters={"lambda_scale": inputs.settings.lambda_scale, "weights": {}, **inputs.varying},
         tasks=[],
@@ -149,12 +140,12 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
         UserError: the store cannot grow, or not so.
     """
     store, where = bases.facts.store, addition.place_of(bases)
-    if store.contents == "codes" and not bases.is_zoo:
+    if store.codec == "codes" and not bases.keeps_tasks:
         raise UserError(
             f"{where} holds bases at {counted(bases.facts.bits or 0.0, 'bit')}, which would lose "
             "more with every task: build a store without --bits, or with `basis: none`"
         )
-    if store.contents == "sparse":
+    if store.codec == "sparse":
         raise UserError(
             f"{where} holds sparse bases, whose masks were learned for its tasks: learn them again "
             "with the new task, from a store of tensors or a recipe"
@@ -187,16 +178,13 @@ def _budget(bases: Bases, growth: Growth) -> int:
     """The most bases that the store may hold.
 
     Raises:
-        UserError: no budget for a new store, one that does not fit, or a user's file in the way.
+        UserError: no budget for a new store, or one that does not fit.
     """
     budget = bases.facts.store.budget if growth.budget is None else growth.budget
     if budget is None:
         raise UserError("a new store needs --budget M, the most bases that it may hold")
     budget = operator.index(budget)
-    online.check_budget(budget, 0 if bases.is_zoo else bases.num_bases)
-    if bases.path is not None:
-        names = map(basis_folder, range(min(bases.num_bases + 1, budget)))
-        check_free(bases.path, bases.facts, [UNDO, *names])
+    online.check_budget(budget, 0 if bases.keeps_tasks else bases.num_bases)
     return budget
 
 
@@ -209,7 +197,7 @@ class _Addition:
         self.started = time.perf_counter()
         self.bases, self.inputs, self.growth = bases, inputs, growth
         self.progress, self.passes = progress, passes
-        self.dtype = growth.dtype if bases.is_zoo else bases.dtype
+        self.dtype = growth.dtype if bases.keeps_tasks else bases.dtype
         self.how = _compression(bases, inputs, growth)
         self.budget = _budget(bases, growth)
         settings = bases.settings if bases.vectors else inputs.settings
@@ -224,11 +212,13 @@ class _Addition:
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            None if bases.is_zoo else held.get("gram"),  # of the task vectors before their codes
+            None
+            if bases.keeps_tasks
+            else held.get("gram"),  # of the task vectors before their codes
             held.get("basis_weights"),
             held["norms"],
             held["errors"],
-            exact=not bases.is_zoo,
+            exact=not bases.keeps_tasks,
         )
         self.step = online.add_task(buffer, self.sums.gram, self.budget, self.how, self.settings)
 
@@ -238,30 +228,30 @@ class _Addition:
         steps = dict.fromkeys((item.name for item in self.items), Linear.of(self._matrix()))
         update = self.progress("Bases", sum(item.nbytes for item in self.items))
         combine_pass(self.items, steps, sink, **self.passes, progress=update)
-        facts = self._facts({})
-        tensors = {**numbers_of(facts), **self._tensors()}
-        return Bases(facts, tensors, [StateDict(state) for state in sink.states])
+        vectors = self._vectors({})
+        facts = facts_of(vectors, self._history())
+        states = [StateDict(state) for state in sink.states]
+        return Bases(facts, {**numbers_of(facts), **vectors.tensors}, states)
 
-    def write(self, work: Path, store: Path) -> None:
-        """Write the new store into `work`; it will lie at `store`."""
+    def write(self, writer: StoreWriter) -> Bases:
+        """Write and publish the new store."""
         bases, items, matrix = self.bases, self.items, self._matrix()
         files: dict[str, FileRecord] = {}
-        same = 0 if self.step.compressed or bases.is_zoo else bases.num_bases
+        same = 0 if self.step.compressed or bases.keeps_tasks else bases.num_bases
         if same:  # the old vectors stay the same files
-            files = link_vectors(bases, work)
+            files = writer.keep(bases)
             items = [replace(item, inputs=item.inputs[-1:]) for item in items]
             matrix = matrix[-1:, -1:]
-        if bases.is_zoo:
+        if bases.keeps_tasks:
             self.growth.tell(f"{counted(matrix.shape[1], 'basis')} {self._effect()}")
-        # A zoo lacks the tokenizer.
-        begun = bases.path is None or bases.is_zoo
+        # A store of codes lacks the tokenizer.
+        begun = bases.path is None or bases.keeps_tasks
         config = self.inputs.folder if begun else addition.config_of(bases)
-        folders = [work / basis_folder(m) for m in range(same, same + matrix.shape[1])]
+        folders = [writer.folder / basis_folder(m) for m in range(same, same + matrix.shape[1])]
         found, _measured = addition.write_vectors(
             folders, items, matrix, config, same, self.progress, **self.passes
         )
-        files |= found
-        finish_store(work, store, self._facts(files), self._tensors())
+        return writer.commit(self._vectors({**files, **found}), self._history())
 
     def _matrix(self) -> Tensor:
         """The factors of the bases and of the new model's difference in the new bases."""
@@ -270,17 +260,19 @@ class _Addition:
         return matrix
 
     def _effect(self) -> str:
-        """The effect on the errors of the tasks of a zoo."""
+        """The effect on the errors of the tasks of a store of all tasks."""
         old = self.bases.facts
         before = {task: f"{error:.3f} -> " for task, error in old.relative_error.items()}
-        after = largest_errors(self._facts({}))
-        told = [f"{task} {before.get(task, '')}{error:.3f}" for task, error in after.items()]
+        errors = facts_of(self._vectors({}), self._history()).errors
+        told = [
+            f"{task} {before.get(task, '')}{of.at_most or 0:.3f}" for task, of in errors.items()
+        ]
         return (
             f"by Algorithm 1 ({self.how}) instead of {self.bases.num_bases} vectors at "
             f"{counted(old.bits or 0.0, 'bit')}; relative error at most: {', '.join(told)}"
         )
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _vectors(self, files: Mapping[str, FileRecord]) -> Vectors:
         step = self.step
         tensors = {
             "encoder": step.encoder,
@@ -291,35 +283,24 @@ class _Addition:
         if step.gram is not None:
             values = torch.from_numpy(Gram.of(step.gram).values.copy())
             tensors |= {"gram": step.gram, "eigenvalues": values}
-        return tensors
+        folders = [basis_folder(m) for m in range(len(step.decoder))]
+        return Vectors(tensors, folders, files, dtype_name(self.dtype))
 
-    def _facts(self, files: dict[str, FileRecord]) -> StoreFacts:
-        """`basis.json`, except the keys that `finish_store` adds."""
-        step, old, count = self.step, self.bases.facts, len(self.step.decoder)
-        changed, stored = addition.grown_facts(self.bases, self.inputs, self.sums, self.started)
-        changed["parameters"] |= self._parameters()
-        stored |= {
-            "contents": "tensors",
-            "dtype": dtype_name(self.dtype),
-            "folders": [basis_folder(m) for m in range(count)],
+    def _history(self) -> dict[str, Any]:
+        """The keys of basis.json that do not follow from the vectors."""
+        made = addition.grown_history(self.bases, self.inputs, self.sums, self.started)
+        weights = self.step.basis_weights
+        store = {
             "budget": self.budget,
             "compress": self.how,
-            "basis_weights": None if step.basis_weights is None else step.basis_weights.tolist(),
-            "files": files,
+            "basis_weights": None if weights is None else weights.tolist(),
         }
-        lengths = step.gram_bases.diagonal().clamp(min=0).sqrt()
-        tasks, norms = changed["tasks"], changed["norms"]
-        kept = {key: old[key] for key in old if key not in ("bits", "bytes", "relative_error")}
-        return StoreFacts.model_validate(
-            {
-                **kept,
-                **changed,
-                **self._losses(),
-                "num_bases": count,
-                "store": {**old.store, **stored},
-                "errors": online.reported(tasks, norms, step.errors, lengths, step.decoder),
-            }
-        )
+        return {
+            **made,
+            **self._losses(),
+            "parameters": {**made["parameters"], **self._parameters()},
+            "store": {**made["store"], **store},
+        }
 
     def _parameters(self) -> dict[str, Any]:
         """The recipe's keys that this addition changes."""

@@ -19,10 +19,10 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store.bits import Quantize
-from tvb_mergekit.store.build import finish_vectors, writers_of
 from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.report import local_path, versions
+from tvb_mergekit.store.folders import finish_vectors, writers_of
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.store.vectors import local_path
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.quantized import Coding
@@ -67,7 +67,7 @@ class Growth:
         Raises:
             UserError: choices that do not fit the store.
         """
-        if bases.is_zoo and self.budget is None:
+        if bases.keeps_tasks and self.budget is None:
             if self.compress:
                 raise UserError(
                     f"--compress: {place_of(bases)} keeps all tasks as codes; --budget M makes "
@@ -162,7 +162,9 @@ def new_sums(
     known = bases.tensors["matrix_norms"] / bases.weights.abs()
     if reason := unlike(sizes[-1], base, known.tolist(), UNRELATED_RATIO):
         more = (
-            "" if bases.is_zoo else "? A task that was added cannot be taken out of the bases later"
+            ""
+            if bases.keeps_tasks
+            else "? A task that was added cannot be taken out of the bases later"
         )
         doubt(f"model {model}: {reason}: is it fine-tuned from this base{more or '?'}")
     return sums.scaled([*[1.0] * others, weight])
@@ -202,10 +204,8 @@ def write_vectors(
     return finish_vectors(writers, config, first=first), sink.measured
 
 
-def grown_facts(
-    bases: Bases, inputs: TaskSet, sums: GramSums, started: float
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of basis.json, and of its `store`, that an addition to any store changes.
+def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float) -> dict[str, Any]:
+    """The keys of basis.json after an addition that do not follow from the vectors.
 
     Args:
         sums: of `new_sums`.
@@ -214,12 +214,10 @@ def grown_facts(
     facts, (task,), (weight,) = bases.facts, inputs.tasks, inputs.weights
     norm, base_norm = float(sums.gram[-1, -1]) ** 0.5, sums.base_norm_squared**0.5
     base_size, *sizes = sums.sizes
-    changed = {
-        "versions": versions(),
-        "parameters": {
-            **facts.parameters,
-            "weights": {**facts.parameters["weights"], task: weight},
-        },
+    weights = {**facts.parameters["weights"], task: weight}
+    return {
+        **facts,
+        "parameters": {**facts.parameters, "weights": weights},
         "tasks": [*facts.tasks, task],
         "models": [*facts.models, *inputs.models],
         "norms": {"base": base_norm, **facts.norms, task: norm},
@@ -227,10 +225,10 @@ def grown_facts(
         "fingerprints": {**facts.fingerprints, **inputs.fingerprints},
         "gram_cached": False,
         "seconds": {"add": round(time.perf_counter() - started, 3)},
+        "store": {
+            **facts.store,
+            "base_path": local_path(inputs.base_model) or facts.store.base_path,
+            "model_bytes": facts.store.model_bytes + inputs.model_bytes,
+            "added": facts.store.added + 1,
+        },
     }
-    stored = {
-        "base_path": local_path(inputs.base_model) or facts.store.base_path,
-        "model_bytes": facts.store.model_bytes + inputs.model_bytes,
-        "added": facts.store.added + 1,
-    }
-    return changed, stored

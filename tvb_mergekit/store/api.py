@@ -35,8 +35,8 @@ from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import Quantize, sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.store.undo import undo_change
-from tvb_mergekit.store.zoo import remove_task
+from tvb_mergekit.store.task_vectors import remove_task
+from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import device_of
 from tvb_mergekit.tensors.matrices import check_matrices
@@ -273,7 +273,7 @@ def merge(
     """
     check_types(merge, locals())
     given = _keys(parameters)
-    if bases.is_zoo:
+    if bases.keeps_tasks:
         settings = resolve_settings(method, given, bases.tasks)
     else:
         settings = bases.merge_settings(method, given)
@@ -294,7 +294,7 @@ def merge(
     counted = [item for item in items if item.counted_as == item.name]
     means: dict[str, Any] = {"devices": [device_of(device)], "budget": block_budget()}
     combined: Combination
-    if bases.is_zoo:
+    if bases.keeps_tasks:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
         ones = [1.0] * bases.num_bases
         given_tasks = TaskSet(settings, bases.tasks, ones, counted, sums=known)

@@ -34,7 +34,6 @@ from tvb_mergekit.core.quantize import (
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
-from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
@@ -42,7 +41,7 @@ from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
-RESERVED: tuple[str, ...] = ("recipes", "undo", "mean", "basis.json", "basis.safetensors")
+RESERVED: tuple[str, ...] = ("recipes", "mean", "basis.json", "basis.safetensors")
 RESERVED += ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # while it is written
 # Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
@@ -262,17 +261,6 @@ def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
     return made
 
 
-def of_codes(facts: StoreFacts, bits: float) -> StoreFacts:
-    """The facts of a store whose vectors are codes."""
-    stored = (of.bytes for name, of in facts.store.files.items() if name.endswith(".safetensors"))
-    return facts.but(bits=bits, bytes=sum(stored), relative_error=largest_errors(facts))
-
-
-def largest_errors(facts: StoreFacts) -> dict[str, float]:
-    """Task -> the most that its relative error can be."""
-    return {task: error.at_most or 0.0 for task, error in facts.errors.items()}
-
-
 class Loss(NamedTuple):
     """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
 
@@ -322,7 +310,7 @@ def losses(bases: Bases) -> Losses | None:
     stored = [each for each in facts.store.files.items() if each[0].endswith(".safetensors")]
     names = [f"B{m}" for m in range(bases.num_bases)] + ["mean"]
     for place, folder in enumerate(facts.store.folders):
-        name = facts.tasks[place] if bases.is_zoo else names[place]
+        name = facts.tasks[place] if bases.keeps_tasks else names[place]
         files = (of.bytes for path, of in stored if path.startswith(f"{folder}/"))
         of_vectors.append(loss(name, sum(files), every, place))
     of_groups = []

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,45 +41,36 @@ from tvb_mergekit.store.bits import (
     lost,
     mean_bits,
     measured_tensors,
-    of_codes,
     slugs,
     stored_gram,
     to_json,
 )
-from tvb_mergekit.store.facts import TENSORS, Facts, FileRecord, StoreFacts, write_facts
-from tvb_mergekit.store.recipes import write_recipes
-from tvb_mergekit.store.report import (
+from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.folders import finish_vectors, writers_of
+from tvb_mergekit.store.report import tensors_of
+from tvb_mergekit.store.store import Bases, dtype_name, numbers_of
+from tvb_mergekit.store.vectors import (
+    Vectors,
+    dense_vectors,
+    facts_of,
     folders_of,
+    history_of,
     measured_of,
-    store_facts,
-    vectors_of,
-    write_tensors,
+    sizes_of,
 )
-from tvb_mergekit.store.store import (
-    Bases,
-    dtype_name,
-    load,
-    lock,
-    numbers_of,
-    record_of,
-)
+from tvb_mergekit.store.writer import StoreWriter, check_new_store, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
-from tvb_mergekit.tensors.output import check_disk, check_new_folder
+from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
-    MARKER,
-    SHARD_BYTES,
     FoldersSink,
     FolderWriter,
     MemorySink,
-    Shard,
-    Whole,
-    plan_shards,
     read_journal,
     run_of,
 )
@@ -91,22 +81,6 @@ CPU = torch.device("cpu")
 Warn = Callable[[str], object]
 # In STORE.partial: what the build was begun with, its Gram matrix, the tensors that are whole.
 STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
-# What belongs to the base and a basis folder needs, to be loaded and to be merged by mergekit.
-COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
 
 
 def build_store(
@@ -214,23 +188,18 @@ def build_store(
         }
         files = finish_vectors(writers, inputs.folder)
         if coding is None:
-            world.dismiss()
-            facts, tensors = store_facts(inputs, basis, dtype, files)
+            vectors = dense_vectors(basis, dtype, files)
         else:
-            every_measured = world.collect(sink.measured)
-            made = _measured(
-                basis, list(chain(*every_measured)), writers, devices, budget, progress
-            )
-            world.dismiss()
-            facts, tensors = store_facts(inputs, basis, dtype, files, "codes", made, folders)
-            facts = of_codes(
-                facts, mean_bits(coding.coded, {item.name: item.numel for item in items})
-            )
-        facts = finish_store(partial, out, facts, tensors)
-        os.rename(partial, out)
+            measured = list(chain(*world.collect(sink.measured)))
+            made = _measured(basis, measured, writers, devices, budget, progress)
+            bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
+            tensors = {**tensors_of(basis), **made}
+            vectors = Vectors(tensors, folders, files, codec="codes", bits=bits)
+        world.dismiss()
+        bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         for name in (STATE, SUMS, PLAN, *(journal.name for journal in journals)):
             (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
-        return load(out)
+        return bases
 
 
 def build_in_memory(
@@ -247,10 +216,11 @@ def build_in_memory(
     sink = MemorySink(len(folders_of(basis)))
     items = [replace(item, out=dtype) for item in inputs.items]
     _combine(basis, sink, items, [device], budget, silent)
-    facts, tensors = store_facts(inputs, basis, dtype, {})
+    made = dense_vectors(basis, dtype)
+    facts = facts_of(made, history_of(inputs, basis))
     vectors = [StateDict(state) for state in sink.states]
     mean = vectors.pop() if basis.settings.basis == "pca" else None
-    return Bases(facts, {**numbers_of(facts), **tensors}, vectors, mean)
+    return Bases(facts, {**numbers_of(facts), **made.tensors}, vectors, mean)
 
 
 def inspect_inputs(
@@ -262,8 +232,8 @@ def inspect_inputs(
     """basis.json and basis.safetensors of what a build would give, without building."""
     sums = _sums(inputs, [device], budget or block_budget(), progress)
     basis = _basis(inputs, sums, LOG.warning)
-    facts, tensors = store_facts(inputs, basis, torch.float32, {})
-    return facts.of_merge(), tensors
+    vectors = dense_vectors(basis, torch.float32)
+    return facts_of(vectors, history_of(inputs, basis)).of_merge(), dict(vectors.tensors)
 
 
 # The passes
@@ -356,7 +326,7 @@ def _coding(
         )
         return torch.cat(world.collect(found))
 
-    sizes, _, _ = vectors_of(basis, measured_of(basis, torch.float32)["gram_bases"])
+    sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
     fixed = _fixed(inputs, len(folders))
     coding = choose(items, sizes.tolist(), shares, quantize, measure, fixed)
     if world.leads:
@@ -377,7 +347,7 @@ def _measured(
     budget: int,
     progress: Progress,
 ) -> dict[str, Tensor]:
-    """What is known of the vectors as their codes give them: see `store_facts`."""
+    """Numbers of the vectors as decoded: `gram_bases`, `errors`, and those of each tensor."""
     tensors = measured_tensors(measured)
     names = [writer.folder.name for writer in writers[: basis.encoding.num_bases]]
     vectors = [Codes.open(writers[0].folder.parent / name) for name in names]
@@ -397,7 +367,7 @@ def _can_resume(
     Raises:
         UserError: it was begun with something else, or the output or its partial is in the way.
     """
-    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+    check_new_store(out, [name for name in inputs.fingerprints if os.path.exists(name)])
     begun = (partial / STATE).is_file()
     there = partial.iterdir() if partial.is_dir() else [partial] * os.path.lexists(partial)
     if not begun and not all(map(is_left_over, there)):
@@ -423,114 +393,3 @@ def _check_same(partial: Path, state: Mapping[str, str]) -> None:
             f"--resume: {partial} was begun with other models, settings, --dtype, --bits, --size "
             "or number of processes, or with another PyTorch; start anew without --resume"
         )
-
-
-# The files of every new store
-
-
-def writers_of(
-    folder: Path,
-    names: Sequence[str],
-    items: Sequence[Item],
-    config: Path | None,
-    done: Sequence[Whole] = (),
-    coding: Coding | None = None,
-) -> list[FolderWriter]:
-    """A writer for each vector of a store in `folder`.
-
-    Args:
-        config: the folder of the base's configuration.
-        done: the items that are written already (`read_journal`).
-        coding: of the vectors, if they are coded.
-    """
-    world, shards = ranks.world(), plan_of(items, config)
-    return [
-        FolderWriter(
-            folder / name,
-            shards,
-            {"format": "pt", MARKER: name},
-            [each.hashes[index] for each in done],
-            world.rank,
-            index,
-            coding.coded[index] if coding else None,
-        )
-        for index, name in enumerate(names)
-    ]
-
-
-def plan_of(items: Sequence[Item], config: Path | None) -> list[Shard]:
-    """The files of each vector; `config` as for `writers_of`."""
-    if config is None:  # mergekit-pytorch, which takes bare weights, takes them from one file
-        return plan_shards(items, sys.maxsize)
-    return plan_shards(items, SHARD_BYTES, ranks.world().size)
-
-
-def finish_vectors(
-    writers: Sequence[FolderWriter], config: Path | None, first: int = 0
-) -> dict[str, FileRecord]:
-    """Complete the folders of vectors, of which the first is B_first; returns their files.
-
-    Of several processes, the leader's work, for which the others wait.
-    """
-    world = ranks.world()
-    records = world.collect([writer.whole() for writer in writers])
-
-    def finish() -> dict[str, FileRecord]:
-        files = {}
-        for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
-            for name, record in writer.finish(written).items():
-                files[f"{writer.folder.name}/{name}"] = FileRecord.model_validate(record)
-            files |= copy_config(config, writer.folder, index, tokenizer=not writer.coded)
-        return files
-
-    return world.share(finish)
-
-
-def copy_config(
-    source: Path | None,
-    folder: Path,
-    index: int | None = None,
-    dtype: torch.dtype | None = None,
-    tokenizer: bool = True,
-) -> dict[str, FileRecord]:
-    """Give a folder the base's configuration, tokenizer and own code; returns these files.
-
-    Args:
-        index: of the basis in that folder, with which its config.json is marked.
-        dtype: of the model in that folder, if it is not the base's.
-        tokenizer: copy more than the configuration and its code.
-    """
-    if source is None or not (source / "config.json").is_file():
-        return {}
-    try:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
-    names = [name for name in COPIED if tokenizer and (source / name).is_file()]
-    names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
-    if index is not None:
-        config[MARKER] = {"folder": folder.name, "index": index}
-    if dtype is not None:
-        config |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in names:
-        shutil.copyfile(source / name, folder / name)
-    return {f"{folder.name}/{name}": record_of(folder / name) for name in ("config.json", *names)}
-
-
-def finish_store(
-    folder: Path, out: Path, facts: StoreFacts, tensors: Mapping[str, Tensor]
-) -> StoreFacts:
-    """Write all of a store but its vectors into `folder`, basis.json last; returns its facts.
-
-    Args:
-        out: where the folder will lie.
-    """
-    write_tensors(folder, {**numbers_of(facts), **tensors})
-    store = facts.store.but(files={**facts.store.files, TENSORS: record_of(folder / TENSORS)})
-    if store.base_path:
-        store = store.but(base_beside=os.path.relpath(store.base_path, out))
-    facts = facts.but(store=store)
-    write_recipes(folder, facts)
-    write_facts(folder, facts)
-    return facts

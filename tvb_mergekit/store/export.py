@@ -15,7 +15,7 @@ from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.store.build import copy_config
+from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.output import (

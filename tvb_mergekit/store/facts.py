@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 FACTS, TENSORS = "basis.json", "basis.safetensors"
 FOLDER = "basis"  # of both in a merged model: beside its weights, some programs would load them
-FORMAT_VERSION = 1  # of both
+FORMAT_VERSION, STORE_VERSION = 1, 2  # of `basis.json` of a merge, and of a store
 CHECKSUM = "checksum"
 HASH = "xxh3_128"
 # Where models lie, which the base's fingerprint guards, and the time that the work took.
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Contents = Literal["tensors", "codes", "sparse"]
+Codec = Literal["dense", "codes", "sparse"]
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -80,7 +80,7 @@ class Bounds(Record):
 class StoreRecord(Record):
     """The key `store`: what a basis store holds and belongs to."""
 
-    contents: Contents
+    codec: Codec
     dtype: DtypeName
     folders: list[str]
     budget: int | None
@@ -141,9 +141,15 @@ class StoreFacts(Facts):
 
     store: StoreRecord
 
+    @property
+    def keeps_tasks(self) -> bool:
+        """Whether each vector is a task vector, in a folder of the task's name."""
+        return self.store.codec == "codes" and self.parameters["basis"] == "none"
+
     def of_merge(self) -> Facts:
-        """The same without what a store alone has."""
-        return Facts.model_validate({key: self[key] for key in self if key != "store"})
+        """The facts without those that a store alone has."""
+        kept = {key: self[key] for key in self if key != "store"}
+        return Facts.model_validate({**kept, "format_version": FORMAT_VERSION})
 
     @pydantic.model_validator(mode="after")
     def _errors_of_each_task(self) -> Self:
@@ -185,11 +191,18 @@ def read_facts(file: Path) -> Facts:
             raise ValueError(f"expected an object, found {type(found).__name__}")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); {remedy}") from error
-    number = found.get("format_version")
-    if isinstance(number, int) and number > FORMAT_VERSION:
-        raise UserError(
-            f"{file}: format version {number}, this tvb-mergekit reads up to {FORMAT_VERSION}; "
+    number, known = (
+        found.get("format_version"),
+        STORE_VERSION if "store" in found else FORMAT_VERSION,
+    )
+    if isinstance(number, int) and number != known:
+        mend = (
             "upgrade it: pip install -U tvb-mergekit"
+            if number > known
+            else "build the store again from its models"
+        )
+        raise UserError(
+            f"{file}: format version {number}, this tvb-mergekit reads version {known}; {mend}"
         )
     if CHECKSUM in found and found[CHECKSUM] != checksum(found):
         raise UserError(f"{file} was changed after it was written (its checksum differs); {remedy}")

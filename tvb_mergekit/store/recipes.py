@@ -15,7 +15,7 @@ import yaml
 from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
-from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts
+from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 
 FOLDER = "recipes"
 _HEAD = """\
@@ -108,7 +108,7 @@ def _recipe(
     parameters, vectors = _parameters(method, facts), facts.store.folders[: facts.num_bases]
     if forget is not None:
         parameters["forget"] = forget
-        if is_zoo(facts) and not parameters["lambda"]:  # the other vectors are not needed
+        if facts.keeps_tasks and not parameters["lambda"]:  # the other vectors are not needed
             vectors = [vectors[facts.tasks.index(forget)]]
     recipe = {
         "merge_method": method,
@@ -131,7 +131,7 @@ def _parameters(method: Method, facts: StoreFacts) -> dict[str, Any]:
             default = spec.default_for(method)
             value = built.get(key, default) if shared else default
             parameters[key] = ALPHA if value is None else value
-    if is_zoo(facts):
+    if facts.keeps_tasks:
         parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
     if method in MATRIX_METHODS and not same and built["basis"] == "balanced":

@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, StoredBases
-from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
 from tvb_mergekit.errors import counted
 from tvb_mergekit.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.store.facts import (
@@ -27,27 +26,16 @@ from tvb_mergekit.store.facts import (
     FOLDER,
     FORMAT_VERSION,
     TENSORS,
-    Compression,
-    Contents,
     Facts,
-    FileRecord,
     StoreFacts,
-    StoreRecord,
     write_facts,
 )
-from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name, shares
+from tvb_mergekit.store.store import shares
 from tvb_mergekit.tables import Sheet, matrix, show
 from tvb_mergekit.tensors.taskset import TaskSet
 
 # The tensors of a merge's basis.safetensors; a store's has more.
 MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "mixing")
-# How `tvb add` makes room in a store of each basis; the others cannot grow.
-COMPRESSED_BY: dict[str, Compression] = {
-    "balanced": "balanced",
-    "ae": "ae",
-    "none": "ae",
-    "rand_select": "ae",
-}
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
 CITATION = """```bibtex
@@ -101,104 +89,6 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         gram_cached=basis.cached,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
     )
-
-
-def store_facts(
-    inputs: TaskSet,
-    basis: Basis,
-    dtype: torch.dtype,
-    files: dict[str, FileRecord],
-    contents: Contents = "tensors",
-    measured: Mapping[str, Tensor] | None = None,
-    folders: Sequence[str] | None = None,
-) -> tuple[StoreFacts, dict[str, Tensor]]:
-    """`basis.json` of a store, less what `finish_store` adds, and its `basis.safetensors`.
-
-    Args:
-        measured: `gram_bases` [M, M] and `errors` [2, T], bounds of ||tau_hat_i - tau_i|| for exact
-            sums, where the Gram matrix of the tasks does not give those of the bases as stored.
-        folders: of the vectors, if they are not `folders_of` the basis.
-    """
-    merged = facts(inputs, basis, {})
-    kind, count = basis.settings.basis, basis.encoding.num_bases
-    holds_sum = kind in ("balanced", "none")
-    store = StoreRecord(
-        contents=contents,
-        dtype=dtype_name(dtype),
-        folders=list(folders or folders_of(basis)),
-        budget=count,
-        compress=COMPRESSED_BY.get(kind),
-        basis_weights=[len(inputs.tasks) / count] * count if holds_sum else None,
-        base_fingerprint=inputs.prints[0],
-        base_path=local_path(inputs.base_model),
-        twins=dict(inputs.tied),
-        model_bytes=inputs.model_bytes,
-        added=0,
-        files=files,
-    )
-    tensors = {**tensors_of(basis), **(measured or measured_of(basis, dtype))}
-    sizes, _, table = vectors_of(basis, tensors["gram_bases"])
-    errors = reported(inputs.tasks, merged.norms, tensors["errors"], sizes, table)
-    parameters = {**merged.parameters, **inputs.varying}
-    made = {**merged, "parameters": parameters, "store": store, "errors": errors}
-    return StoreFacts.model_validate(made), tensors
-
-
-def folders_of(basis: Basis) -> list[str]:
-    """The folders of the vectors of a store: each basis, and for PCA the mean."""
-    names = [basis_folder(m) for m in range(basis.encoding.num_bases)]
-    return names + [MEAN] * (basis.settings.basis == "pca")
-
-
-def local_path(model: str) -> str | None:
-    """Where a model that is on this disk lies, to be found from any folder."""
-    return os.path.abspath(model) if os.path.exists(model) else None
-
-
-def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -> dict[str, Tensor]:
-    """`gram_bases` and `errors` (see `store_facts`) of bases that are stored in `dtype`.
-
-    Args:
-        coded: the norm of what codes leave of each vector, if they are coded instead.
-    """
-    encoding, gram = basis.encoding, basis.sums.gram
-    if encoding.encoder is None:  # rand_proj: orthonormal
-        products = torch.eye(encoding.num_bases, dtype=torch.float64)
-        # An orthogonal projection. The noise: of ||tau_i||^2, and twice that of each <q_m, tau_i>.
-        squares = gram.diagonal() - encoding.decoder.square().sum(0)
-        noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
-        low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
-    else:
-        products = encoding.encoder.T @ gram @ encoding.encoder
-        assert encoding.reconstruction is not None
-        low, high = errors_of(gram, encoding.reconstruction)
-    products = (products + products.T) / 2
-    sizes, terms, table = vectors_of(basis, products)
-    if coded is None:
-        coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
-    elif basis.settings.basis == "none":  # each vector is a task's, and nothing else is lost
-        return {"gram_bases": products, "errors": torch.stack([coded, coded])}
-    moved = (coded + ARITHMETIC * terms) @ table.abs()
-    errors = torch.stack([(low - moved).clamp(min=0), high + moved])
-    return {"gram_bases": products, "errors": errors}
-
-
-def vectors_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the bases and PCA's mean: their norms, the norms of what each is summed from, added up,
-    and what each is multiplied by in every tau_hat [vectors, T]."""
-    encoding, gram = basis.encoding, basis.sums.gram
-    sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
-    norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
-    if encoding.mixing is not None:  # of the columns of Omega
-        assert basis.sums.sketch_gram is not None
-        norms, encoder = basis.sums.sketch_gram.diagonal().sqrt(), encoding.mixing
-    assert encoder is not None
-    terms = norms @ encoder.abs()
-    if basis.settings.basis == "pca":
-        sizes = torch.cat([sizes, gram.mean().clamp(min=0).sqrt().reshape(1)])
-        terms = torch.cat([terms, norms.mean().reshape(1)])
-        table = torch.cat([table, torch.ones(1, table.shape[1], dtype=torch.float64)])
-    return sizes, terms, table
 
 
 def facts_over_store(

@@ -8,31 +8,26 @@ matrix of both together, which is small.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.gram import block_budget
-from tvb_mergekit.core.online import NOISE, lengths, of_sum, reported
+from tvb_mergekit.core.online import NOISE, lengths, of_sum
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.addition import with_vectors
-from tvb_mergekit.store.build import copy_config, finish_store
 from tvb_mergekit.store.facts import FileRecord, StoreFacts
-from tvb_mergekit.store.report import local_path, store_facts
-from tvb_mergekit.store.store import (
-    Bases,
-    basis_folder,
-    dtype_name,
-    load,
-    record_of,
-)
-from tvb_mergekit.store.undo import link
-from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
+from tvb_mergekit.store.folders import copy_config
+from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, record_of
+from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
+from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part
@@ -71,9 +66,10 @@ class Dense:
     @classmethod
     def of_models(cls, inputs: TaskSet, basis: Basis) -> Dense:
         """The bases of T models, which need not be stored."""
-        facts, tensors = store_facts(inputs, basis, torch.float32, {})
+        vectors = dense_vectors(basis, torch.float32)
+        facts = facts_of(vectors, history_of(inputs, basis))
         targets = torch.diag(torch.tensor(basis.weights, dtype=torch.float64))
-        return cls(facts, tensors, inputs.items, targets, config=inputs.folder)
+        return cls(facts, vectors.tensors, inputs.items, targets, config=inputs.folder)
 
     @classmethod
     def of_store(
@@ -127,7 +123,7 @@ def sparse_store(
     Raises:
         UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
     """
-    check_new_folder(out)
+    check_new_store(out)
     vectors = [Sparse.open(file) for file in files]
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
@@ -138,28 +134,23 @@ def sparse_store(
         budget=budget or block_budget(),
         progress=progress,
     )
-    facts, tensors = _facts(dense, sums.gram)
+    tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)
-    stage = StagedFolder(out)
+    writer = StoreWriter(out)
+    shutil.rmtree(writer.folder, ignore_errors=True)
     try:
         kept: dict[str, FileRecord] = {}
         for index, (file, name) in enumerate(zip(files, names, strict=True)):
-            folder = stage.path / name
-            folder.mkdir()
+            folder = writer.folder / name
+            folder.mkdir(parents=True)
             link(file, folder / WEIGHTS)
             kept[f"{name}/{WEIGHTS}"] = record_of(folder / WEIGHTS)
             kept |= copy_config(dense.config, folder, index, tokenizer=False)
-        store = facts.store.but(dtype=dtype_name(dtype), folders=names, files=kept)
-        facts = facts.but(
-            store=store,
-            density=sum(each.count for each in vectors) / max(entries, 1),
-            bytes=sum(of.bytes for file, of in kept.items() if file.endswith(WEIGHTS)),
-        )
-        facts = finish_store(stage.path, stage.out, facts, tensors)
-        stage.publish()
+        density = sum(each.count for each in vectors) / max(entries, 1)
+        made = Vectors(tensors, names, kept, dtype_name(dtype), "sparse", density=density)
+        return writer.commit(made, history)
     finally:
-        stage.discard()
-    return load(out)
+        shutil.rmtree(writer.folder, ignore_errors=True)
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
@@ -187,11 +178,11 @@ def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
     return vectors[0].dtype
 
 
-def _facts(dense: Dense, gram: Tensor) -> tuple[StoreFacts, dict[str, Tensor]]:
-    """`basis.json`, less what the files tell, and `basis.safetensors`.
+def _measured(dense: Dense, gram: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """`basis.safetensors`, and the keys of `basis.json` that do not follow from it.
 
     Args:
-        gram: inner products of the M sparse bases and the N vectors of before, [M + N, M + N].
+        gram: inner products of the M sparse bases and the N vectors before, [M + N, M + N].
     """
     old, count = dense.facts, dense.facts.num_bases
     products = gram[:count, :count]
@@ -211,17 +202,14 @@ def _facts(dense: Dense, gram: Tensor) -> tuple[StoreFacts, dict[str, Tensor]]:
         errors = of_sum(errors, dense.errors)
     bound = old.spectral_bound or 0.0
     known = loss is not None and bound > 1e-12 * energy
-    sizes = products.diagonal().sqrt()
-    store = old.store.but(contents="sparse", compress=None, basis_weights=None)
-    facts = old.but(
-        loss=loss,
-        decoder_losses=None,
-        relative_gap=(loss - bound) / bound if loss is not None and known else None,
-        retained_energy=None if loss is None or not energy else 1 - loss / energy,
-        bits=None,
-        relative_error={},
-        store=store,
-        errors=reported(old.tasks, old.norms, errors, sizes, decoder),
-    )
+    history = {
+        **old,
+        "loss": loss,
+        "decoder_losses": None,
+        "relative_gap": (loss - bound) / bound if loss is not None and known else None,
+        "retained_energy": None if loss is None or not energy else 1 - loss / energy,
+        "store": {**old.store, "compress": None, "basis_weights": None},
+    }
     kept = {name: each for name, each in dense.tensors.items() if name in KEPT}
-    return facts, {**kept, "decoder": decoder, "gram_bases": products, "errors": errors}
+    tensors = {**kept, "decoder": decoder, "gram_bases": products, "errors": errors}
+    return tensors, history

@@ -156,9 +156,9 @@ class Bases:
         return DTYPES[self.facts.store.dtype]
 
     @property
-    def is_zoo(self) -> bool:
-        """Whether the vectors are all task vectors, in folders of their tasks' names."""
-        return is_zoo(self.facts)
+    def keeps_tasks(self) -> bool:
+        """Whether each vector is a task vector, in a folder of the task's name."""
+        return self.facts.keeps_tasks
 
     @property
     def settings(self) -> Settings:
@@ -277,7 +277,7 @@ def check(path: str | os.PathLike[str]) -> Bases:
 
 
 def _mending(facts: StoreFacts) -> str:
-    more = ", or take it out with `tvb remove`" if is_zoo(facts) else ""
+    more = ", or take it out with `tvb remove`" if facts.keeps_tasks else ""
     return f"restore it, or build the store again{more}"
 
 
@@ -328,9 +328,9 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
 
 def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse:
     """One vector of a store as named tensors."""
-    if store.contents == "tensors":
+    if store.codec == "dense":
         return Checkpoint.open(folder)
-    if store.contents == "codes":
+    if store.codec == "codes":
         return Codes.open(folder)
     return Sparse.open(folder)
 
@@ -361,11 +361,6 @@ def is_store(path: str | os.PathLike[str]) -> bool:
     """
     file = Path(path) / FACTS
     return file.is_file() and isinstance(read_facts(file), StoreFacts)
-
-
-def is_zoo(facts: StoreFacts) -> bool:
-    """Whether a store holds every task vector of its own, as codes."""
-    return facts.store.contents == "codes" and facts.parameters["basis"] == "none"
 
 
 def is_basis(path: str | os.PathLike[str]) -> bool:

@@ -13,9 +13,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import filelock
-from torch import Tensor
 
 from tvb_mergekit.errors import UserError, check_names, remedy
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, write_facts
@@ -30,6 +30,7 @@ from tvb_mergekit.store.store import (
     read_store_facts,
     record_of,
 )
+from tvb_mergekit.store.vectors import Vectors, facts_of
 from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)
@@ -64,15 +65,16 @@ class StoreWriter:
             link(bases.path / name, self.folder / name)
         return files
 
-    def commit(self, facts: StoreFacts, tensors: Mapping[str, Tensor]) -> Bases:
+    def commit(self, vectors: Vectors, history: Mapping[str, Any]) -> Bases:
         """Write the rest of the next state, basis.json last, and publish it.
 
         Args:
-            facts: with the files of the vectors, which are in the folder.
-            tensors: of basis.safetensors, except those that `numbers_of` gives.
+            vectors: Their files are in the folder.
+            history: As for `facts_of`.
         """
-        write_tensors(self.folder, {**numbers_of(facts), **tensors})
-        files = {**facts.store.files, TENSORS: record_of(self.folder / TENSORS)}
+        facts = facts_of(vectors, history)
+        write_tensors(self.folder, {**numbers_of(facts), **vectors.tensors})
+        files = {**vectors.files, TENSORS: record_of(self.folder / TENSORS)}
         store = facts.store.but(files=files)
         if store.base_path:
             store = store.but(base_beside=os.path.relpath(store.base_path, self.store))

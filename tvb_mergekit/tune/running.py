@@ -19,7 +19,7 @@ from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
 from tvb_mergekit.settings import MATRIX_METHODS
-from tvb_mergekit.store.store import lock
+from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
 from tvb_mergekit.tune import harness, search

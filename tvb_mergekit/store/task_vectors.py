@@ -1,0 +1,168 @@
+"""A store of all task vectors: one more task, or one less."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.encoders import Gram
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.core.quantize import GROUP, bits_within
+from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.progress import Progress
+from tvb_mergekit.store import addition
+from tvb_mergekit.store.addition import Growth
+from tvb_mergekit.store.bits import (
+    RESERVED,
+    Quantize,
+    choose,
+    mean_bits,
+    measured_tensors,
+    slugs,
+    stored_gram,
+)
+from tvb_mergekit.store.facts import FileRecord
+from tvb_mergekit.store.store import Bases, load, read_store_facts
+from tvb_mergekit.store.vectors import Vectors
+from tvb_mergekit.store.writer import StoreWriter, changing
+from tvb_mergekit.tensors.passes import measure_pass
+from tvb_mergekit.tensors.quantized import Codes
+from tvb_mergekit.tensors.taskset import TaskSet
+
+
+def join(
+    writer: StoreWriter,
+    bases: Bases,
+    inputs: TaskSet,
+    growth: Growth,
+    progress: Progress,
+    **passes: Any,
+) -> Bases:
+    """Add the task of `inputs` to a store of all tasks, whose other vectors stay as they are."""
+    started, count = time.perf_counter(), bases.num_bases
+    items = addition.given_items(bases, inputs)
+    sums = addition.new_sums(bases, inputs, items, growth.doubt, progress, **passes)
+    matrix = torch.tensor([inputs.weights], dtype=torch.float64)
+
+    def measure(units: Sequence[float]) -> Tensor:
+        update = progress("Errors at each width", sum(item.nbytes for item in items))
+        return measure_pass(items, Linear.of(matrix), units, **passes, progress=update)
+
+    norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
+    coding = choose(items, [norm], one, growth.bits or _as_now(bases), measure)
+    bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
+    growth.tell(
+        f"{inputs.tasks[0]} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they stay as "
+        "they are"
+    )
+    old = bases.facts.store.folders
+    folders = [*old, *slugs(inputs.tasks, [*RESERVED, *old])]
+    files = writer.keep(bases)
+    items = [item.coded(coding.widths(item.name)) for item in items]
+    config, new = addition.config_of(bases), [writer.folder / folders[-1]]
+    found, measured = addition.write_vectors(
+        new, items, matrix, config, count, progress, coding, **passes
+    )
+    # The last column would be of the sum of all tasks, which nobody has measured.
+    own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
+    own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
+    tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
+    vectors = [Codes.open(writer.folder / name) for name in folders]
+    tensors["gram_bases"] = stored_gram(vectors, folders, **passes, progress=progress)
+    history = addition.grown_history(bases, inputs, sums, started)
+    return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
+
+
+def _as_now(bases: Bases) -> Quantize:
+    """As many bits for the new task as the others have: the same width, or the same bytes."""
+    vectors = [vector for vector in bases.vectors if isinstance(vector, Codes)]
+    found = {width for vector in vectors for width in vector.coded.widths.values()}
+    if len(found) == 1 and (width := found.pop()).bits and width.group == GROUP:
+        return Quantize(bits=width.bits)
+    numels = [vectors[0].tensors[name].numel for name in bases.names]
+    return Quantize(bits=bits_within(numels, sum(v.nbytes for v in vectors) / len(vectors)))
+
+
+def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
+    """Remove a task from the store of all tasks at `path`.
+
+    Raises:
+        UserError: another kind of store, no such task, or the only one.
+    """
+    started = time.perf_counter()
+    with changing(path) as writer:
+        facts = read_store_facts(writer.store)
+        if not facts.keeps_tasks:
+            raise UserError(
+                f"{path}: its tasks are combined in {facts.num_bases} bases, and none can be taken "
+                "out; `tvb undo` takes back the last addition"
+            )
+        if len(facts.tasks) == 1 and task in facts.tasks:
+            raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
+        index = facts.tasks.index(task) if task in facts.tasks else load(writer.store).index(task)
+        without = facts.store.folders[index]  # which may be damaged
+        bases = load(writer.store, without)
+        rest = [k for k in range(len(facts.tasks)) if k != index]
+        tensors = bases.tensors
+        columns = {n: tensors[n][:, rest] for n in ("tensor_squares", "tensor_errors", "errors")}
+        grams = {n: tensors[n][rest][:, rest] for n in ("gram_bases", "gram") if n in tensors}
+        folders = [facts.store.folders[k] for k in rest]
+        vectors = [each for each in bases.vectors if isinstance(each, Codes)]
+        history = _history_without(bases, index, started)
+        return _commit(
+            writer, vectors, folders, writer.keep(bases, without), history, {**columns, **grams}
+        )
+
+
+def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]:
+    """The facts of a store without the task at `index` that do not follow from the vectors."""
+    facts = bases.facts
+
+    def others(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in of.items() if name != facts.tasks[index]}
+
+    models = [*facts.models[:index], *facts.models[index + 1 :]]
+    count = len(facts.tasks)
+    bytes_left = facts.store.model_bytes * (count - 1) // count
+    return {
+        **facts,
+        "tasks": [*facts.tasks[:index], *facts.tasks[index + 1 :]],
+        "models": models,
+        "parameters": {**facts.parameters, "weights": others(facts.parameters["weights"])},
+        "norms": others(facts.norms),
+        "matrix_norms": others(facts.matrix_norms),
+        "fingerprints": {
+            name: of
+            for name, of in facts.fingerprints.items()
+            if name in {facts.base_model, *models}
+        },
+        "gram_cached": False,
+        "seconds": {"remove": round(time.perf_counter() - started, 3)},
+        "store": {**facts.store, "model_bytes": bytes_left},
+    }
+
+
+def _commit(
+    writer: StoreWriter,
+    vectors: Sequence[Codes],
+    folders: Sequence[str],
+    files: Mapping[str, FileRecord],
+    history: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+) -> Bases:
+    """Publish a store of these task vectors."""
+    count, one = len(vectors), torch.eye(len(vectors), dtype=torch.float64)
+    tensors |= {"encoder": one, "decoder": one.clone()}
+    if "gram" in tensors:
+        tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
+    bits = mean_bits(
+        [v.coded for v in vectors], {n: i.numel for n, i in vectors[0].tensors.items()}
+    )
+    store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
+    made = Vectors(tensors, folders, files, codec="codes", bits=bits)
+    return writer.commit(made, {**history, "store": store})

@@ -1,0 +1,193 @@
+"""The vectors of a store, and the one writer of a store's facts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
+from tvb_mergekit.store.facts import (
+    STORE_VERSION,
+    Codec,
+    Compression,
+    DtypeName,
+    FileRecord,
+    StoreFacts,
+)
+from tvb_mergekit.store.report import facts, tensors_of, versions
+from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name
+from tvb_mergekit.tensors.taskset import TaskSet
+
+# How `tvb add` makes room in a store of each basis; the others cannot grow.
+COMPRESSED_BY: dict[str, Compression] = {
+    "balanced": "balanced",
+    "ae": "ae",
+    "none": "ae",
+    "rand_select": "ae",
+}
+MEASURED = ("bits", "bytes", "density", "relative_error")  # the keys of codes and masks
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The vectors of the next state of a store.
+
+    Attributes:
+        tensors: basis.safetensors, except those that `numbers_of` gives.
+        folders: One for each of the M vectors, and one for PCA's mean.
+        files: Path below the store -> size and checksum.
+        dtype: The dtype of decoded vectors.
+        codec: `dense` (tensors of a model), `codes` or `sparse`.
+        bits: The mean bits of an element of codes.
+        density: The share of entries that are not zero in sparse vectors.
+    """
+
+    tensors: Mapping[str, Tensor]
+    folders: Sequence[str]
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    dtype: DtypeName = "float32"
+    codec: Codec = "dense"
+    bits: float | None = None
+    density: float | None = None
+
+
+def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
+    """`basis.json` of a store, except the keys that `StoreWriter.commit` adds.
+
+    Args:
+        history: All keys that do not follow from the vectors: of `history_of`, or of the present
+            state with the changes.
+    """
+    sizes = vectors.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
+    decoder = vectors.tensors["decoder"]
+    count = len(decoder)
+    if MEAN in vectors.folders:
+        sizes, decoder = with_mean(sizes, decoder, vectors.tensors["gram"])
+    errors = reported(history["tasks"], history["norms"], vectors.tensors["errors"], sizes, decoder)
+    made = {key: history[key] for key in history if key not in MEASURED}
+    if vectors.codec != "dense":
+        weights = (of.bytes for name, of in vectors.files.items() if name.endswith(".safetensors"))
+        made["bytes"] = sum(weights)
+    if vectors.bits is not None:
+        made["bits"] = vectors.bits
+        made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
+    if vectors.density is not None:
+        made["density"] = vectors.density
+    store = {
+        **history["store"],
+        "codec": vectors.codec,
+        "dtype": vectors.dtype,
+        "folders": list(vectors.folders),
+        "files": dict(vectors.files),
+    }
+    return StoreFacts.model_validate(
+        {
+            **made,
+            "format_version": STORE_VERSION,
+            "versions": versions(),
+            "num_bases": count,
+            "errors": errors,
+            "store": store,
+        }
+    )
+
+
+def history_of(tasks: TaskSet, basis: Basis) -> dict[str, Any]:
+    """The keys of a new store's `basis.json` that do not follow from its vectors."""
+    merged, kind, count = facts(tasks, basis, {}), basis.settings.basis, basis.encoding.num_bases
+    store = {
+        "budget": count,
+        "compress": COMPRESSED_BY.get(kind),
+        "basis_weights": (
+            [len(tasks.tasks) / count] * count if kind in ("balanced", "none") else None
+        ),
+        "base_fingerprint": tasks.prints[0],
+        "base_path": local_path(tasks.base_model),
+        "twins": dict(tasks.tied),
+        "model_bytes": tasks.model_bytes,
+        "added": 0,
+    }
+    return {**merged, "parameters": {**merged.parameters, **tasks.varying}, "store": store}
+
+
+def dense_vectors(
+    basis: Basis, dtype: torch.dtype, files: Mapping[str, FileRecord] | None = None
+) -> Vectors:
+    """The vectors of a new store, stored as tensors of `dtype`."""
+    tensors = {**tensors_of(basis), **measured_of(basis, dtype)}
+    return Vectors(tensors, folders_of(basis), files or {}, dtype_name(dtype))
+
+
+def folders_of(basis: Basis) -> list[str]:
+    """The folders of the vectors of a store: each basis, and PCA's mean."""
+    names = [basis_folder(m) for m in range(basis.encoding.num_bases)]
+    return names + [MEAN] * (basis.settings.basis == "pca")
+
+
+def local_path(model: str) -> str | None:
+    """The absolute path of a model on this disk; None for other models."""
+    return os.path.abspath(model) if os.path.exists(model) else None
+
+
+def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -> dict[str, Tensor]:
+    """`gram_bases` [M, M] and `errors` [2, T] of bases that are stored in `dtype`.
+
+    `errors` are bounds of ||tau_hat_i - tau_i|| for exact sums of the vectors.
+
+    Args:
+        coded: The norm of the error of each vector's code, if the bases are coded instead.
+    """
+    encoding, gram = basis.encoding, basis.sums.gram
+    if encoding.encoder is None:  # rand_proj: orthonormal
+        products = torch.eye(encoding.num_bases, dtype=torch.float64)
+        # An orthogonal projection. The noise: of ||tau_i||^2, and twice that of each <q_m, tau_i>.
+        squares = gram.diagonal() - encoding.decoder.square().sum(0)
+        noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
+        low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
+    else:
+        products = encoding.encoder.T @ gram @ encoding.encoder
+        assert encoding.reconstruction is not None
+        low, high = errors_of(gram, encoding.reconstruction)
+    products = (products + products.T) / 2
+    sizes, terms, table = sizes_of(basis, products)
+    if coded is None:
+        coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
+    elif basis.settings.basis == "none":  # each vector is a task's, and nothing else is lost
+        return {"gram_bases": products, "errors": torch.stack([coded, coded])}
+    moved = (coded + ARITHMETIC * terms) @ table.abs()
+    errors = torch.stack([(low - moved).clamp(min=0), high + moved])
+    return {"gram_bases": products, "errors": errors}
+
+
+def sizes_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of the bases and of PCA's mean: norms, norms of all summands, decoder.
+
+    Returns:
+        The norms of the K vectors, [K]; for each, the norms of its summands, added up, [K]; the
+        factor of each in every tau_hat, [K, T].
+    """
+    encoding, gram = basis.encoding, basis.sums.gram
+    sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
+    norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
+    if encoding.mixing is not None:  # the columns of Omega
+        assert basis.sums.sketch_gram is not None
+        norms, encoder = basis.sums.sketch_gram.diagonal().sqrt(), encoding.mixing
+    assert encoder is not None
+    terms = norms @ encoder.abs()
+    if basis.settings.basis == "pca":
+        sizes, table = with_mean(sizes, table, gram)
+        terms = torch.cat([terms, norms.mean().reshape(1)])
+    return sizes, terms, table
+
+
+def with_mean(sizes: Tensor, decoder: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms and decoder of the bases with PCA's mean, which every tau_hat contains once."""
+    ones = torch.ones(1, decoder.shape[1], dtype=torch.float64)
+    mean = gram.mean().clamp(min=0).sqrt().reshape(1)
+    return torch.cat([sizes, mean]), torch.cat([decoder, ones])
