@@ -28,6 +28,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import build as building
+from tvb_mergekit.store import folders as folders_
 from tvb_mergekit.store import store
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.tensors import passes as engine
@@ -215,7 +216,7 @@ def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
     def plan(items: Any, _: int, ranks: int = 1) -> list[writing.Shard]:
         return writing.plan_shards(items, limit, ranks)
 
-    patch.setattr(building, "plan_shards", plan)
+    patch.setattr(folders_, "plan_shards", plan)
 
 
 def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.refusals import MergeRefused
-from tvb_mergekit.store import build as building
+from tvb_mergekit.store import folders as building
 from tvb_mergekit.store import store
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.recipes import ALL_TASKS

@@ -162,7 +162,7 @@ def refuse_bases(paths: Sequence[str], method: str) -> None:
         if not store.is_basis(path):
             continue
         folder = Path(path).parent if os.path.isfile(path) else Path(path)
-        if store.is_store(folder.parent) and store.is_zoo(store.read_store_facts(folder.parent)):
+        if store.is_store(folder.parent) and store.read_store_facts(folder.parent).keeps_tasks:
             raise UserError(
                 f"model {path} is a task vector as codes, and {method} takes models: write them "
                 "all with `tvb export STORE --all DIR`, or one with `--task`"

@@ -212,9 +212,8 @@ class _Addition:
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            None
-            if bases.keeps_tasks
-            else held.get("gram"),  # of the task vectors before their codes
+            # The Gram matrix of a store of codes is of the task vectors before their codes.
+            None if bases.keeps_tasks else held.get("gram"),
             held.get("basis_weights"),
             held["norms"],
             held["errors"],
@@ -264,9 +263,7 @@ class _Addition:
         old = self.bases.facts
         before = {task: f"{error:.3f} -> " for task, error in old.relative_error.items()}
         errors = facts_of(self._vectors({}), self._history()).errors
-        told = [
-            f"{task} {before.get(task, '')}{of.at_most or 0:.3f}" for task, of in errors.items()
-        ]
+        told = [f"{t} {before.get(t, '')}{of.at_most or 0:.3f}" for t, of in errors.items()]
         return (
             f"by Algorithm 1 ({self.how}) instead of {self.bases.num_bases} vectors at "
             f"{counted(old.bits or 0.0, 'bit')}; relative error at most: {', '.join(told)}"

@@ -161,12 +161,8 @@ def new_sums(
     base, *sizes = sums.sizes
     known = bases.tensors["matrix_norms"] / bases.weights.abs()
     if reason := unlike(sizes[-1], base, known.tolist(), UNRELATED_RATIO):
-        more = (
-            ""
-            if bases.keeps_tasks
-            else "? A task that was added cannot be taken out of the bases later"
-        )
-        doubt(f"model {model}: {reason}: is it fine-tuned from this base{more or '?'}")
+        later = "" if bases.keeps_tasks else " A task cannot be taken out of the bases later"
+        doubt(f"model {model}: {reason}: is it fine-tuned from this base?{later}")
     return sums.scaled([*[1.0] * others, weight])
 
 

@@ -191,10 +191,8 @@ def read_facts(file: Path) -> Facts:
             raise ValueError(f"expected an object, found {type(found).__name__}")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); {remedy}") from error
-    number, known = (
-        found.get("format_version"),
-        STORE_VERSION if "store" in found else FORMAT_VERSION,
-    )
+    number = found.get("format_version")
+    known = STORE_VERSION if "store" in found else FORMAT_VERSION
     if isinstance(number, int) and number != known:
         mend = (
             "upgrade it: pip install -U tvb-mergekit"

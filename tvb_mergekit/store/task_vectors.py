@@ -127,7 +127,7 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
         return {name: value for name, value in of.items() if name != facts.tasks[index]}
 
     models = [*facts.models[:index], *facts.models[index + 1 :]]
-    count = len(facts.tasks)
+    known, count = {facts.base_model, *models}, len(facts.tasks)
     bytes_left = facts.store.model_bytes * (count - 1) // count
     return {
         **facts,
@@ -136,11 +136,7 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
         "parameters": {**facts.parameters, "weights": others(facts.parameters["weights"])},
         "norms": others(facts.norms),
         "matrix_norms": others(facts.matrix_norms),
-        "fingerprints": {
-            name: of
-            for name, of in facts.fingerprints.items()
-            if name in {facts.base_model, *models}
-        },
+        "fingerprints": {n: of for n, of in facts.fingerprints.items() if n in known},
         "gram_cached": False,
         "seconds": {"remove": round(time.perf_counter() - started, 3)},
         "store": {**facts.store, "model_bytes": bytes_left},
@@ -160,9 +156,8 @@ def _commit(
     tensors |= {"encoder": one, "decoder": one.clone()}
     if "gram" in tensors:
         tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
-    bits = mean_bits(
-        [v.coded for v in vectors], {n: i.numel for n, i in vectors[0].tensors.items()}
-    )
+    numels = {name: info.numel for name, info in vectors[0].tensors.items()}
+    bits = mean_bits([vector.coded for vector in vectors], numels)
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
     made = Vectors(tensors, folders, files, codec="codes", bits=bits)
     return writer.commit(made, {**history, "store": store})

@@ -187,7 +187,7 @@ class _Lock(filelock.FileLock):
 
 
 def _check_own(store: Path, facts: StoreFacts) -> None:
-    """Raise UserError if a folder holds a file that is not the store's, which a change would lose."""
+    """Raise UserError if the folder of a store holds another file, which a change would lose."""
     own = {FACTS, *facts.store.files, *recipe_files(facts)}
     for entry in store.rglob("*"):
         if not entry.is_dir() and entry.relative_to(store).as_posix() not in own:
