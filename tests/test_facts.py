@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import types
 import typing
 from pathlib import Path
@@ -12,12 +11,9 @@ from typing import Any
 
 import pydantic
 import pytest
-import torch
-from safetensors.torch import load_file
 
-import tvb_mergekit
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store import facts, store
+from tvb_mergekit.store import facts
 
 HERE = Path(__file__).parent
 MODELS = (facts.Facts, facts.StoreRecord, facts.Bounds, facts.FileRecord)
@@ -62,7 +58,7 @@ def test_the_schema_is_the_documented_one(model: type[pydantic.BaseModel]) -> No
 
 
 def test_facts_are_a_mapping_of_the_keys_in_the_file() -> None:
-    file = HERE / "earlier_store/grown/basis.json"
+    file = HERE / "facts/basis.json"
     found, plain = facts.read_facts(file), json.loads(file.read_text())
     assert list(found) == list(plain) and len(found) == len(plain)
     assert found["loss"] is found.loss and found["store"]["dtype"] == "float32"
@@ -75,7 +71,7 @@ def test_facts_are_a_mapping_of_the_keys_in_the_file() -> None:
 
 def test_facts_are_written_as_they_were_read(tmp_path: Path) -> None:
     """Keys of a later version too."""
-    file = HERE / "earlier_store/grown/basis.json"
+    file = HERE / "facts/basis.json"
     plain = json.loads(file.read_text())
     del plain["checksum"]
     plain["later"] = {"x": 1}
@@ -95,39 +91,15 @@ def test_facts_are_written_as_they_were_read(tmp_path: Path) -> None:
             facts.read_facts(tmp_path / "basis.json")
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "basis.json").write_text('{"format_version": 2}')
-    with pytest.raises(UserError, match="reads up to 1; upgrade"):
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ('{"format_version": 2}', "reads version 1; upgrade it"),
+        ('{"format_version": 3, "store": {}}', "reads version 2; upgrade it"),
+        ('{"format_version": 1, "store": {}}', "reads version 2; build the store again"),
+    ],
+)
+def test_another_format_is_refused(document: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "basis.json").write_text(document)
+    with pytest.raises(UserError, match=message):
         facts.read_facts(tmp_path / "basis.json")
-
-
-def flat(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([state[name].double().flatten() for name in sorted(state)])
-
-
-def test_a_store_of_an_earlier_version_is_read_grown_and_undone(tmp_path: Path) -> None:
-    models = shutil.copytree(HERE / "earlier_store", tmp_path / "models")
-    folder, base = models / "grown", load_file(models / "base.safetensors")
-    scales = {"a": 1.0, "b": -0.5, "c": 1.0, "d": 1.0}
-    tau = {
-        task: scale * (flat(load_file(models / f"{task}.safetensors")) - flat(base))
-        for task, scale in scales.items()
-    }
-    grown = store.load(folder)
-    assert grown.weights.tolist() == [1.0, -0.5, 1.0]
-    norms = torch.stack([tau[task].norm() for task in "abc"])
-    torch.testing.assert_close(grown.tensors["norms"], norms, rtol=1e-5, atol=0)
-    for tasks in ("abc", "abcd"):
-        if tasks == "abcd":
-            model = models / "d.safetensors"
-            grown = tvb_mergekit.add(folder, models / "base.safetensors", model, "d")
-        merged = tvb_mergekit.merge(
-            grown, models / "base.safetensors", lambda_=0.4, lambda_scale="tasks"
-        )
-        want = 0.4 * sum(tau[task] for task in tasks)
-        assert torch.allclose(flat(merged) - flat(base), want, atol=1e-6)
-    weight = load_file(models / "d.safetensors")["a.weight"] - base["a.weight"]
-    assert grown.facts.matrix_norms["d"] == pytest.approx(float(weight.norm()), rel=1e-6)
-    assert tvb_mergekit.undo(folder).tasks == list("abc")
-    with pytest.raises(UserError, match="nothing to undo"):
-        tvb_mergekit.undo(folder)

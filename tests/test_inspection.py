@@ -100,7 +100,7 @@ def inspected(
         sizes = {f"{name}/model.safetensors": 2_100_000_000 for name in folders}
         sizes["basis-000/tokenizer.json"] = 17_000_000
         facts["store"] = {
-            "contents": "tensors",
+            "codec": "dense",
             "dtype": "bfloat16",
             "folders": folders,
             "budget": 4,

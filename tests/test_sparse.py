@@ -295,7 +295,7 @@ def vectors_of(store: Path, dense: reference.Dense) -> Array:
 def check(bases: Bases, dense: reference.Dense, vectors: Array, encoder: Array) -> None:
     """All that a store says of its bases, against float64."""
     facts, tensors, tau = bases.facts, bases.tensors, dense.tau
-    assert facts.store.contents == "sparse" and facts.store.compress is None
+    assert facts.store.codec == "sparse" and facts.store.compress is None
     assert facts.store.basis_weights is None and bases.shares.tolist() == [1.0] * len(vectors[0])
     np.testing.assert_allclose(tensors["gram_bases"], vectors.T @ vectors, rtol=1e-5)
     np.testing.assert_allclose(bases.encoder, encoder, rtol=1e-6, atol=1e-9)
@@ -359,7 +359,7 @@ def test_a_store_of_a_zoo(world: World, tmp_path: Path) -> None:
     keys, listed = {"basis": "balanced", "num_bases": 2}, [tmp_path / "zoo" / t for t in TASKS]
     file.write_text(yaml.safe_dump(recipe("basis_ta", world.base, listed, **keys)))
     bases = stores.load(world.masked(file, tmp_path / "made"))
-    assert bases.encoder is not None and not bases.is_zoo
+    assert bases.encoder is not None and not bases.keeps_tasks
     reference.check_encoder("balanced", dense.gram, bases.encoder.numpy())
     check(bases, dense, vectors_of(tmp_path / "made", dense), bases.encoder.numpy())
     tvb("merge", tmp_path / "made", tmp_path / "out", "--method", "add", "--quiet")

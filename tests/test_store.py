@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from tiny import TASKS, as_bin, family, gpt2, llama, load
 from transformers import AutoConfig, AutoTokenizer
 
-import tvb_mergekit
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
@@ -262,28 +261,6 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert record == writing.file_record(place / file_name)
 
 
-def test_only_what_replaces_a_store_waits_for_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new one does not; of a grown one all files and folders, those of `undo` too."""
-    base, models = raw_family(tmp_path / "in", SIZES)
-    fsync, synced = os.fsync, set()
-
-    def noted(handle: int) -> None:
-        synced.add(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    folder = tmp_path / "store"
-    tasks = {path.stem: path for path in models}
-    (last, model) = tasks.popitem()
-    tvb_mergekit.build(base, tasks, folder, basis="balanced", num_bases=2)
-    assert not synced
-    tvb_mergekit.add(folder, base, model, last)
-    assert (folder / "undo").is_dir()
-    assert {p.stat().st_ino for p in folder.rglob("*")} <= synced
-
-
 def raw_family(
     folder: Path, sizes: dict[str, tuple[int, ...]], tasks: int = 4, seed: int = 0
 ) -> tuple[Path, list[Path]]:
@@ -517,11 +494,11 @@ def test_writers_exclude_each_other_and_leave_no_lock(tmp_path: Path) -> None:
     """Each makes and deletes a file that no other may find, many times."""
     script = """if True:
         import os, sys
-        from tvb_mergekit.store import store
+        from tvb_mergekit.store.writer import lock
         while not os.path.exists(sys.argv[2]):
             pass
         for _ in range(400):
-            held = store.lock(sys.argv[1], lambda line: None)
+            held = lock(sys.argv[1], lambda line: None)
             os.close(os.open(sys.argv[1] + ".busy", os.O_CREAT | os.O_EXCL))
             os.unlink(sys.argv[1] + ".busy")
             held.release()

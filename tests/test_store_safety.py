@@ -163,7 +163,7 @@ def contents(folder: Path) -> str:
 
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.safetensors")):
-        if store.MEAN not in file.parts and "undo" not in file.parts:
+        if store.MEAN not in file.parts:
             for name, tensor in sorted(load_file(file).items()):
                 digest.update(f"{file.name} {name} {tensor.dtype}".encode())
                 digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -184,8 +184,8 @@ def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
 
     want, draw, found = shown(dict(uses(copied()))), random.Random(0), 0
     assert "refused" not in want.values()
-    files = [name for name in files_of(here / "grown") if not name.startswith("undo")]
-    files = sorted(name for name in files if "config.json" not in name)  # mergekit reads those
+    files = [name for name in files_of(here / "grown") if "config.json" not in name]
+    files.sort()  # without those that mergekit reads
     for name in files:
         folder = copied()
         content = bytearray((folder / name).read_bytes())
@@ -259,96 +259,64 @@ def test_an_exact_sum_is_not_ended_in_silence(here: Path) -> None:
 # One step back
 
 
-def test_undo_brings_the_store_of_before_back(here: Path) -> None:
-    first = files_of(here / "grown")
-    undo = {name: data for name, data in first.items() if name.startswith("undo/")}
-    own = {name: data for name, data in first.items() if name not in undo}
-    assert undo  # of the addition of `d`
+def test_undo_swaps_a_store_and_its_previous_state(here: Path) -> None:
+    """The template recipes are written again with every change; nothing else may lie in a store."""
+    first, recipes = files_of(here / "grown"), files_of(here / "grown/recipes")
+    (here / "grown/recipes/add.yml").write_text("merge_method: linear")
+    (here / "grown/recipes/ties.yml").unlink()
     tvb("add", "grown", "e", "--task", "e", "--quiet")
     second = files_of(here / "grown")
-    kept = {n.removeprefix("undo/"): d for n, d in second.items() if n.startswith("undo/")}
-    assert kept == own  # one level: what could be undone before is gone
-    (here / "grown/notes.txt").write_text("mine")
+    assert "linear" not in second["recipes/add.yml"].decode()
+    assert "Copy this file out of the store to edit it" in recipes["add.yml"].decode()
     assert "4 tasks in 3 bases, as before" in tvb("undo", "grown").stdout
-    assert files_of(here / "grown") == {**own, "notes.txt": b"mine"}
-    assert "nothing to undo" in refused("undo", "grown")
+    assert files_of(here / "grown").keys() == first.keys() - {"recipes/ties.yml"}
+    assert "5 tasks in 3 bases" in tvb("undo", "grown").stdout
+    assert files_of(here / "grown") == second
     tvb("check", "grown")
-    tvb("add", "grown", "e", "--task", "e", "--quiet")  # and on it goes
-    again = files_of(here / "grown")
-    assert {name for name in again if again[name] != second.get(name)} <= {
-        "basis.json",
-        "notes.txt",
-    }
-    assert tvb_mergekit.undo("grown").tasks == list("abcd")
     for words in (["undo", "base"], ["undo", "nothing"]):
         assert refused(*words)
+    shutil.rmtree(here / "grown.previous")
+    assert f"nothing to undo: there is no {here}/grown.previous" in refused("undo", "grown")
 
 
-def test_notes_stay_and_template_recipes_are_written_again(here: Path) -> None:
-    """Whether a template was edited or deleted; nothing of a user's notes changes."""
-    recipes = here / "grown/recipes"
-    first = files_of(recipes)
-    for name in ("notes", "basis-003", "basis-001/empty"):
-        (here / "grown" / name).mkdir()
-    (here / "grown/notes/one.txt").write_text("mine")
-    for words in (["add", "grown", "e", "--task", "e", "--quiet"], ["undo", "grown"]) * 2:
-        (recipes / "add.yml").write_text("merge_method: linear")
-        (recipes / "ties.yml").unlink()
-        tvb(*words)
-        assert (here / "grown/notes/one.txt").read_text() == "mine"
-        names = {path.stem for path in recipes.iterdir() if not path.name.startswith("forget")}
-        assert names == {*ALL_TASKS} and "linear" not in (recipes / "add.yml").read_text()
-    assert files_of(recipes) == first
-    assert "Copy this file out of the store to edit it" in first["add.yml"].decode()
-
-
-STRANGE = {  # what a store cannot keep -> the command that would lose or stumble over it
-    "grown/basis-003/mine.txt": "add grown e --task e --budget 4",
-    "less/a/mine.txt": "undo less",
-    "zoo/undo": "remove zoo --task a",
-    "zoo/my-task/mine.txt": "add zoo e --task my/task",
-    "zoo/basis-001/mine.txt": "add zoo f --task f --budget 2",
-    "zoo/undo/basis.json": "add zoo e --task e",
+STRANGE = {  # what a store cannot keep -> the command that would lose it
+    "grown/notes.txt": "add grown e --task e --budget 4",
+    "grown/basis-003/mine.txt": "undo grown",
     "zoo/link@": "add zoo e --task e",
     "zoo/recipes/mine.yml": "remove zoo --task a",
-    "zoo/a/mine.txt": "remove zoo --task a",
-    "zoo/b/mine.txt": "add zoo e --task e --budget 2",
-    "fresh/recipes/forget-e.yml": "add fresh e --task e --budget 3",
-    "fresh/recipes/merged/mine.txt": "undo fresh",
-    "fresh/pipe|": "add fresh e --task e --budget 3",
-    "fresh/notes/pipe|": "undo fresh",
-    "fresh/undo/mine.txt": "add fresh e --task e --budget 3",
-    "fresh/undo/basis-000/mine.txt": "undo fresh",
-    "fresh/basis-000/mine.txt": "add fresh e --task e --budget 3",
-    "fresh/basis-001/mine.txt": "undo fresh",
+    "grown/notes/pipe|": "undo grown",
 }
 
 
 def test_a_file_that_a_change_would_lose_is_refused_before_the_work(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built(here / "fresh", here)
-    tvb("add", "fresh", "d", "--task", "d", "--budget", "3", "--quiet")
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
-    for name in ("zoo", "less"):
-        tvb("build", write(made, here / name), name, "--bits", "8", "--quiet")
-    tvb("remove", "less", "--task", "a")
+    tvb("build", write(made, here / "zoo"), "zoo", "--bits", "8", "--quiet")
     make = {"|": os.mkfifo, "@": lambda path: path.symlink_to("/nowhere")}
-    shutil.copytree(here, here.with_name("before"))
+    monkeypatch.setattr("tvb_mergekit.store.addition.gram_pass", None)
     for name, words in STRANGE.items():
-        mine, folder = here / name.rstrip("|@"), words.split()[1]
+        mine = here / name.rstrip("|@")
         mine.parent.mkdir(parents=True, exist_ok=True)
         make.get(name[-1], lambda path: path.write_text("{}"))(mine)
-        with monkeypatch.context() as patch:
-            for work in ("addition.gram_pass", "undo.link_store", "zoo._write_rest"):
-                patch.setattr(f"tvb_mergekit.store.{work}", None)
-            said = refused(*words.split())
+        said = refused(*words.split())
         assert f"{mine}: is not the store's" in said and "move it out" in said, said
-        shutil.rmtree(here / folder)
-        shutil.copytree(here.with_name("before") / folder, here / folder)
-    for words in ("undo fresh", "remove zoo --task a", "undo less"):
-        tvb(*words.split())
-        tvb("check", words.split()[1])
+        mine.unlink()
+
+
+def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
+    """The message names the command that completes it. A previous state is not taken over."""
+    tvb("add", "grown", "e", "--task", "e", "--quiet")
+    second = files_of(here / "grown")
+    (here / "grown").rename(here / "grown.new")
+    mend = f"mv {here}/grown.new {here}/grown"
+    for words in ("undo grown", "inspect grown", "add grown f --task f --budget 3 --base base"):
+        assert mend in refused(*words.split())
+    assert os.system(mend) == 0
+    assert files_of(here / "grown") == second
+    shutil.rmtree(here / "grown")
+    said = refused("add", "grown", "f", "--task", "f", "--budget", "3", "--base", "base")
+    assert "is the previous state of another store of this name" in said
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:
@@ -375,7 +343,7 @@ def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:
 
 
 def test_a_damaged_addition_is_undone(here: Path) -> None:
-    before = {n: d for n, d in files_of(here / "grown").items() if not n.startswith("undo/")}
+    before = files_of(here / "grown")
     tvb("add", "grown", "e", "--task", "e", "--quiet")
     (here / "grown/basis-002/model.safetensors").write_bytes(b"")
     assert "the file was changed" in refused("check", "grown")

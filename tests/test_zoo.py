@@ -153,7 +153,7 @@ def test_a_zoo_holds_what_it_says(
     given = families[name]
     bases = given.build(tmp_path / "zoo", "--bits", bits)
     facts, tensors = bases.facts, bases.tensors
-    assert bases.is_zoo and facts.store.folders == list(TASKS)
+    assert bases.keeps_tasks and facts.store.folders == list(TASKS)
     found, tau = dense(bases), torch.stack([flat(given.tau(t), bases.names) for t in TASKS], 1)
     if name == "tied":
         assert "lm_head.weight" not in bases.names
@@ -392,7 +392,7 @@ def test_bases_at_few_bits(llamas: Family, basis: str, tmp_path: Path) -> None:
     """Of any basis; errors of tasks are bounded, and merges use the bases as they are."""
     keys = {"basis": basis, "num_bases": 2, **({"solver": "exact"} if basis == "ae" else {})}
     bases = llamas.build(tmp_path / "s", "--bits", 3, **keys)
-    assert not bases.is_zoo and bases.facts.store.folders[:2] == ["basis-000", "basis-001"]
+    assert not bases.keeps_tasks and bases.facts.store.folders[:2] == ["basis-000", "basis-001"]
     found, tau = dense(bases), torch.stack([flat(llamas.tau(t), bases.names) for t in TASKS], 1)
     table = bases.reconstruction(TASKS)
     for k, task in enumerate(TASKS):
@@ -418,18 +418,17 @@ def test_a_task_joins_and_leaves(llamas: Family, tmp_path: Path) -> None:
     assert "joins 5 tasks" in done.output and "stay as they are" in done.output
     six = llamas.build(tmp_path / "six", "--bits", 2, tasks=SIX)
     grown = stores.load(zoo)
-    codes = {n: v for n, v in files(zoo).items() if "/" in n and not n.startswith("undo/")}
+    codes = {n: v for n, v in files(zoo).items() if "/" in n}
     assert codes == {n: v for n, v in files(tmp_path / "six").items() if "/" in n}
     for name in ("gram_bases", "errors", "norms", "weights", "matrix_norms", "decoder"):
         torch.testing.assert_close(grown.tensors[name], six.tensors[name], rtol=1e-6, atol=1e-12)
     assert grown.facts.relative_error == pytest.approx(six.facts.relative_error, rel=1e-6)
     assert (grown.facts.bits, grown.facts.bytes) == (six.facts.bits, six.facts.bytes)
     assert "gram" not in grown.tensors and grown.tasks == list(SIX)
-    (zoo / "notes.txt").write_text("mine")
     tvb("remove", zoo, "--task", "code")
     rest = [task for task in SIX if task != "code"]
     small, want = stores.load(zoo), llamas.build(tmp_path / "five", "--bits", 2, tasks=rest)
-    assert small.tasks == rest and not (zoo / "code").exists() and (zoo / "notes.txt").exists()
+    assert small.tasks == rest and not (zoo / "code").exists()
     for name in ("gram_bases", "errors", "norms", "weights"):
         torch.testing.assert_close(small.tensors[name], want.tensors[name], rtol=1e-6, atol=1e-12)
     assert sorted(p.name for p in (zoo / "recipes").iterdir()) == sorted(
@@ -458,7 +457,7 @@ def test_a_zoo_goes_over_to_algorithm_1(
     assert "by Algorithm 1" in done.output and "relative error at most: math" in done.output
     grown = stores.load(zoo)
     count = min(budget, 6)
-    assert grown.num_bases == count and not grown.is_zoo and grown.facts.bits is None
+    assert grown.num_bases == count and not grown.keeps_tasks and grown.facts.bits is None
     made = torch.stack(
         [flat({n: v.tensor(n) for n in old.names}, old.names) for v in grown.vectors], 1
     )
@@ -497,7 +496,7 @@ def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
     torch.testing.assert_close(stores.load(zoo).tensors["gram_bases"], two.tensors["gram_bases"])
     models = {task: llamas.models[task] for task in TASKS[:2]}
     made = tvb_mergekit.build(llamas.base, models, tmp_path / "lib", weights={"math": 2.0}, bits=2)
-    assert made.is_zoo and files(tmp_path / "lib").keys() == files(tmp_path / "two").keys()
+    assert made.keeps_tasks and files(tmp_path / "lib").keys() == files(tmp_path / "two").keys()
     gone = tvb_mergekit.remove(tmp_path / "lib", "math")
     assert gone.tasks == ["code"]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
 
 def next_to(store: Path, kind: str) -> Path:
     """The folder STORE.new, STORE.previous or STORE.partial."""
+    store = Path(os.path.realpath(store))
     return store.with_name(f"{store.name}.{kind}")
 
 
@@ -233,16 +235,17 @@ def load(path: str | os.PathLike[str], without: str = "") -> Bases:
             damaged header.
     """
     folder = Path(path)
-    facts = read_store_facts(folder)
     try:
-        return _load(folder, facts, without)
+        return _load(folder, without)
     except UserError:
-        if folder.is_dir() and (now := read_store_facts(folder)) != facts:  # `tvb add` replaced it
-            return _load(folder, now, without)
-        raise
+        if not next_to(folder, "previous").is_dir():
+            raise
+    time.sleep(0.1)  # `tvb add` may have been between its two renames
+    return _load(folder, without)
 
 
-def _load(folder: Path, facts: StoreFacts, without: str) -> Bases:
+def _load(folder: Path, without: str) -> Bases:
+    facts = read_store_facts(folder)
     try:
         files = facts.store.files
         own = {name: of for name, of in files.items() if name.partition("/")[0] != without}
