@@ -381,7 +381,7 @@ def test_whatever_is_given_is_taken_or_refused(
                     assert "\n" not in str(error), (name, key, value)
                 else:
                     accepted.setdefault((name, key), []).append(value)
-    assert {path.name for path in tmp_path.iterdir()} == {"store", "store.previous", "nowhere"}
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "nowhere.previous", "nowhere"}
     place = Path("nowhere")
     assert accepted == {
         ("build", "out"): [None, place],

@@ -428,7 +428,7 @@ def test_resuming_with_anything_else_is_refused(
     refused(other, read(base, models, **keys))
     for inputs, resume, said in (
         (read(base, models, **KINDS["balanced"]), False, "is replaced"),
-        (read(base, models, **keys), True, "starting anew"),
+        (read(base, models, **keys), True, "starting again"),
     ):
         shutil.rmtree(out, ignore_errors=True)
         build_store(inputs, out, resume=resume)
@@ -555,7 +555,7 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
         (whole[:-64] + bytes(64), "checksum"),  # as a power cut can leave it
         (whole[:-4], "bytes, basis.json says"),
         (b"", "bytes, basis.json says"),
-        (bytes(64) + whole[64:], "header|not a whole basis store"),
+        (bytes(64) + whole[64:], "header|not a complete basis store"),
     ):
         file.write_bytes(text)
         with pytest.raises(UserError, match=message):

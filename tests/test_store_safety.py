@@ -276,7 +276,7 @@ def test_undo_swaps_a_store_and_its_previous_state(here: Path) -> None:
     for words in (["undo", "base"], ["undo", "nothing"]):
         assert refused(*words)
     shutil.rmtree(here / "grown.previous")
-    assert f"nothing to undo: there is no {here}/grown.previous" in refused("undo", "grown")
+    assert f"nothing to undo: {here}/grown.previous does not exist" in refused("undo", "grown")
 
 
 STRANGE = {  # what a store cannot keep -> the command that would lose it

@@ -1,8 +1,8 @@
 """The library: build, load, add, reconstruct and merge, on state dicts or paths.
 
-Models are given as state dicts (name -> tensor; vision models and the like too), as folders as
-Hugging Face writes them, or as weight files. They must name their tensors alike. All work is done
-on the CPU or on `device`, streamed: of what is on disk only pieces are held.
+A model is a state dict (name -> tensor), a folder in Hugging Face's layout, or a weight file. All
+models must name their tensors alike. The CPU or `device` does all work. Weights are read in pieces,
+so memory does not grow with the models on disk.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def build(
 
     Args:
         base: theta_0.
-        models: task -> its fine-tuned model, T of them; their order is that of the tasks.
-        out: write a store there; without it the bases are state dicts in memory.
-        weights: task -> scale of its task vector; 1 by default.
+        models: Task -> its fine-tuned model, T of them, in the order of the tasks.
+        out: The path of the store to write. Without it the bases are state dicts in memory.
+        weights: Task -> scale of its task vector; 1 by default.
         dtype: float32, bfloat16 or float16, of the bases.
-        bits: of the store `out`, in the place of `dtype`: 8, 4, 3, 2, 1, or a mean. Unless
-            `settings` say something of bases, it holds all task vectors.
-        size: instead of `bits`, the most bytes that it may take.
-        device: where to compute.
+        bits: Bits of an element in the store `out`, instead of `dtype`: 8, 4, 3, 2, 1, or a mean.
+            Unless `settings` name a basis, the store keeps all task vectors.
+        size: The most bytes of the store, instead of `bits`.
+        device: The device that computes.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`,
             and `lambda_` for the recipes of a store.
 
@@ -96,7 +96,7 @@ def build(
         The bases: `encoder` W_e [T, M] and `decoder` W_d [M, T] float64, `vectors`, `facts`.
 
     Warns:
-        UserWarning: what is left out of a task vector; a model that is unlike the others.
+        UserWarning: Tensors are left out of a task vector, or a model is unlike the others.
 
     Raises:
         UserError: a wrong setting, models that do not fit the base, NaN or infinity.
@@ -155,26 +155,26 @@ def add(
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
-    """One more task (Algorithm 1): at the budget M the bases are compressed to M - 1 first.
+    """Add a task (Algorithm 1). At the budget M the bases are compressed to M - 1 first.
 
-    A store of all tasks at a few bits takes one more of them, unless a budget is given.
+    A store that keeps all tasks gets one more vector, unless a budget is given.
 
     Args:
-        bases: a store's path, which is updated (and made if it does not exist); or bases in
-            memory, which are left as they are; or None for none yet.
-        base: theta_0, the same that the bases were built from.
-        model: the new fine-tuned model.
-        task: its name.
-        weight: scale of its task vector.
-        budget: the most bases there may be; by default what it was before.
+        bases: The path of a store, which is changed, or made if it does not exist. Or bases in
+            memory, which are not changed. None begins new bases.
+        base: theta_0, from which the bases were built.
+        model: The new fine-tuned model.
+        task: The name of the new task.
+        weight: The scale of the new task vector.
+        budget: The most bases; by default the previous budget.
         compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
-        dtype: of new bases; of existing ones it stays as it is.
-        bits: of the new task in a store of all tasks; by default the store's.
-        settings: the recipe's keys, for bases that do not exist yet.
+        dtype: The dtype of new bases. Existing bases keep theirs.
+        bits: Bits of the new task in a store of all tasks; by default the store's.
+        settings: The recipe's keys for new bases.
 
     Warns:
-        UserWarning: the task vector is unlike the others, or an exact sum ends. (`tvb add` refuses
-            both without `--force`.)
+        UserWarning: The task vector is unlike the others, or the bases will no longer add up to
+            the sum of all tasks. `tvb add` refuses both without `--force`.
 
     Raises:
         UserError: see `add_to_store`.
@@ -214,7 +214,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
     """The store of all tasks at `path` without one of them.
 
     Raises:
-        UserError: see `zoo.remove_task`.
+        UserError: As `remove_task`.
     """
     check_types(remove, locals())
     return remove_task(path, task)
@@ -262,11 +262,11 @@ def merge(
         bases: of `build`, `load` or `add`.
         base: theta_0.
         dtype: of the floating-point tensors; the base's own by default.
-        device: where to compute.
-        parameters: the recipe's keys for merging: `lambda_` (Python's keyword has the recipe's
-            name), `lambda_scale`, `density`, `trim`, `merge_func`, `common`, `ridge`, `matrices`,
-            `forget`, `alpha`, `exclude`; over a store of all tasks also those of the bases to merge
-            by, such as `basis`, with the same defaults as over models.
+        device: The device that computes.
+        parameters: The recipe's keys for merging: `lambda_` for `lambda`, `lambda_scale`,
+            `density`, `trim`, `merge_func`, `common`, `ridge`, `matrices`, `forget`, `alpha`,
+            `exclude`. Over a store of all tasks also the keys of bases, such as `basis`. Defaults
+            are those of a merge of models.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
@@ -334,7 +334,7 @@ def _keys(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _base_of(bases: Bases, base: Model, dtype: torch.dtype | None) -> Weights:
-    """The base, opened; raises UserError where it is another, or `dtype` is no type of weights."""
+    """Open the base. Raise UserError for another base, or a `dtype` that is not floating-point."""
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
     found = open_model(base)
@@ -416,5 +416,5 @@ def open_model(model: Model) -> Weights:
 
 
 def name_of(model: Model, otherwise: str = "the given state dict") -> str:
-    """The path of a model, or what to call one in memory."""
+    """The path of a model, or `otherwise` for a state dict."""
     return otherwise if isinstance(model, Mapping) else os.fspath(model)

@@ -1,7 +1,6 @@
 """Vectors of a store as codes: the width of each tensor, and the errors.
 
-Task vectors stored whole, one folder for each task, make a *zoo*: recipes over it list tasks. See
-`core.quantize` for the codes and `docs/files.md` for the files.
+`core.quantize` defines the codes, and `docs/files.md` the files.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ class Quantize:
         scales = vectors * sum(2 * -(-numel // LONG) for numel in numels)
         if self.size < fixed + scales:
             raise UserError(
-                f"--size {self.size:,} bytes: the scales of all vectors and what is allowed for "
-                f"the files beside them take {fixed + scales:,}; give more, or keep fewer tasks or "
+                f"--size {self.size:,} bytes: the scales of all vectors and the other "
+                f"files take {fixed + scales:,}; give more, or keep fewer tasks or "
                 "tensors (`exclude`)"
             )
         return self.size - fixed
@@ -162,7 +161,9 @@ def from_json(file: Path, shares: Tensor) -> Coding:
             for unit, widths in json.loads(file.read_bytes())
         ]
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); start anew without --resume") from error
+        raise UserError(
+            f"{file}: cannot be read ({error}); start again without --resume"
+        ) from error
     return Coding(made, shares)
 
 
@@ -226,7 +227,7 @@ def lost(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
-    """G of the vectors of a zoo as their codes give them; None where that of the base is hidden."""
+    """G of decoded task vectors; None if a task's name hides the norm of the base."""
     facts, order = bases.facts, list(order)
     if "base" in facts.tasks or "base" not in facts.norms:  # its norm takes the base's place
         return None
@@ -264,7 +265,7 @@ def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
 class Loss(NamedTuple):
     """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
 
-    `bits` are those of an element on average. `relative_error` is None where the norm is zero.
+    `bits` is the mean of an element. `relative_error` is None if the norm is zero.
     """
 
     name: str
@@ -278,10 +279,10 @@ class Losses:
     """Errors of the codes of a store.
 
     Attributes:
-        vectors: of the tasks of a zoo, or of B0, B1 ... and PCA's mean.
-        sum: the relative error of the sum of the vectors, which addition adds; None where it is not
-            known: in a zoo after `tvb add` or `tvb remove`.
-        groups: of tensors, as KINDS_OF_TENSORS names them; those that there are.
+        vectors: One for each task, or for B0, B1 ... and PCA's mean.
+        sum: The relative error of the sum of the vectors. None after `tvb add` or `tvb remove`,
+            which do not measure it.
+        groups: One for each group of KINDS_OF_TENSORS that the model has.
     """
 
     vectors: list[Loss]

@@ -1,11 +1,11 @@
-"""T models in, a basis store out: the Gram matrix in one pass, the M bases in a second.
+"""A basis store of T models: the Gram matrix in one pass, the M bases in a second.
 
-The store is written in STORE.partial and renamed when it is whole. `resume` continues what an
-interruption left there, with the Gram matrix and every tensor that was finished. Of several
-processes (see `ranks`) each reads and writes its share.
+The store is written in STORE.partial and renamed when it is complete. `resume` continues an
+interrupted build with its Gram matrix and every finished tensor. Each of several processes (see
+`ranks`) reads and writes its share.
 
-Nothing waits for the disk, as nothing is deleted. A file that a power cut left short or altered
-has another checksum than basis.json or, for `resume`, the journal.
+No write waits for the disk, because nothing is deleted. If a power cut damages a file, its checksum
+differs from that in basis.json or in the journal of an interrupted build.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 Warn = Callable[[str], object]
-# In STORE.partial: what the build was begun with, its Gram matrix, the tensors that are whole.
+# In STORE.partial: a checksum of the inputs, their Gram matrix, the finished tensors.
 STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
 
 
@@ -95,19 +95,19 @@ def build_store(
     progress: Progress = silent,
     warn: Warn = LOG.warning,
 ) -> Bases:
-    """The bases of `inputs`, written as the store `out`.
+    """Write the bases of `inputs` as the store `out`.
 
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
-        quantize: store them as codes instead, which are read as float32.
-        devices: where to compute.
-        resume: continue `out`.partial, if it is there.
-        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
-        warn: called with what speaks against a model, a line each.
+        quantize: Store codes instead, which are read as float32.
+        devices: The devices that compute.
+        resume: Continue `out`.partial if it exists.
+        budget: Bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+        warn: Called with each doubt about a model, one line each.
 
     Raises:
-        UserError: the inputs are bad, `out` exists, there is no room, or `resume` finds other
-            inputs than were there.
+        UserError: The inputs are bad, `out` exists, the disk is full, or the interrupted build was
+            begun with other inputs.
     """
     dtype_name(dtype)
     dtype = torch.float32 if quantize else dtype
@@ -142,15 +142,15 @@ def build_store(
             state["encoder"] = cache.key_of({"matrix": encoder_matrix(basis).tolist()})
             if resuming:
                 _check_same(partial, state)
-                for stale in partial.rglob(".partial-*"):  # what a kill left beside its place
+                for stale in partial.rglob(".partial-*"):  # left by a kill
                     shutil.rmtree(stale)
-            else:  # not before, so that inputs which are refused leave nothing
+            else:  # only now, so that refused inputs leave nothing
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 write_file(partial / STATE, json.dumps(state).encode())
             cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
         encoded = time.perf_counter()
-        # Where there are several processes, each has a journal of its own.
+        # Each of several processes has its own journal.
         prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
         journals = [partial / f"{prefix}{JOURNAL}" for prefix in prefixes]
         every = world.share(lambda: [read_journal(journal) for journal in journals])
@@ -209,7 +209,7 @@ def build_in_memory(
     device: torch.device = CPU,
     warn: Warn = LOG.warning,
 ) -> Bases:
-    """The same bases as state dicts."""
+    """Build the bases of `inputs` as state dicts."""
     dtype_name(dtype)
     budget = block_budget()
     basis = _basis(inputs, _sums(inputs, [device], budget, silent), warn)
@@ -229,7 +229,7 @@ def inspect_inputs(
     progress: Progress = silent,
     budget: int | None = None,
 ) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of what a build would give, without building."""
+    """basis.json and basis.safetensors of a build in float32, without building."""
     sums = _sums(inputs, [device], budget or block_budget(), progress)
     basis = _basis(inputs, sums, LOG.warning)
     vectors = dense_vectors(basis, torch.float32)
@@ -254,8 +254,10 @@ def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
 
 
 def encoder_matrix(basis: Basis) -> Tensor:
-    """What the task vectors (or Omega) are multiplied by: [T, M], for PCA [T, M + 1] with the
-    mean at the end, for rand_proj [M, M]."""
+    """The factors of the task vectors (or of Omega) in each basis.
+
+    [T, M]; [T, M + 1] for PCA, with the mean last; [M, M] for rand_proj.
+    """
     if basis.encoding.mixing is not None:
         return basis.encoding.mixing
     encoder = basis.weighted_encoder
@@ -302,7 +304,7 @@ def _coding(
     budget: int,
     progress: Progress,
 ) -> Coding:
-    """How the vectors are coded, chosen once: an interrupted build goes on with it."""
+    """The widths of all tensors. A resumed build keeps its earlier choice."""
     world = ranks.world()
     matrix = encoder_matrix(basis)
     shares = torch.ones(matrix.shape[1], dtype=torch.float64)
@@ -371,18 +373,20 @@ def _can_resume(
     begun = (partial / STATE).is_file()
     there = partial.iterdir() if partial.is_dir() else [partial] * os.path.lexists(partial)
     if not begun and not all(map(is_left_over, there)):
-        raise UserError(f"{partial} is in the way, and no unfinished build; move or delete it")
+        raise UserError(
+            f"{partial} is in the way, and is not an unfinished build; move or delete it"
+        )
     if resume and begun:
         _check_same(partial, state)
     elif resume:
-        LOG.warning("--resume: nothing to continue in %s; starting anew", partial)
+        LOG.warning("--resume: nothing to continue in %s; starting again", partial)
     elif begun:
         LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
     return resume and begun
 
 
 def _check_same(partial: Path, state: Mapping[str, str]) -> None:
-    """Raise UserError unless a build was begun with what `state` says of it."""
+    """Raise UserError unless a build was begun with this `state`."""
     try:
         before = json.loads((partial / STATE).read_text(encoding="utf-8"))
         same = all(before[key] == state[key] for key in state)
@@ -391,5 +395,5 @@ def _check_same(partial: Path, state: Mapping[str, str]) -> None:
     if not same:
         raise UserError(
             f"--resume: {partial} was begun with other models, settings, --dtype, --bits, --size "
-            "or number of processes, or with another PyTorch; start anew without --resume"
+            "or number of processes, or with another PyTorch; start again without --resume"
         )

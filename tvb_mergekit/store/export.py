@@ -135,7 +135,7 @@ def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
     """The combinations that are single bases, [len(bases.sources), len(indices)].
 
     Raises:
-        UserError: there is no such basis.
+        UserError: unknown basis.
     """
     for index in indices:
         if not 0 <= index < bases.num_bases:

@@ -1,9 +1,8 @@
 """`basis.json`, the facts of a merge or a store: its schema, reading and writing.
 
-Every number that later work computes with lies in `basis.safetensors`, whose checksum is in a
-store's facts. `basis.json` says the same numbers for people and programs, and what they belong to.
-Its own `checksum` covers all but FREE, the keys that no result depends on: a user may edit those.
-`docs/files.md` tells what each key means.
+`basis.safetensors` holds every number that later work computes with. `basis.json` repeats them for
+people, and names the models and files. Its `checksum` covers all keys except FREE, which a user may
+edit because no result depends on them. `docs/files.md` explains each key.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FOLDER = "basis"  # of both in a merged model: beside its weights, some programs
 FORMAT_VERSION, STORE_VERSION = 1, 2  # of `basis.json` of a merge, and of a store
 CHECKSUM = "checksum"
 HASH = "xxh3_128"
-# Where models lie, which the base's fingerprint guards, and the time that the work took.
+# Paths of models, which the base's fingerprint guards, and seconds of work.
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -59,7 +58,7 @@ class Record(BaseModel, Mapping[str, Any]):
         return len(self.model_fields_set)
 
     def but(self, **changes: Any) -> Self:
-        """The same with other values, which are checked."""
+        """A copy with other values, which are checked."""
         return self.model_validate({**self, **changes})
 
 
@@ -78,7 +77,7 @@ class Bounds(Record):
 
 
 class StoreRecord(Record):
-    """The key `store`: what a basis store holds and belongs to."""
+    """The key `store`: the vectors of a store, its files and its base."""
 
     codec: Codec
     dtype: DtypeName
@@ -96,7 +95,7 @@ class StoreRecord(Record):
 
 
 class Facts(Record):
-    """All of a merge's `basis.json`. What has a default may be missing in it."""
+    """All of a merge's `basis.json`. Keys with a default may be missing."""
 
     format_version: Annotated[int, Field(ge=1)]
     versions: dict[str, str | None]

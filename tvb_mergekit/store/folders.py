@@ -83,9 +83,12 @@ def plan_of(items: Sequence[Item], config: Path | None) -> list[Shard]:
 def finish_vectors(
     writers: Sequence[FolderWriter], config: Path | None, first: int = 0
 ) -> dict[str, FileRecord]:
-    """Complete the folders of vectors, of which the first is B_first; returns their files.
+    """Complete the folders of vectors and return the records of their files.
 
-    Of several processes, the leader's work, for which the others wait.
+    Rank 0 does it. The other processes wait.
+
+    Args:
+        first: The index of the first vector in the store.
     """
     world = ranks.world()
     records = world.collect([writer.whole() for writer in writers])
@@ -111,7 +114,7 @@ def copy_config(
     """Give a folder the base's configuration, tokenizer and own code; returns these files.
 
     Args:
-        index: of the basis in that folder, with which its config.json is marked.
+        index: The index of the basis in the folder, which marks its config.json.
         dtype: of the model in that folder, if it is not the base's.
         tokenizer: copy more than the configuration and its code.
     """

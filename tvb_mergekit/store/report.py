@@ -1,4 +1,4 @@
-"""What a merge or a store tells: its facts and tensors, the model card, the summary of a merge.
+"""Reports of a merge or a store: facts and tensors, the model card, the summary of a merge.
 
 `docs/files.md` describes both files.
 """
@@ -120,7 +120,7 @@ def facts_over_store(
 
 
 def _values(tunables: Mapping[str, set[float]]) -> dict[str, object]:
-    """Of each key the one value, or all that filters and layer gradients led to."""
+    """Key -> its value, or the list of values that filters and layer gradients give."""
     return {key: v.copy().pop() if len(v) == 1 else sorted(v) for key, v in tunables.items()}
 
 
@@ -165,7 +165,7 @@ def add_card_section(
 
 
 def card_section(facts: Facts, tensors: Mapping[str, Tensor]) -> str:
-    """Markdown: tasks, encoder weights, loss against the bounds, and what to cite."""
+    """Markdown: tasks, encoder weights, loss and bounds, citation."""
     lines = [
         "## Task vector bases",
         "",

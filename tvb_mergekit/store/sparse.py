@@ -1,8 +1,7 @@
 """A store whose bases are sparse: those of a recipe or of a store, each times a mask.
 
-sigma(S_m) * B_m is no combination of the task vectors. So what the tasks are of these bases, the
-decoder and its errors, follows from one pass over the bases and what they came from: the Gram
-matrix of both together, which is small.
+sigma(S_m) * B_m is not a combination of the task vectors. So the decoder and its errors follow from
+one pass over the sparse bases and the vectors before: the small Gram matrix of both together.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Dense:
 
     @property
     def names(self) -> list[str]:
-        """Of the N vectors."""
+        """The names of the N vectors."""
         return self.facts.tasks if self.errors is None else self.facts.store.folders
 
     @classmethod
@@ -109,16 +108,16 @@ def sparse_store(
     budget: int | None = None,
     progress: Progress = silent,
 ) -> Bases:
-    """The store `out` of sparse bases; it appears when it is whole.
+    """Write the store `out` of sparse bases.
 
-    The caller holds the lock of `out`, if several processes may write it.
+    If several processes may write the store, the caller holds its lock.
 
     Args:
-        dense: what the bases were before they were masked.
-        files: of `write_sparse`, one for each basis in order, with the tensors of `dense.items`.
-            They become files of the store by hard links, or copies where the disk has none.
-        devices: where to compute.
-        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
+        dense: The bases before their masks.
+        files: Files of `write_sparse`, one for each basis, with the tensors of `dense.items`. The
+            store links or copies them.
+        devices: The devices that compute.
+        budget: Bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
         UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.

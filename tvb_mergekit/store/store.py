@@ -44,7 +44,7 @@ from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER, file_record
 
-# Of basis.safetensors: what merges and additions compute with.
+# The tensors of basis.safetensors that merges and additions need.
 NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms", "errors"}
 MEAN = "mean"  # the folder of PCA's mean task vector
 DTYPES: dict[DtypeName, torch.dtype] = {
@@ -82,14 +82,14 @@ class Bases:
     """M basis vectors of T tasks under one base, in a store or in memory.
 
     Attributes:
-        facts: what basis.json says, as attributes or as a mapping: `facts.loss`, `facts["loss"]`.
-        tensors: float64: `encoder` W_e [T, M] (but for rand_proj), `decoder` W_d [M, T],
-            `gram_bases` [M, M], what `numbers_of` gives, and while all inner products are known
-            `gram` [T, T] and `eigenvalues` [T].
-        vectors: the M bases as named tensors, in the store's dtype; a tensor that is missing in
-            them stays the base's.
+        facts: basis.json, as attributes or as a mapping: `facts.loss`, `facts["loss"]`.
+        tensors: float64: `encoder` W_e [T, M] (not for rand_proj), `decoder` W_d [M, T],
+            `gram_bases` [M, M] and the tensors of `numbers_of`. If all inner products are known,
+            also `gram` [T, T] and `eigenvalues` [T].
+        vectors: The M bases as named tensors, in the store's dtype. A tensor that they lack stays
+            the base's.
         mean: PCA's mean task vector.
-        path: the store's folder; None in memory.
+        path: The store's folder; None in memory.
     """
 
     facts: StoreFacts
@@ -108,7 +108,7 @@ class Bases:
 
     @property
     def basis(self) -> str:
-        """How the bases were built: `ae`, `balanced`, ..."""
+        """The method that built the bases: `ae`, `balanced`, ..."""
         return str(self.facts.parameters["basis"])
 
     @property
@@ -123,7 +123,7 @@ class Bases:
 
     @property
     def basis_weights(self) -> Tensor | None:
-        """w [M] with sum_m w_m B_m = the sum of all task vectors; None where there is none."""
+        """w [M] with sum_m w_m B_m = the sum of all task vectors; None if no w has it."""
         return self.tensors.get("basis_weights")
 
     @property
@@ -138,7 +138,7 @@ class Bases:
 
     @property
     def base_name(self) -> str:
-        """Where the base should be; see `base_of`."""
+        """The path or name of the base; see `base_of`."""
         return base_of(self.facts, self.path)
 
     @property
@@ -194,7 +194,7 @@ class Bases:
         """The column of a task.
 
         Raises:
-            UserError: there is no such task.
+            UserError: an unknown task.
         """
         if task in self.tasks:
             return self.tasks.index(task)
@@ -264,7 +264,9 @@ def _load(folder: Path, without: str) -> Bases:
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
+        raise UserError(
+            f"{folder}: not a complete basis store ({error}); build it again"
+        ) from error
     return Bases(facts, tensors, vectors, mean, folder)
 
 
@@ -285,9 +287,11 @@ def _mending(facts: StoreFacts) -> str:
 
 
 def base_of(facts: StoreFacts, folder: Path | None) -> str:
-    """Where the base of a store should be: as the recipe named it, or where that was, relative to
-    the store in `folder` (which may have moved) or absolutely. Of several models that lie there,
-    the first with the fingerprint."""
+    """The path or name of a store's base.
+
+    The candidates are the recipe's name and its path, relative to the store in `folder` (which may
+    have moved) or absolute. If several exist, the first with the right fingerprint counts.
+    """
     store, places = facts.store, [facts.base_model]
     if folder is not None and store.base_beside:
         places.append(os.path.normpath(os.path.join(os.path.realpath(folder), store.base_beside)))
@@ -387,7 +391,7 @@ def read_store_facts(folder: Path) -> StoreFacts:
         partial, new = next_to(folder, "partial"), next_to(folder, "new")
         more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
         if new.is_dir() and next_to(folder, "previous").is_dir():
-            more = f": a change of it was interrupted; complete it: mv {new} {folder}"
+            more = f": a change was interrupted; complete it: mv {new} {os.path.realpath(folder)}"
         raise UserError(f"{folder}: no such folder{more}")
     if not file.is_file():
         hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"

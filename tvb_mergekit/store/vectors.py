@@ -24,7 +24,7 @@ from tvb_mergekit.store.report import facts, tensors_of, versions
 from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name
 from tvb_mergekit.tensors.taskset import TaskSet
 
-# How `tvb add` makes room in a store of each basis; the others cannot grow.
+# Basis of a store -> the compression of `tvb add`. Other stores cannot grow.
 COMPRESSED_BY: dict[str, Compression] = {
     "balanced": "balanced",
     "ae": "ae",
@@ -169,8 +169,8 @@ def sizes_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers of the bases and of PCA's mean: norms, norms of all summands, decoder.
 
     Returns:
-        The norms of the K vectors, [K]; for each, the norms of its summands, added up, [K]; the
-        factor of each in every tau_hat, [K, T].
+        The norms of the K vectors [K]. For each vector, the sum of the norms of its summands [K].
+        The factor of each vector in every tau_hat [K, T].
     """
     encoding, gram = basis.encoding, basis.sums.gram
     sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder

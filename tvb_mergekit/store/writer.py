@@ -130,7 +130,7 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
         read_store_facts(store)
         previous, new = next_to(store, "previous"), writer.folder
         if not previous.is_dir():
-            raise UserError(f"{path}: nothing to undo: there is no {previous}")
+            raise UserError(f"{path}: nothing to undo: {previous} does not exist")
         load(previous)
         new.rmdir()
         _rename((store, new), (previous, store), (new, previous))

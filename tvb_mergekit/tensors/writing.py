@@ -29,7 +29,7 @@ SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
 BLOCK_BYTES = 2**24  # read at a time for a checksum
-ANEW = "start anew without --resume"
+ANEW = "start again without --resume"
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
