@@ -1,4 +1,4 @@
-"""The pieces of the comparison: a trained run and a cell of `plan.py` -> what was measured.
+"""The cells of the comparison: references, addition, negation and tasks that arrive one by one.
 
 Bases are built, grown and merged by the library, as a user would (`tvb_mergekit.build`, `add`,
 `merge`). A coefficient only multiplies what a merge adds to the base, so one merge with
@@ -34,11 +34,6 @@ KEPT = 0.95  # of the control score
 ASCENT = 1e-3  # the longest step of gradient ascent, over the base's norm
 
 
-def compute(run: Run, cell: Cell) -> dict[str, Any]:
-    """What a cell measures."""
-    return KINDS[cell["kind"]](run, cell)
-
-
 def _reference(run: Run, cell: Cell) -> dict[str, Any]:
     tested = cell["tested"]
     own = {t: run.accuracy(run.models[t], "test", [t], tested)[t] for t in TASKS}
@@ -64,7 +59,7 @@ def built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
     )
 
 
-def _mean(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
+def mean_score(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
     """Equal counts of right answers, task by task in any order, give equal means."""
     return round(mean(scores, tasks), DIGITS)
 
@@ -90,7 +85,7 @@ class Direction:
     ) -> tuple[float, list[float]]:
         """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
         return search.grid(
-            grid, lambda s: _mean(self.accuracy(s, "validation", tasks, items), tasks)
+            grid, lambda s: mean_score(self.accuracy(s, "validation", tasks, items), tasks)
         )
 
 
@@ -144,7 +139,7 @@ def merged(
     """
     start = time.perf_counter()
     if mixture is not None:
-        vector = _combined(run, mixture, bases.vectors)
+        vector = combined(run, mixture, bases.vectors)
     else:
         moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
         vector = difference(moved, run.base)
@@ -152,7 +147,7 @@ def merged(
     moving = Direction(run, vector)
     directions = {"bases": (1.0, moving), "tasks": (T / bases.num_bases, moving)}
     if merge == "ta":
-        rebuilt = _combined(run, bases.reconstruction(TASKS).sum(1), bases.sources)
+        rebuilt = combined(run, bases.reconstruction(TASKS).sum(1), bases.sources)
         directions["decoder"] = (1.0, moving if bases.basis == "none" else Direction(run, rebuilt))
     scales = {}
     for scale, (factor, direction) in directions.items():
@@ -169,7 +164,7 @@ def merged(
     return {"seconds": seconds, "items": used(cell), "scales": scales}
 
 
-def _combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
+def combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
     terms = zip(by.tolist(), vectors, strict=True)
     moved = run.shifted(*((c, {n: v.tensor(n) for n in v.tensors}) for c, v in terms))
     return difference(moved, run.base)
@@ -243,7 +238,7 @@ def _most_forgotten(
         return run.accuracy(states[alpha], "validation", [task], items)[task]
 
     def control(alpha: float) -> float:
-        return _mean(run.accuracy(states[alpha], "validation", others, items), others)
+        return mean_score(run.accuracy(states[alpha], "validation", others, items), others)
 
     return search.most_forgotten(list(states), target, control, KEPT)
 
@@ -270,12 +265,12 @@ def _ascent(run: Run, weights: Weights, task: str) -> Iterator[Weights]:
     for _ in GRID:
         yield {name: tensor.detach().clone() for name, tensor in moving.items()}
         optimizer.zero_grad()
-        _loss(run, moving, next(source)).backward()
+        loss_of(run, moving, next(source)).backward()
         torch.nn.utils.clip_grad_norm_(moving.values(), 1.0)
         optimizer.step()
 
 
-def _loss(run: Run, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+def loss_of(run: Run, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
     inputs = {name: tensor.to(run.device) for name, tensor in batch.items()}
     loss: Tensor = functional_call(run.model, dict(weights), (), inputs).loss
     return loss
@@ -374,102 +369,10 @@ BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, 
     "magmax": magmax,
 }
 
-# ---------------------------------------------------------------------------------------- transfer
 
-EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
-BATCH = 16
-
-
-def _transfer(run: Run, cell: Cell) -> dict[str, Any]:
-    """An unseen task from a few examples: coefficients of what is held, learned block by block.
-
-    As in aTLAS (Zhang et al., 2024) each vector has a coefficient for each tensor, from 0. M bases
-    and `none_subsample` get M/T of the examples, as in the paper.
-    """
-    count = cell["num_bases"] or T
-    shots = max(1, round(cell["shots"] * count / T))
-    vectors = _vectors(run, cell)
-    tasks = {}
-    for task in data.UNSEEN:
-        docs = data.read(run.folder / "data", task, "train")[:shots]
-        items = [(doc["prompt"], doc["answer"]) for doc in docs]
-        if cell["basis"] == "base":
-            weights = run.base
-        elif cell["basis"] == "finetune":
-            weights = _finetuned(run, items)
-        else:
-            weights = _atlas(run, vectors, items)
-        tasks[task] = run.accuracy(weights, "test", [task], cell["tested"])[task]
-    return {"tasks": tasks}
-
-
-def _vectors(run: Run, cell: Cell) -> list[Weights]:
-    if cell["basis"] in ("base", "finetune"):
-        return []
-    if cell["basis"].startswith("none"):
-        return [run.task_vector(task) for task in TASKS]
-    bases = built(run, cell)
-    if cell["basis"].endswith("_turned"):
-        turn = _turn(bases.tensors["gram_bases"])
-        return [_combined(run, column, bases.vectors) for column in turn.T]
-    return [{n: v.tensor(n).to(run.device) for n in v.tensors} for v in bases.vectors]
-
-
-def _turn(gram: Tensor) -> Tensor:
-    """Q with B Q orthogonal, all columns as long as those of B are on average; the span is B's."""
-    values, axes = torch.linalg.eigh(gram)
-    turn: Tensor = axes * (gram.diagonal().mean() / values).sqrt()
-    return turn
-
-
-def _steps(run: Run, items: list[tuple[str, str]]) -> Iterator[dict[str, Tensor]]:
-    rng = random.Random(0)
-    for _ in range(EPOCHS):
-        yield from batches(run.tokenizer, iter(rng.sample(items, len(items))), BATCH)
-
-
-def _learn(
-    run: Run,
-    learned: list[Tensor],
-    optimizer: torch.optim.Optimizer,
-    weights: Callable[[], Mapping[str, Tensor]],
-    items: list[tuple[str, str]],
-) -> Weights:
-    """Train `learned`, of which `weights` are made, with a rate that falls to 0."""
-    steps = list(_steps(run, items))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
-    for batch in steps:
-        optimizer.zero_grad()
-        _loss(run, weights(), batch).backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        schedule.step()
-    return {name: tensor.detach() for name, tensor in weights().items()}
-
-
-def _atlas(run: Run, vectors: Sequence[Weights], items: list[tuple[str, str]]) -> Weights:
-    names = list(run.base)
-    stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in names}
-    coefficients = torch.zeros(len(names), len(vectors), device=run.device, requires_grad=True)
-
-    def weights() -> Weights:
-        return {name: run.base[name] + torch.tensordot(row, stacked[name], 1)
-                for name, row in zip(names, coefficients, strict=True)}  # fmt: skip
-
-    optimizer = torch.optim.AdamW([coefficients], RATE, weight_decay=DECAY)
-    return _learn(run, [coefficients], optimizer, weights, items)
-
-
-def _finetuned(run: Run, items: list[tuple[str, str]]) -> Weights:
-    moving = {name: tensor.clone().requires_grad_() for name, tensor in run.base.items()}
-    optimizer = torch.optim.AdamW(moving.values(), 1e-3, weight_decay=0.0)
-    return _learn(run, list(moving.values()), optimizer, lambda: moving, items)
-
-
-KINDS: dict[str, Callable[[Run, Cell], dict[str, Any]]] = {
+KINDS = {
     "reference": _reference,
     "addition": _addition,
     "negation": _negation,
     "online": _online,
-    "transfer": _transfer,
 }

@@ -1,8 +1,4 @@
-"""What the comparison computes: a plan for each preset, and the cells that it asks for.
-
-A cell is one independent piece of work, described by a plain dict that names everything it depends
-on besides the trained models; `cells.py` computes it, `compare.py` keeps its result.
-"""
+"""The cells of the comparison: a plan for each preset."""
 
 from __future__ import annotations
 

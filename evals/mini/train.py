@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -29,12 +30,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import click
 import data
 import score
-import torch
 from accelerate.utils import set_seed
 from model import PRESETS, Preset, add_lora, make_model, make_tokenizer, train
+from study.command import FOLDER, device_option
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -72,13 +75,6 @@ def open_run(folder: Path, preset: Preset) -> None:
         counts = dict.fromkeys(data.SPLITS, preset.items)
         write_whole(folder / "data", lambda partial: data.write(partial, counts))
     write_file(file, json.dumps(facts, indent=1).encode())
-
-
-def chosen_device(device: str) -> str:
-    """`cpu` or `cuda`, from one of them or `auto`."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException("--device cuda: PyTorch finds no GPU; take cpu, or auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def train_run(
@@ -141,14 +137,13 @@ def train_run(
 @click.option("--method", type=click.Choice(METHODS), default="full", show_default=True,
               help="Of the specialists; the base is trained in full.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of weights and training.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
-              show_default=True, help="The run goes to OUT/PRESET-seedSEED.")  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              show_default=True, help="auto: a GPU where there is one.")  # fmt: skip
+@click.option("--out", type=FOLDER, default="mini-runs", show_default=True,
+              help="The run goes to OUT/PRESET-seedSEED.")  # fmt: skip
+@device_option
 def main(preset: str, method: str, seed: int, out: Path, device: str) -> None:
     """Train a base and ten specialists, and print their validation scores."""
     logging.disable_progress_bar()
-    folder, trained = train_run(preset, method, seed, out, chosen_device(device))
+    folder, trained = train_run(preset, method, seed, out, device)
     tokenizer = make_tokenizer()
     base = score.score(score.load(folder / "base"), tokenizer, folder / "data", "validation")
     click.echo(f"{folder}: validation scores; the base took {trained['base']['seconds']:.0f} s")

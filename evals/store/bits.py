@@ -25,21 +25,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "mini"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mini"))
 
 import cells
 import click
-import compare
 import data
-import pictures
+import pictures as mini
 import rivals
 import torch
-import train
-from plan import GRID, PLANS, Cell, Plan, reference, settings
-from report import write_study
-from runs import Run, Weights, difference
-from sheets import Column, Record, Runs, Sheet, forgotten, grid, name, spread, tested, value_of
-from transformers.utils import logging
+from plan import GRID, KEYS, PLANS, Cell, Plan, reference, settings
+from runs import Run, Weights, difference, trained
+from sheets import Runs, forgotten, name, tested
+from study import pictures
+from study.cells import Record, measured
+from study.command import Asked, study_options
+from study.report import write_study
+from study.tables import Column, Sheet, grid, value_of
 
 import tvb_mergekit
 from tvb_mergekit.core.quantize import bits_within
@@ -335,13 +337,12 @@ def picture(runs: Runs) -> bytes:
         for text, (looks, hows) in families.items():
             points = []
             for how in hows:
-                records = runs.find("bits", how=how)
-                size = spread(map(value_of("bits"), records))
-                error = spread(map(value_of("mean_error"), records))
+                size = runs.spread("bits", value_of("bits"), how=how)
+                error = runs.spread("bits", value_of("mean_error"), how=how)
                 points += [(size.mean, error)] if size and error else []
             joined = text not in ("deltatensors", "BitDelta, not distilled")  # of one kind
             for some in [points] if joined else [[point] for point in points]:
-                pictures.line(axes, looks, some, text)
+                pictures.line(axes, mini.LOOKS[looks], some, text)
         axes.set(xscale="log", yscale="log", xlabel="bits a parameter",
                  ylabel="relative error of a task vector")  # fmt: skip
         axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["0.25", "0.5", "1", "2", "4", "8", "16"])
@@ -354,62 +355,39 @@ def picture(runs: Runs) -> bytes:
 
 
 def write(records: Sequence[Record], preset: str, folder: Path, page: Path | None) -> list[Path]:
-    """bits.json and the picture into FOLDER, and the tables that PAGE marks into PAGE."""
+    """Write bits.json and the picture into FOLDER, and the marked tables into PAGE."""
     runs = Runs(records, preset, "full")
     drawn = {f"{preset}-full-bits": picture(runs)}
-    return write_study("bits", runs.records, sheets(runs), drawn, folder, page)
+    return write_study("bits", [runs], sheets(runs), drawn, folder, page)
 
 
 # ----------------------------------------------------------------------------------------- command
 
+KINDS = cells.KINDS | {"bits": measure}
 
-def records_of(
-    preset: str, seed: int, out: Path, device: str, hows: Sequence[str], as_is: bool
-) -> list[Record]:
-    """What is there of a seed, after what is missing was measured."""
-    folder = train.run_folder(out, preset, seed)
-    if not as_is:
-        train.train_run(preset, "full", seed, out, device)
-    models, plan = compare.fingerprint(folder, "full"), PLANS[preset]
 
-    def done(wanted: Sequence[Cell], label: str) -> list[Record]:
-        works = [compare.work_of(folder, "full", device, models, cell) for cell in wanted]
-        return compare.serially(works, label, as_is, rivals.Missing)
-
-    about = {"preset": preset, "method": "full", "train_seed": seed}
-    first = done([reference(plan)[0], *cells_of(plan, None)], f"{folder.name} reference")
+def records_of(asked: Asked, seed: int, hows: Sequence[str]) -> list[Record]:
+    """The records of a seed, after missing cells were measured."""
+    source = trained(asked.preset, "full", seed, asked.out, asked.device, asked.as_is)
+    plan = PLANS[asked.preset]
+    done = partial(measured, source, kinds=KINDS, keys=KEYS, as_is=asked.as_is,
+                   skipped=rivals.Missing)  # fmt: skip
+    first = done([reference(plan)[0], *cells_of(plan, None)])
     if len(first) < 2:
         return []
     shipped = first[1]["result"]["merges"]["ta"]["scales"]["tasks"]["lambda"]
     wanted = [cell for cell in cells_of(plan, shipped) if not hows or cell["how"] in hows]
-    return [about | record for record in (first[0], *done(wanted, folder.name))]
-
-
-cells.KINDS["bits"] = measure
+    return [first[0], *done(wanted)]
 
 
 @click.command(epilog="Example: python evals/store/bits.py --preset tiny --seeds 0")
-@compare.study_options
+@study_options(list(PLANS), "tiny", "mini-runs")
 @click.option("--how", "hows", multiple=True, help="Only these cells, such as zoo_2 or tvq_3; may "
               "be repeated. By default all.")  # fmt: skip
-def main(
-    preset: str,
-    seeds: list[int],
-    hows: tuple[str, ...],
-    out: Path,
-    device: str,
-    folder: Path | None,
-    as_is: bool,
-    page: Path | None,
-) -> None:
+def main(asked: Asked, hows: tuple[str, ...]) -> None:
     """Measure what bits and bases keep of ten task vectors, and report it."""
-    logging.disable_progress_bar()
-    on = train.chosen_device(device)
-    records = [r for seed in seeds for r in records_of(preset, seed, out, on, hows, as_is)]
-    if not records:
-        raise click.ClickException(f"{out} has no results of {preset}: leave out --as-is")
-    for path in write(records, preset, folder or out / f"report-{preset}", page):
-        click.echo(path)
+    records = [record for seed in asked.seeds for record in records_of(asked, seed, hows)]
+    asked.finish(records, lambda found, folder: write(found, asked.preset, folder, asked.page))
 
 
 if __name__ == "__main__":

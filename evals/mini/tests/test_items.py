@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
-def run(mini: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(mini: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("mini")
     for method in ("full", "lora"):
         mini.train.train_run("micro", method, 0, out, "cpu")
@@ -130,10 +130,10 @@ def test_expressions_are_walked_not_run(mini: SimpleNamespace) -> None:
     assert {answer: data.correct(doc, answer) for answer in verdicts} == verdicts
 
 
-def test_tokenizer_round_trip(mini: SimpleNamespace, run: Path) -> None:
+def test_tokenizer_round_trip(mini: SimpleNamespace, trained: Path) -> None:
     data = mini.data
     assert len(set(data.vocabulary())) == len(data.vocabulary())
-    tokenizer = AutoTokenizer.from_pretrained(run / "base")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "base")
     for task in data.ALL:
         for doc in data.held_out(task, "train", 50):
             for text in (doc["prompt"], doc["answer"]):
@@ -150,13 +150,13 @@ def weights(run: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*.safetensors")}
 
 
-def test_a_run_has_what_it_promises(mini: SimpleNamespace, run: Path) -> None:
-    assert len(weights(run)) == 1 + 2 * len(mini.data.TASKS)
-    assert not list(run.rglob("*.partial"))
-    base = mini.score.load(run / "base").state_dict()
-    for path in (run / "full", run / "lora"):
+def test_a_run_has_what_it_promises(mini: SimpleNamespace, trained: Path) -> None:
+    assert len(weights(trained)) == 1 + 2 * len(mini.data.TASKS)
+    assert not list(trained.rglob("*.partial"))
+    base = mini.score.load(trained / "base").state_dict()
+    for path in (trained / "full", trained / "lora"):
         for task in mini.data.TASKS:
-            model = mini.score.load(path / task, run / "base").state_dict()
+            model = mini.score.load(path / task, trained / "base").state_dict()
             assert any(not torch.equal(base[name], tensor) for name, tensor in model.items())
 
 
@@ -186,9 +186,9 @@ def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: 
 # ----------------------------------------------------------------------------------------- scoring
 
 
-def test_survey_of_addition(mini: SimpleNamespace, run: Path) -> None:
+def test_survey_of_addition(mini: SimpleNamespace, trained: Path) -> None:
     score = mini.score
-    found = score.survey(run, "full", "validation", "cpu")
+    found = score.survey(trained, "full", "validation", "cpu")
     assert found["validation"]["0.00"] == score.mean(found["base"])
     assert "`math_add`" in score.report(found)
     base, one, two = ({"w": torch.tensor([value])} for value in (1.0, 3.0, -1.0))

@@ -34,10 +34,14 @@ def records(every: list[Record]) -> list[Record]:
     return [record for record in every if record["method"] == "full"]
 
 
+def tables_of(mini: SimpleNamespace, records: list[Record]) -> dict[str, str]:
+    found: dict[str, str] = mini.report.tables(mini.sheets.Runs(records, "small", "full"))
+    return found
+
+
 @pytest.fixture(scope="module")
 def made(mini: SimpleNamespace, records: list[Record]) -> dict[str, str]:
-    tables: dict[str, str] = mini.report.tables(records, "small", "full")
-    return tables
+    return tables_of(mini, records)
 
 
 # ----------------------------------------------------------------------- what the tests work out
@@ -111,14 +115,11 @@ def test_the_shipped_tables_are_of_the_shipped_cells(
             assert dict(matplotlib.rcParams) == before
         files.append({path.name: path.read_bytes() for path in paths})
     assert files[0] == files[1]
-    others = {"bits.json", "small-full-bits.svg"}  # of evals/store/bits.py
-    others |= {
-        "learned.json",
-        "matrices.json",
-        "small-matrices-lambda.svg",
-        "small-matrices-online.svg",
-    }
-    assert {"RESULTS.md", *(path.name for path in SHIPPED.iterdir())} == others | set(files[0])
+    others = "bits.json small-full-bits.svg learned.json matrices.json "  # of other studies
+    others += "small-matrices-lambda.svg small-matrices-online.svg"
+    assert {"RESULTS.md", *(path.name for path in SHIPPED.iterdir())} == {
+        *others.split(), *files[0]
+    }  # fmt: skip
     assert files[0]["RESULTS.md"] == (mini.path / "RESULTS.md").read_bytes()
     for name in ("tables.md", "cells.jsonl"):
         assert files[0][name] == (SHIPPED / name).read_bytes()
@@ -173,32 +174,6 @@ def test_cells_are_means_over_tasks_then_over_runs(
         assert table[row][column] == expected, (name, row, column)
 
 
-def test_why_correlates_cells_and_tasks(
-    mini: SimpleNamespace, records: list[Record], made: dict[str, str]
-) -> None:
-    found = [r for r in pick(records, **TA, num_bases=HALF)
-             if r["cell"]["basis"] not in ("pca", "linear_ae")]  # fmt: skip
-    tasks = list(mini.data.TASKS)
-    sums = np.array([r["result"]["row_sums"] for r in found])
-    owns = [specialists(records, r["train_seed"]) for r in found]
-    shares = np.array([[merged(r)[t] / own[t] for t in tasks]
-                       for r, own in zip(found, owns, strict=True)])  # fmt: skip
-    between = np.corrcoef(sums.std(1) / sums.mean(1), shares.mean(1))[0, 1]
-    own = sums / sums.mean(1, keepdims=True)
-    across = np.corrcoef(own.ravel(), shares.ravel())[0, 1]
-    for seed in SEEDS:
-        rows = [i for i, r in enumerate(found) if r["train_seed"] == seed]
-        for part in (own, shares):
-            part[rows] -= part[rows].mean(0)
-    within = np.corrcoef(own.ravel(), shares.ravel())[0, 1]
-    facts = mini.report.summary(records)["small"]["full"]["why"][0]["facts"]
-    expected = {"cells": len(found), "r_variation": between, "r_tasks": across,
-                "r_within_tasks": within}  # fmt: skip
-    assert facts == pytest.approx(expected)
-    said = [float(r) for r in re.findall(r"-?\d\.\d\d", made["why"].splitlines()[-1])]
-    assert said == pytest.approx([between, across, within], abs=0.00501)
-
-
 def test_the_best_basis_of_a_column_is_bold_and_the_reference_never(
     mini: SimpleNamespace, records: list[Record]
 ) -> None:
@@ -206,11 +181,11 @@ def test_the_best_basis_of_a_column_is_bold_and_the_reference_never(
     for record in pick(mine, kind="addition"):
         best = record["cell"]["basis"] in ("pca", "balanced", "none")
         merged(record).update(dict.fromkeys(merged(record), 0.5 if best else 0.4))
-    table = parsed(mini.report.tables(mine, "small", "full")["addition"])[1]
+    table = parsed(tables_of(mini, mine)["addition"])[1]
     assert [row for row, cells in table.items() if "*" in cells["M = 2"]] == ["balanced", "pca"]
     # one alone is not
     alone = [r for r in records if r["cell"].get("basis") in (None, "none", "pca")]
-    table = parsed(mini.report.tables(alone, "small", "full")["addition"])[1]
+    table = parsed(tables_of(mini, alone)["addition"])[1]
     assert list(table) == ["all task vectors", "pca"] and "*" not in "".join(table["pca"].values())
 
 
@@ -220,18 +195,16 @@ def test_the_best_basis_of_a_column_is_bold_and_the_reference_never(
 def test_what_is_of_another_study_stays_out(
     mini: SimpleNamespace, every: list[Record], records: list[Record], made: dict[str, str]
 ) -> None:
-    def tables(some: list[Record]) -> dict[str, str]:
-        found: dict[str, str] = mini.report.tables(some, "small", "full")
-        return found
-
     # bases on disk are in the table of precisions alone
     plain = [r for r in records if not r["cell"].get("stored")]
-    assert tables(plain) == {name: text for name, text in made.items() if name != "precision"}
+    assert tables_of(mini, plain) == {
+        name: text for name, text in made.items() if name != "precision"
+    }
     # a cell that is there twice counts once, as the last time; other methods do not count
     stale = copy.deepcopy(pick(records, **TA, basis="pca"))
     for record in stale:
         merged(record).update(dict.fromkeys(merged(record), 0.0))
-    assert tables([*stale, *every]) == made
+    assert tables_of(mini, [*stale, *every]) == made
 
 
 def test_a_missing_task_or_reference_is_said_not_averaged_over(
@@ -242,7 +215,7 @@ def test_a_missing_task_or_reference_is_said_not_averaged_over(
     for record in pick(mine, **TA, basis="balanced", num_bases=8):
         merged(record)["coding_run"] = float("nan")
     mine = [r for r in mine if r["cell"].get("basis") != "ae_exact" or r["train_seed"] != 2]
-    text = mini.report.tables(mine, "small", "full")["addition"]
+    text = tables_of(mini, mine)["addition"]
     table = parsed(text.replace("*", ""))[1]
     found = [r for r in pick(records, **TA, basis="pca", num_bases=2) if r["train_seed"] != 1]
     means = [float(np.mean(relative(records, r, merged(r)))) for r in found]
@@ -252,23 +225,15 @@ def test_a_missing_task_or_reference_is_said_not_averaged_over(
     assert "n = 3 runs; ae, exact: 2; rand_select: 15." in text.splitlines()[0]
 
     lost = [r for r in records if r["cell"]["kind"] != "reference" or r["train_seed"] != 0]
-    made = mini.report.tables(lost, "small", "full")
+    made = tables_of(mini, lost)
     assert "n = 2 runs; rand_select: 10." in made["addition"].splitlines()[0]
     assert "n = 3 runs; rand_select: 15." in made["addition_absolute"].splitlines()[0]
 
     mine = copy.deepcopy(records)  # a specialist that scored nothing counts as nothing
     for seed in SEEDS:
         specialists(mine, seed)["math_add"] = 0.0
-    relatives, _ = parsed(mini.report.tables(mine, "small", "full")["per_task"])
+    relatives, _ = parsed(tables_of(mini, mine)["per_task"])
     assert relatives["pca"]["math add"] == "0.000" != relatives["pca"]["math largest"]
-
-
-def test_one_run_has_no_spread(mini: SimpleNamespace, records: list[Record]) -> None:
-    one = [r for r in records if r["train_seed"] == 1
-           and not r["cell"].get("seed") and not r["cell"].get("order")]  # fmt: skip
-    for text in mini.report.tables(one, "small", "full").values():
-        assert "n = 1 run." in text and "1 training seed)" in text
-        assert "±" not in "".join(line for line in text.splitlines() if line.startswith("|"))
 
 
 NEEDED = {  # kinds -> the tables that need them
@@ -295,24 +260,11 @@ def test_what_is_not_there_is_left_out(
     mini: SimpleNamespace, records: list[Record], kinds: set[str]
 ) -> None:
     some = [r for r in records if r["cell"]["kind"] in kinds]
-    made = mini.report.tables(some, "small", "full")
-    drawn = mini.pictures.draw(some, "small", "full")
+    made = tables_of(mini, some)
+    drawn = mini.pictures.draw(mini.sheets.Runs(some, "small", "full"))
     for found, needed in ((made, NEEDED), (drawn, DRAWN)):
         names = [names for need, names in needed.items() if kinds.issuperset(need)]
         assert set(found) == set(" ".join(names).split())
-
-
-def test_whatever_was_interrupted_is_reported(
-    mini: SimpleNamespace, records: list[Record], tmp_path: Path
-) -> None:
-    rng = random.Random(0)
-    some = [copy.deepcopy(r) for r in records if rng.random() < 0.05]
-    for record in pick(some, kind="addition"):
-        record["result"]["row_sums"] = rng.choice([None, [], record["result"]["row_sums"]])
-        record["result"]["facts"]["loss"] = rng.choice([None, float("inf")])
-        record["result"]["merges"].pop(rng.choice(["ta", "ties", "other"]), None)
-    mini.report.write(some, tmp_path)
-    json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -328,7 +280,7 @@ def test_only_what_is_between_the_marks_of_a_page_changes(
         "between, é\n<!-- table: small full transfer -->\n<!-- end -->\nno end of line"
     )
     some = pick(records, kind="reference")
-    (training,) = mini.report.tables(some, "small", "full").values()
+    (training,) = tables_of(mini, some).values()
     for _ in range(2):
         mini.report.write(some, tmp_path / "out", page)
         assert page.read_text() == (
@@ -356,49 +308,3 @@ def test_a_mistaken_mark_is_one_line_and_nothing_is_written(
         mini.report.check_page(page)
     assert message in caught.value.message and "\n" not in caught.value.message
     assert page.read_text() == text and not (tmp_path / "out").exists()
-
-
-# ----------------------------------------------------------------------------------------- pictures
-
-
-def test_pictures_draw_the_tables_numbers(mini: SimpleNamespace, records: list[Record]) -> None:
-    figures = mini.pictures.draw(records, "small", "full")
-
-    def value(some: list[Record]) -> float:
-        return float(np.mean([relative(records, r, merged(r)) for r in some]))
-
-    panel = figures["by_m"].axes[1]
-    lines = {line.get_label(): line.get_ydata() for line in panel.get_lines()}
-    sizes = [pick(records, **TA, basis="rand_select", num_bases=size) for size in SIZES]
-    assert lines["rand_select"][:3] == pytest.approx([value(found) for found in sizes])
-    whole = pick(records, **TA, basis="none")
-    assert lines["all task vectors"][0] == pytest.approx(value(whole))
-
-    shapes = {line.get_label(): line.get_ydata() for line in figures["radar"].axes[0].get_lines()}
-    assert np.mean(shapes["all task vectors"][:-1]) == pytest.approx(value(whole))
-    assert shapes["rand_select"][0] == shapes["rand_select"][-1]
-
-    points = {
-        dots.get_label(): dots.get_offsets().data for dots in figures["why"].axes[0].collections
-    }
-    assert "pca" not in points and len(points["ae, other temperatures"]) == 15
-    found = pick(records, **TA, basis="rand_select", num_bases=HALF)
-    sums = [np.array(r["result"]["row_sums"]) for r in found]
-    wanted = sorted([s.std() / s.mean(), value([r])] for s, r in zip(sums, found, strict=True))
-    assert np.array(sorted(points["rand_select"].tolist())) == pytest.approx(np.array(wanted))
-
-    curves = {line.get_label(): line.get_xydata() for line in figures["online"].axes[1].get_lines()}
-    tests = [(r, r["result"]["curve"][0]["test"])
-             for r in pick(records, kind="online", how="ae", budget=HALF)]  # fmt: skip
-    seen = np.mean([np.mean(relative(records, r, test)) for r, test in tests])
-    assert curves["ae, M = 5"][0] == pytest.approx([2, seen])
-
-    looks: dict[str, set[tuple[float, ...]]] = {}  # a method's are the same in all pictures
-    for name in ("radar", "by_m", "negation"):
-        for axes in figures[name].axes:
-            here = {line.get_label(): matplotlib.colors.to_rgb(line.get_color())
-                    for line in axes.get_lines()}  # fmt: skip
-            assert len(set(here.values())) == len(here)  # and no other's in one
-            for label, colour in here.items():
-                looks.setdefault(label, set()).add(colour)
-    assert len(looks) > 8 and all(len(colours) == 1 for colours in looks.values())

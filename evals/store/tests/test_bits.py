@@ -18,7 +18,7 @@ import torch
 pytestmark = pytest.mark.filterwarnings("ignore:.*gets no bits beside larger vectors")
 STORE = Path(__file__).resolve().parent.parent
 # of evals/mini, which are no names to leave in sys.modules for other tests
-NAMES = "data plan model score train runs cells sheets report pictures compare bits rivals".split()
+NAMES = "data plan model score train runs cells sheets compare_tables pictures bits rivals".split()
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def store() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(STORE)
         for name in NAMES:
             patch.delitem(sys.modules, name, raising=False)
-        names = ("bits", "rivals", "data", "report")
+        names = ("bits", "rivals", "data")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
         for name in NAMES:
             sys.modules.pop(name, None)
@@ -63,6 +63,8 @@ def test_tvq(store: SimpleNamespace, bits: int) -> None:
     for before, after in zip(given, kept.vectors, strict=True):
         for name, tensor in before.items():
             close(after[name], min_max(tensor.numpy(), bits))
+    zeros = {"w": torch.zeros(5)}
+    assert torch.equal(store.rivals.tvq([zeros], bits).vectors[0]["w"], zeros["w"])
     assert kept.nbytes == 3 * sum(-(-n * bits // 8) + 8 for n in (63, 65, 11))
 
 
@@ -91,11 +93,6 @@ def test_bitdelta(store: SimpleNamespace) -> None:
             assert torch.equal(partly[name], after[name] if coded else tensor.bfloat16().float())
     assert every.nbytes == 3 * (8 + 9 + 2 + 3 * 4)
     assert some.nbytes == 3 * (9 + 4 + 2 * (63 + 11))
-
-
-def test_a_tensor_of_one_value(store: SimpleNamespace) -> None:
-    given = [{"w": torch.zeros(5)}]
-    assert torch.equal(store.rivals.tvq(given, 2).vectors[0]["w"], torch.zeros(5))
 
 
 def test_zstd(store: SimpleNamespace) -> None:
@@ -170,21 +167,16 @@ def test_mixed_widths(store: SimpleNamespace, tmp_path: Path, bits: float) -> No
         assert found["uniform"]["error"] == pytest.approx((0.5 + alone**2 / 2) ** 0.5)
 
 
-def test_the_page(store: SimpleNamespace) -> None:
-    page = "a\n<!-- bits: kept -->\nold\n<!-- end -->\nb <!-- table: x y z -->\nc\n<!-- end -->\n"
-    sheets = {"kept": [SimpleNamespace(markdown=lambda: "| new |\n")]}
-    made = store.report.filled_study("bits", page, sheets)
-    assert made == page.replace("old\n", "\n| new |\n\n")
-    assert store.report.filled_study("bits", made, sheets) == made
-
-
-def test_the_shipped_tables_are_of_the_shipped_cells(store: SimpleNamespace) -> None:
+def test_the_shipped_tables_are_of_the_shipped_cells(
+    store: SimpleNamespace, tmp_path: Path
+) -> None:
     mini = STORE.parent / "mini"
     shipped = json.loads((mini / "results" / "bits.json").read_text())
-    made = store.bits.sheets(store.bits.Runs(shipped["cells"], "small", "full"))
-    page = (mini / "RESULTS.md").read_text()
-    assert page.count("<!-- bits: ") == 4
-    assert store.report.filled_study("bits", page, made) == page
+    page = tmp_path / "RESULTS.md"
+    page.write_bytes((mini / "RESULTS.md").read_bytes())
+    assert page.read_text().count("<!-- bits: ") == 4
+    store.bits.write(shipped["cells"], "small", tmp_path / "out", page)
+    assert page.read_bytes() == (mini / "RESULTS.md").read_bytes()
 
 
 @pytest.mark.slow
