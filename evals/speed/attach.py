@@ -18,23 +18,14 @@ import click
 import measure
 import models
 import torch
-import yaml
-from compare import prepared, shared, tell
+from compare import Merge, prepared, shared, tell
 from tables import between, spread, table
 from transformers import AutoModelForCausalLM
 
 import tvb_mergekit as tvb
 
-HEAD = (
-    "copy, s",
-    "use, s",
-    "ratio",
-    "copy, CPU s",
-    "use, CPU s",
-    "ratio, CPU",
-    "reset, s",
-    "attach, s",
-)
+HEAD = ["copy, s", "use, s", "ratio", "copy, CPU s", "use, CPU s", "ratio, CPU",
+        "reset, s", "attach, s"]  # fmt: skip
 
 
 def zoo(folder: Path, tasks: int, bits: float) -> Path:
@@ -42,13 +33,8 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
     store = folder.with_name(f"{folder.name}-{bits:g}bit")
     if not store.is_dir():
         recipe = folder.with_name(f"{store.name}.yml")
-        document = {
-            "merge_method": "basis_ta",
-            "base_model": str(folder / "base"),
-            "models": [{"model": str(folder / f"task-{index}")} for index in range(tasks)],
-            "parameters": {"basis": "none"},
-        }
-        recipe.write_text(yaml.safe_dump(document))
+        listed = [folder / f"task-{index}" for index in range(tasks)]
+        recipe.write_text(Merge("basis_ta", {"basis": "none"}, {}).recipe(folder / "base", listed))
         command = [sys.executable, "-m", "tvb_mergekit", "build", recipe, store, "--bits", bits]
         log = folder.with_name(f"{store.name}.log")
         measure.run([*map(str, command), "--quiet"], measure.environment(), log)
@@ -63,15 +49,9 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
 @click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
 @shared
 def main(
-    tasks: int,
-    megabytes: int,
-    dtype: str,
-    bits: float,
-    rounds: int,
-    threads: int | None,
-    work: Path,
-    keep: bool,
-) -> None:
+    tasks: int, megabytes: int, dtype: str, bits: float, rounds: int, threads: int | None,
+    work: Path, keep: bool,
+) -> None:  # fmt: skip
     """Seconds of both, files in the page cache: a copy, a change of tasks, and a copy again."""
     folder = models.ensure(prepared(work), tasks, megabytes, dtype=dtype)
     store = zoo(folder, tasks, bits)

@@ -17,18 +17,7 @@ from pathlib import Path
 import click
 import measure
 import models
-from compare import (
-    HERE,
-    TVB_IMPORTS,
-    Bench,
-    doubts,
-    machine,
-    prepared,
-    save,
-    shared,
-    size_of,
-    tell,
-)
+from compare import HERE, TVB_IMPORTS, Bench, doubts, machine, prepared, save, shared, size_of, tell
 from tables import Row, render, summarize
 
 SAME = 1e-3  # ||a - b|| / ||b|| of a vector: 4000 steps in float32 enlarge the Gram's rounding
@@ -80,8 +69,9 @@ def pair(bench: Bench, about: Row, name: str, memory: str | None, bases: int) ->
     if abs(ours["output_mb"] - theirs["output_mb"]) > 0.01 * theirs["output_mb"] + 0.1:
         raise click.ClickException(f"{name}: the two wrote vectors of different sizes")
     if parameters == {"basis": "ae"} and about["round"] <= 0:
-        words = [str(HERE / "same.py"), *(str(bench.run_folder / f) for f in ("store", "plain"))]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+        words = [sys.executable, str(HERE / "authors_procedure.py"), "same"]
+        words += [str(bench.store), str(bench.run_folder / "plain")]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
         ours["distance"] = float(done.stdout)
         tell(f"  the vectors differ by {ours['distance']:.1e} of their norms at most")
         if not ours["distance"] < SAME:
@@ -90,35 +80,20 @@ def pair(bench: Bench, about: Row, name: str, memory: str | None, bases: int) ->
     tell(f"  {about['pair']}: ours {ours['wall_s']:.1f} s, theirs {theirs['wall_s']:.1f} s")
 
 
-@click.command(
-    epilog="Example: python evals/speed/authors.py --tasks 4 --megabytes 8 --rounds 1 --only ae"
-)
+@click.command(epilog="Example: python evals/speed/authors.py --tasks 4 --megabytes 8 --only ae")
 @click.option("--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs; default: all.")
 @click.option("--memory", multiple=True, default=("1GB", "250MB"), show_default=True)
 @click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
 @click.option("--bases", type=click.IntRange(1), default=4, show_default=True)
-@click.option(
-    "--megabytes",
-    type=click.IntRange(1),
-    default=352,
-    show_default=True,
-    help="Size of each model in float32: 352 are 88 million parameters.",
-)
+@click.option("--megabytes", type=click.IntRange(1), default=352, show_default=True,
+              help="Size of each model in float32: 352 are 88 million parameters.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True)
 @shared
 def main(
-    only: tuple[str, ...],
-    memory: tuple[str, ...],
-    tasks: int,
-    bases: int,
-    megabytes: int,
-    rounds: int,
-    warm_up: int,
-    threads: int | None,
-    work: Path,
-    keep: bool,
-) -> None:
+    only: tuple[str, ...], memory: tuple[str, ...], tasks: int, bases: int, megabytes: int,
+    rounds: int, warm_up: int, threads: int | None, work: Path, keep: bool,
+) -> None:  # fmt: skip
     """Time and memory of ours and of the paper's procedure, in turn, files in the page cache.
 
     --memory is for `tvb build`: the library's pairs take its default.

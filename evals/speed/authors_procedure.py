@@ -10,6 +10,7 @@ authors' published code (github.com/uiuctml/TaskVectorBasis), which never holds 
 the paper's T x d stacked from flat vectors, which holds them twice while it does so.
 
     python authors_procedure.py {dicts,matrix} M OUT BASE MODEL [MODEL ...]
+    python authors_procedure.py same STORE OUT    the largest ||a - b|| / ||b|| of M vectors
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -113,7 +115,33 @@ def main(form: str, bases: int, out: Path, base_folder: Path, folders: list[Path
     print(json.dumps({name: stop - start for name, stop, start in parts}))
 
 
+def distance(store: Path, plain: Path) -> float:
+    """The relative distance of a store's basis from the procedure's, a tensor at a time."""
+    off = norm = 0.0
+    with safe_open(plain, framework="pt") as expected:
+        names = set(expected.keys())
+        for file in store.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as found:
+                for name in found.keys():
+                    want = expected.get_tensor(name).double()
+                    off += float((found.get_tensor(name).double() - want).square().sum())
+                    norm += float(want.square().sum())
+                    names.remove(name)
+    if names:
+        raise SystemExit(f"{store}: has no {sorted(names)[0]}")
+    return float((off / norm) ** 0.5)
+
+
+def farthest(store: Path, out: Path) -> float:
+    count = len([*out.glob("basis-*.safetensors")])
+    return max(
+        distance(store / f"basis-{i:03d}", out / f"basis-{i}.safetensors") for i in range(count)
+    )
+
+
 if __name__ == "__main__":
-    if sys.argv[1] != "start-up":  # which ends here: the imports alone
+    if sys.argv[1] == "same":
+        print(farthest(*map(Path, sys.argv[2:])))
+    elif sys.argv[1] != "start-up":  # the imports alone
         form, bases, out, *folders = sys.argv[1:]
         main(form, int(bases), Path(out), Path(folders[0]), [Path(f) for f in folders[1:]])

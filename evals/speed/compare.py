@@ -49,16 +49,10 @@ class Merge:
         return "tvb" if self.engine else "ours" if self.ours else "mergekit"
 
     def recipe(self, base: Path, tasks: Sequence[Path], dtype: str = "bfloat16") -> str:
-        inputs = [{"model": str(path), "parameters": self.per_model} for path in tasks]
-        if not self.per_model:
-            inputs = [{"model": str(path)} for path in tasks]
-        document = {
-            "merge_method": self.method,
-            "base_model": str(base),
-            "models": inputs,
-            "parameters": self.parameters,
-            "dtype": dtype,
-        }
+        more = {"parameters": self.per_model} if self.per_model else {}
+        models = [{"model": str(path), **more} for path in tasks]
+        document = {"merge_method": self.method, "base_model": str(base), "models": models}
+        document |= {"parameters": self.parameters, "dtype": dtype}
         return yaml.safe_dump(document, sort_keys=False)
 
 
@@ -81,15 +75,10 @@ PAIRS = {
 
 OPTIONS = (
     click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default."),
-    click.option(
-        "--work",
-        type=click.Path(path_type=Path),
-        default="speed-work",
-        show_default=True,
-        help="Folder for models, outputs and results.",
-    ),
+    click.option("--work", type=click.Path(path_type=Path), default="speed-work",
+                 show_default=True, help="Folder for models, outputs and results."),
     click.option("--keep", is_flag=True, help="Keep the generated models for the next time."),
-)
+)  # fmt: skip
 
 
 def shared(command: Callable[..., None]) -> Callable[..., None]:
@@ -126,12 +115,9 @@ class Bench:
             self.env["OMP_NUM_THREADS"] = str(threads)
 
     def environment(self, ours: bool, cached: bool = False) -> dict[str, str]:
-        if not ours:  # mergekit as it is without this package, its imports included
+        if not ours:  # mergekit without this package, its imports included
             return {**self.env, "TVB_MERGEKIT_DISABLE": "1"}
-        return {
-            **self.env,
-            "TVB_MERGEKIT_CACHE": str(self.run_folder / "gram") if cached else "off",
-        }
+        return self.env | {"TVB_MERGEKIT_CACHE": str(self.run_folder / "gram") if cached else "off"}
 
     def measured(self, command: Sequence[str], env: dict[str, str], state: str | None) -> Row:
         """Run one command with its inputs in the page cache, out of it, or (None) as they are."""
@@ -252,13 +238,9 @@ def save(path: Path, text: str) -> None:
 
 
 def run_rounds(
-    bench: Bench,
-    names: Sequence[str],
-    states: Sequence[str],
-    rounds: int,
-    warm_up: int,
+    bench: Bench, names: Sequence[str], states: Sequence[str], rounds: int, warm_up: int,
     after: Callable[[], None],
-) -> None:
+) -> None:  # fmt: skip
     """A B A B: each round runs every pair once in each state of the page cache."""
     if any(PAIRS[name][0].cached for name in names):
         tell("filling the Gram cache")
@@ -274,49 +256,22 @@ def run_rounds(
         after()
 
 
-@click.command(
-    epilog="Example: python evals/speed/compare.py --only addition --only ties --rounds 3 --keep"
-)
-@click.option(
-    "--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs to run; default: all."
-)
-@click.option(
-    "--cache",
-    type=click.Choice(["both", "warm", "cold"]),
-    default="both",
-    show_default=True,
-    help="Start with the inputs in the page cache, or not.",
-)
+@click.command(epilog="Example: python evals/speed/compare.py --only addition --rounds 3 --keep")
+@click.option("--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs; default: all.")
+@click.option("--cache", type=click.Choice(["both", "warm", "cold"]), default="both",
+              show_default=True, help="State of the inputs in the page cache.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option(
-    "--warm-up",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Rounds before those, not counted.",
-)
+@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True,
+              help="Rounds before those, not counted.")  # fmt: skip
 @click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
-@click.option(
-    "--megabytes",
-    type=click.IntRange(1),
-    default=500,
-    show_default=True,
-    help="Size of each model, about.",
-)
+@click.option("--megabytes", type=click.IntRange(1), default=500, show_default=True,
+              help="Size of each model, about.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @shared
 def main(
-    only: tuple[str, ...],
-    cache: str,
-    rounds: int,
-    warm_up: int,
-    tasks: int,
-    megabytes: int,
-    seed: int,
-    threads: int | None,
-    work: Path,
-    keep: bool,
-) -> None:
+    only: tuple[str, ...], cache: str, rounds: int, warm_up: int, tasks: int, megabytes: int,
+    seed: int, threads: int | None, work: Path, keep: bool,
+) -> None:  # fmt: skip
     """Time whole mergekit-yaml commands, ours and mergekit's own in turn, and print the ratios."""
     if sys.platform != "linux":
         raise click.ClickException("this needs Linux: /proc, posix_fadvise and mincore")
@@ -339,15 +294,8 @@ def main(
             bench = Bench(inputs, Path(run), tasks, threads)
             if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:
                 tell("warning: the models fill half of the memory; they may not stay cached")
-            settings = {
-                "tasks": tasks,
-                "megabytes": megabytes,
-                "input_bytes": bench.input_bytes,
-                "rounds": rounds,
-                "warm_up": warm_up,
-                "threads": threads,
-                "seed": seed,
-            }
+            settings = {"tasks": tasks, "megabytes": megabytes, "threads": threads, "seed": seed}
+            settings |= {"input_bytes": bench.input_bytes, "rounds": rounds, "warm_up": warm_up}
 
             def after() -> None:
                 if any(row["counted"] for row in bench.rows):
@@ -358,14 +306,8 @@ def main(
                     save(work / "results.md", render(summary, settings))
 
             names = only or tuple(PAIRS)
-            run_rounds(
-                bench,
-                names,
-                ["warm", "cold"] if cache == "both" else [cache],
-                rounds,
-                warm_up,
-                after,
-            )
+            states = ["warm", "cold"] if cache == "both" else [cache]
+            run_rounds(bench, names, states, rounds, warm_up, after)
         click.echo((work / "results.md").read_text())
         doubts(bench.rows)
         tell(f"Written to {work / 'results.json'}")

@@ -30,12 +30,7 @@ from safetensors.torch import load_file
 from tables import between, spread, table
 from torch import Tensor
 
-from tvb_mergekit.core.matrices import (
-    interference,
-    interference_free,
-    isotropic,
-    singular_vectors,
-)
+from tvb_mergekit.core.matrices import interference, interference_free, isotropic, singular_vectors
 
 INSTALL = "pip install --no-deps --target DIR fusion-bench==0.2.33"
 STEPS = 300  # of Adam, the default of their wudi_merging
@@ -154,22 +149,12 @@ def compare(name: str, matrices: list[Tensor], peer: SimpleNamespace, rounds: in
 @click.option("--shape", "shapes", multiple=True, help="Of the noise: ROWSxCOLUMNS, repeatable.")
 @click.option("--count", type=click.IntRange(1), default=8, show_default=True, help="Noise: M.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option(
-    "--steps",
-    type=click.IntRange(1, STEPS),
-    default=STEPS,
-    show_default=True,
-    help="Of Adam that are run; the time is told for 300.",
-)
+@click.option("--steps", type=click.IntRange(1, STEPS), default=STEPS, show_default=True,
+              help="Steps of Adam that are run; the time is scaled to 300.")  # fmt: skip
 def main(
-    folders: tuple[Path, ...],
-    against: Path,
-    only: str,
-    shapes: tuple[str, ...],
-    count: int,
-    rounds: int,
-    steps: int,
-) -> None:
+    folders: tuple[Path, ...], against: Path, only: str, shapes: tuple[str, ...], count: int,
+    rounds: int, steps: int,
+) -> None:  # fmt: skip
     """Seconds, the ratio ours / fusion-bench's, how far the results differ, WUDI's loss of both."""
     peer = theirs(against)
     if folders:
@@ -182,7 +167,7 @@ def main(
     for start in (isotropic, singular_vectors, interference_free, peer.iso_c):
         start(few)  # the libraries start their threads
     rows = [row for group in groups.items() for row in compare(*group, peer, rounds, steps)]
-    click.echo(f"{torch.get_num_threads()} threads; WUDI: Adam for {steps} steps, told for 300.\n")
+    click.echo(f"{torch.get_num_threads()} threads; WUDI: Adam for {steps} steps, scaled to 300.\n")
     click.echo(table(HEAD, rows))
 
 

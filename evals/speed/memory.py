@@ -29,17 +29,13 @@ def held(row: Row, form: str) -> float:
     return 4.0 * row["num_parameters"] * vectors / measure.MB
 
 
-def groups(rows: list[Row], *key: str) -> dict[tuple[Any, ...], list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["tasks"]):
-        found.setdefault(tuple(row[name] for name in key), []).append(row)
-    return found
-
-
 def measured(rows: list[Row]) -> str:
     """Markdown: medians over the rounds."""
     lines = []
-    for (name, memory, bases, _, tasks), mine in groups(rows, *KEY).items():
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["tasks"]):
+        groups.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    for (name, memory, bases, _, tasks), mine in groups.items():
 
         def median(of: str, mine: list[Row] = mine) -> float:
             return statistics.median(row[of] for row in mine)
@@ -55,36 +51,6 @@ def measured(rows: list[Row]) -> str:
     return table(head, lines, 2)
 
 
-def laws(rows: list[Row]) -> str:
-    """Growth over T of each kind of model under each budget: least squares over all runs."""
-    import numpy as np  # not before: the process that measures stays small
-
-    lines = []
-    for (name, memory, *_), mine in groups(rows, *KEY[:-1]).items():
-        tasks = np.array([row["tasks"] for row in mine], dtype=float)
-        if len(set(tasks)) < 2:
-            continue
-        by_task = groups(mine, "tasks").values()
-        cells = [name, memory]
-        for key in ("peak_rss_mb", "peak_rss_anon_mb"):
-            medians = [statistics.median(row[key] for row in some) for some in by_task]
-            cells.append(f"{max(medians) / min(medians):.3f}")
-        slope, start = np.polyfit(tasks, [row["peak_rss_mb"] for row in mine], 1)
-        cells.append(f"{start:.0f} MB + {slope:.2f} MB T")
-        for phase in ("gram", "write"):
-            powers = np.stack([tasks + 1, tasks**2], axis=1) if phase == "gram" else None
-            seconds = np.array([row["phases"][phase] for row in mine])
-            if powers is not None and len(set(tasks)) > 2:
-                each, squares = np.linalg.lstsq(powers, seconds, rcond=None)[0]
-                cells.append(f"{each:.4f} s (T + 1) + {squares:.6f} s T^2")
-            else:
-                each = float(seconds @ (tasks + 1) / ((tasks + 1) @ (tasks + 1)))
-                cells.append(f"{each:.4f} s (T + 1)")
-        lines.append(cells)
-    head = ["models", "--memory", "peak RSS, largest / least", "RssAnon, largest / least"]
-    return table([*head, "peak RSS", "Gram pass", "second pass"], lines, 2)
-
-
 @click.command(epilog="Example: python evals/speed/memory.py --tasks 4 --tasks 5 --megabytes 4")
 @click.option("--tasks", multiple=True, type=int, default=(8, 16, 32, 72), show_default=True)
 @click.option("--memory", multiple=True, default=("1GB", "250MB"), show_default=True)
@@ -97,20 +63,11 @@ def laws(rows: list[Row]) -> str:
 @click.option("--cache", type=click.Choice(["warm", "cold"]), default="warm", show_default=True)
 @shared
 def main(
-    tasks: tuple[int, ...],
-    memory: tuple[str, ...],
-    bases: int,
-    megabytes: int,
-    dtype: str,
-    shape: tuple[int, int, int] | None,
-    versions: int,
-    rounds: int,
-    cache: str,
-    threads: int | None,
-    work: Path,
-    keep: bool,
-) -> None:
-    """Build stores of T models, and print time and memory over T, and the law of growth."""
+    tasks: tuple[int, ...], memory: tuple[str, ...], bases: int, megabytes: int, dtype: str,
+    shape: tuple[int, int, int] | None, versions: int, rounds: int, cache: str,
+    threads: int | None, work: Path, keep: bool,
+) -> None:  # fmt: skip
+    """Build stores of T models, and print time and memory over T."""
     work = prepared(work)
     path = work / "memory.json"
     rows: list[Row] = json.loads(path.read_text())["runs"] if path.exists() else []
@@ -139,9 +96,8 @@ def main(
     finally:
         if not keep:
             shutil.rmtree(inputs, ignore_errors=True)
-    text = f"{measured(rows)}\n{laws(rows)}"
-    save(work / "memory.md", text)
-    click.echo(text)
+    save(work / "memory.md", measured(rows))
+    click.echo(measured(rows))
 
 
 if __name__ == "__main__":

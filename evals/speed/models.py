@@ -31,13 +31,9 @@ PIECE = 2**26  # elements: longer tensors repeat the noise
 
 
 def folder_name(
-    tasks: int,
-    megabytes: int,
-    seed: int,
-    dtype: str = "bfloat16",
-    versions: int = 0,
+    tasks: int, megabytes: int, seed: int, dtype: str = "bfloat16", versions: int = 0,
     shape: Sequence[int] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     size = f"{megabytes}MB" if shape is None else "-".join(map(str, shape))
     more = ("" if dtype == "bfloat16" else f"-{dtype}") + (f"-of{versions}" if versions else "")
     return f"models-{tasks}x{size}{more}-seed{seed}-v{VERSION}"
@@ -110,14 +106,9 @@ def shapes(
 
 
 def generate(
-    folder: Path,
-    tasks: int,
-    megabytes: int,
-    seed: int,
-    dtype: str = "bfloat16",
-    versions: int = 0,
-    shape: Sequence[int] | None = None,
-) -> None:
+    folder: Path, tasks: int, megabytes: int, seed: int, dtype: str = "bfloat16",
+    versions: int = 0, shape: Sequence[int] | None = None,
+) -> None:  # fmt: skip
     """Write `folder`/base, `folder`/task-0 ... beside their place, then rename."""
     import torch
     from safetensors.torch import save_file

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import click
 import pytest
@@ -132,7 +131,7 @@ def test_the_procedure_and_build_give_one_result(
     (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
     tvb = [sys.executable, "-m", "tvb_mergekit", "build", "recipe.yml", "store", "--quiet"]
     subprocess.run(tvb, cwd=tmp_path, check=True)
-    distance = module("same").distance
+    distance = procedure.distance
     for form in ("dicts", "matrix"):
         procedure.main(form, 2, tmp_path / form, base, models)
         told = json.loads(capsys.readouterr().out)
@@ -141,33 +140,6 @@ def test_the_procedure_and_build_give_one_result(
         for index in range(2):
             assert distance(tmp_path / "store" / f"basis-{index:03d}", plain[index]) < 1e-4
         assert distance(tmp_path / "store" / "basis-000", plain[1]) > 1e-2
-
-
-def test_hours_follow_from_the_rates(tmp_path: Path) -> None:
-    d, cores, touch, multiply, combine = 10**8, 2, 1e-9, 2e-11, 3e-9
-    rows = []
-    for tasks in (8, 16, 72):
-        gram = d / cores * (touch * (tasks + 1) + multiply * tasks**2)
-        phases = {"gram": gram, "write": d / cores * combine * (tasks + 1)}
-        row: dict[str, Any] = {"models": "m", "memory": "1GB", "tasks": tasks, "phases": phases}
-        rows.append(row | {"num_parameters": d, "cores": cores})
-    file = tmp_path / "memory.json"
-    file.write_text(json.dumps({"runs": rows}))
-    told = run("scaling.py", file)
-    assert "1.000 ns to touch" in told and "20.00 ps a product (100 Gflop/s)" in told
-    assert "3.000 ns in the second pass" in told and "From T = 50 on" in told
-    (line,) = [x for x in told.splitlines() if x.startswith("| 72 x 8B, M = 4 | cloud, 1 H100")]
-    nbytes = 2 * 8e9 * 73
-    assert f"| {nbytes / 1e12:.2f} | {nbytes / 5e9 / 3600:.2f} (disk) |" in line
-
-
-def test_the_gram_pass_beside_a_read(tmp_path: Path) -> None:
-    said = run("gram.py", "--tasks", 2, "--megabytes", 1, "--rounds", 2, "--work", tmp_path)
-    *_, head, _line, row = said.strip().splitlines()
-    assert head == "| read, GB/s | Gram, GB/s | read again, GB/s | ratio |"
-    read, speed, _again, ratio = (float(cell.split()[0]) for cell in row.strip("| ").split(" | "))
-    assert read > 0 and speed > 0 and ratio > 0
-    assert not list(tmp_path.glob("models-*"))
 
 
 @pytest.mark.slow
@@ -242,7 +214,6 @@ def test_a_small_measurement_of_memory(tmp_path: Path) -> None:
     assert [row["tasks"] for row in rows] == [3, 4]
     assert all(row["peak_rss_mb"] > row["peak_rss_anon_mb"] > 100 for row in rows)
     assert "| 64x500x2 bfloat16, warm | 100MB | 4 | 2 |" in shown
-    assert "MB T | " in shown and "s (T + 1)" in shown
     again = run("memory.py", *words, "--threads", 1, "--work", tmp_path)
     assert json.loads((tmp_path / "memory.json").read_text())["runs"] == rows
     assert again == shown
