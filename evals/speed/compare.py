@@ -102,9 +102,9 @@ class Bench:
     def __init__(self, inputs: Path, run: Path, tasks: int, threads: int | None) -> None:
         self.base = inputs / "base"
         self.tasks = [inputs / f"task-{index}" for index in range(tasks)]
-        found = [file for path in (self.base, *self.tasks) for file in path.glob("*.safetensors")]
-        self.input_bytes = sum(file.stat().st_size for file in found)
-        self.files = [*{file.stat().st_ino: file for file in found}.values()]  # some are links
+        folders = (self.base, *self.tasks)
+        self.files = [file for path in folders for file in path.glob("*.safetensors")]
+        self.input_bytes = sum(file.stat().st_size for file in self.files)
         imports = [script("mergekit-yaml"), "--help"]
         self.about_to_start = {"ours": imports, "tvb": TVB_IMPORTS, "mergekit": imports}
         self.run_folder = run

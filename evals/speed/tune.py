@@ -19,57 +19,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-import yaml
+from compare import Merge
 
 TASKS = Path(__file__).resolve().parents[1] / "mini" / "tasks"
 BIN = Path(sys.executable).parent
 
 
-@dataclass
-class Took:
+class Took(NamedTuple):
     """Seconds, by the clock and of processors."""
 
     clock: float = 0.0
     processors: float = 0.0
 
-    def __add__(self, other: Took) -> Took:
-        return Took(self.clock + other.clock, self.processors + other.processors)
-
-    def __str__(self) -> str:
-        return f"{self.clock:.1f} s, {self.processors:.1f} s of processors"
-
 
 def timed(env: dict[str, str], *command: object) -> Took:
-    """The time of one command.
-
-    Raises:
-        click.ClickException: it fails.
-    """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    started = time.perf_counter()
+    """The time of one command, which must succeed."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)
     if done.returncode:
         raise click.ClickException(f"{command[0]} failed: {done.stderr[-2000:]}")
-    clock = time.perf_counter() - started
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    clock, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return Took(clock, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
+def shown(took: Took) -> str:
+    return f"{took.clock:.1f} s, {took.processors:.1f} s of processors"
+
+
 def recipe(run: Path, bases: int, coefficient: float) -> str:
-    models = sorted((run / "full").iterdir())
-    document = {
-        "merge_method": "basis_ta",
-        "base_model": str(run / "base"),
-        "models": [{"model": str(model)} for model in models],
-        "parameters": {"basis": "balanced", "num_bases": bases, "lambda": coefficient},
-        "dtype": "float32",
-    }
-    return yaml.safe_dump(document, sort_keys=False)
+    merge = Merge("basis_ta", {"basis": "balanced", "num_bases": bases, "lambda": coefficient}, {})
+    return merge.recipe(run / "base", sorted((run / "full").iterdir()), "float32")
 
 
 @click.command()
@@ -95,16 +78,16 @@ def main(run: Path, grid: str, limit: int | None, bases: int, device: str) -> No
         )  # fmt: skip
         found = json.loads((work / "out" / "tune.json").read_text())
         points = found["points"]
-        click.echo(f"tvb tune: {len(points)} points in {ours}")
+        click.echo(f"tvb tune: {len(points)} points in {shown(ours)}")
         parts = [part for task in found["tasks"].values() for part in task["parts"]]
         samples = json.dumps({part["task"]: part["chosen"] for part in parts})
         theirs = Took()
         for point in points:
             took, scores = separate(run, work, bases, point["lambda"], data, samples, device, env)
-            theirs += took
+            theirs = Took(*map(sum, zip(theirs, took, strict=True)))
             if scores != {n: task["values"]["score,none"] for n, task in point["tasks"].items()}:
                 raise click.ClickException(f"other scores at {point['lambda']}: {scores}, {point}")
-        click.echo(f"mergekit-yaml and lm_eval: {theirs}, with the same scores")
+        click.echo(f"mergekit-yaml and lm_eval: {shown(theirs)}, with the same scores")
         clock, processors = theirs.clock / ours.clock, theirs.processors / ours.processors
         click.echo(f"{clock:.1f} times, {processors:.1f} times of processors")
 
@@ -118,7 +101,7 @@ def separate(
     place.mkdir()
     (place / "recipe.yml").write_text(recipe(run, bases, coefficient))
     took = timed(env, BIN / "mergekit-yaml", place / "recipe.yml", place / "merged", "--quiet")
-    took += timed(
+    scored = timed(
         env, BIN / "lm_eval", "run", "--model", "hf", "--model_args",
         f"pretrained={place / 'merged'},dtype=float32", "--tasks", "mini", "--include_path", TASKS,
         "--metadata", json.dumps({**data, "split": "validation"}), "--samples", samples,
@@ -127,6 +110,7 @@ def separate(
     (file,) = (place / "out").rglob("results_*.json")
     results = json.loads(file.read_text())
     groups = results.get("groups", {})
+    took = Took(*map(sum, zip(took, scored, strict=True)))
     return took, {n: v["score,none"] for n, v in results["results"].items() if n not in groups}
 
 

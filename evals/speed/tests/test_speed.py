@@ -62,24 +62,6 @@ def test_models_come_from_the_seed_and_are_written_once(tmp_path: Path) -> None:
         assert size == pytest.approx(megabytes, rel=0.05)
 
 
-def test_models_from_few_versions_of_files(tmp_path: Path) -> None:
-    models = module("models")
-    models.generate(tmp_path / "a", 9, 1, 0, "float32", versions=2)
-    made = set()
-    for task in range(9):
-        files = sorted((tmp_path / "a" / f"task-{task}").glob("*.safetensors"))
-        assert len(files) == 4  # three layers, and the rest
-        made.add(tuple(file.stat().st_ino for file in files))
-    assert len(made) == 9  # no two alike
-    assert len({inode for inodes in made for inode in inodes}) <= 2 * len(files)
-    models.generate(tmp_path / "b", 1, 1, 0, shape=(64, 500, 1))
-    config = json.loads((tmp_path / "b" / "task-0" / "config.json").read_text())
-    shape = (config["hidden_size"], config["vocab_size"], config["num_hidden_layers"])
-    assert shape == (64, 500, 1) and config["tie_word_embeddings"]
-    with pytest.raises(click.ClickException, match="make 1 different models, not 9"):
-        models.generate(tmp_path / "c", 9, 1, 0, versions=1)
-
-
 # -------------------------------------------------------------------------------- what is measured
 
 
@@ -204,19 +186,6 @@ def test_a_small_comparison_with_the_procedure(tmp_path: Path) -> None:
     assert "| ae, 250MB | warm | `procedure, dicts` |" in shown
     assert "| library, ae | warm | `tvb_mergekit.build` |" in shown
     assert not list(tmp_path.glob("models-*")) and not list(tmp_path.glob("run-*"))
-
-
-@pytest.mark.slow
-def test_a_small_measurement_of_memory(tmp_path: Path) -> None:
-    words = ["--tasks", 3, "--tasks", 4, "--bases", 2, "--memory", "100MB", "--shape", 64, 500, 2]
-    shown = run("memory.py", *words, "--threads", 1, "--work", tmp_path, "--keep")
-    rows = json.loads((tmp_path / "memory.json").read_text())["runs"]
-    assert [row["tasks"] for row in rows] == [3, 4]
-    assert all(row["peak_rss_mb"] > row["peak_rss_anon_mb"] > 100 for row in rows)
-    assert "| 64x500x2 bfloat16, warm | 100MB | 4 | 2 |" in shown
-    again = run("memory.py", *words, "--threads", 1, "--work", tmp_path)
-    assert json.loads((tmp_path / "memory.json").read_text())["runs"] == rows
-    assert again == shown
 
 
 @pytest.mark.slow
