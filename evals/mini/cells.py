@@ -226,11 +226,7 @@ class _Line(Mapping[float, Weights]):
 
 
 def _most_forgotten(
-    run: Run,
-    states: Mapping[float, Weights],
-    task: str,
-    others: Sequence[str],
-    items: int,
+    run: Run, states: Mapping[float, Weights], task: str, others: Sequence[str], items: int
 ) -> float:
     """Of the alphas that keep 95 % of the control score, the one with the least target score."""
 
@@ -370,9 +366,4 @@ BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, 
 }
 
 
-KINDS = {
-    "reference": _reference,
-    "addition": _addition,
-    "negation": _negation,
-    "online": _online,
-}
+KINDS = {"reference": _reference, "addition": _addition, "negation": _negation, "online": _online}

@@ -26,12 +26,7 @@ from plan import GRID
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (
-    AutoTokenizer,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 State = Mapping[str, Tensor]

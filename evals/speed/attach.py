@@ -42,12 +42,9 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
 
 
 @click.command(epilog="Example: python evals/speed/attach.py --tasks 2 --megabytes 8 --rounds 2")
-@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
-@click.option("--megabytes", type=click.IntRange(1), default=500, show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of the models.")
 @click.option("--bits", default=2.0, show_default=True, help="Of the store.")
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
-@shared
+@shared(megabytes=500, rounds=9)
 def main(
     tasks: int, megabytes: int, dtype: str, bits: float, rounds: int, threads: int | None,
     work: Path, keep: bool,

@@ -11,14 +11,12 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
-import measure
-import models
-from compare import HERE, TVB_IMPORTS, Bench, doubts, machine, prepared, save, shared, size_of, tell
-from tables import Row, render, summarize
+from compare import HERE, TVB_IMPORTS, Bench, benchmark, shared, size_of, tell, warm_up_option
+from tables import Row
 
 SAME = 1e-3  # ||a - b|| / ||b|| of a vector: 4000 steps in float32 enlarge the Gram's rounding
 PAIRS = {  # our parameters, and how the procedure holds the task vectors
@@ -83,56 +81,30 @@ def pair(bench: Bench, about: Row, name: str, memory: str | None, bases: int) ->
 @click.command(epilog="Example: python evals/speed/authors.py --tasks 4 --megabytes 8 --only ae")
 @click.option("--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs; default: all.")
 @click.option("--memory", multiple=True, default=("1GB", "250MB"), show_default=True)
-@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
 @click.option("--bases", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--megabytes", type=click.IntRange(1), default=352, show_default=True,
-              help="Size of each model in float32: 352 are 88 million parameters.")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True)
-@shared
+@warm_up_option
+@shared(megabytes=352, rounds=3)
 def main(
-    only: tuple[str, ...], memory: tuple[str, ...], tasks: int, bases: int, megabytes: int,
-    rounds: int, warm_up: int, threads: int | None, work: Path, keep: bool,
-) -> None:  # fmt: skip
+    only: tuple[str, ...], memory: tuple[str, ...], work: Path, keep: bool, **settings: Any
+) -> None:
     """Time and memory of ours and of the paper's procedure, in turn, files in the page cache.
 
-    --memory is for `tvb build`: the library's pairs take its default.
+    The models are float32: 352 MB are 88 million parameters. --memory is for `tvb build`; the
+    library's pairs use its default.
     """
-    facts = machine()
-    work = prepared(work)
-    inputs = models.ensure(work, tasks, megabytes, dtype="float32")
-    settings: Row = {"tasks": tasks, "bases": bases, "megabytes": megabytes, "threads": threads}
-    settings |= {"dtype": "float32", "theirs": "the procedure's", "rounds": rounds}
-    try:
-        with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
-            bench = Bench(inputs, Path(run), tasks, threads)
-            settings["input_bytes"] = bench.input_bytes
-            bench.about_to_start = {
-                "tvb": TVB_IMPORTS,
-                "library": [sys.executable, str(HERE / "library_build.py"), "start-up"],
-                "mergekit": [sys.executable, str(HERE / "authors_procedure.py"), "start-up"],
-            }
-            for number in range(-warm_up, rounds):
-                about = {"round": number, "counted": number >= 0}
-                tell(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up, not counted")
-                bench.note_start_up(about)
-                for name in only or PAIRS:
-                    for budget in [None] if name.startswith("library") else memory:
-                        pair(bench, about, name, budget, bases)
-                if number < 0:
-                    continue
-                summary = summarize(bench.rows)
-                result = {"format_version": 1, "machine": facts, "settings": settings}
-                result |= {**summary, "runs": bench.rows}
-                save(work / "authors.json", json.dumps(result, indent=1, allow_nan=False))
-                save(work / "authors.md", render(summary, settings))
-        click.echo((work / "authors.md").read_text())
-        doubts(bench.rows)
-    except measure.CommandFailed as error:
-        raise click.ClickException(str(error)) from error
-    finally:
-        if not keep:
-            shutil.rmtree(inputs, ignore_errors=True)
+
+    def each(bench: Bench, about: Row) -> None:
+        for name in only or PAIRS:
+            for budget in [None] if name.startswith("library") else memory:
+                pair(bench, about, name, budget, settings["bases"])
+
+    starts = {
+        "tvb": TVB_IMPORTS,
+        "library": [sys.executable, str(HERE / "library_build.py"), "start-up"],
+        "mergekit": [sys.executable, str(HERE / "authors_procedure.py"), "start-up"],
+    }
+    settings |= {"dtype": "float32", "theirs": "the procedure's"}
+    benchmark("authors", settings, work, keep, each, starts)
 
 
 if __name__ == "__main__":

@@ -73,19 +73,29 @@ PAIRS = {
 }
 
 
-OPTIONS = (
-    click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default."),
-    click.option("--work", type=click.Path(path_type=Path), default="speed-work",
-                 show_default=True, help="Folder for models, outputs and results."),
-    click.option("--keep", is_flag=True, help="Keep the generated models for the next time."),
-)  # fmt: skip
+def shared(megabytes: int, rounds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of all benchmarks; their defaults."""
+    options = (
+        click.option("--keep", is_flag=True, help="Keep the generated models for the next time."),
+        click.option("--work", type=click.Path(path_type=Path), default="speed-work",
+                     show_default=True, help="Folder for models, outputs and results."),
+        click.option("--threads", type=click.IntRange(1), help="Threads; PyTorch's by default."),
+        click.option("--rounds", type=click.IntRange(1), default=rounds, show_default=True),
+        click.option("--megabytes", type=click.IntRange(1), default=megabytes, show_default=True,
+                     help="Size of each model, about."),
+        click.option("--tasks", type=click.IntRange(2), default=8, show_default=True),
+    )  # fmt: skip
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in options:
+            command = option(command)
+        return command
+
+    return decorate
 
 
-def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every benchmark that uses `Bench`."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+warm_up_option = click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True,
+                              help="Rounds before the others, not counted.")  # fmt: skip
 
 
 def prepared(work: Path) -> Path:
@@ -237,85 +247,77 @@ def save(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def run_rounds(
-    bench: Bench, names: Sequence[str], states: Sequence[str], rounds: int, warm_up: int,
-    after: Callable[[], None],
+def benchmark(
+    name: str, settings: Row, work: Path, keep: bool, each: Callable[[Bench, Row], None],
+    about_to_start: dict[str, list[str]] | None = None,
 ) -> None:  # fmt: skip
-    """A B A B: each round runs every pair once in each state of the page cache."""
-    if any(PAIRS[name][0].cached for name in names):
-        tell("filling the Gram cache")
-        bench.merge({}, PAIRS["cached"][0], None)
-    for number in range(-warm_up, rounds):
-        about: Row = {"round": number, "counted": number >= 0}
-        tell(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up, not counted")
-        bench.note_start_up(about)
-        for state in states:
-            bench.read(about, state)
-            for name in names:
-                bench.pair(about, name, state)
-        after()
+    """Run `each` once a round, and rewrite NAME.json and NAME.md in `work` after each round.
+
+    Args:
+        about_to_start: commands that import only, for the net times.
+    """
+    if sys.platform != "linux":
+        raise click.ClickException("this needs Linux: /proc, posix_fadvise and mincore")
+    facts = machine()
+    if (load := facts["load_before"]) > 0.3:
+        tell(f"warning: other work is running (load {load:.1f}); times will mislead")
+    work, tasks, megabytes = prepared(work), settings["tasks"], settings["megabytes"]
+    seed, dtype = settings.get("seed", 0), settings.get("dtype", "bfloat16")
+    inputs = work / models.folder_name(tasks, megabytes, seed, dtype)
+    found = models.whole(inputs)
+    if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:
+        raise click.ClickException(f"{work} has no room for {tasks + 3} x {megabytes} MB")
+    try:
+        models.ensure(work, tasks, megabytes, seed, dtype)
+        with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
+            bench = Bench(inputs, Path(run), tasks, settings["threads"])
+            bench.about_to_start = about_to_start or bench.about_to_start
+            settings["input_bytes"] = bench.input_bytes
+            if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:
+                tell("warning: the models fill half of the memory; they may not stay cached")
+            for number in range(-settings["warm_up"], settings["rounds"]):
+                tell(f"round {number + 1} of {settings['rounds']}" if number >= 0 else "warm-up")
+                about = {"round": number, "counted": number >= 0}
+                bench.note_start_up(about)
+                each(bench, about)
+                if number >= 0:
+                    summary = summarize(bench.rows)
+                    result = {"format_version": 1, "machine": facts, "settings": settings}
+                    result |= {**summary, "runs": bench.rows}
+                    text = json.dumps(result, indent=1, allow_nan=False)
+                    save(work / f"{name}.json", text)
+                    save(work / f"{name}.md", render(summary, settings))
+        click.echo((work / f"{name}.md").read_text())
+        doubts(bench.rows)
+    except measure.CommandFailed as error:
+        raise click.ClickException(str(error)) from error
+    finally:
+        if not keep and not found:
+            shutil.rmtree(inputs, ignore_errors=True)
 
 
 @click.command(epilog="Example: python evals/speed/compare.py --only addition --rounds 3 --keep")
 @click.option("--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs; default: all.")
 @click.option("--cache", type=click.Choice(["both", "warm", "cold"]), default="both",
               show_default=True, help="State of the inputs in the page cache.")  # fmt: skip
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True,
-              help="Rounds before those, not counted.")  # fmt: skip
-@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
-@click.option("--megabytes", type=click.IntRange(1), default=500, show_default=True,
-              help="Size of each model, about.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
-@shared
-def main(
-    only: tuple[str, ...], cache: str, rounds: int, warm_up: int, tasks: int, megabytes: int,
-    seed: int, threads: int | None, work: Path, keep: bool,
-) -> None:  # fmt: skip
+@warm_up_option
+@shared(megabytes=500, rounds=5)
+def main(only: tuple[str, ...], cache: str, work: Path, keep: bool, **settings: Any) -> None:
     """Time whole mergekit-yaml commands, ours and mergekit's own in turn, and print the ratios."""
-    if sys.platform != "linux":
-        raise click.ClickException("this needs Linux: /proc, posix_fadvise and mincore")
     script("mergekit-yaml")
-    facts = machine()
-    if facts["load_before"] > 0.3:
-        tell(
-            f"warning: other work is running (load {facts['load_before']:.1f}); times will mislead"
-        )
-    work = prepared(work)
-    inputs = work / models.folder_name(tasks, megabytes, seed)
-    found = models.whole(inputs)
-    if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:
-        raise click.ClickException(f"{work} has no room for {tasks + 3} x {megabytes} MB")
-    try:
-        if not found:
-            tell(f"writing models to {inputs}")
-            models.ensure(work, tasks, megabytes, seed)
-        with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
-            bench = Bench(inputs, Path(run), tasks, threads)
-            if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:
-                tell("warning: the models fill half of the memory; they may not stay cached")
-            settings = {"tasks": tasks, "megabytes": megabytes, "threads": threads, "seed": seed}
-            settings |= {"input_bytes": bench.input_bytes, "rounds": rounds, "warm_up": warm_up}
+    names = only or tuple(PAIRS)
 
-            def after() -> None:
-                if any(row["counted"] for row in bench.rows):
-                    summary = summarize(bench.rows)
-                    result = {"format_version": 1, "machine": facts, "settings": settings}
-                    result |= {**summary, "runs": bench.rows}
-                    save(work / "results.json", json.dumps(result, indent=1, allow_nan=False))
-                    save(work / "results.md", render(summary, settings))
+    def each(bench: Bench, about: Row) -> None:
+        if len(bench.rows) <= len(bench.about_to_start) and any(PAIRS[n][0].cached for n in names):
+            tell("filling the Gram cache")
+            bench.merge({}, PAIRS["cached"][0], None)
+        for state in ["warm", "cold"] if cache == "both" else [cache]:
+            bench.read(about, state)
+            for name in names:
+                bench.pair(about, name, state)
 
-            names = only or tuple(PAIRS)
-            states = ["warm", "cold"] if cache == "both" else [cache]
-            run_rounds(bench, names, states, rounds, warm_up, after)
-        click.echo((work / "results.md").read_text())
-        doubts(bench.rows)
-        tell(f"Written to {work / 'results.json'}")
-    except measure.CommandFailed as error:
-        raise click.ClickException(str(error)) from error
-    finally:
-        if not keep and not found:
-            shutil.rmtree(inputs, ignore_errors=True)
+    benchmark("results", settings, work, keep, each)
 
 
 def doubts(rows: Sequence[Row]) -> None:

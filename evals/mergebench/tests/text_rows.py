@@ -98,14 +98,10 @@ MATH: dict[str, list[tuple[str, str]]] = {
     ],
     "counting_and_probability": [("How many subsets have two things?", r"Four: $\boxed{4}$.")],
     "geometry": [("Find the area of the unit circle.", r"It is $\boxed{\pi}$.")],
-    "intermediate_algebra": [
-        (r"Solve $x^2 \le 4$.", r"So $x \in \boxed{[-2,2]}$, not $\{0\}$."),
-    ],
+    "intermediate_algebra": [(r"Solve $x^2 \le 4$.", r"So $x \in \boxed{[-2,2]}$, not $\{0\}$.")],
     "number_theory": [("Write $5$ in base $2$.", r"It is $\boxed{101_2}$.")],
     "prealgebra": [("Find the price of two pens.", r"They cost $\boxed{\$18.90}$.")],
-    "precalculus": [
-        ("Find the vector.", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$"),
-    ],
+    "precalculus": [("Find the vector.", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$")],
 }
 
 

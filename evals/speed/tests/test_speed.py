@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import click
 import pytest
 import yaml
 
@@ -188,17 +187,6 @@ def test_a_small_comparison_with_the_procedure(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("models-*")) and not list(tmp_path.glob("run-*"))
 
 
-@pytest.mark.slow
-def test_tuning_beside_lm_eval_alone(tmp_path: Path) -> None:
-    """It compares the scores of both ways itself."""
-    train = SPEED.parent / "mini" / "train.py"
-    options = ["--preset", "micro", "--device", "cpu", "--out", str(tmp_path)]
-    subprocess.run([sys.executable, str(train), *options], check=True)
-    (folder,) = tmp_path.glob("micro-*")
-    said = run("tune.py", folder, "--grid", "0.4", "--limit", "5")
-    assert "tvb tune: 1 points in" in said and "with the same scores" in said
-
-
 def test_models_of_two_versions(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     none = "0 models, the largest difference 0.0e+00\n"
@@ -207,23 +195,3 @@ def test_models_of_two_versions(tmp_path: Path) -> None:
         shutil.copytree(RECIPES / model, out / "ta-ae")
     said = run("outputs.py", "compare", one, two)
     assert said == "1.0e+00  ta-ae\n1 models, the largest difference 1.0e+00\n"
-
-
-def test_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against functions that are ours: no difference, and the same loss; and without theirs."""
-    monkeypatch.syspath_prepend(str(SPEED))
-    matrices = module("matrices")
-    ours = [matrices.isotropic, lambda b: matrices.isotropic(b, 0.8), matrices.singular_vectors]
-    peer = matrices.SimpleNamespace(
-        iso_c=ours[0], iso_cts=lambda b, common: ours[1](b), tsv=ours[2],
-        wudi=lambda b, iter_num: matrices.interference_free(b),
-    )  # fmt: skip
-    rows = list(matrices.compare("x", [matrices.of_noise("8x12", 3)], peer, rounds=1, steps=1))
-    assert [row[0] for row in rows] == ["Iso-C", "Iso-CTS, 0.8", "TSV-M", "WUDI"]
-    assert [row[5] for row in rows] == ["0e+00", "0e+00", "0e+00", "-"]
-    one, two = rows[3][6].split(" : ")
-    assert one == two and float(one) > 0
-    found = matrices.of_models((RECIPES / "base", RECIPES / "copy"))
-    assert {tensor.shape[0] for tensor in found} == {1}
-    with pytest.raises(click.ClickException, match=r"pip install .*fusion-bench==0.2.33"):
-        matrices.theirs(tmp_path)
