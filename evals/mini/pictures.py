@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import compare_tables as tables
+import sheets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plan import DTYPES, HALF, T
@@ -160,7 +160,7 @@ def temperature(runs: Runs) -> Figure | None:
 
 
 def precision(runs: Runs) -> Figure | None:
-    made = tables.precision(runs)
+    made = sheets.precision(runs)
     if not made:
         return None
     rows, colours = made[0].rows, {name(label): LOOKS[label][0] for label in MAIN}
@@ -260,7 +260,7 @@ def online(runs: Runs) -> Figure | None:
 
 def why(runs: Runs) -> Figure | None:
     found: dict[str, list[tuple[float, float]]] = {}
-    for record, unevenness, accuracy in tables.compared(runs):
+    for record, unevenness, accuracy in sheets.compared(runs):
         basis = record["cell"]["basis"]
         label = basis if basis in LOOKS else "ae, other temperatures"
         found.setdefault(label, []).append((unevenness, accuracy))

@@ -29,7 +29,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-State = Mapping[str, Tensor]
 IGNORED = -100  # no answer is expected here
 
 
@@ -158,39 +157,21 @@ def mean(scores: Mapping[str, float], tasks: Iterable[str] = tuple(data.TASKS)) 
     return sum(values) / len(values)
 
 
-def addition(base: State, models: Iterable[State]) -> dict[str, Tensor]:
-    """The sum of the task vectors."""
-    total = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
-    for model in models:
-        for name, tensor in model.items():
-            total[name] += tensor - base[name]
-    return total
+def survey(folder: Path, method: str, split: str, device: str) -> dict[str, Any]:
+    """Base, specialists, and all task vectors added with the best lambda on validation items."""
+    from runs import Run  # which imports this module
 
-
-def survey(run: Path, method: str, split: str, device: str) -> dict[str, Any]:
-    """Base, specialists, and all task vectors added with the lambda that validation likes best."""
-    tokenizer = AutoTokenizer.from_pretrained(run / "base")
-    model = load(run / "base").to(device)
-    items = run / "data"
-    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    known = [*data.TASKS, *data.UNSEEN]
-    scores: dict[str, Any] = {"base": score(model, tokenizer, items, split, known)}
-    own: dict[str, float] = {}
-    states = []
-    for task in data.TASKS:
-        specialist = load(run / method / task, run / "base").to(device)
-        own |= score(specialist, tokenizer, items, split, [task])
-        states.append(specialist.state_dict())
-    total = addition(base, states)
+    run, known = Run(folder, method, device), (*data.TASKS, *data.UNSEEN)
+    vectors = [run.task_vector(task) for task in run.tasks]
 
     def add(scale: float, split: str) -> dict[str, float]:
-        model.load_state_dict({name: base[name] + scale * total[name] for name in base})
-        return score(model, tokenizer, items, split, known)
+        return run.accuracy(run.shifted(*((scale, vector) for vector in vectors)), split, known)
 
     found = {scale: mean(add(scale, "validation")) for scale in tqdm(GRID, desc="addition")}
     best = max(found, key=lambda scale: (found[scale], -scale))
-    return scores | {
-        "specialists": own,
+    return {
+        "base": run.accuracy(run.base, split, known),
+        "specialists": {t: run.accuracy(run.models[t], split, [t])[t] for t in run.tasks},
         "addition": add(best, split),
         "lambda": best,
         "validation": {f"{scale:.2f}": value for scale, value in found.items()},

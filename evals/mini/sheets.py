@@ -1,16 +1,29 @@
-"""The comparison's labels, its records, and the numbers that its tables and pictures show."""
+"""The comparison's labels, its records, their numbers, and its tables."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import data
-from plan import BASES, HALF, KEYS, SPANS, T
+from plan import BASES, DTYPES, HALF, KEYS, SPANS, T
 from study import tables
 from study.cells import Record
-from study.tables import Column, Value, Wanted, dig, known, over, value_of
+from study.tables import (
+    Column,
+    Sheet,
+    Spread,
+    Value,
+    Wanted,
+    dig,
+    grid,
+    known,
+    over,
+    sheet,
+    spread,
+    value_of,
+)
 
 TASKS = tuple(data.TASKS)
 MAIN = ["none", *BASES, "rand_select"]
@@ -121,3 +134,235 @@ def by_size(
     sizes = runs.having(kind, key)
     titles = [none if size is None else f"M = {size}" for size in sizes]
     return {t: Column(value, wanted={key: m}) for t, m in zip(titles, sizes, strict=True)}
+
+
+def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """None for fewer than three pairs, and if one side does not vary."""
+    try:
+        return statistics.correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
+    except statistics.StatisticsError:
+        return None
+
+
+def training(runs: Runs) -> list[Sheet]:
+    paths: dict[str, tuple[str, ...]] = {"base": ("base",), "specialist": ("specialists",)}
+    paths |= {"addition": TA}
+    columns = {title: Column(runs.mean_of(*path)) for title, path in paths.items()}
+    sources = [runs.find("reference")] * 2 + [runs.find("addition", basis="none", num_bases=T)]
+
+    def row(values: Iterable[Value]) -> list[Spread | None]:
+        return [spread(map(value, some)) for value, some in zip(values, sources, strict=True)]
+
+    rows = {f"`{t}`": row(value_of(*path, t) for path in paths.values()) for t in data.ALL}
+    rows["mean of ten"] = row(column.value for column in columns.values())
+    rows["normalized"] = row(runs.normal(*path) for path in paths.values())
+    caption = "Test accuracy: the base, each task's specialist, the sum of all task vectors"
+    found = sheet(runs, caption, "reference", columns, rows, corner="task")
+    return found if runs.reference else []
+
+
+def addition(runs: Runs, absolute: bool = False) -> list[Sheet]:
+    sheets = []
+    for merge, way in MERGES.items():
+        for scale, text in SCALES.items():
+            value = (runs.mean_of if absolute else runs.normal)(*tested(merge, scale))
+            columns = by_size(runs, "addition", value)
+            caption = (
+                f"Addition, {way}, {text}: {'' if absolute else 'normalized '}accuracy, best bold"
+            )
+            rows = {name(basis): {"basis": basis} for basis in MAIN}
+            sheets += grid(runs, caption, "addition", columns, rows, best_but=name("none"))
+    return sheets
+
+
+def addition_absolute(runs: Runs) -> list[Sheet]:
+    return addition(runs, absolute=True)
+
+
+def per_task(runs: Runs) -> list[Sheet]:
+    def share_of(task: str) -> Value:
+        return lambda record: runs.share(record, *TA).get(task)
+
+    sheets = []
+    for word, of, mean in (
+        ("normalized accuracy", share_of, runs.normal(*TA)),
+        ("accuracy", lambda task: value_of(*TA, task), runs.mean_of(*TA)),
+    ):
+        columns = {t.replace("_", " "): Column(of(t), sd=False) for t in TASKS}
+        columns["mean"] = Column(mean)
+        caption = f"Addition at M = {HALF}, task arithmetic, {SCALES['tasks']}: {word}"
+        sheets += grid(runs, caption, "addition", columns, at_half(MAIN))
+    return sheets
+
+
+def encoder() -> dict[str, Column]:
+    return {
+        "loss / least possible": Column(gap, ".4f"),
+        "row sums: variation": Column(variation),
+        "least": Column(lambda record: min(row_sums(record), default=None)),
+        "largest": Column(lambda record: max(row_sums(record), default=None)),
+    }
+
+
+def scales(runs: Runs) -> dict[str, Column]:
+    return {text: Column(runs.normal(*tested("ta", scale))) for scale, text in SCALES.items()}
+
+
+def temperature(runs: Runs) -> list[Sheet]:
+    caption = f"Temperature t of the softmax at M = {HALF}: encoder, and normalized accuracy of "
+    caption += "task arithmetic"
+    return grid(runs, caption, "addition", encoder() | scales(runs), at_half(COOLEST_FIRST))
+
+
+def precision(runs: Runs) -> list[Sheet]:
+    columns = {}
+    for dtype in DTYPES:
+        wanted = {"dtype": dtype, "apart": True}
+        size = value_of("bytes", per=1e6)
+        columns[f"{dtype}, MB"] = Column(size, sd=False, wanted=wanted)
+        columns[dtype] = Column(runs.normal(*TA), wanted=wanted)
+    caption = f"Bases in stores at M = {HALF} in three precisions: size, and normalized accuracy "
+    caption += f"of task arithmetic, {SCALES['tasks']}"
+    return grid(runs, caption, "addition", columns, at_half(MAIN[1:]))
+
+
+def cost(runs: Runs) -> list[Sheet]:
+    rows = {
+        f"{name(label)}, M = {size}": {"basis": label, "num_bases": size}
+        for label in MAIN
+        for size in runs.having("addition", "num_bases", basis=label)
+    }
+    search = value_of("merges", "ta", "scales", "bases", "seconds")
+    columns = {
+        "size": Column(runs.stored, ".1%", sd=False),
+        "build, s": Column(value_of("seconds", "build")),
+        "one merge, s": Column(value_of("merges", "ta", "seconds")),
+        "search, s": Column(search, ".2f"),
+    }
+    caption = "Cost of task arithmetic (size: of the specialists' files, without PCA's mean, one "
+    caption += "vector more that its reconstructions need; search: of lambda, by "
+    caption += f"{SCALES['bases']}), and its normalized accuracy"
+    return grid(runs, caption, "addition", columns | scales(runs), rows)
+
+
+def negation(runs: Runs) -> list[Sheet]:
+    columns = {
+        "target before": Column(runs.mean_of("start")),
+        "target after": Column(forgotten("target")),
+        "control before": Column(forgotten("control_before")),
+        "control after": Column(forgotten("control")),
+        "relative error": Column(forgotten("relative_error")),
+    }
+    caption = f"Forgetting one task at M = {HALF}: accuracy on it and on the other nine, error of "
+    caption += "its vector; means over the ten tasks"
+    return grid(runs, caption, "negation", columns, at_half(NEGATION))
+
+
+def negation_per_task(runs: Runs) -> list[Sheet]:
+    def of(task: str, key: str) -> Column:
+        return Column(value_of("tasks", task, key), sd=False)
+
+    sheets = []
+    for key, text in {
+        "target": "on it, afterwards (low is good)",
+        "control": "on the other nine, afterwards",
+        "alpha": "what alpha was chosen (of gradient ascent: steps)",
+    }.items():
+        caption = (
+            f"Forgetting one task at M = {HALF}: {'' if key == 'alpha' else 'accuracy '}{text}"
+        )
+        columns = {task.replace("_", " "): of(task, key) for task in TASKS}
+        sheets += grid(runs, caption, "negation", columns, at_half(NEGATION))
+    return sheets
+
+
+def negation_by_m(runs: Runs) -> list[Sheet]:
+    columns = by_size(runs, "negation", forgotten("target"))
+    caption = "Forgetting one task: accuracy on it (low is good), mean over the ten tasks"
+    rows = {name(basis): {"basis": basis} for basis in NEGATION}
+    return grid(runs, caption, "negation", columns, rows)
+
+
+def online(runs: Runs) -> list[Sheet]:
+    sheets = []
+    for key, text in {"tuned": "lambda tuned", "fixed": "lambda 0.3"}.items():
+        columns = by_size(runs, "online", runs.normal(key, "test"), "budget", "no budget")
+        caption = f"Tasks arriving one by one, {text}: normalized accuracy after the last"
+        # the paper's lambda is one of sums of task vectors
+        shown = [how for how in ONLINE if (key, how) != ("fixed", "magmax")]
+        rows = {name(how): {"how": how} for how in shown}
+        sheets += grid(runs, caption, "online", columns, rows)
+    return sheets
+
+
+def transfer(runs: Runs) -> list[Sheet]:
+    rows = {
+        name(label) + ("" if size is None else f", M = {size}"): {"basis": label, "num_bases": size}
+        for label in TRANSFER
+        for size in runs.having("transfer", "num_bases", basis=label)
+    }
+    tasks = tuple(data.UNSEEN)
+    values: dict[str, Value] = {"mean of both": lambda r: over(dig(r, "result", "tasks"), tasks)}
+    values |= {f"`{task}`": value_of("tasks", task) for task in tasks}
+    sheets = []
+    for word, value in values.items():
+        shots = runs.having("transfer", "shots")
+        columns = {f"shots: {k or 0}": Column(value, wanted={"shots": k}) for k in shots}
+        caption = f"Few-shot transfer to tasks that no specialist has: accuracy, {word}"
+        sheets += grid(runs, caption, "transfer", columns, rows)
+    return sheets
+
+
+def compared(runs: Runs) -> list[tuple[Record, float, float]]:
+    """Additions at M = T/2 whose row sums compare: each with its variation and its accuracy."""
+    value = runs.normal(*TA)
+    found = [(r, variation(r), value(r)) for r in runs.find("addition", num_bases=HALF)]
+    return [
+        (record, unevenness, accuracy)
+        for record, unevenness, accuracy in found
+        if unevenness is not None
+        and accuracy is not None
+        and record["cell"]["basis"] not in OTHER_SIGNS
+    ]
+
+
+def why(runs: Runs) -> list[Sheet]:
+    """Do the row sums explain what addition loses? Over cells, and over the tasks in them."""
+    cells = compared(runs)
+    groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for record, _, _ in cells:
+        shares, sums = runs.share(record, *TA), row_sums(record)
+        for task, own in zip(TASKS, sums, strict=True):
+            pair = (own / statistics.fmean(sums), shares[task])
+            groups.setdefault((record["train_seed"], task), []).append(pair)
+    # Some tasks are easier to merge than others; what is left within one has no part in that.
+    within = []
+    for group in groups.values():
+        x, y = map(statistics.fmean, zip(*group, strict=True))
+        within += [(a - x, b - y) for a, b in group]
+    facts: dict[str, float | int | None] = {
+        "cells": len(cells),
+        "r_variation": pearson([(x, y) for _, x, y in cells]),
+        "r_tasks": pearson([pair for group in groups.values() for pair in group]),
+        "r_within_tasks": pearson(within),
+    }
+    r, r_tasks, r_within = ("-" if v is None else f"{v:.2f}" for v in list(facts.values())[1:])
+    note = (
+        f"Pearson's r between that variation and that accuracy: {r} over {len(cells)} cells of "
+        f"M = {HALF}; between a task's row sum (over the mean row sum) and its normalized "
+        f"accuracy: {r_tasks} over {len(within)} pairs, {r_within} with each task's mean over the "
+        f"cells of its training seed taken off. Without {' and '.join(OTHER_SIGNS)}, whose row "
+        "sums have other signs or another scale."
+    )
+    caption = f"Row sums of the encoder at M = {HALF}, which are what addition sees of it, and "
+    caption += "normalized accuracy of task arithmetic"
+    columns = encoder() | {SCALES["tasks"]: Column(runs.normal(*TA))}
+    rows = at_half([*MAIN[1:], "ae_exact_mixed"])
+    return grid(runs, caption, "addition", columns, rows, facts=facts, note=note)
+
+
+SHEETS = {
+    make.__name__: make
+    for make in (training, addition, addition_absolute, per_task, temperature, precision, cost,
+                 negation, negation_per_task, negation_by_m, online, transfer, why)
+}  # fmt: skip

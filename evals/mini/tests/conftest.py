@@ -13,7 +13,7 @@ import pytest
 
 MINI = Path(__file__).resolve().parent.parent
 # `data`, `plan` and the like must not stay in sys.modules for other tests
-NAMES = "data plan model score train runs sheets compare_tables pictures report cells transfer"
+NAMES = "data plan model score train runs sheets pictures cells transfer"
 NAMES += " compare merges matrices learning controls learned"
 
 

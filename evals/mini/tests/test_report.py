@@ -1,4 +1,4 @@
-"""evals/mini/report.py and pictures.py on the shipped cells: the shipped tables, and numpy's."""
+"""evals/mini/compare.py and pictures.py on the shipped cells: the shipped tables, and numpy's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def records(every: list[Record]) -> list[Record]:
 
 
 def tables_of(mini: SimpleNamespace, records: list[Record]) -> dict[str, str]:
-    found: dict[str, str] = mini.report.tables(mini.sheets.Runs(records, "small", "full"))
+    found: dict[str, str] = mini.compare.tables(mini.sheets.Runs(records, "small", "full"))
     return found
 
 
@@ -111,7 +111,7 @@ def test_the_shipped_tables_are_of_the_shipped_cells(
         shutil.copy(mini.path / "RESULTS.md", page)
         with matplotlib.rc_context(style):
             before = dict(matplotlib.rcParams)
-            paths = mini.report.write(some, tmp_path / out / "results", page)
+            paths = mini.compare.write(some, tmp_path / out / "results", page)
             assert dict(matplotlib.rcParams) == before
         files.append({path.name: path.read_bytes() for path in paths})
     assert files[0] == files[1]
@@ -282,7 +282,7 @@ def test_only_what_is_between_the_marks_of_a_page_changes(
     some = pick(records, kind="reference")
     (training,) = tables_of(mini, some).values()
     for _ in range(2):
-        mini.report.write(some, tmp_path / "out", page)
+        mini.compare.write(some, tmp_path / "out", page)
         assert page.read_text() == (
             f"# Title\n{other}\n<!-- table: small full training -->\n\n{training}\n<!-- end -->\n"
             "between, é\n<!-- table: small full transfer -->\n\n(nothing was measured)\n\n"
@@ -303,8 +303,8 @@ def test_a_mistaken_mark_is_one_line_and_nothing_is_written(
     page = tmp_path / "page.md"
     page.write_text(text)
     with pytest.raises(click.ClickException) as caught:
-        mini.report.write(pick(records, kind="reference"), tmp_path / "out", page)
+        mini.compare.write(pick(records, kind="reference"), tmp_path / "out", page)
     with pytest.raises(click.ClickException, match=re.escape(caught.value.message)):
-        mini.report.check_page(page)
+        mini.compare.check_page(page)
     assert message in caught.value.message and "\n" not in caught.value.message
     assert page.read_text() == text and not (tmp_path / "out").exists()

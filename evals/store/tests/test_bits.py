@@ -18,7 +18,7 @@ import torch
 pytestmark = pytest.mark.filterwarnings("ignore:.*gets no bits beside larger vectors")
 STORE = Path(__file__).resolve().parent.parent
 # of evals/mini, which are no names to leave in sys.modules for other tests
-NAMES = "data plan model score train runs cells sheets compare_tables pictures bits rivals".split()
+NAMES = "data plan model score train runs cells sheets pictures bits rivals".split()
 
 
 @pytest.fixture(scope="module")
