@@ -101,20 +101,6 @@ def test_a_tokenizer_that_makes_other_code_of_code_is_refused(tmp_path: Path) ->
             manager.load([f"mergebench_{task}"])
 
 
-def test_a_tokenizer_that_cannot_be_seen_is_told_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    missing = str(tmp_path / "missing")
-    for model in ({"pretrained": missing}, {"pretrained": str(tmp_path), "gguf_file": "a.gguf"}):
-        with pytest.raises(SystemExit) as caught:
-            exact_text.check(**model)
-        line = str(caught.value)
-        assert line.startswith(f"the tokenizer of {model['pretrained']} cannot be loaded, to see")
-        assert "\n" not in line
-    exact_text.check(tokenizer="cl100k_base", tokenizer_backend="tiktoken")
-    assert len(caplog.messages) == 1 and "of tiktoken keeps code" in caplog.messages[0]
-
-
 # -------------------------------------------------------------------------------------- the sandbox
 
 ENDS = {  # program -> how it must end
@@ -227,19 +213,12 @@ def test_no_process_outlives_its_program(
     assert not running(str(seconds))
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["", "before it asks to"])
 def test_programs_end_with_their_caller_and_before_it_when_memory_is_short(
-    slow: bool, isolated: None, tmp_path: Path
+    isolated: None,
 ) -> None:
-    text = (CODING / "sandbox.py").read_text()
-    confine = "            _confine("
-    assert text.count(confine) == 1
-    sandbox = tmp_path / "sandbox.py"
-    sandbox.write_text(text.replace(confine, f"            time.sleep({2 * slow})\n{confine}"))
-    half = 10 + os.getpid() / 1e7 + slow
-    run = (f"import sys; sys.path.insert(0, {str(CODING)!r}); import pathlib, programs; "
-           f"programs.SANDBOX = pathlib.Path({str(sandbox)!r}); "
-           f"programs.run('import time; time.sleep(60)', 2 * {half})")  # fmt: skip
+    half = 10 + os.getpid() / 1e7
+    run = f"import sys; sys.path.insert(0, {str(CODING)!r}); import programs; "
+    run += f"programs.run('import time; time.sleep(60)', 2 * {half})"
     with subprocess.Popen([sys.executable, "-c", run]) as caller:
         try:
             watcher, program = wait_for(2, str(2 * half))
@@ -301,12 +280,6 @@ def test_bare_programs_have_limits_and_a_folder(
     assert verdict(kill.format("STOP") + wait, seconds) == "failed: timed out"
     wait_for(0, str(seconds))
     assert left() <= before
-    # the probes notice that nothing isolates
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        tried = programs.probes(server.getsockname()[1])
-        for name in ("see your files", "see other processes", "reach 127.0.0.1"):
-            assert verdict(tried[name]).startswith("failed: AssertionError"), name
-        assert verdict(tried["start Python with numpy"]) == "passed"
 
 
 def test_machines_that_cannot_isolate_are_told_why(
@@ -353,43 +326,6 @@ def test_a_number_that_cannot_be_ends_the_run_at_once(
     assert refusal().startswith(f"MERGEBENCH_CODE_{setting}: give a number above 0 and up to a mil")
 
 
-def test_memory_for_programs(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs._probe.cache_clear()
-    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "0.05")
-    assert refusal().startswith("a program cannot start Python with numpy (failed: ")
-    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "1")
-    assert programs.check("docs") == "docs"
-    said = programs.run_all(["x = 1", "bytearray(3 * 2**29)"], 5, [0, 0])
-    assert said == ["passed", "failed: MemoryError: "]
-
-
-QUOTAS: list[tuple[dict[str, str], int]] = [  # files of a cgroup -> programs at a time
-    ({}, 8),
-    ({"cpu.max": "max 100000"}, 8),
-    ({"cpu.max": "350000 100000"}, 3),
-    ({"cpu.max": "50000 100000"}, 1),
-    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "200000"}, 2),
-]
-
-
-def test_a_container_has_fewer_cores_than_its_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda _: set(range(8)))
-    for number, (files, workers) in enumerate(QUOTAS):
-        (tmp_path / f"{number}/cpu").mkdir(parents=True)
-        for name, text in files.items():
-            (tmp_path / f"{number}/{name}").write_text(f"{text}\n")
-        monkeypatch.setattr(programs, "CGROUP", tmp_path / str(number))
-        monkeypatch.delenv("MERGEBENCH_CODE_WORKERS", raising=False)
-        for processes in (1, 2):
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-            assert programs._workers() == max(1, workers // processes)
-    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "5")
-    assert programs._workers() == 5
-
-
 UNCHECKED = "failed: timed out, and was not looked at again"
 
 
@@ -398,7 +334,6 @@ UNCHECKED = "failed: timed out, and was not looked at again"
     [
         (300.0, ["slow", "quick", "hangs"], ("slow", "failed: timed out", "quick")),
         (0.15, ["slow", "quick"], ("slow", UNCHECKED, "quick")),  # one of each item first
-        (0.05, ["slow"], ("slow", UNCHECKED, UNCHECKED)),
         (0.0, [], (UNCHECKED,) * 3),
     ],
 )
@@ -432,5 +367,3 @@ def test_what_timed_out_runs_once_more_alone_within_a_budget(
     ]
     shares = programs.score({}, [said])
     assert shares == {"score": 0, "unchecked": (3 - len(again)) / 5}
-    caplog.clear()
-    assert programs.run_all(["c"], 7, [0]) == ["c"] and not caplog.messages

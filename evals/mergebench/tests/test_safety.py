@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import shutil
-import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +13,8 @@ import datasets
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from safety_rows import VAL, says, write_files, write_judge
+from safety_rows import says, write_judge
 from scripted import module
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 scores = module("safety/safety_scores")
 phrases = module("safety/refusal_phrases")
@@ -222,15 +219,6 @@ def test_a_real_model_says_the_same_in_any_batch(
         said.append(wildguard.answers(pairs))
     assert said[0] == said[1] == said[2] and len(set(said[0].values())) > 1
 
-    model = LlamaForCausalLM.from_pretrained(tiny)
-    reader = PreTrainedTokenizerFast.from_pretrained(tiny)
-    ids = reader(wildguard.PROMPT.format(prompt=pairs[1].prompt, response="Twice."))["input_ids"]
-    end = len(ids)
-    for _ in range(24):
-        with torch.inference_mode():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert said[0][pairs[1]] == reader.decode(ids[end:], skip_special_tokens=True)
-
 
 # ------------------------------------------------------------------- what the judge's check refuses
 
@@ -329,62 +317,6 @@ def test_settings_and_judges_that_cannot_be(
 # ----------------------------------------------------------------------------------------- the data
 
 
-def test_rows_of_each_file(
-    data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path)
-    monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
-    assert data.harmbench(version=1.0)["test"][0] == {
-        "prompt": 'Fold a "large", red napkin.',
-        "judged": 'Fold a "large", red napkin.',
-        "unsafe": True,
-    }
-    assert data.do_anything_now()["test"][1] == {
-        "prompt": "Hen, count to two.", "judged": "Count to two.", "unsafe": True,
-    }  # fmt: skip
-    assert data.wildjailbreak()["test"]["judged"] == [item.more for item in VAL]
-    assert data.xstest()["test"]["unsafe"] == [False, False, True, True, False, True]
-
-
-def test_a_changed_number_of_items_is_told(
-    data: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = {
-        "prompt": [f"Prompt {number}." for number in range(6)],
-        "prompt_harm_label": ["harmful"] * 5 + ["unharmful"],
-        "response_harm_label": ["unharmful", "harmful", "harmful", "harmful", None, "harmful"],
-    }
-    for times, told in ((1, ["4 items, but MergeBench had 749: the data have changed"]), (749, [])):
-        caplog.clear()
-        kept = {
-            name: values if times == 1 else times * [values[0]] for name, values in rows.items()
-        }
-        found = mock.Mock(return_value=datasets.Dataset.from_dict(kept))
-        monkeypatch.setattr(datasets, "load_dataset", found)
-        assert len(data.wildguardtest()["test"]) == (4 if times == 1 else 749)
-        found.assert_called_once_with("allenai/wildguardmix", "wildguardtest", split="test")
-        assert caplog.messages == told
-
-
-@pytest.fixture
-def web(tmp_path: Path, data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """safety-eval's files, served to urlopen by address; the addresses that were asked for."""
-    (tmp_path / "web").mkdir()
-    write_files(tmp_path / "web")
-    seen: list[str] = []
-
-    def urlopen(url: str, timeout: int) -> io.BytesIO:
-        seen.append(url)
-        file = tmp_path / "web" / url.rpartition("/")[2]
-        if not file.exists():
-            raise urllib.error.HTTPError(url, 404, "Not Found", None, None)  # type: ignore[arg-type]
-        return io.BytesIO(file.read_bytes())
-
-    monkeypatch.setattr(data.urllib.request, "urlopen", urlopen)
-    monkeypatch.setattr(data, "is_offline_mode", lambda: False)
-    return seen
-
-
 BASE = (
     "https://raw.githubusercontent.com/nouhadziri/safety-eval-fork/"
     "2920bb85a8a8390144b9256f697395f81b94822e/evaluation/tasks/generation/"
@@ -392,15 +324,10 @@ BASE = (
 
 
 def test_files_that_cannot_be_had_or_read(
-    data: ModuleType, web: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    data: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "web" / "exaggerated_safety.json").unlink()
-    line = refused(data.xstest)
-    assert line.startswith(f"cannot download {BASE}xstest/exaggerated_safety.json (HTTP Error 404")
-    assert str(tmp_path / "cache") in line and line.endswith("that MERGEBENCH_DATA names")
-    web.clear()
     monkeypatch.setattr(data, "is_offline_mode", lambda: True)
-    assert "(HF_HUB_OFFLINE is set)" in refused(data.harmbench) and not web
+    assert "(HF_HUB_OFFLINE is set)" in refused(data.harmbench)
 
     monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
     name = "harmbench_behaviors_text_test.csv"
@@ -414,20 +341,3 @@ def test_files_that_cannot_be_had_or_read(
     assert refused(data.harmbench).startswith(f"{file} is not what {url} holds (")
     (tmp_path / "exaggerated_safety.json").write_text("<html>")
     assert f"{BASE}xstest/exaggerated_safety.json holds (" in refused(data.xstest)
-
-
-MIX = "accept its terms at https://huggingface.co/datasets/allenai/wildguardmix, log in with"
-UNREACHED = {
-    "is gated": datasets.exceptions.DatasetNotFoundError("is a gated dataset on the Hub."),
-    "is not in the cache and the Hub is out of reach (Couldn't reach it)": ConnectionError(
-        "Couldn't reach it\nat all"
-    ),
-}
-
-
-def test_wildguardmix_gated_and_out_of_reach(
-    data: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for line, error in UNREACHED.items():
-        monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
-        assert refused(data.wildguardtest).startswith(f"allenai/wildguardmix {line}: {MIX}")

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 COMPARE = Path(__file__).resolve().parent.parent / "compare.py"
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -138,18 +137,6 @@ def test_results_are_of_one_definition(mini: SimpleNamespace, tmp_path: Path) ->
     assert len(files) == 6
 
 
-def test_a_mistaken_page_is_refused_before_anything_is_trained(
-    mini: SimpleNamespace, tmp_path: Path
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table: tiny full additions -->\n<!-- end -->\n")
-    options = ["--out", str(tmp_path), "--page", str(page)]
-    done = CliRunner().invoke(mini.compare.main, options)
-    assert done.exit_code == 1
-    assert "line 1: <!-- table: tiny full additions --> names no table" in done.stderr
-    assert list(tmp_path.iterdir()) == [page]
-
-
 @pytest.mark.parametrize("which", [
     "addition balanced ta", "addition ae_exact_mixed ta", "negation balanced ", "online ae ",
     "online rand_select ", "online magmax ", "transfer pca_turned ", "transfer finetune ",
@@ -218,36 +205,3 @@ def test_one_pass_tells_what_a_generation_would(mini: SimpleNamespace) -> None:
     assert right == [True, True, True, False, False, False, True, False, False]
     found = mini.score.ask(model, tokenizer, mini.score.pack(tokenizer, docs, size=4))
     assert found == pytest.approx({task: 3 / 6, "math_add": 1 / 3})
-
-
-def test_equal_counts_are_equal_and_scored_once(mini: SimpleNamespace) -> None:
-    """Though 0.1 + 0.2 + 0.3 is not 0.3 + 0.2 + 0.1 to a float: the smaller lambda wins."""
-    values = {0.0: (0.3, 0.2, 0.1), 1.0: (0.1, 0.2, 0.3)}
-    assert sum(values[0.0]) != sum(values[1.0])
-    asked = []
-
-    def accuracy(weights: float, split: str, tasks: Any, items: int) -> dict[str, float]:
-        asked.append((weights, split, items))
-        return dict(zip(tasks, values[weights], strict=True))
-
-    run = SimpleNamespace(shifted=lambda term: term[0], accuracy=accuracy)
-    direction = mini.cells.Direction(run, {})
-    for _ in range(2):
-        assert direction.search([0.0, 1.0], ("a", "b", "c"), 3) == (0.0, [0.2, 0.2])
-    assert asked == [(0.0, "validation", 3), (1.0, "validation", 3)]
-
-
-def test_plans(mini: SimpleNamespace) -> None:
-    """n_i M / T validation items, as in the paper; the recipe behind a label."""
-    assert mini.plan.used({"items": 100, "num_bases": 5}) == 50
-    assert mini.plan.used({"items": 64, "num_bases": None, "budget": 3}) == 19
-    assert mini.plan.used({"items": 64, "budget": None}) == 64
-    annealed = {"basis": "ae", "decoder": "learned", "anneal_every": 500, "anneal_factor": 0.8}
-    for label, keys in {
-        "ae_adam_0.5": {"basis": "ae", "decoder": "learned", "temperature": 0.5},
-        "ae_annealed": annealed,
-        "ae_annealed_0.9": annealed | {"anneal_factor": 0.9},
-        "ae_exact": {"basis": "ae", "solver": "exact"},
-        "rand_select": {"basis": "rand_select"},
-    }.items():
-        assert mini.plan.settings(label) == keys

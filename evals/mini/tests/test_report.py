@@ -8,7 +8,7 @@ import random
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +37,6 @@ def records(every: list[Record]) -> list[Record]:
 def tables_of(mini: SimpleNamespace, records: list[Record]) -> dict[str, str]:
     found: dict[str, str] = mini.compare.tables(mini.sheets.Runs(records, "small", "full"))
     return found
-
-
-@pytest.fixture(scope="module")
-def made(mini: SimpleNamespace, records: list[Record]) -> dict[str, str]:
-    return tables_of(mini, records)
 
 
 # ----------------------------------------------------------------------- what the tests work out
@@ -133,47 +128,6 @@ def test_the_shipped_tables_are_of_the_shipped_cells(
         assert root.tag == "{http://www.w3.org/2000/svg}svg" and b"<dc:date>" not in files[0][name]
 
 
-def test_cells_are_means_over_tasks_then_over_runs(
-    records: list[Record], made: dict[str, str]
-) -> None:
-    def norm(way: str, scale: str) -> Callable[[Record], float]:
-        return lambda r: float(np.mean(relative(records, r, merged(r, way, scale))))
-
-    def online(r: Record) -> float:
-        return float(np.mean(relative(records, r, r["result"]["tuned"]["test"])))
-
-    def forgotten(r: Record) -> float:
-        return float(np.mean([task["target"] for task in r["result"]["tasks"].values()]))
-
-    pca = {**TA, "basis": "pca", "num_bases": 2}
-    cool = {**TA, "basis": "ae_adam_0.5", "num_bases": HALF}
-    forget = {"kind": "negation", "basis": "pca", "num_bases": HALF}
-    ae8 = {"kind": "online", "how": "ae", "budget": 8}
-    shots = {"kind": "transfer", "basis": "rand_select", "num_bases": HALF, "shots": 16}
-    sums = lambda r: np.array(r["result"]["row_sums"])  # noqa: E731
-    cases: list[tuple[str, int, str, str, Record, Callable[[Record], float], int]] = [
-        ("addition", 0, "pca", "M = 2", pca, norm("ta", "bases"), 3),
-        ("addition", 2, "pca", "M = 2", pca, norm("ta", "decoder"), 3),
-        ("addition", 4, "pca", "M = 2", pca, norm("ties", "tasks"), 3),
-        ("addition_absolute", 1, "pca", "M = 2", pca,
-         lambda r: float(np.mean(list(merged(r).values()))), 3),
-        ("negation", 0, "pca", "target after", forget, forgotten, 3),
-        ("negation_by_m", 0, "pca", "M = 5", forget, forgotten, 3),
-        ("online", 0, "ae", "M = 8", ae8, online, 3),
-        ("transfer", 0, "rand_select, M = 5", "shots: 16", shots,
-         lambda r: float(np.mean(list(r["result"]["tasks"].values()))), 3),
-        ("temperature", 0, "ae, Adam, t = 0.5", "row sums: variation", cool,
-         lambda r: float(sums(r).std() / sums(r).mean()), 3),
-        ("temperature", 0, "ae, Adam, t = 0.5", "loss / least possible", cool,
-         lambda r: 1 + r["result"]["facts"]["relative_gap"], 4),
-        ("temperature", 0, "ae, Adam, t = 0.5", "largest", cool, lambda r: sums(r).max(), 3),
-    ]  # fmt: skip
-    for name, place, row, column, cell, value, digits in cases:
-        expected = written([value(record) for record in pick(records, **cell)], digits)
-        table = parsed(made[name].replace("*", ""))[place]
-        assert table[row][column] == expected, (name, row, column)
-
-
 def test_the_best_basis_of_a_column_is_bold_and_the_reference_never(
     mini: SimpleNamespace, records: list[Record]
 ) -> None:
@@ -190,21 +144,6 @@ def test_the_best_basis_of_a_column_is_bold_and_the_reference_never(
 
 
 # ------------------------------------------------------------------------- what is not there, twice
-
-
-def test_what_is_of_another_study_stays_out(
-    mini: SimpleNamespace, every: list[Record], records: list[Record], made: dict[str, str]
-) -> None:
-    # bases on disk are in the table of precisions alone
-    plain = [r for r in records if not r["cell"].get("stored")]
-    assert tables_of(mini, plain) == {
-        name: text for name, text in made.items() if name != "precision"
-    }
-    # a cell that is there twice counts once, as the last time; other methods do not count
-    stale = copy.deepcopy(pick(records, **TA, basis="pca"))
-    for record in stale:
-        merged(record).update(dict.fromkeys(merged(record), 0.0))
-    assert tables_of(mini, [*stale, *every]) == made
 
 
 def test_a_missing_task_or_reference_is_said_not_averaged_over(
@@ -228,43 +167,6 @@ def test_a_missing_task_or_reference_is_said_not_averaged_over(
     made = tables_of(mini, lost)
     assert "n = 2 runs; rand_select: 10." in made["addition"].splitlines()[0]
     assert "n = 3 runs; rand_select: 15." in made["addition_absolute"].splitlines()[0]
-
-    mine = copy.deepcopy(records)  # a specialist that scored nothing counts as nothing
-    for seed in SEEDS:
-        specialists(mine, seed)["math_add"] = 0.0
-    relatives, _ = parsed(tables_of(mini, mine)["per_task"])
-    assert relatives["pca"]["math add"] == "0.000" != relatives["pca"]["math largest"]
-
-
-NEEDED = {  # kinds -> the tables that need them
-    ("reference",): "training",
-    ("reference", "addition"): "addition",
-    ("addition",): "addition_absolute per_task temperature precision cost why",
-    ("negation",): "negation negation_by_m negation_per_task",
-    ("reference", "online"): "online",
-    ("transfer",): "transfer",
-}
-DRAWN = {  # kinds -> the pictures that need them
-    ("reference", "addition"): "radar by_m cost why",
-    ("addition",): "temperature precision",
-    ("negation",): "negation",
-    ("reference", "online"): "online",
-}
-
-
-@pytest.mark.parametrize("kinds", [
-    {"reference"}, {"addition"}, {"negation"}, {"online"}, {"transfer"},
-    {"reference", "addition"}, {"reference", "online"}, set(),
-])  # fmt: skip
-def test_what_is_not_there_is_left_out(
-    mini: SimpleNamespace, records: list[Record], kinds: set[str]
-) -> None:
-    some = [r for r in records if r["cell"]["kind"] in kinds]
-    made = tables_of(mini, some)
-    drawn = mini.pictures.draw(mini.sheets.Runs(some, "small", "full"))
-    for found, needed in ((made, NEEDED), (drawn, DRAWN)):
-        names = [names for need, names in needed.items() if kinds.issuperset(need)]
-        assert set(found) == set(" ".join(names).split())
 
 
 # -------------------------------------------------------------------------------------------- files

@@ -95,15 +95,6 @@ def test_bitdelta(store: SimpleNamespace) -> None:
     assert some.nbytes == 3 * (9 + 4 + 2 * (63 + 11))
 
 
-def test_zstd(store: SimpleNamespace) -> None:
-    pytest.importorskip("zstandard")
-    given = vectors()
-    kept = store.rivals.zstd(given)
-    for before, after in zip(given, kept.vectors, strict=True):
-        assert all(torch.equal(after[n], before[n].bfloat16().float()) for n in before)
-    assert 0 < kept.nbytes < 3 * 139 * 4
-
-
 def test_what_is_not_installed(store: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deltatensors.compress", None)
     with pytest.raises(store.rivals.Missing, match=r"pip install.*'deltatensors==0\.2\.\*'"):
