@@ -1,65 +1,62 @@
-"""What the dtype of a store costs in precision and saves in bytes, on the shipped specialists.
+"""Costs of a store's dtype in precision, and its savings in bytes, on the shipped specialists.
 
-For every dtype a store is built, and three things are compared in float64 with the exact ones:
-relative errors (the largest over bases or tasks) of the
-bases, of their sum (what addition adds to the base), and of a reconstructed task vector (beyond
-what compression itself loses, relative to the task vector).
+A store is built in every dtype. Three things are compared in float64 with the exact ones, as the
+largest relative errors over bases or tasks: the bases, their sum (addition adds it to the base),
+and a reconstructed task vector (beyond the loss of compression, relative to the task vector).
 """
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
+import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 
 import tvb_mergekit as tvb
-from tvb_mergekit.plugin.document import read_document
-from tvb_mergekit.plugin.inputs import Options, read_inputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def flat(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
-    return torch.cat([tensors[name].double().reshape(-1) for name in names])
+def load(folder: str) -> dict[str, Tensor]:
+    return {n: t for file in Path(folder).glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 @click.command(epilog="Example: python evals/store/dtypes.py recipes/quickstart.yml")
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
 def main(recipe: str) -> None:
     """Build RECIPE in each store dtype and print a Markdown table of errors and bytes."""
-    inputs = read_inputs(read_document(recipe), Options())
-    names = [item.name for item in inputs.items]
-    states = [{n: w.tensor(n) for n in names} for w in (inputs.base, *inputs.sources)]
-    base, *models = [flat(state, names) for state in states]
-    tau = torch.stack([model - base for model in models], dim=1)
-    settings = inputs.settings.model_dump(exclude_defaults=True, exclude={"method"})
-    click.echo(
-        f"T = {len(models)}, {len(base):,} parameters, {inputs.model_bytes:,} bytes of models"
-    )
+    document = yaml.safe_load(Path(recipe).read_text())
+    listed = [entry["model"] for entry in document["models"]]
+    base, *models = [load(folder) for folder in (document["base_model"], *listed)]
+    names = sorted(base)
+
+    def flat(state: Any) -> Tensor:
+        return torch.cat([state[name].double().reshape(-1) for name in names])
+
+    tau = torch.stack([flat(model) - flat(base) for model in models], dim=1)
+    total = sum(t.nbytes for state in models for t in state.values())
+    click.echo(f"T = {len(models)}, {len(tau):,} parameters, {total:,} bytes of models")
     click.echo("| dtype | bytes of the store | bases | sum of the bases | reconstructed task |")
     click.echo("|---|---:|---:|---:|---:|")
+    tasks = {Path(folder).name: model for folder, model in zip(listed, models, strict=True)}
     for name, dtype in DTYPES.items():
         with tempfile.TemporaryDirectory() as folder:
-            tasks = dict(zip(inputs.tasks, states[1:], strict=True))
-            store = tvb.build(states[0], tasks, Path(folder) / "store", dtype=dtype, **settings)
-            size = sum(
-                entry["bytes"]
-                for file, entry in store.facts["store"]["files"].items()
-                if file.startswith("basis-0")
-            )
+            store = tvb.build(base, tasks, f"{folder}/store", dtype=dtype, **document["parameters"])
+            size = sum(f.stat().st_size for f in Path(folder).glob("store/basis-0*/*.safetensors"))
             assert store.encoder is not None
             exact = tau @ store.encoder
-            held = [{n: vector.tensor(n) for n in names} for vector in store.vectors]
-            found = torch.stack([flat(state, names) for state in held], dim=1)
-            off = (found - exact).norm(dim=0) / exact.norm(dim=0)
-            total = (found - exact).sum(1).norm() / exact.sum(1).norm()
-            lost = (found - exact) @ store.decoder
-            task = lost.norm(dim=0) / tau.norm(dim=0)
-            cells = [f"{float(value):.1e}" for value in (off.max(), total, task.max())]
-            click.echo(f"| {name} | {size:,} | {' | '.join(cells)} |")
+            held = [flat({n: vector.tensor(n) for n in names}) for vector in store.vectors]
+            off = torch.stack(held, dim=1) - exact
+            bases = (off.norm(dim=0) / exact.norm(dim=0)).max()
+            summed = off.sum(1).norm() / exact.sum(1).norm()
+            task = ((off @ store.decoder).norm(dim=0) / tau.norm(dim=0)).max()
+            found = " | ".join(f"{float(value):.1e}" for value in (bases, summed, task))
+            click.echo(f"| {name} | {size:,} | {found} |")
 
 
 if __name__ == "__main__":

@@ -88,10 +88,6 @@ def _number(name: str, default: float) -> float:
     return value
 
 
-def _seconds(default: float) -> float:
-    return _number("MERGEBENCH_CODE_SECONDS", default)
-
-
 def _memory_gib() -> float:
     return _number("MERGEBENCH_CODE_MEMORY_GIB", 4)
 
@@ -184,19 +180,26 @@ def _kill(sandbox: "subprocess.Popen[bytes]") -> None:
 
 
 def run_all(programs: Sequence[str], seconds: float, items: Sequence[int]) -> list[str]:
-    """The verdicts, in order, of programs that run in parallel. Those that were too slow run once
-    more, alone: a busy machine is no fault of theirs. None starts so later than SECOND_LOOK_SECONDS
-    after the first, so that all end by the limit of one program after that; the rest is UNCHECKED.
-    One program of each item (`items`: of which each program is) comes first, then the second of
-    each, so that the time is shared by all items."""
-    seconds = _seconds(seconds)
+    """The verdicts, in order, of programs that run in parallel.
+
+    Programs that time out run a second time, alone, since a busy machine may be the cause. None
+    starts later than SECOND_LOOK_SECONDS after the first; the others are UNCHECKED. One program of
+    each item runs first, then a second of each. `items` holds the item of each program.
+    """
+    seconds = _number("MERGEBENCH_CODE_SECONDS", seconds)
     with ThreadPoolExecutor(_workers()) as pool:
         found = pool.map(lambda program: run(program, seconds), programs)
         try:
             verdicts = list(tqdm(found, total=len(programs), desc="Running programs"))
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, do not run the others first
-    slow = _in_rounds([n for n, verdict in enumerate(verdicts) if verdict == TIMED_OUT], items)
+    seen: Counter[int] = Counter()
+    rounds = []
+    for number, verdict in enumerate(verdicts):
+        if verdict == TIMED_OUT:
+            rounds.append((seen[items[number]], number))
+            seen[items[number]] += 1
+    slow = [number for _, number in sorted(rounds)]
     end = time.monotonic() + SECOND_LOOK_SECONDS
     for number in tqdm(slow, desc="Running the slow ones alone", disable=not slow):
         late = time.monotonic() >= end
@@ -208,16 +211,6 @@ def run_all(programs: Sequence[str], seconds: float, items: Sequence[int]) -> li
                     len(programs), seconds, len(slow) - unchecked,
                     len(slow) - unchecked - verdicts.count(TIMED_OUT), unchecked)  # fmt: skip
     return verdicts
-
-
-def _in_rounds(numbers: Sequence[int], items: Sequence[int]) -> list[int]:
-    """One number of each item, then a second of each, and so on."""
-    seen: Counter[int] = Counter()
-    rounds = []
-    for number in numbers:
-        rounds.append((seen[items[number]], number))
-        seen[items[number]] += 1
-    return [number for _, number in sorted(rounds)]
 
 
 # ---------------------------------------------------------------------------------- what YAML names
@@ -324,26 +317,25 @@ else:
 
 @cache
 def _probe(bare: bool) -> None:
+    def verdict(program: str) -> str:
+        try:
+            return run(program, 10)
+        except OSError as error:
+            return str(error)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         tried = probes(server.getsockname()[1])
         if bare:
             tried = {STARTS: tried[STARTS]}
         with ThreadPoolExecutor(_workers()) as pool:
-            found = list(pool.map(_verdict, tried.values()))
-    for name, verdict in zip(tried, found, strict=True):
-        if verdict != PASSED and bare:
-            raise SystemExit(f"a program cannot {name} ({verdict}): is MERGEBENCH_CODE_MEMORY_GIB="
+            found = list(pool.map(verdict, tried.values()))
+    for name, said in zip(tried, found, strict=True):
+        if said != PASSED and bare:
+            raise SystemExit(f"a program cannot {name} ({said}): is MERGEBENCH_CODE_MEMORY_GIB="
                              f"{_memory_gib():g} enough, and numpy there?")  # fmt: skip
-        if verdict != PASSED:
+        if said != PASSED:
             what = "cannot" if name == STARTS else "can"
-            raise SystemExit(f"in the sandbox, a program {what} {name} ({verdict}). {ADVICE}")
-
-
-def _verdict(program: str) -> str:
-    try:
-        return run(program, 10)
-    except OSError as error:
-        return str(error)
+            raise SystemExit(f"in the sandbox, a program {what} {name} ({said}). {ADVICE}")
 
 
 def check(docs: Any) -> Any:
@@ -352,6 +344,6 @@ def check(docs: Any) -> Any:
     if sys.platform != "linux":
         raise SystemExit(f"MergeBench's code tasks need Linux, this is {sys.platform}: run them "
                            "in a virtual machine or leave mergebench_coding out")  # fmt: skip
-    _workers(), _memory_gib(), _seconds(MBPP_SECONDS)  # refuses now what running would only later
+    _workers(), _memory_gib(), _number("MERGEBENCH_CODE_SECONDS", 1)  # refuses a wrong number early
     _probe(_bare())
     return docs

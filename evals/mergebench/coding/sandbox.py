@@ -19,13 +19,11 @@ program starts in the working folder of this script, and what it started is kill
 far as can be done in five seconds. Nothing else of the above holds: a program that means harm can
 kill or stop this script, and leave processes behind.
 
-What is not covered: bugs of the kernel, and sockets that no namespace holds, such as AF_VSOCK to
-the host of a virtual machine (no system call is filtered); memory in sum: the limit is for each of
-up to 32 processes, one of which the kernel kills first where the machine's memory runs out. A
-program that looks for it can pass without passing its tests: tests and answer share one
-interpreter, so that frames can be inspected, the tests be skipped with a trace function, or values
-compare equal to everything. Prints, exits and signals do not pass: "passed" needs a secret, written
-after the last line on a pipe that only this process reads.
+Not covered: bugs of the kernel; sockets outside of namespaces, such as AF_VSOCK to the host of a
+virtual machine; memory in sum (the limit is for each of up to 32 processes). A program that looks
+for it can pass without passing its tests: tests and answer share one interpreter. Prints, exits and
+signals do not pass: "passed" needs a secret, written after the last line on a pipe that only this
+process reads.
 """
 
 from __future__ import annotations
@@ -232,15 +230,11 @@ def run(
     said = b""
     with contextlib.suppress(BlockingIOError):
         said = os.read(heard, REASON_BYTES)
-    if not ended:
-        return False, "timed out"
-    if said == secret:
+    if ended and said == secret:
         return True, ""
-    if said:
-        return False, said.decode(errors="replace")
-    if os.WIFSIGNALED(status):
-        return False, f"killed by signal {os.WTERMSIG(status)}"
-    return False, "ended before its last line"
+    killed = f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
+    reason = said.decode(errors="replace") or killed or "ended before its last line"
+    return False, reason if ended else "timed out"
 
 
 # -------------------------------------------------------------------------------------- the inside
@@ -263,13 +257,9 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
     os.dup2(told, 3)
     os.closerange(4, 256)
 
-    limits = {
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: cpu_seconds,
-        resource.RLIMIT_FSIZE: 16 * MIB,
-        resource.RLIMIT_NOFILE: 256,
-        resource.RLIMIT_CORE: 0,
-    }
+    limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: cpu_seconds}
+    limits |= {resource.RLIMIT_FSIZE: 16 * MIB, resource.RLIMIT_NOFILE: 256}
+    limits[resource.RLIMIT_CORE] = 0
     if user is not None:  # else the other processes of whoever runs this would count too
         limits[resource.RLIMIT_NPROC] = PROCESSES
     for which, value in limits.items():
@@ -317,10 +307,10 @@ def _execute(program: str, secret: bytes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--memory-gib", type=float, required=True)
-    parser.add_argument("--show", action="append", default=[])
-    parser.add_argument("--site", action="append", default=[])
+    for name in ("--seconds", "--memory-gib"):
+        parser.add_argument(name, type=float, required=True)
+    for name in ("--show", "--site"):
+        parser.add_argument(name, action="append", default=[])
     parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
     program = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")

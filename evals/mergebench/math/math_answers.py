@@ -22,15 +22,8 @@ from typing import Any
 
 import datasets
 
-SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
-    "precalculus",
-)
+SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory"
+SUBJECTS += " prealgebra precalculus"
 LONGEST = 500  # characters; what is longer is compared as text alone
 SECONDS = 10.0  # of the processor for one comparison; one that takes longer counts as not equal
 ALL_SECONDS, ALL_SHARE = 300.0, 0.1  # for all comparisons: once, and more for each asked
@@ -76,7 +69,7 @@ def load(**_: object) -> datasets.DatasetDict:
     """All 5000 test problems: `problem`, `level`, `type`, `solution`, `config` and `answer`."""
     _comparer.running()  # an error now, not after hours of generation
     parts = []
-    for subject in SUBJECTS:
+    for subject in SUBJECTS.split():
         part = datasets.load_dataset("EleutherAI/hendrycks_math", subject, split="test")
         part = part.add_column("config", [subject] * len(part))
         parts.append(part.add_column("answer", [boxed(text) or "" for text in part["solution"]]))
@@ -228,12 +221,9 @@ class _Comparer:
         if self.process is None or self.process.poll() is not None:
             program = [sys.executable, str(Path(__file__).with_name("math_compare.py"))]
             self.process = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-            )
+                program, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, encoding="utf-8",
+            )  # fmt: skip
             assert self.process.stdout is not None
             if self.process.stdout.readline() != "ready\n":
                 raise SystemExit(

@@ -30,13 +30,8 @@ FILES = (
     "/evaluation/tasks/generation/"
 )
 WILDGUARDMIX = "allenai/wildguardmix"
-FEATURES = datasets.Features(
-    {
-        "prompt": datasets.Value("string"),
-        "judged": datasets.Value("string"),
-        "unsafe": datasets.Value("bool"),
-    }
-)
+TYPES = {"prompt": "string", "judged": "string", "unsafe": "bool"}
+FEATURES = datasets.Features({name: datasets.Value(kind) for name, kind in TYPES.items()})
 Row = Mapping[str, Any]
 
 log = logging.getLogger(__name__)
@@ -44,20 +39,17 @@ log = logging.getLogger(__name__)
 
 def wildguardtest(**_: object) -> datasets.DatasetDict:
     """The harmful prompts of WildGuardTest that have both labels of harm."""
+    terms = f"accept its terms at https://huggingface.co/datasets/{WILDGUARDMIX}, log in with"
     try:
         rows = datasets.load_dataset(WILDGUARDMIX, "wildguardtest", split="test")
     except datasets.exceptions.DatasetNotFoundError as error:
         raise SystemExit(
-            f"{WILDGUARDMIX} is gated: accept its terms at"
-            f" https://huggingface.co/datasets/{WILDGUARDMIX}, log in with `hf auth login` and run"
-            " again"
+            f"{WILDGUARDMIX} is gated: {terms} `hf auth login` and run again"
         ) from error
     except (ConnectionError, FileNotFoundError) as error:
         raise SystemExit(
             f"{WILDGUARDMIX} is not in the cache and the Hub is out of reach"
-            f" ({_first_line(error)}): accept its terms at"
-            f" https://huggingface.co/datasets/{WILDGUARDMIX}, log in with `hf auth login` and run"
-            " once online"
+            f" ({_first_line(error)}): {terms} `hf auth login` and run once online"
         ) from error
     kept = (row for row in rows if row["response_harm_label"] is not None)
     return _items(
