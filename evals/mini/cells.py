@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +191,16 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     for task in TASKS:
         others = [other for other in TASKS if other != task]
         error = None
+        states: dict[float, Callable[[], Weights]]
         if vector_of is None:
-            path = list(_ascent(run, shipped, task))
-            states: Mapping[float, Weights] = dict(enumerate(path))
+            path = enumerate(_ascent(run, shipped, task))
+            states = {step: partial(dict, weights) for step, weights in path}
         else:
             vector, true = vector_of(task), run.task_vector(task)
             error = norm(difference(vector, true)) / norm(true)
-            states = _Line(shipped, vector)
-        alpha = _most_forgotten(run, states, task, others, cell["items"])
-        after = run.accuracy(states[alpha], "test", TASKS, cell["tested"])
+            states = {alpha: partial(_without, shipped, vector, alpha) for alpha in GRID}
+        alpha = _most_forgotten(run, states, task, cell["items"])
+        after = run.accuracy(states[alpha](), "test", TASKS, cell["tested"])
         tasks[task] = {
             "alpha": alpha,
             "target": after[task],
@@ -209,32 +211,21 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     return {"lambda": cell["lambda"], "start": start, "tasks": tasks}
 
 
-class _Line(Mapping[float, Weights]):
-    """alpha -> start - alpha * vector, for each alpha of the grid; made when it is asked for."""
-
-    def __init__(self, start: Weights, vector: Weights) -> None:
-        self.start, self.vector = start, vector
-
-    def __getitem__(self, alpha: float) -> Weights:
-        return {name: tensor - alpha * self.vector[name] for name, tensor in self.start.items()}
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(GRID)
-
-    def __len__(self) -> int:
-        return len(GRID)
+def _without(start: Weights, vector: Weights, alpha: float) -> Weights:
+    return {name: tensor - alpha * vector[name] for name, tensor in start.items()}
 
 
 def _most_forgotten(
-    run: Run, states: Mapping[float, Weights], task: str, others: Sequence[str], items: int
+    run: Run, states: Mapping[float, Callable[[], Weights]], task: str, items: int
 ) -> float:
-    """Of the alphas that keep 95 % of the control score, the one with the least target score."""
+    """The alpha with the least target score among those that keep 95 % of the control score."""
+    others = [other for other in TASKS if other != task]
 
     def target(alpha: float) -> float:
-        return run.accuracy(states[alpha], "validation", [task], items)[task]
+        return run.accuracy(states[alpha](), "validation", [task], items)[task]
 
     def control(alpha: float) -> float:
-        return mean_score(run.accuracy(states[alpha], "validation", others, items), others)
+        return mean_score(run.accuracy(states[alpha](), "validation", others, items), others)
 
     return search.most_forgotten(list(states), target, control, KEPT)
 

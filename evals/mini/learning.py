@@ -76,19 +76,17 @@ WAYS = {
 MAIN = ("ta", "fisher", "normalized", "regmean", "localize", "dataless", "adamerging", "atlas")
 LEARNED = tuple(how for how in MAIN if how not in ("ta", "normalized", "dataless"))
 BY_MIXTURES = ("fisher", "regmean", "localize")
-# The same over a half of T, with all of the data; and with another mixture of it.
-for _how in ("ta", *LEARNED):
-    WAYS[f"{_how}_all"] = replace(
-        WAYS[_how], options={"subsample": False}, bases=CONVEX[:1], counts=(HALF,), whole=False
-    )
-for _how in BY_MIXTURES:
-    _bases = CONVEX if _how == "localize" else CONVEX[:1]
-    WAYS[f"{_how}_equal"] = replace(
-        WAYS[_how], options={"mixture": "equal"}, bases=_bases, counts=(HALF,), whole=False
-    )
-WAYS["localize_positive"] = replace(
-    WAYS["localize"], options={"mixture": "positive"}, bases=("pca",), counts=(HALF,), whole=False
-)
+
+
+def _half(how: str, bases: tuple[str, ...] = CONVEX[:1], **options: Any) -> Way:
+    return replace(WAYS[how], options=options, bases=bases, counts=(HALF,), whole=False)
+
+
+# Over T/2 bases alone: with all of the data, and with other mixtures of it.
+WAYS |= {f"{how}_all": _half(how, subsample=False) for how in ("ta", *LEARNED)}
+WAYS |= {f"{how}_equal": _half(how, mixture="equal") for how in BY_MIXTURES[:2]}
+WAYS["localize_equal"] = _half("localize", CONVEX, mixture="equal")
+WAYS["localize_positive"] = _half("localize", ("pca",), mixture="positive")
 
 
 # ------------------------------------------------------------------------------------------- cells
