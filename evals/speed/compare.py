@@ -94,10 +94,6 @@ def shared(megabytes: int, rounds: int) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-warm_up_option = click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True,
-                              help="Rounds before the others, not counted.")  # fmt: skip
-
-
 def prepared(work: Path) -> Path:
     """The folder of --work, made, and never to be committed."""
     work = work.resolve()
@@ -176,29 +172,6 @@ class Bench:
             shutil.rmtree(out, ignore_errors=True)
         return row
 
-    def build(self, about: Row, parameters: Row, dtype: str, memory: str, state: str | None) -> Row:
-        """`tvb build` of the inputs, which leaves the store in the run's folder."""
-        recipe = self.run_folder / "recipe.yml"
-        recipe.write_text(Merge("basis_ta", parameters, {}).recipe(self.base, self.tasks, dtype))
-        command = [script("tvb"), "build", str(recipe), str(self.store)]
-        command += ["--dtype", dtype, "--memory", memory, "--quiet"]
-        return self.built({**about, "method": "tvb build"}, command, "tvb", state)
-
-    @property
-    def store(self) -> Path:
-        return self.run_folder / "store"
-
-    def built(self, about: Row, command: Sequence[str], kind: str, state: str | None) -> Row:
-        """What a command that leaves the store has cost; `kind` names its start-up."""
-        shutil.rmtree(self.store, ignore_errors=True)
-        row = {**about, "what": "merge", "ours": True}
-        row |= self.measured(command, self.environment(True), state)
-        facts = json.loads((self.store / "basis.json").read_text())
-        row["net_s"] = row["wall_s"] - self.start_up[kind]
-        row["output_mb"] = size_of(self.store.glob("basis-*/*.safetensors"))
-        row |= {"phases": facts["seconds"], "num_parameters": facts["num_parameters"]}
-        return row
-
     def pair(self, about: Row, name: str, state: str) -> None:
         pair = [self.merge({**about, "pair": name}, merge, state) for merge in PAIRS[name]]
         a, b = pair
@@ -248,30 +221,23 @@ def save(path: Path, text: str) -> None:
 
 
 def benchmark(
-    name: str, settings: Row, work: Path, keep: bool, each: Callable[[Bench, Row], None],
-    about_to_start: dict[str, list[str]] | None = None,
-) -> None:  # fmt: skip
-    """Run `each` once a round, and rewrite NAME.json and NAME.md in `work` after each round.
-
-    Args:
-        about_to_start: commands that import only, for the net times.
-    """
+    name: str, settings: Row, work: Path, keep: bool, each: Callable[[Bench, Row], None]
+) -> None:
+    """Run `each` once a round, and rewrite NAME.json and NAME.md in `work` after each round."""
     if sys.platform != "linux":
         raise click.ClickException("this needs Linux: /proc, posix_fadvise and mincore")
     facts = machine()
     if (load := facts["load_before"]) > 0.3:
         tell(f"warning: other work is running (load {load:.1f}); times will mislead")
     work, tasks, megabytes = prepared(work), settings["tasks"], settings["megabytes"]
-    seed, dtype = settings.get("seed", 0), settings.get("dtype", "bfloat16")
-    inputs = work / models.folder_name(tasks, megabytes, seed, dtype)
+    inputs = work / models.folder_name(tasks, megabytes, settings["seed"])
     found = models.whole(inputs)
     if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:
         raise click.ClickException(f"{work} has no room for {tasks + 3} x {megabytes} MB")
     try:
-        models.ensure(work, tasks, megabytes, seed, dtype)
+        models.ensure(work, tasks, megabytes, settings["seed"])
         with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
             bench = Bench(inputs, Path(run), tasks, settings["threads"])
-            bench.about_to_start = about_to_start or bench.about_to_start
             settings["input_bytes"] = bench.input_bytes
             if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:
                 tell("warning: the models fill half of the memory; they may not stay cached")
@@ -301,7 +267,8 @@ def benchmark(
 @click.option("--cache", type=click.Choice(["both", "warm", "cold"]), default="both",
               show_default=True, help="State of the inputs in the page cache.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
-@warm_up_option
+@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True,
+              help="Rounds before the others, not counted.")  # fmt: skip
 @shared(megabytes=500, rounds=5)
 def main(only: tuple[str, ...], cache: str, work: Path, keep: bool, **settings: Any) -> None:
     """Time whole mergekit-yaml commands, ours and mergekit's own in turn, and print the ratios."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
 SPEED = Path(__file__).resolve().parent.parent
@@ -76,35 +75,6 @@ def test_what_a_child_costs(tmp_path: Path) -> None:
         measure.run(command, {}, tmp_path / "log")
 
 
-def test_the_procedure_and_build_give_one_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    procedure = module("authors_procedure")
-    monkeypatch.setattr(procedure, "STEPS", 300)
-    monkeypatch.setattr(procedure, "ROWS", 1000)  # several chunks
-    module("models").generate(tmp_path / "in", 4, 1, 0, "float32")
-    base, *models = [tmp_path / "in" / name for name in ("base", *(f"task-{i}" for i in range(4)))]
-    recipe = {
-        "merge_method": "basis_ta",
-        "base_model": str(base),
-        "models": [{"model": str(model)} for model in models],
-        "parameters": {"num_bases": 2, "steps": 300},
-        "dtype": "float32",
-    }
-    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
-    tvb = [sys.executable, "-m", "tvb_mergekit", "build", "recipe.yml", "store", "--quiet"]
-    subprocess.run(tvb, cwd=tmp_path, check=True)
-    distance = procedure.distance
-    for form in ("dicts", "matrix"):
-        procedure.main(form, 2, tmp_path / form, base, models)
-        told = json.loads(capsys.readouterr().out)
-        assert list(told) == ["load", "gram", "encode", "combine", "save"]
-        plain = [tmp_path / form / f"basis-{index}.safetensors" for index in range(2)]
-        for index in range(2):
-            assert distance(tmp_path / "store" / f"basis-{index:03d}", plain[index]) < 1e-4
-        assert distance(tmp_path / "store" / "basis-000", plain[1]) > 1e-2
-
-
 # ------------------------------------------------------------------------------- whole comparisons
 
 
@@ -134,22 +104,6 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert "| addition | cold | `basis_ta` |" in shown
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".gitignore", "models-2x2MB-seed0-v1", "results.json", "results.md"}
-
-
-@pytest.mark.slow
-def test_a_small_comparison_with_the_procedure(tmp_path: Path) -> None:
-    words = "--tasks 3 --bases 2 --megabytes 2 --rounds 1 --warm-up 0 --memory 250MB --only ae"
-    more = ["--only", "library, ae", "--threads", 1, "--work", tmp_path]
-    shown = run("authors.py", *words.split(), *more)
-    result = json.loads((tmp_path / "authors.json").read_text())
-    ours, theirs = [run for run in result["runs"] if run["what"] == "merge"][:2]
-    assert ours["distance"] < 1e-3 and ours["output_mb"] == pytest.approx(4, rel=0.1)
-    assert theirs["output_mb"] == pytest.approx(ours["output_mb"], rel=0.01)
-    assert {"gram", "encode", "write"} <= ours["phases"].keys()
-    assert {"tvb", "library", "mergekit"} == result["start_up_s"].keys()
-    assert "| ae, 250MB | warm | `procedure, dicts` |" in shown
-    assert "| library, ae | warm | `tvb_mergekit.build` |" in shown
-    assert not list(tmp_path.glob("models-*")) and not list(tmp_path.glob("run-*"))
 
 
 def test_models_of_two_versions(tmp_path: Path) -> None:
