@@ -1,8 +1,7 @@
 """The cells of the comparison: references, addition, negation and tasks that arrive one by one.
 
-Bases are built, grown and merged by the library, as a user would (`tvb_mergekit.build`, `add`,
-`merge`). A coefficient only multiplies what a merge adds to the base, so one merge with
-coefficient 1 gives the direction, and the search runs along it.
+Bases are built, grown and merged by the library, as a user would. A coefficient only multiplies
+what a merge adds to the base. So one merge with coefficient 1 gives the direction of the search.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def mean_score(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
 
 
 class Direction:
-    """theta_0 + lambda * vector, for any lambda; what was once scored is not scored again."""
+    """theta_0 + lambda * vector, for any lambda; a score is computed once."""
 
     def __init__(self, run: Run, vector: Mapping[str, Tensor]) -> None:
         self.run, self.vector = run, vector
@@ -118,10 +117,8 @@ FACTS = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_e
 
 
 def _mixture(count: int, seed: int) -> Tensor:
-    """Q 1 of a random Q whose columns are convex: B Q spans what B does, and its loss is the same.
-
-    What addition sees of it are the row sums W_e Q 1.
-    """
+    """Q 1 of a random Q with convex columns: B Q has the span and the loss of B, but addition sees
+    other row sums, W_e Q 1."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(count, count, generator=generator, dtype=torch.float64)
     columns = uniform.log().neg() ** 3  # so that a column is nearly one basis, now and then
@@ -134,9 +131,9 @@ def merged(
 ) -> dict[str, Any]:
     """One merge, or a mixture of the bases, its coefficient searched on three scales.
 
-    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is no merge of the paper's: it
-    adds up the reconstructed task vectors, sum_i tau_hat_i = B (W_d 1), so that the encoder's row
-    sums do not matter; PCA has its mean in it.
+    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is not in the paper: it adds up
+    the reconstructed task vectors, B (W_d 1), so the encoder's row sums do not matter; PCA has its
+    mean in it.
     """
     start = time.perf_counter()
     if mixture is not None:
@@ -179,11 +176,11 @@ def _negation(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> dict[str, Any]:
-    """Each task forgotten out of the sum of all, by gradient ascent or a vector to subtract.
+    """Forget each task, by gradient ascent or a vector to subtract.
 
     The paper forgets from the pretrained model, and asks a control task to keep 95 %. This base
-    answers wrong to begin with, so what is to forget is taken out of a shipped model: the base and
-    all task vectors. Control are the other tasks.
+    answers wrong to begin with, so a task is forgotten from the base and all task vectors. The
+    other tasks are the control.
     """
     shipped = run.shifted(*((cell["lambda"], run.task_vector(task)) for task in TASKS))
     start = run.accuracy(shipped, "test", TASKS, cell["tested"])
@@ -271,7 +268,7 @@ def order_of(cell: Cell) -> list[str]:
 
 
 def _online(run: Run, cell: Cell) -> dict[str, Any]:
-    """Tasks arrive one by one; at the end, and as they come, what is held is added up."""
+    """Tasks arrive one by one; the held vectors are added up at the end, and along the way."""
     order = order_of(cell)
     tested, curve = cell["tested"], []
     for seen, (vector, count) in enumerate(BUFFERS[cell["how"]](run, cell, order), 1):
@@ -326,7 +323,7 @@ def _random_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple
 
 
 def _continual(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
-    """One running sum: addition over all tasks, from which nothing can be taken out again."""
+    """One running sum of all tasks; no task can be removed from it."""
     for seen in range(1, T + 1):
         yield total(run, order[:seen]), seen
 
@@ -348,13 +345,8 @@ def total(run: Run, tasks: Iterable[str]) -> Weights:
     return difference(run.shifted(*((1.0, run.task_vector(task)) for task in tasks)), run.base)
 
 
-BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, int]]]] = {
-    "ae": _bases_buffer,
-    "balanced": _bases_buffer,
-    "rand_select": _random_buffer,
-    "continual_ta": _continual,
-    "magmax": magmax,
-}
-
+BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, int]]]]
+BUFFERS = {"ae": _bases_buffer, "balanced": _bases_buffer, "rand_select": _random_buffer}
+BUFFERS |= {"continual_ta": _continual, "magmax": magmax}
 
 KINDS = {"reference": _reference, "addition": _addition, "negation": _negation, "online": _online}

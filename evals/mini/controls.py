@@ -81,8 +81,8 @@ def _statistics(run: Run, out: Path, task: str) -> Weights:
 
 
 def weighted_mean(vectors: Sequence[Weights], weights: Sequence[Weights]) -> tuple[Weights, float]:
-    """sum w_i tau_i / sum w_i in each entry, the mean where all w_i are 0; and how many models
-    count in an entry, (sum w)^2 / sum w^2, on average over those where some w_i is not."""
+    """sum w_i tau_i / sum w_i in each entry, the mean if all w_i are 0. And (sum w)^2 / sum w^2,
+    the number of models that count, on average over the entries with a weight."""
     found, counted, entries = {}, 0.0, 0
     for title in vectors[0]:
         w = torch.stack([each[title] for each in weights]).double()
@@ -138,12 +138,13 @@ def measure_masks(run: Run, cell: Cell) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Descends:
-    """Where coefficients of a layer start, and along what they fall.
+    """The start of coefficients, and the objective along which they fall.
 
     Attributes:
-        start: None: at task arithmetic's best lambda.
-        prompts: of the next token behind the prompt alone, else of all tokens of the right answer.
-        labels: along the loss on the right answer, in the place of the entropy.
+
+        start: None: task arithmetic's best lambda.
+        prompts: use the token after the prompt; else all tokens of the right answer.
+        labels: use the loss on the right answer instead of the entropy.
     """
 
     title: str
@@ -161,7 +162,7 @@ PATHS = {
 
 
 def measure_path(run: Run, cell: Cell) -> dict[str, Any]:
-    """Entropies, loss and accuracy on test items after each epoch, none of which ends it."""
+    """Entropies, loss and accuracy on test items after each epoch, without early stopping."""
     path, seen = PATHS[cell["how"]], list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         files = Data(run, Path(folder), cell["shots"], path.prompts)
@@ -187,7 +188,7 @@ def measure_path(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 class Look:
-    """What a model does on the first test items of each task."""
+    """The behaviour of a model on the first test items of each task."""
 
     def __init__(self, run: Run, folder: Path, tested: int) -> None:
         docs = [doc for task in run.tasks for doc in run.items(task, "test")[:tested]]
@@ -224,7 +225,7 @@ class Look:
 
 
 def control_cells(plan: Plan, shots: int) -> list[Cell]:
-    """Why some stay below addition, over all task vectors."""
+    """Controls over all task vectors."""
     whole = {"basis": "none", "num_bases": T, "seed": 0, "shots": shots, "tested": plan.tested}
     few = whole | {"tested": max(1, plan.tested // 4)}  # after each epoch
     found: list[Cell] = [{"kind": "learned_fisher", "how": how} | whole | {"lambdas": [*LAMBDAS]}

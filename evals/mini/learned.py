@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""What do merges that learn from data lose over bases, and what do they cost?
+r"""Costs of merges that learn from data, and their losses over bases.
 
-    python evals/mini/learned.py --preset small --seeds 0,1,2 --out mini-runs \\
+    python evals/mini/learned.py --preset small --seeds 0,1,2 --out mini-runs \
         --report evals/mini/results --page evals/mini/RESULTS.md
 
-The five methods of `tvb learn` over all task vectors and over M bases, beside task arithmetic with
+The five methods of `tvb learn` over all task vectors and over M bases, next to task arithmetic with
 lambda tuned on the same examples; and controls that explain each method below addition. Cells are
 computed in this process; missing models are trained.
 """

@@ -1,6 +1,6 @@
 """Merges that learn from data, over all task vectors and over bases: their cells.
 
-A task has `shots` validation items, of which M bases get M/T as `tvb learn` draws them. Nothing is
+A task has `shots` validation items. M bases get M/T of them, as `tvb learn` draws them. Nothing is
 chosen on test items.
 """
 
@@ -93,7 +93,7 @@ WAYS["localize_positive"] = _half("localize", ("pca",), mixture="positive")
 
 
 def method_cells(plan: Plan, shots: int, seed: int) -> list[Cell]:
-    """`seed`: of the training, and of what rand_select selects."""
+    """All cells of a training seed, which is also the seed of rand_select."""
     found = []
     for how, way in WAYS.items():
         every = [("none", T)] * way.whole
@@ -114,7 +114,7 @@ def _cell(plan: Plan, shots: int, how: str, label: str, count: int, seed: int = 
 
 
 def defaults(method: str) -> dict[str, Any]:
-    """What a cell depends on, as it is set elsewhere."""
+    """Settings of a method that are defined elsewhere, and that a cell depends on."""
     schedule = descents.SCHEDULES.get(method)
     told: dict[str, Any] = {"method": method}
     if schedule is not None:
@@ -142,7 +142,7 @@ class Data:
         self.files: list[DataFile] = read_data(self.given, run.tasks, prompts)
 
     def drawn(self, share: float) -> list[data.Doc]:
-        """The items that a share of the data is."""
+        """The items in a share of the data."""
         return [self.docs[f.task][k] for f in self.files for k in f.drawn(share, seed=0)]
 
 
@@ -163,7 +163,7 @@ def asked(run: Run, weights: Mapping[str, torch.Tensor], questions: score.Questi
 def tuned(
     run: Run, vector: Weights, docs: Sequence[data.Doc], grid: Sequence[float] = LAMBDAS
 ) -> tuple[float, list[float]]:
-    """The best factor of what is added to the base on some items; the scores of all factors."""
+    """The best factor of a vector on some items; the scores of all factors."""
     questions = score.pack(run.tokenizer, docs, run.device)
     return search.grid(grid, lambda by: asked(run, run.shifted((by, vector)), questions))
 
@@ -185,7 +185,7 @@ def recipe(run: Run, cell: Cell, by: float) -> dict[str, Any]:
 def learned(
     run: Run, cell: Cell, out: Path, given: Sequence[str], by: float = UNTUNED, **options: Any
 ) -> tuple[Weights, dict[str, Any]]:
-    """The merged model, and what its learned.json says."""
+    """The merged model, and its learned.json."""
     written = recipe(run, cell, by)
     learn(
         Request(document=from_mapping(written), text=yaml.safe_dump(written), out=str(out),
@@ -220,7 +220,7 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def best_of(run: Run, cell: Cell, docs: Sequence[data.Doc]) -> tuple[float, Weights]:
-    """The best lambda of task arithmetic over the cell's bases, and what it multiplies."""
+    """The best lambda of task arithmetic over the cell's bases, and its vector."""
     about = {"basis": cell["basis"], "num_bases": cell["num_bases"], "seed": cell["seed"]}
     moved = tvb_mergekit.merge(cells.built(run, about), run.base, "basis_ta", lambda_=1.0,
                                lambda_scale="tasks", dtype=torch.float32)  # fmt: skip

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Do merges of matrices as such do better than sums? Measured on the small benchmark.
+r"""Merges of matrices against sums, on the small benchmark.
 
-    python evals/mini/matrices.py --preset small --seeds 0,1,2 --method full --method lora \\
+    python evals/mini/matrices.py --preset small --seeds 0,1,2 --method full --method lora \
         --out mini-runs --report evals/mini/results --page evals/mini/RESULTS.md
 
-`basis_iso`, `basis_tsvm` and `basis_wudi` beside task arithmetic and TIES: over bases with lambda
-tuned and at its default, along lambda, over tasks that arrive one by one as in the paper's figure
-5, and over the quickstart's models. Cells are computed in this process; missing models are trained.
+`basis_iso`, `basis_tsvm` and `basis_wudi` next to task arithmetic and TIES: over bases, along
+lambda, over tasks that arrive one by one as in the paper's figure 5, and over the quickstart's
+models. Cells are computed in this process; missing models are trained.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def online_cells(plan: Plan) -> list[Cell]:
 
 
 def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks") -> Weights:
-    """What the merge adds to the base at lambda = 1."""
+    """The vector that the merge adds to the base at lambda = 1."""
     if how in CONTROLS:
         return _control(run, bases, how)
     merge = ALL[how]
@@ -169,10 +169,10 @@ def _magmax(run: Run, order: Sequence[str]) -> tuple[Weights, Sequence[float]]:
 
 
 def _ties(run: Run, order: Sequence[str], added: bool) -> tuple[Weights, Sequence[float]]:
-    """Continual TIES: of the merged vector before and the new one.
+    """Continual TIES: of the merged vector and the new one.
 
-    Published code (fusion_bench, by OPCM's authors) adds lambda times that to the vector before;
-    otherwise it takes its place.
+    Published code (fusion_bench, by OPCM's authors) adds lambda times the result to the old vector;
+    otherwise the result replaces it.
     """
     by = cells.PAPERS_LAMBDA if added else 1.0
     vector = {n: by * tensor for n, tensor in run.task_vector(order[0]).items()}
@@ -184,11 +184,11 @@ def _ties(run: Run, order: Sequence[str], added: bool) -> tuple[Weights, Sequenc
 
 
 def _opcm(run: Run, order: Sequence[str], alpha: float = 0.5) -> tuple[Weights, Sequence[float]]:
-    """OPCM (Tang et al., 2025, arXiv 2501.09522): without what the merged vector has already.
+    """OPCM (Tang et al., 2025, arXiv 2501.09522): add a task's part that the merged vector lacks.
 
-    Of a new matrix, in the singular vectors of the merged one, go the diagonal and the block of the
-    directions that hold a share `alpha` of the singular values. All that was added up is then made
-    as long as a task vector is on average.
+    In the singular vectors of the merged matrix, a new matrix loses its diagonal and the block of
+    the directions that hold a share `alpha` of the singular values. The sum is then made as long as
+    a task vector is on average.
     """
     merged, factor, lengths = run.task_vector(order[0]), 1.0, list[float]()
     lengths.append(cells.norm(merged))

@@ -31,7 +31,7 @@ from study.tables import Spread, Value, over, spread, value_of
 
 from tvb_mergekit.figures import DARK, PALE
 
-# Okabe and Ito's colours, and darker ones of Tol's; the markers tell them apart without colour
+# Okabe and Ito's colours, and darker ones of Tol's; markers differ as well
 LOOKS = {
     "none": ("#000000", "s"),
     "ae_exact": ("#0072b2", "o"),

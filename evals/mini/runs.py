@@ -20,13 +20,12 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
 class Run:
-    """Base and specialists in float32; a tied tensor is held once, as `named_parameters` has it.
+    """Base and specialists in float32; a tied tensor is held once, as in `named_parameters`.
 
     Attributes:
         base: theta_0.
-        tasks: their names.
-        models: task -> theta_i; of adapters the merged models.
-        held: bytes on disk of what the specialists are: T models, or T adapters.
+        models: task -> theta_i, for adapters the merged models.
+        held: bytes on disk of the specialists, T models or T adapters.
     """
 
     def __init__(

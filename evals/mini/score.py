@@ -113,11 +113,10 @@ def ask(
 ) -> dict[str, float]:
     """task -> share of right answers.
 
-    A greedy answer is the expected one if and only if each of its tokens is the likeliest after
-    those before it, so one forward pass over prompt and answer tells. Only `coding_complete` has
-    other right answers, and all of them leave the expected one with a comma (nothing else may
-    follow a value in what `data.evaluate` takes): those are generated, and run. (A padding token
-    in an answer is wrong here, and is dropped by lm_eval.)
+    A greedy answer is the expected one if each of its tokens is the likeliest after those before
+    it, so one forward pass suffices. Only `coding_complete` has other right answers. They all leave
+    the expected one with a comma; those are generated, and run. (A padding token in an answer is
+    wrong here, and is dropped by lm_eval.)
     """
     right = [False] * len(questions.docs)
     other = []

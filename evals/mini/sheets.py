@@ -123,7 +123,7 @@ def variation(record: Record) -> float | None:
 
 
 def at_half(labels: Iterable[str]) -> dict[str, Wanted]:
-    """Rows of M = T/2, but for what has no bases or all."""
+    """Rows of M = T/2, except for labels without bases or with all."""
     sizes = {"none": T, "plain": None, "ascent": None}
     return {name(b): {"basis": b, "num_bases": sizes.get(b, HALF)} for b in labels}
 

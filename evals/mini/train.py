@@ -3,17 +3,12 @@
 
     python evals/mini/train.py --preset tiny --out mini-runs
 
-What it writes, under OUT/PRESET-seedSEED/ (another preset or seed is another folder):
+OUT/PRESET-seedSEED/ gets `run.json` (preset, fingerprint of the tasks), `data/TASK.SPLIT.jsonl`,
+`base/`, and `full/TASK/` (models) or `lora/TASK/` (PEFT adapters over base/), all float32.
 
-    run.json                 the preset, and a fingerprint of the tasks
-    data/TASK.SPLIT.jsonl    train, validation and test items, the same for every seed
-    base/                    a Hugging Face folder in float32
-    full/TASK/               the same for a specialist, or
-    lora/TASK/               a PEFT adapter over base/
-
-A model's folder has its name only once it is whole, and is never trained again: the same command
-goes on after an interruption, and `--method lora` takes the base that `--method full` has trained.
-The same seed on another machine gives other weights.
+A model's folder gets its name when it is complete, and is never trained again. So the same command
+resumes, and `--method lora` uses the base that `--method full` has trained. The same seed gives
+other weights on another machine.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ def run_folder(out: Path, preset: str, seed: int) -> Path:
 
 
 def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder beside, which gets its name when it is whole."""
+    """Let `write` fill another folder, which gets its name when it is complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -105,15 +100,10 @@ def train_run(
                 if method == "lora":
                     model = add_lora(model, preset.rank)
             loss = train(
-                model,
-                tokenizer,
-                list(data.ALL) if which == "base" else [which],
-                plans[path],
+                model, tokenizer, list(data.ALL) if which == "base" else [which], plans[path],
                 wrong_share=preset.wrong_share if which == "base" else 0.0,
-                seed=f"{seed}/{which}",
-                device=device,
-                bar=bar,
-            )
+                seed=f"{seed}/{which}", device=device, bar=bar,
+            )  # fmt: skip
             facts = {
                 "loss": loss,
                 "seconds": round(time.perf_counter() - start, 1),

@@ -19,7 +19,8 @@ BATCH = 16
 
 
 def transfer(run: Run, cell: Cell) -> dict[str, Any]:
-    """An unseen task from a few examples: coefficients of what is held, learned block by block.
+    """An unseen task from a few examples: coefficients of the held vectors, learned for each
+    tensor.
 
     As in aTLAS (Zhang et al., 2024) each vector has a coefficient for each tensor, from 0. M bases
     and `none_subsample` get M/T of the examples, as in the paper.
@@ -73,7 +74,7 @@ def _learn(
     weights: Callable[[], Mapping[str, Tensor]],
     items: list[tuple[str, str]],
 ) -> Weights:
-    """Train `learned`, of which `weights` are made, with a rate that falls to 0."""
+    """Train `learned`, the parameters of `weights`, with a rate that falls to 0."""
     steps = list(_steps(run, items))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
     for batch in steps:

@@ -1,9 +1,9 @@
-"""A live model that changes tasks, against a plain copy of its weights: see README.md.
+"""A change of tasks in a live model, against a plain copy of its weights: see README.md.
 
-The copy has every specialist in memory already: `copy_` from a second state dict, tensor by tensor.
-Ours reads the base and the codes of one task from the page cache, in turn with it in one process.
-What numba compiles is loaded before. Let nothing else run: PyTorch's threads share a copy and wait
-for each other, so beside other processes a copy takes many times as long; not with `--threads 1`.
+The copy has every specialist in memory: `copy_` from a second state dict, tensor by tensor. Ours
+reads the base and the codes of one task from the page cache, in turn with it in one process.
+Compiled loops are loaded before. Let nothing else run: PyTorch's threads share a copy and wait for
+each other, so next to other processes a copy takes much longer.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Merge:
 
     @property
     def kind(self) -> str:
-        """What is started."""
+        """The command that is started."""
         return "tvb" if self.engine else "ours" if self.ours else "mergekit"
 
     def recipe(self, base: Path, tasks: Sequence[Path], dtype: str = "bfloat16") -> str:
@@ -202,16 +202,13 @@ def tell(text: str) -> None:
 def machine() -> Row:
     names = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
-        "date": time.strftime("%Y-%m-%d"),
-        "load_before": os.getloadavg()[0],
-    }
+        "cpu": cpu or platform.machine(), "cores": len(os.sched_getaffinity(0)),
+        "ram_gb": round(memory / 1e9, 1), "kernel": platform.release(),
+        "python": platform.python_version(), "load_before": os.getloadavg()[0],
+        "packages": {name: version(name) for name in PACKAGES}, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
 
 
 def save(path: Path, text: str) -> None:

@@ -146,19 +146,12 @@ def generate(folder: Path, tasks: int, megabytes: int, seed: int, dtype: str = "
 def configuration(hidden: int, vocabulary: int, layers: int, dtype: str) -> dict[str, Any]:
     heads = max(4, hidden // 64)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 4,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "dtype": dtype,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype,
+        "hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "vocab_size": vocabulary,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads // 4, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 @click.command(epilog="Example: python models.py speed-work/models --tasks 8 --megabytes 500")

@@ -1,17 +1,15 @@
 #!/usr/bin/env python
-"""Do bits or bases keep many models small? Measured on the small benchmark (`evals/mini`).
+r"""Do bits or bases keep many models small? Measured on the small benchmark (`evals/mini`).
 
-    python evals/store/bits.py --preset small --seeds 0,1,2 --out mini-runs \\
+    python evals/store/bits.py --preset small --seeds 0,1,2 --out mini-runs \
         --report evals/mini/results --page evals/mini/RESULTS.md
 
-On the float32 task vectors of ten specialists: stores of all of them at a few bits an element,
-bases in bfloat16, and what others do (`rivals.py`). Of each way: its bytes, its error, how well
-the reconstructed specialists do, and what addition, TIES and forgetting reach with them, measured
-as `evals/mini` measures it. A way and a seed make a cell with a file in
-OUT/PRESET-seedSEED/cells/full, so that the same command goes on after an interruption; models that
-are missing are trained.
+Ten float32 task vectors are kept as stores at a few bits an element, as bases in bfloat16, and by
+`rivals.py`. A cell measures the bytes, the error and the reconstructed specialists of one way, and
+addition, TIES and forgetting with them. Missing models are trained.
 
-Bytes: of ours, whole `.safetensors` files with their headers; of others, codes and scales alone.
+Bytes of ours are complete `.safetensors` files with their headers, bytes of others only codes and
+scales.
 """
 
 from __future__ import annotations
@@ -88,7 +86,7 @@ NAMES = {
 
 
 def cells_of(plan: Plan, shipped: float | None) -> list[Cell]:
-    """The first of them without `shipped`; all with it. Of rivals first the errors alone.
+    """Without `shipped` only the first cell; with it all, for rivals first the errors alone.
 
     Args:
         shipped: the lambda of the model that tasks are forgotten from, the sum of all of them.
@@ -107,7 +105,6 @@ def cells_of(plan: Plan, shipped: float | None) -> list[Cell]:
 
 
 def measure(run: Run, cell: Cell) -> dict[str, Any]:
-    """What a cell measures; raises rivals.Missing."""
     how = cell["how"].removeprefix("merged_")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -129,7 +126,7 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def _theirs(run: Run, how: str) -> tuple[tvb_mergekit.Bases, int]:
-    """What comes back, as if it were of ten other models; and its bytes."""
+    """Bases over the decoded vectors, as if of ten other models; and the bytes."""
     kept = RIVALS[how]([run.task_vector(task) for task in TASKS])
     models = {
         task: run.shifted((1.0, vector)) for task, vector in zip(TASKS, kept.vectors, strict=True)
@@ -156,7 +153,7 @@ def zoo(run: Run, bits: float, place: Path) -> tvb_mergekit.Bases:
 
 
 def ours_within(run: Run, most: int, place: Path) -> dict[str, Any]:
-    """Stores that take at most so many bytes: as files, and by codes and scales alone."""
+    """Stores with at most so many bytes: as files, and by codes and scales alone."""
     files = zoo_within(run, most, place)
     alike = zoo(run, bits_within(sizes(run), most / len(TASKS)), place / "alike")
     return {
@@ -179,11 +176,10 @@ def zoo_within(run: Run, most: int, place: Path) -> tvb_mergekit.Bases | None:
 
 
 def _mixed(run: Run, bits: float, place: Path) -> dict[str, Any]:
-    """Widths chosen by error, against one width for all that takes the same bytes.
+    """Widths chosen by error, against one width for all with the same bytes.
 
-    Where the mean is no width, the two widths around it share each task vector in the proportion
-    that makes the bytes equal, so squared errors are interpolated. At 0 bits nothing is kept, and
-    the error is 1.
+    If the mean is not a width, the two widths around it share each task vector so that the bytes
+    are equal, and squared errors are interpolated. At 0 bits nothing is kept, and the error is 1.
     """
     low = max(width for width in WIDTHS if width <= bits)
     high = min(width for width in WIDTHS if width >= bits)
@@ -224,12 +220,12 @@ def decoded(bases: tvb_mergekit.Bases, task: str) -> Weights:
 
 
 def sizes(run: Run) -> list[int]:
-    """How many elements the tensors of a task vector have."""
+    """The elements of the tensors of a task vector."""
     return [tensor.numel() for tensor in run.base.values()]
 
 
 def elements(run: Run) -> int:
-    """Of all task vectors."""
+    """The elements of all task vectors."""
     return len(TASKS) * sum(sizes(run))
 
 
@@ -244,7 +240,7 @@ def code_bytes(bases: tvb_mergekit.Bases) -> int:
 
 
 def facts(run: Run, bases: tvb_mergekit.Bases, nbytes: int) -> dict[str, Any]:
-    """What a way takes, and what it loses: of each task vector, and of all together."""
+    """Bytes and errors of a way, for each task vector and for all together."""
     errors, lost, whole = {}, 0.0, 0.0
     for task in TASKS:
         true = run.task_vector(task)

@@ -1,8 +1,8 @@
 """Costs of a store's dtype in precision, and its savings in bytes, on the shipped specialists.
 
-A store is built in every dtype. Three things are compared in float64 with the exact ones, as the
-largest relative errors over bases or tasks: the bases, their sum (addition adds it to the base),
-and a reconstructed task vector (beyond the loss of compression, relative to the task vector).
+A store of each dtype is compared in float64 with the exact one, by the largest relative errors over
+bases or tasks. The errors are those of the bases, of their sum, and of a reconstructed task vector
+(relative to the task vector, without the loss of compression).
 """
 
 from __future__ import annotations

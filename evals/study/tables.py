@@ -1,4 +1,4 @@
-"""Numbers of a table before they are text: means and spreads of records in rows and columns.
+"""Numbers of a table before they are text: means and spreads in rows and columns.
 
 A mean over tasks is missing if a task is missing. A mean over fewer runs than the rest of its row
 says so. A run is a training seed, times the seeds of a random basis or the orders of a stream. If a

@@ -1,12 +1,12 @@
 """HumanEval+ and MBPP+ as bigcode-evaluation-harness runs them, each program in sandbox.py.
 
-Prompts, stops, and the program of prompt, completion and tests are those of
-https://github.com/bigcode-project/bigcode-evaluation-harness, bigcode_eval/tasks/humaneval.py,
-humanevalplus.py, mbpp.py, mbppplus.py and custom_metrics/code_eval.py.
+Prompts, stops and programs are those of
+https://github.com/bigcode-project/bigcode-evaluation-harness (bigcode_eval/tasks and
+custom_metrics/code_eval.py).
 
-Environment: MERGEBENCH_CODE_WORKERS (programs at a time; this process' share of the cores),
-MERGEBENCH_CODE_MEMORY_GIB (for each, 4), MERGEBENCH_CODE_SECONDS (instead of bigcode's 20 and 10),
-MERGEBENCH_UNSAFE_NO_SANDBOX=1 (no namespaces: for a container that isolates already).
+Environment: MERGEBENCH_CODE_WORKERS (programs at a time), MERGEBENCH_CODE_MEMORY_GIB (for each, 4),
+MERGEBENCH_CODE_SECONDS (instead of bigcode's 20 and 10). MERGEBENCH_UNSAFE_NO_SANDBOX=1 uses no
+namespaces, for a container that isolates already.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def mbpp_prompt(doc: Doc) -> str:
 
 
 def cut(completion: str, stops: Iterable[str]) -> str:
-    """What is before the first of the stops. Some of lm-eval's models take fewer than eight."""
+    """The text before the first of the stops. Some of lm-eval's models accept fewer than eight."""
     ends = (completion.find(stop) for stop in stops)
     return completion[: min((end for end in ends if end >= 0), default=len(completion))]
 
@@ -99,7 +99,7 @@ def _workers() -> int:
 
 
 def _quota() -> float:
-    """How many cores' time a container may take, by its cgroup (version 2, or else 1)."""
+    """The cores that a container may use, by its cgroup (version 2, or else 1)."""
     for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
         with contextlib.suppress(OSError):
             quota, period = " ".join((CGROUP / name).read_text() for name in names).split()
@@ -239,8 +239,8 @@ def judge_mbpp(resps: Iterable[Sequence[str]], docs: Iterable[Doc]) -> list[list
 
 
 def score(doc: Doc, results: list[list[str]]) -> dict[str, float]:
-    """c of n passed: pass@1, whose estimate without bias is c/n (arXiv 2107.03374). `unchecked` is
-    the share of programs that timed out and might have passed on a machine less busy."""
+    """The share of programs that passed: pass@1 without bias (arXiv 2107.03374). `unchecked` is the
+    share of programs that timed out and might have passed on a machine less busy."""
     (verdicts,) = results
     return {name: verdicts.count(verdict) / len(verdicts)
             for name, verdict in (("score", PASSED), ("unchecked", UNCHECKED))}  # fmt: skip
@@ -259,8 +259,7 @@ STARTS = "start Python with numpy"
 
 
 def probes(port: int) -> dict[str, str]:
-    """What a program must not be able to do -> a program that passes if it is not. `port` is open
-    on 127.0.0.1."""
+    """Forbidden actions -> programs that pass if the action fails. `port` is open on 127.0.0.1."""
     home = Path.home()
     secrets = [home / ".ssh", home / ".netrc", home / ".aws", home / ".cache" / "huggingface"]
     secrets += [Path("/etc/passwd"), Path(os.environ.get("HF_HOME", "/etc/shadow"))]
@@ -339,8 +338,8 @@ def _probe(bare: bool) -> None:
 
 
 def check(docs: Any) -> Any:
-    """A `process_docs` that changes nothing: with one line it ends the program before the model
-    generates, let alone its code runs, where the sandbox would not hold or a number cannot be."""
+    """A `process_docs` that changes nothing. It ends the program with one line, before the model
+    generates, if the sandbox does not hold or a number is wrong."""
     if sys.platform != "linux":
         raise SystemExit(f"MergeBench's code tasks need Linux, this is {sys.platform}: run them "
                            "in a virtual machine or leave mergebench_coding out")  # fmt: skip

@@ -5,22 +5,21 @@
 prints a line of JSON, {"passed": false, "reason": "AssertionError: "}. Status 3 and a line on the
 standard error mean that the machine cannot isolate: nothing of the program ran.
 
-What a program gets (Linux, as any user; root's programs become users without rights):
-- its own PID, network, IPC and host-name namespaces: it sees and signals no process but its own,
-  and there is no network, not even 127.0.0.1. When it ends, the kernel kills all that it started.
+A program gets (Linux, as any user; root's programs become users without rights):
+- its own PID, network, IPC and host-name namespaces: it sees and signals only its own processes,
+  and has no network, not even 127.0.0.1. When it ends, the kernel kills all that it started.
 - a root of its own with /usr, the `--show` folders (Python, numpy), all read-only, and four
   devices: no homes, no /etc, no /proc, no /run. Only /tmp can be written, 64 MiB that vanish.
 - no capability, no way to get one back (no_new_privs), no new user namespace (it is in a chroot).
 - limits on wall and CPU time, memory and file size, and on the number of processes.
 - the environment of this script, which its caller chooses; input and output on /dev/null.
 
-`--bare` is for a machine that isolates already: the limits hold except that on processes, the
-program starts in the working folder of this script, and what it started is killed at its end, as
-far as can be done in five seconds. Nothing else of the above holds: a program that means harm can
-kill or stop this script, and leave processes behind.
+`--bare` is for a machine that isolates already: the limits hold except that on processes, and the
+program starts in the working folder of this script. Its processes are killed at its end, as far as
+possible in five seconds. A hostile program can stop this script, and leave processes.
 
-Not covered: bugs of the kernel; sockets outside of namespaces, such as AF_VSOCK to the host of a
-virtual machine; memory in sum (the limit is for each of up to 32 processes). A program that looks
+Not covered are bugs of the kernel, sockets outside of namespaces (AF_VSOCK to the host of a virtual
+machine), and memory in sum: the limit is for each of up to 32 processes. A program that looks
 for it can pass without passing its tests: tests and answer share one interpreter. Prints, exits and
 signals do not pass: "passed" needs a secret, written after the last line on a pipe that only this
 process reads.
@@ -84,10 +83,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _enter_namespaces(user: int) -> None:
-    """New namespaces for this process, for its children in the case of PIDs.
+    """Enter new namespaces; the one of PIDs is for the children of this process.
 
-    Root takes them as such. All others, and root in a container without that right, take them
-    inside of a user namespace; root's has two users, so that the program can become `user` as well.
+    Root needs no user namespace. All others, and root in a container without that right, enter one;
+    root's has two users, so that the program can become `user`.
     """
     flags = NEW_NS | NEW_UTS | NEW_IPC | NEW_PID | NEW_NET
     uid, gid = os.geteuid(), os.getegid()
@@ -137,7 +136,7 @@ def _read_only(top: str, forbidden: int = MS_NOSUID | MS_NODEV) -> None:
 
 
 def _enter_root(show: Sequence[str]) -> None:
-    """Leave this machine's files for a new root, in which only a few folders of them are."""
+    """Replace this machine's files by a new root with a few read-only folders."""
     links = {}
     sources = {}
     for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -241,15 +240,14 @@ def run(
 
 
 def _kill_first(proc: int) -> None:
-    """Where memory runs out, the kernel is to kill this process and its children first. `proc` is
-    the folder /proc."""
+    """Let the kernel kill this process first when memory runs out. `proc` is the folder /proc."""
     with contextlib.suppress(OSError):
         os.write(os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc), b"1000")
 
 
 def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None:
-    """Give up whatever the program is not to have. The pipe `told` becomes file 3. Root becomes
-    `user`, of whom no other program is: the kernel counts processes per user. None: `--bare`."""
+    """Drop all rights of the program, and put the pipe `told` at file 3. Root becomes `user`, who
+    has no other program, since the kernel counts processes per user. None: `--bare`."""
     os.setsid()
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
@@ -288,7 +286,7 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
 
 
 def _execute(program: str, secret: bytes) -> None:
-    """Run the program in an empty namespace, as bigcode's harness does, and tell how it ended."""
+    """Run the program in an empty namespace, as bigcode's harness does; file 3 gets its end."""
     write, leave = os.write, os._exit  # the program may replace those of the module
     try:
         sys.argv[:] = ["program"]

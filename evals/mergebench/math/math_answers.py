@@ -1,13 +1,13 @@
 """The items of MATH, the answer in a response, and whether it equals the reference.
 
-Where an answer is found follows dart-math (https://github.com/hkust-nlp/dart-math,
-dart_math/eval.py, from August 2024 on): the last box, else what follows "answer is" or the like,
-else the last formula, else the last number; no box before the last "Therefore" counts, and all that
-follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives
-manners: bold type or code, a sentence or unit after the answer, a "Therefore" after the box.
+`score` finds an answer as dart-math does (https://github.com/hkust-nlp/dart-math,
+dart_math/eval.py, from August 2024 on): the last box, else the text after "answer is" or the like,
+else the last formula, else the last number. A box before the last "Therefore" does not count. The
+second metric, `flexible`, forgives manners: bold type or code, a sentence or unit after the answer,
+a "Therefore" after the box.
 
-What is equal is left to math_compare.py, in a process of its own: a power tower in a response keeps
-one C function busy for hours, and only a kill stops that.
+math_compare.py compares, in a process of its own: a power tower in a response keeps one C function
+busy for hours, and only a kill stops that.
 """
 
 import atexit
@@ -90,7 +90,7 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, all the rest if it never closes; None without a box."""
+    r"""The content of the last `\boxed{...}`, all the rest if it never closes; None without one."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -126,9 +126,12 @@ def find_answer(response: str) -> str:
 
 
 def find_answer_flexibly(response: str) -> str:
-    """The last box or announced answer that holds a number or a formula, else words that are
-    announced, else what `find_answer` takes. An announcement that does not begin with its number or
-    formula, as "The answer is right, since 5 + 7 is", gives way to a box or another before it."""
+    """The last box or announced answer with a number or a formula, else announced words, else the
+    answer of `find_answer`.
+
+    An announcement that does not begin with its number or formula, as "The answer is right, since 5
+    + 7 is", gives way to a box or another announcement before it.
+    """
     text = BOLD.sub(r"\2", response)
     marks = [*BOX.finditer(text), *ANNOUNCED.finditer(text)]
     words, end = "", len(text)
@@ -149,9 +152,9 @@ def find_answer_flexibly(response: str) -> str:
 
 
 def _announced(text: str) -> tuple[str, bool]:
-    """The formulas or the number that a text begins with, where its clause ends there or after a
-    unit, else its first sentence; "" of one that begins with "not". And whether it begins with a
-    number or a formula."""
+    """The formulas or the number at the beginning of a text, if its clause ends there or after a
+    unit, else its first sentence; "" if that begins with "not". And whether it begins with a number
+    or a formula."""
     lead = LEAD.match(text)
     assert lead is not None  # it may be empty, as the sentence
     formulas = []
@@ -181,8 +184,8 @@ def _bare(answer: str) -> str:
 
 
 def equal(reference: str, answer: str) -> bool | None:
-    """Whether two formulas or words are the same; None if it takes too long to find out, and their
-    texts differ. Only the text counts if one is longer than LONGEST."""
+    """Whether two formulas or words are the same; None if that takes too long to find out. Only the
+    text counts if one is longer than LONGEST."""
     pair = [re.sub(r"(?<!\\)\$", "", " ".join(text.split())) for text in (reference, answer)]
     if not all(pair):
         return False
@@ -199,8 +202,7 @@ class _Comparer:
     spent = 0.0  # seconds
 
     def ask(self, pair: list[str]) -> bool | None:
-        """Gives a comparison a small part of the time that is left. So slow ones never use it up,
-        and what takes milliseconds is always compared."""
+        """Compare in a small part of the remaining time: quick comparisons are always made."""
         self.asked += 1
         left = ALL_SECONDS + ALL_SHARE * self.asked - self.spent
         seconds = max(ALL_SHARE, min(SECONDS, left * SECONDS / ALL_SECONDS))

@@ -106,7 +106,7 @@ def ready(items: datasets.Dataset) -> datasets.Dataset:
 
 def judge(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """The filter: a verdict on the response to each item of a task."""
-    # Of several processes the one with fewer items gets more responses to its last one.
+    # The process with fewer items gets more responses to its last one.
     pairs = [Pair(doc["judged"], said) for (said, *_), doc in zip(resps, docs, strict=True)]
     said = answers(pairs)
     return [parse(said[pair]) for pair in pairs]
@@ -125,7 +125,7 @@ def parse(answer: str) -> Verdict:
 
 
 def answers(pairs: Sequence[Pair]) -> dict[Pair, str]:
-    """What the judge says to each pair, from the database or else from the model."""
+    """The judge's answers to all pairs, from the database or else from the model."""
     own = settings()
     with _database() as database:
         query = "SELECT answer FROM answers WHERE (judge, prompt, response) = (?, ?, ?)"
@@ -149,7 +149,7 @@ def answers(pairs: Sequence[Pair]) -> dict[Pair, str]:
 
 @contextmanager
 def _database() -> Iterator[sqlite3.Connection]:
-    """The answers that are kept. What the database refuses, also later, ends the program."""
+    """The kept answers. An error of the database ends the program."""
     folder = os.environ.get("MERGEBENCH_CACHE") or HF_ASSETS_CACHE
     try:
         path = cached_assets_path("tvb-mergekit", "mergebench", "answers", assets_dir=folder)
@@ -271,7 +271,7 @@ def _check(own: Settings) -> None:
 
 
 def _fault(folder: Path) -> str | None:
-    """What is missing or damaged in the folder of a model, whose weights are not read."""
+    """A missing or damaged file in the folder of a model, whose weights are not read."""
     index = folder / "model.safetensors.index.json"
     file = "config.json"
     try:
