@@ -26,7 +26,7 @@ from tvb_mergekit.learn.descent import Descent
 from tvb_mergekit.tensors.sparse import Sparse
 
 FACTORS = tuple(10 * by for by in LAMBDAS if by <= 0.63)  # of a mean of T = 10
-SCALES = tuple(by for by in LAMBDAS if by >= 0.25)  # of what is stitched
+SCALES = tuple(by for by in LAMBDAS if by >= 0.25)  # of stitched vectors
 # ------------------------------------------------------------------- why Fisher is below addition
 
 FISHERS = {

@@ -196,7 +196,7 @@ def report(found: Mapping[str, Any]) -> str:
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Score this model, or adapter over the run's base, instead.")  # fmt: skip
 @click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True,
-              help="Which of the run's specialists.")  # fmt: skip
+              help="The run's specialists.")  # fmt: skip
 @click.option("--split", type=click.Choice(data.SPLITS), default="test", show_default=True)
 @click.option("--device", default="cpu", show_default=True)
 def main(run: Path, model: Path | None, method: str, split: str, device: str) -> None:

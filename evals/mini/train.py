@@ -125,8 +125,8 @@ def train_run(
 @click.command(epilog="Example: python evals/mini/train.py --preset tiny --method lora")
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True)
 @click.option("--method", type=click.Choice(METHODS), default="full", show_default=True,
-              help="Of the specialists; the base is trained in full.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and training.")
+              help="Training of the specialists; the base is trained in full.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, training.")
 @click.option("--out", type=FOLDER, default="mini-runs", show_default=True,
               help="The run goes to OUT/PRESET-seedSEED.")  # fmt: skip
 @device_option

@@ -42,8 +42,8 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
 
 
 @click.command(epilog="Example: python evals/speed/attach.py --tasks 2 --megabytes 8 --rounds 2")
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of the models.")
-@click.option("--bits", default=2.0, show_default=True, help="Of the store.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
+@click.option("--bits", default=2.0, show_default=True, help="Bits of the store.")
 @shared(megabytes=500, rounds=9)
 def main(
     tasks: int, megabytes: int, dtype: str, bits: float, rounds: int, threads: int | None,

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-VERSION = 1  # of what is generated: another number is another folder
+VERSION = 1  # of the models: another number is another folder
 SLACK = 2**20  # elements: the places in the noise buffer that a tensor may start at
 PIECE = 2**26  # elements: longer tensors repeat the noise
 

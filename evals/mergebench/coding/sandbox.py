@@ -273,12 +273,12 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
         header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
         _call("capset", header, (ctypes.c_uint32 * 6)())
     if (keyctl := KEYCTL.get(os.uname().machine)) is not None:
-        # An empty keyring instead of the caller's. Where this is forbidden, so is reading keys.
+        # An empty keyring instead of the caller's. If this is forbidden, so is reading keys.
         _libc.syscall(ctypes.c_long(keyctl), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None)
     _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # No signal comes for a parent that ended before this call: then nobody has the pipe's other
-    # end any more. (The parent's id does not tell: it is 0 in a new PID namespace.)
+    # end any more. (The parent's id does not help: it is 0 in a new PID namespace.)
     pipe = select.poll()
     pipe.register(3, 0)
     if pipe.poll(0):
