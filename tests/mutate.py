@@ -42,7 +42,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/learned.py", "solved.T.mul(scales)", "solved.T"),
         ("learn/statistics.py", "1 / (len(examples) * max(1, samples))", "1 / len(examples)"),
         ("learn/statistics.py", "example.start - 1 : -1", "example.start : -1"),
-        ("learn/running.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
+        ("learn/work.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
     ],
     "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or counts'": [
         ("learn/moving.py", "own.sigmoid() * basis", "own.tanh() * basis"),
@@ -57,12 +57,12 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             "0)\n                for name, own",
         ),
         ("core/learned.py", "(rows != 0).sum(0)", "(rows > 0).sum(0)"),
-        ("learn/descents.py", "matrix * plan.basis.scale", "matrix * 1"),
-        ("learn/descents.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
-        ("learn/descents.py", "basis.scale * torch.outer", "torch.outer"),
+        ("learn/localize.py", "bases_of(plan) * basis.scale,", "bases_of(plan) * 1,"),
+        ("learn/localize.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
+        ("learn/coefficients.py", "basis.scale * torch.outer", "torch.outer"),
     ],
     "test_learn_gradients.py -k 'make_the_model or mixture'": [
-        ("learn/merging.py", "number < more", "number >= blocks - more"),
+        ("learn/coefficients.py", "number < more", "number >= blocks - more"),
         ("learn/batches.py", "end + weight * total", "end + total / len(tasks)"),
     ],
     "test_quantize.py": [
@@ -122,12 +122,12 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
             '"errors": 2 * torch.stack([coded, coded])',
         ),
     ],
-    "test_zoo.py -k 'joins or size_lowers or over_to or generations'": [
+    "test_zoo.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
         (
             "store/zoo.py",
-            "more.sum(0).sqrt().expand(2, -1)",
-            "0 * more.sum(0).sqrt().expand(2, -1)",
+            '["tensor_errors"].sum(0).sqrt()',
+            '["tensor_errors"].sum(0)',
         ),
         ("store/report.py", "weights[task] *= scale", "pass"),
     ],
@@ -221,7 +221,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_lora.py -k 'reads_what or any_range or dense'": [
         ("tensors/adapter.py", "math.sqrt(rank) if", "rank if"),
         ("tensors/adapter.py", "place = top * columns", "place = start // columns * columns"),
-        ("core/lora.py", "part.left * c for", "part.left for"),
     ],
     "test_ranks.py -k shares": [
         ("tensors/ranks.py", "(2 * end - nbytes) * count", "end * count"),
@@ -240,7 +239,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_online.py -k 'not slow and (paper or bounds)'": [
         ("store/store.py", "return weights / weights.mean()", "return weights"),
-        ("store/add.py", "matrix[-1] *= self.weight", "matrix[-1] *= 1.0"),
+        ("store/add.py", "matrix[-1] *= self.inputs.weights[0]", "matrix[-1] *= 1.0"),
     ],
     "test_store.py -k dense_reference": [
         ("store/report.py", "(coded + ARITHMETIC * terms) @", "0 * (coded + terms) @"),

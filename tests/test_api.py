@@ -349,7 +349,7 @@ def test_whatever_is_given_is_taken_or_refused(
     tvb.build(base, models, "store", basis="none")
     model = nn.Linear(4, 4, bias=False)
     model.load_state_dict(base)
-    one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "bits": None, "size": None}
+    one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "bits": None}
     one["device"] = "cpu"
     functions: dict[str, dict[str, Any]] = {
         "build": {"base": base, "models": models, "out": None, "weights": None, **one},
@@ -363,6 +363,7 @@ def test_whatever_is_given_is_taken_or_refused(
                   "device": torch.device("cpu")},
         "attach": {"model": model, "store": bases, "base": base},
     }  # fmt: skip
+    functions["build"] |= {"size": None}
     functions["build"].pop("weight")
     for name, good in functions.items():
         keys = [*inspect.signature(getattr(tvb, name)).parameters]
@@ -380,12 +381,13 @@ def test_whatever_is_given_is_taken_or_refused(
                     assert "\n" not in str(error), (name, key, value)
                 else:
                     accepted.setdefault((name, key), []).append(value)
-    assert {path.name for path in tmp_path.iterdir()} == {"store", "nowhere", "cache"}
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "nowhere"}
     place = Path("nowhere")
     assert accepted == {
         ("build", "out"): [None, place],
         ("build", "weights"): [None, {}],
-        **{(name, key): [None] for name in ("build", "add") for key in ("bits", "size")},
+        **{("build", key): [None] for key in ("bits", "size")},
+        ("add", "bits"): [None],
         **{(name, "exclude"): [3, "no\nwhere"] for name in ("build", "merge")},
         **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
         **{("build", key): [3] for key in ("num_bases", "steps")},

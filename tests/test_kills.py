@@ -65,9 +65,6 @@ COMMANDS = {
         "tvb build {}/zoo.yml s[1] --bits 1.5 --quiet", then=NEXT, keeps="s[1].partial"
     ),
     "add to a zoo": Command("tvb add s[1] {}/law --task law --quiet", start="zoo", then=NEXT),
-    "add in a size": Command(
-        "tvb add s[1] {}/law --task law --size 90KB --quiet", start="zoo", then=NEXT
-    ),
     "remove": Command("tvb remove s[1] --task code", start="zoo", then=NEXT),
     "export": Command("tvb export {}/store out --task math --quiet", "out"),
     "merge": Command("tvb merge {}/recipe.yml out --quiet", "out"),
@@ -75,7 +72,7 @@ COMMANDS = {
 }
 
 
-SMALL = ("first add", "build of codes", "add to a zoo", "add in a size", "remove")  # their files
+SMALL = ("first add", "build of codes", "add to a zoo", "remove")  # their files
 
 
 @dataclass

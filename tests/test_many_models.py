@@ -1,4 +1,4 @@
-"""Hundreds of models: planning grows with their number, and files do not run out."""
+"""Hundreds of models: planning grows with their number, and too many open files are named."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from commands import recipe, tvb, write
+from commands import recipe, refused, write
 from mergekit.common import ModelReference
-from tiny import family, load
+from tiny import family
 
 from tvb_mergekit.plugin.document import read_document
 from tvb_mergekit.plugin.inputs import Options, read_inputs
@@ -70,21 +70,16 @@ def test_planning_grows_with_the_models_alone(
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_more_shards_than_files_may_be_open(many: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_more_files_than_may_be_open(many: tuple[Path, list[Path]], tmp_path: Path) -> None:
     import resource
 
     base, models = many
-    assert len(list(models[0].glob("*.safetensors"))) >= 3
-    parameters = {"basis": "balanced", "num_bases": 2}
-    made = write(recipe("basis_ta", base, models[:60], **parameters), tmp_path / "made")
-    tvb("build", made, tmp_path / "expected", "--quiet")
+    made = write(recipe("basis_ta", base, models[:60], num_bases=2), tmp_path / "made")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(os.listdir("/proc/self/fd")) + 40  # of 61 models of three shards each
+    few = len(os.listdir("/proc/self/fd")) + 40
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
-        tvb("build", made, tmp_path / "store", "--quiet")
+        line = refused("build", made, tmp_path / "store", "--quiet")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    for name in ("basis-000", "basis-001"):
-        found, expected = load(tmp_path / "store" / name), load(tmp_path / "expected" / name)
-        assert all(found[key].equal(value) for key, value in expected.items())
+    assert "Too many open files" in line and "raise `ulimit -n`" in line

@@ -19,7 +19,6 @@ from tvb_mergekit.core import matrices
 from tvb_mergekit.core.matrices import (
     BLOCK,
     NULL,
-    interference,
     interference_free,
     isotropic,
     matrix_bytes,
@@ -67,6 +66,15 @@ CHOSEN = {
     "interference_free": Settings(method="basis_wudi"),
     "ridged": Settings(method="basis_wudi", ridge=0.1),
 }
+
+
+def interference(merged: Tensor, bases: Tensor) -> float:
+    """WUDI's loss of a D [m, n]: sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2, in float64."""
+    total = 0.0
+    for base in bases.double():
+        product = (merged.double() - base) @ base.T
+        total += float(product.square().sum() / base.square().sum()) if base.any() else 0.0
+    return total
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

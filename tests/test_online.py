@@ -506,7 +506,7 @@ def test_a_mistake_is_one_line_and_the_store_stays(
     elif mistake == "a changed file":
         file, said = store / "basis-001" / "model.safetensors", "the file was changed"
         raw = file.read_bytes()
-        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        file.write_bytes(raw[:-1])
     places = {"BASE": base, "OTHER": models[7]}
     before = digests(store.parent)
     words = ["--task", "new", "--quiet", *(places.get(str(word), word) for word in words)]

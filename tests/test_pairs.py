@@ -8,9 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
@@ -18,16 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import norm, permutation_test
-from test_score import BENCH, SMALL, invoke, last, run, warnings, write_results
+from scipy.stats import norm
+from test_score import BENCH, SMALL, last, run, warnings, write_results
 
-from tvb_mergekit.score.floors import THRESHOLDS, _given, _stuck
-from tvb_mergekit.score.pairs import compare, holm, sign_flip
+from tvb_mergekit.score.floors import FLOOR, HEALTHY, PROSE, announces, is_loop
+from tvb_mergekit.score.pairs import compare, difference, holm, sign_flip
 from tvb_mergekit.score.radar import LINES, WEDGES
 from tvb_mergekit.store.facts import Facts, write_facts
 
-ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
 DATE = "2026-01-02T03-04-05.678901"
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -35,40 +31,22 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 # ------------------------------------------------------------------------------------- the test
 
 
-def mid_p(values: Array) -> float:
-    """By all 2^n patterns of signs, of scipy."""
-    found = permutation_test(
-        (values,), lambda x, axis: np.sum(x, axis), vectorized=True,
-        permutation_type="samples", n_resamples=np.inf,
-    )  # fmt: skip
-    sums, total = np.abs(found.null_distribution), abs(values.sum())
-    return float(np.mean(sums > total + 1e-9) + np.mean(np.isclose(sums, total)) / 2)
-
-
-def test_p_values_are_those_of_all_sign_patterns() -> None:
+def test_p_values_by_hand() -> None:
     # Fagerland, Lydersen and Laake 2013, Table 1: 1 and 7 discordant pairs
     assert sign_flip(np.array([1.0] * 7 + [-1.0] + [0.0] * 13)) == pytest.approx(0.0391, abs=5e-5)
     assert sign_flip(np.zeros(9)) == sign_flip(np.zeros(0)) == 1
-    generator = np.random.default_rng(0)
-    for values in (
-        generator.integers(-1, 2, 14) / 3,  # one size: exact
-        generator.integers(-9, 12, 14) / 10,  # pass@1 of ten samples
-        generator.normal(0.4, 1, 14),
-        np.concatenate([generator.integers(-1, 2, 7) / 7, generator.integers(0, 2, 6) / 6]),
-    ):
-        assert sign_flip(values) == pytest.approx(mid_p(values), abs=0.012)
-        assert sign_flip(values) == sign_flip(-values) == sign_flip(1e-3 * values)
+    values = np.random.default_rng(0).normal(0.4, 1, 14)
+    assert sign_flip(values) == sign_flip(-values) == sign_flip(1e-3 * values)
+    # tasks count alike, whatever their items are: 7 of the 8 sums of ±1 ±1/2 ±1/2, those of 0 half
+    assert difference([np.ones(1), -np.ones(2)]).p == pytest.approx(7 / 8, abs=0.01)
 
 
 def every_sum(sizes: Array) -> tuple[Array, Array]:
-    """What a sum of +-sizes, integers, may be, and how likely each is, by convolution."""
-    total = int(sizes.sum())
-    likely = np.zeros(2 * total + 1)
-    likely[total] = 1
+    """Possible sums of +-sizes, integers, and their probabilities, by convolution."""
+    likely = np.ones(1)
     for size in map(int, sizes):
-        up, down = np.zeros((2, len(likely)))
-        up[size:], down[: len(likely) - size] = likely[: len(likely) - size], likely[size:]
-        likely = (up + down) / 2
+        likely = np.convolve(likely, [0.5, *[0] * (2 * size - 1), 0.5])
+    total = int(sizes.sum())
     return np.arange(-total, total + 1), likely
 
 
@@ -81,6 +59,7 @@ def hoeffding(values: Array) -> float:
 @pytest.mark.parametrize(
     "sizes",
     [
+        np.ones(40, int),  # right or wrong
         np.random.default_rng(0).integers(1, 10, 40),  # pass@1 of ten samples
         np.round(np.random.default_rng(0).gamma(0.5, 100, 60)) + 1,  # real-valued
         np.array([100] * 3 + [*range(1, 10)] * 22),  # a short task and a long one
@@ -101,7 +80,9 @@ def test_p_values_of_unequal_sizes(sizes: Array) -> None:
         exact = 2 * tails[place] - likely[place]
         found = sign_flip(signs * sizes)
         assert minus == 0  # there are such signs
-        if level < 1e-4:
+        if sizes.max() == 1:
+            assert found == pytest.approx(exact)
+        elif level < 1e-4:
             assert exact <= found <= hoeffding(signs * sizes)
         else:  # 1e-4 is the least that 9999 draws give
             assert abs(found - exact - 1e-4) <= 2.5 * (exact / 9999) ** 0.5
@@ -113,44 +94,39 @@ def test_holm_by_hand() -> None:
     assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([]) == []
 
 
-def models(count: int, gain: float, runs: int) -> Iterator[tuple[Array, Array]]:
-    """Scores of two models on items of all difficulties; the second is better by about `gain`."""
-    generator = np.random.default_rng(0)
-    for _ in range(runs):
-        right = generator.uniform(size=count)
-        one, other = generator.uniform(size=(2, count))
-        yield (one < right).astype(float), (other < right + gain).astype(float)
-
-
 def unpaired(one: Array, other: Array) -> float:
     """p of lm-eval's own comparator."""
     error = np.hypot(one.std(ddof=1), other.std(ddof=1)) / len(one) ** 0.5
     return float(2 * norm.sf(abs(one.mean() - other.mean()) / error))
 
 
-def rates(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, float]:
-    """How often the paired and the unpaired test find a difference at level 0.05."""
-    found = [(sign_flip(other - one), unpaired(one, other)) for one, other in pairs]
-    paired, plain = np.mean(np.array(found) < 0.05, axis=0)
-    return float(paired), float(plain)
-
-
-@pytest.mark.parametrize("items", [200, 541, 1319])
-def test_false_positives_of_1000_null_pairs(items: int) -> None:
-    paired, plain = rates(models(items, 0, 1000))
-    assert 0.04 <= paired <= 0.06 and plain < 0.03
-
-
-def test_false_positives_of_real_scores() -> None:
+@pytest.mark.parametrize(
+    ("items", "gain", "least", "most", "least_unpaired", "most_unpaired"),
+    [
+        (200, 0, 0.04, 0.06, 0, 0.03),
+        (541, 0, 0.04, 0.06, 0, 0.03),
+        (1319, 0, 0.04, 0.06, 0, 0.03),
+        (1319, 0.04, 0.65, 1, 0.45, 0.55),  # 4 points on as many items as GSM8K has
+        (60, None, 0.04, 0.06, 0.04, 0.06),  # independent real-valued scores
+    ],
+)
+def test_how_often_1000_pairs_differ(
+    items: int, gain: float | None, least: float, most: float, least_unpaired: float,
+    most_unpaired: float,
+) -> None:  # fmt: skip
+    """False positives of equal models, and power, at level 0.05."""
     generator = np.random.default_rng(0)
-    draws = (generator.gamma(0.5, 1, (2, 60)) for _ in range(1000))
-    assert 0.04 <= rates((one, other) for one, other in draws)[0] <= 0.06
-
-
-def test_power() -> None:
-    """4 points on as many items as GSM8K has."""
-    paired, plain = rates(models(1319, 0.04, 1000))
-    assert paired > 0.65 and plain < 0.55, (paired, plain)
+    found = []
+    for _ in range(1000):
+        if gain is None:
+            one, other = generator.gamma(0.5, 1, (2, items))
+        else:  # items of all difficulties
+            right = generator.uniform(size=items)
+            draws = generator.uniform(size=(2, items))
+            one, other = (draws < (right, right + gain)).astype(float)
+        found.append((sign_flip(other - one), unpaired(one, other)))
+    paired, plain = np.mean(np.array(found) < 0.05, axis=0)
+    assert least <= paired <= most and least_unpaired <= plain <= most_unpaired, (paired, plain)
 
 
 def equal_models(count: int, generator: np.random.Generator) -> dict[str, list[Array]]:
@@ -176,21 +152,14 @@ def claims(tasks: dict[str, list[Array]]) -> tuple[int, int]:
     return single, sum(pair.whole is not None and pair.whole.beyond_chance for pair in pairs)
 
 
-def false_tables(runs: int) -> Array:
-    """Shares of tables of ten equal models with a claim, about a task and about the whole."""
+@pytest.mark.parametrize(
+    ("runs", "most"), [(20, 0.15), pytest.param(400, 0.06, marks=pytest.mark.slow)]
+)
+def test_few_tables_of_equal_models_make_a_claim(runs: int, most: float) -> None:
+    """Ten equal models; 15 tables of 20 would make a claim if each pair were corrected alone."""
     generator = np.random.default_rng(0)
     found = [claims(equal_models(10, generator)) for _ in range(runs)]
-    return np.mean(np.array(found) > 0, axis=0)
-
-
-def test_few_tables_of_equal_models_make_a_claim() -> None:
-    assert max(false_tables(20)) <= 0.15  # 15 of 20 where each pair is corrected alone
-
-
-@pytest.mark.slow
-def test_one_table_of_equal_models_in_twenty_makes_a_claim() -> None:
-    single, whole = false_tables(400)
-    assert single <= 0.06 and whole <= 0.06, (single, whole)
+    assert np.mean(np.array(found) > 0, axis=0).max() <= most
 
 
 def test_one_of_forty_models_is_better() -> None:
@@ -261,16 +230,27 @@ def amend(folder: str, **keys: Any) -> None:
     file.write_text(json.dumps(found))
 
 
-def written(out: str = "out") -> Any:
-    return json.loads(Path(out, "scores.json").read_text())
+def rewrite(folder: str, task: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change every line of a task's samples."""
+    file = Path(f"{folder}/m/samples_{task}_{DATE}.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+
+def tabled(*words: str) -> tuple[str, Any]:
+    """What is printed, and scores.json."""
+    text = run(*words, *BENCH, "--out", "out", "--radar", "none")
+    return text, json.loads(Path("out/scores.json").read_text())
 
 
 def test_paired_differences_by_hand() -> None:
     scored("a", {"add": A, "sub": C, "run": C})
     scored("b", {"add": B, "sub": C, "run": C})
     write_results("sft.json", {"add": 1.0, "sub": 1.0, "run": 1.0})
-    text = run("a", "b", *BENCH, "--specialist", "sft.json", "--out", "out", "--radar", "none")
-    (pair,) = written()["pairs"]
+    text, found = tabled("a", "b", "--specialist", "sft.json")
+    (pair,) = found["pairs"]
     assert (pair["one"], pair["other"]) == ("a", "b")
     # ten items of 60, all one way: 2 P(X < 0) + P(X = 0) = 2^-10, three tasks
     gain = np.array([0.0] * 30 + [100.0] * 10 + [0.0] * 20)
@@ -300,8 +280,8 @@ def test_many_models_and_no_specialists() -> None:
     for number, name in enumerate(names):
         right = 30 + 8 * number
         scored(name, {"add": [1.0] * right + [0.0] * (60 - right), "sub": C, "run": C})
-    text = run(*names[1:], "--base", names[0], *BENCH, "--out", "out", "--radar", "none")
-    pairs = {(pair["one"], pair["other"]): pair for pair in written()["pairs"]}
+    text, found = tabled(*names[1:], "--base", names[0])
+    pairs = {(pair["one"], pair["other"]): pair for pair in found["pairs"]}
     assert len(pairs) == 6
     assert "Mean of the categories" in text and "Paired differences of each task" not in text
     assert "m3 − m2" in text and "| Add | +13.33" in Path("out/scores.md").read_text()
@@ -315,16 +295,17 @@ def test_many_models_and_no_specialists() -> None:
 def test_items_that_differ_are_refused() -> None:
     scored("a", {"add": A, "sub": A, "run": A})
     scored("b", {"add": A[:59], "sub": A, "run": A}, items=59)
-    file = Path(f"b/m/samples_sub_{DATE}.jsonl")
-    lines = file.read_text().splitlines()
-    lines[14] = lines[14].replace('"doc_hash": "', '"doc_hash": "0')
-    file.write_text("\n".join(lines))
-    text = run("a", "b", *BENCH, "--out", "out", "--radar", "none")
-    assert [*written()["pairs"][0]["tasks"]] == ["run"] and written()["pairs"][0]["whole"] is None
+
+    def other(line: dict[str, Any]) -> None:
+        line["doc_hash"] = "0" if line["doc_id"] == 7 else line["doc_hash"]
+
+    rewrite("b", "sub", other)
+    text, found = tabled("a", "b")
+    assert [*found["pairs"][0]["tasks"]] == ["run"] and found["pairs"][0]["whole"] is None
     assert (
         "no paired differences of a and b, which were not given the same items: "
         "add (item 59 is missing in one), sub (item 7 is another document)"
-    ) in warnings("a", "b", *BENCH)
+    ) in found["warnings"]
     assert re.search(r"b − a +— +— +0 +0 *\n", text)
 
 
@@ -348,47 +329,34 @@ def test_other_prompts_are_refused(keys: dict[str, Any], named: str) -> None:
     amend("b", **first | keys)
     shown = [line for line in warnings("a", "b", *BENCH) if "paired" not in line]
     assert len(shown) == bool(named) and all(line.startswith(f"{named} differs") for line in shown)
-    for name, of in (("a", {5: "one"}), ("b", {5: "other"})):
-        file = Path(f"{name}/m/samples_add_{DATE}.jsonl")
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        for line in lines:
-            line["prompt_hash"] = of.get(line["doc_id"], "same")
-        file.write_text("\n".join(map(json.dumps, lines)))
-    why = named or "item 5"
+    for folder, fifth in (("a", "one"), ("b", "other")):
+        rewrite(folder, "add", lambda line, hash_=fifth: line.update(  # type: ignore[misc]
+            prompt_hash=hash_ if line["doc_id"] == 5 else "same"))  # fmt: skip
+    _, found = tabled("a", "b")
     assert (
-        f"no paired differences of a and b, which were not given the same prompts: add ({why})"
-    ) in warnings("a", "b", *BENCH, "--out", "out", "--radar", "none")
-    assert [*written()["pairs"][0]["tasks"]] == ["sub", "run"]
+        "no paired differences of a and b, which were not given the same prompts: "
+        f"add ({named or 'item 5'})"
+    ) in found["warnings"]
+    assert [*found["pairs"][0]["tasks"]] == ["sub", "run"]
     # settings that did not change a prompt refuse nothing; without hashes they have to do
-    for hashed in (True, False):
-        for name in "ab":
-            file = Path(f"{name}/m/samples_add_{DATE}.jsonl")
-            text = re.sub(r'"(one|other)"', '"same"', file.read_text())
-            file.write_text(text if hashed else text.replace('"prompt_hash"', '"unknown"'))
-        run("a", "b", *BENCH, "--out", "out", "--radar", "none")
-        assert ("add" in written()["pairs"][0]["tasks"]) == (hashed or not named)
+    for key in ("prompt_hash", "unknown"):
+        for folder in "ab":
+            rewrite(folder, "add", lambda line: line.pop("prompt_hash", None) and None)
+            rewrite(folder, "add", lambda line, key=key: line.update({key: "same"}))  # type: ignore[misc]
+        _, found = tabled("a", "b")
+        assert ("add" in found["pairs"][0]["tasks"]) == (key == "prompt_hash" or not named)
 
 
 def test_the_same_documents_under_other_ids() -> None:
-    """Paired by their hashes; where one is there twice, it is not known which is which."""
+    """Paired by their hashes; if one is there twice, it is not known which is which."""
     scored("a", {"add": A, "sub": A, "run": A})
     scored("b", {"add": B, "sub": A, "run": A})
-    run("a", "b", *BENCH, "--out", "out", "--radar", "none")
-    (before,) = written()["pairs"]
-    file = Path(f"b/m/samples_add_{DATE}.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for line in lines:
-        line["doc_id"] = (line["doc_id"] + 7) % 60 + 1000
-    file.write_text("\n".join(map(json.dumps, lines)))
-    run("a", "b", *BENCH, "--out", "out", "--radar", "none")
-    assert written()["pairs"] == [before] and before["tasks"]["add"]["value"] > 16
-    for name in "ab":
-        file = Path(f"{name}/m/samples_add_{DATE}.jsonl")
-        hashes = {f"add {number}": f"add {number % 59}" for number in range(60)}
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        for line in lines:
-            line["doc_hash"] = hashes[line["doc"]["question"]]
-        file.write_text("\n".join(map(json.dumps, lines)))
+    (before,) = tabled("a", "b")[1]["pairs"]
+    rewrite("b", "add", lambda line: line.update(doc_id=(line["doc_id"] + 7) % 60 + 1000))
+    assert tabled("a", "b")[1]["pairs"] == [before] and before["tasks"]["add"]["value"] > 16
+    for folder in "ab":
+        rewrite(folder, "add", lambda line: line["doc"]["question"] == "add 59"
+                and line.update(doc_hash=hashlib.sha256(b"add 0").hexdigest()))  # fmt: skip
     assert warnings("a", "b", *BENCH) == [
         "no paired differences of a and b, which were not given the same items: "
         "add (the same documents in another order, and some of them twice)"
@@ -401,24 +369,22 @@ def test_samples_that_cannot_be_paired() -> None:
     place = Path(f"b/m/samples_run_{DATE}.jsonl")
     whole = place.read_text()
     one = whole.splitlines(keepends=True)[0]
+    lines = whole.splitlines(keepends=True)
+    one, mean = lines[0], "b, whose `score,none` is not the mean"
+
+    def right(score: str) -> str:
+        return whole.replace('"score": 1.0', f'"score": {score}')
+
     cases = {
-        whole[:-40]: rf"b, as {place} line 120 is no item of `lm_eval --log_samples`: Inv.*: run",
-        one.replace("doc_id", "id"): rf"b, as {place} line 1 is no item .* `doc_id`: Field req",
+        whole[:-40]: rf"b, as {place} line 120 is not an item of `lm_eval --log_samples`: Inv.*",
+        one.replace("doc_id", "id"): rf"b, as {place} line 1 is not an item .* `doc_id`: Field req",
         whole + one: rf"b, whose {place} holds item 0 twice: run",
         one: rf"b, whose {place} holds 1 of 60 items \(item 1 is missing\): run",
         one.replace('"doc_id": 0', '"doc_id": 60'): rf"b, whose {place} holds 1 of 60 items: run",
-        "".join(whole.splitlines(keepends=True)[:-4]): rf"b, whose {place} holds 58 of 60 items "
-        r"\(item 58 is missing\): run",
-        whole.replace('"score": 1.0', '"score": 0.0'): "b, whose `score,none` is not the mean",
-        whole.replace('"score": 1.0', '"score": [1, 2]'): "b, whose `score,none` is not the mean",
+        "".join(lines[:-4]): rf"b, whose {place} holds 58 of 60 items \(item 58 is missing\): run",
         "": rf"b, whose {place} holds 0 of 60 items",
-        whole.replace('"score": 1.0', '"score": NaN'): "b, whose `score,none` is not the mean",
-        whole.replace(
-            '"score": 1.0', f'"score": 1{"0" * 400}'
-        ): "b, whose `score,none` is not the mean",
-        whole.replace('"score": 1.0', '"score": 1e308').replace(
-            '"score": 0.0', '"score": -1e308'
-        ): "b, whose `score,none` is not the mean",
+        **{right(score): mean for score in ("0.0", "[1, 2]", "NaN", f"1{'0' * 400}")},
+        right("1e308").replace('"score": 0.0', '"score": -1e308'): mean,
     }
     for text, told in cases.items():
         place.write_text(text)
@@ -426,7 +392,7 @@ def test_samples_that_cannot_be_paired() -> None:
         assert re.match(f"no paired differences of {told}", line), line
     place.unlink()
     (line,) = warnings("a", "b", *BENCH)
-    assert line.endswith("b, which has no samples beside its results (`--log_samples`): run")
+    assert line.endswith("b, which has no samples next to its results (`--log_samples`): run")
     # those of another date belong to other results; nothing is said where nobody has any
     shutil.copy(f"a/m/samples_run_{DATE}.jsonl", f"b/m/samples_run_{DATE[:-1]}2.jsonl")
     assert warnings("a", "b", *BENCH) == [line]
@@ -445,16 +411,16 @@ def test_likelihoods_that_no_float_holds() -> None:
 
 def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
     for low, high, odd in ((2, 20, True), (3, 20, False), (2, 19, False)):
-        assert (low / 100 <= THRESHOLDS.floor and high / 100 >= THRESHOLDS.healthy) == odd
+        assert (low / 100 <= FLOOR and high / 100 >= HEALTHY) == odd
         scored("m", {"add": [1.0] * high + [0.0] * (100 - high), "run": [0.0] * 100,
                      "sub": [1.0] * low + [0.0] * (100 - low)}, resps=[["x > 7"]])  # fmt: skip
-        text = run("m", *BENCH, "--out", "out", "--radar", "none")
-        found = written()["remarks"]
-        assert bool(found) == odd
+        text, found = tabled("m")
+        assert bool(found["remarks"]) == odd
         if odd:  # `run` has no neighbour
             line = "m: Sub: 2.00 beside 20.00 of Add: looks like extraction, not ability"
             assert f"{line}\n  item 2, wanted '1': 'x > 7'\n  item 3" in text
-            assert found[0]["task"] == "sub" and len(found[0]["answers"]) == 3
+            (remark,) = found["remarks"]
+            assert remark["task"] == "sub" and len(remark["answers"]) == 3
             assert f"* {line}\n  * item 2" in Path("out/scores.md").read_text()
     for items, odd in ((21, True), (20, False)):  # a model that does 20 %: 0.8^21 < 0.01
         write_results("n.json", {"add": 0.4, "sub": 0.017}, items=items)
@@ -462,63 +428,99 @@ def test_a_score_at_the_floor_beside_a_healthy_one() -> None:
         assert (line in run("n.json", *BENCH)) == odd
 
 
-def test_few_items_tell_of_no_floor() -> None:
-    for items, odd in ((10, True), (9, False)):
-        answers = {"resps": [["```"]], "filtered_resps": ["[invalid]"]}
-        scored("m", {"add": [1.0] * items, "sub": [0.0] * items, "run": [0.0] * items}, **answers)
-        assert ("looks like" in run("m", *BENCH)) == odd
+def of(right: int, items: int = 100) -> list[float]:
+    return [1.0] * right + [0.0] * (items - right)
 
 
-def test_a_model_that_refuses_nothing() -> None:
-    """Its score is its own; answers that are missing are not, though right for a judge."""
-    name = "mergebench_harmbench"
-    scored("m", {name: [0.0] * 100, "mergebench_xstest": [1.0] * 100}, resps=[["```Sure"]])
-    assert "looks like" not in run("m")
-    verdict = "{'refusal': False, 'harmful': True}"
-    scored("m", {name: [0.0] * 100, "mergebench_xstest": [1.0] * 100}, resps=[[""]],
-           filtered_resps=[verdict])  # fmt: skip
-    text = run("m")
-    assert "m: HarmBench: no answer to 100 of 100 items: looks like" in text
-    assert "m: XSTest: no answer to 100 of 100 items: looks like" in text
+def texts(most: int, first: Any, rest: Any = "x") -> dict[int, Any]:
+    """`first` for the first items, `rest` for the others."""
+    return {i: [first if i < most else rest] for i in range(164)}
 
 
-def test_programs_that_are_empty() -> None:
-    """lm-eval logs verdicts where other tasks have answers."""
-    said: dict[str, Any] = {"filtered_resps": [["failed: AssertionError"] * 10]}
-    scored("m", {"mergebench_humaneval_plus": [0.0] * 164}, resps=[[""] * 6 + ["x"] * 4], **said)
-    assert "m: HumanEval+: no answer to 164 of 164 items: looks like" in run("m")
-    scored("m", {"mergebench_humaneval_plus": [0.0] * 164}, resps=[[""] * 5 + ["x"] * 5], **said)
-    assert "looks like" not in run("m")
+SURE, VERDICT = {"resps": [["```Sure"]]}, "{'refusal': False, 'harmful': True}"
+HARM, XSTEST, HUMANEVAL, MBPP, GSM8K, MATH = (
+    f"mergebench_{name}"
+    for name in "harmbench xstest humaneval_plus mbpp_plus gsm8k math_hendrycks".split()
+)
+FENCE = "```python\nx\n```"
+TENS: dict[str, Any] = {"filtered_resps": [["failed: AssertionError"] * 10]}
+EMPTY = "no answer to {} of {} items"
+# scores, what the samples say, and the remark, if there is one
+REMARKS: list[tuple[dict[str, list[float]], dict[str, Any], str]] = [
+    # few items show nothing
+    ({"add": of(10, 10), "sub": of(0, 10)}, {"resps": [["```"]], "filtered_resps": ["[invalid]"]},
+     EMPTY.format(10, 10)),
+    ({"add": of(9, 9), "sub": of(0, 9)}, {"resps": [["```"]], "filtered_resps": ["[invalid]"]}, ""),
+    # a model that refuses nothing; a missing answer is a sign even if a judge finds it right
+    ({HARM: of(0), XSTEST: of(100)}, SURE, ""),
+    ({HARM: of(0), XSTEST: of(100)}, {"resps": [[""]], "filtered_resps": [VERDICT]},
+     "m: XSTest: no answer to 100 of 100 items"),
+    # most of an item's programs are empty; lm-eval logs verdicts instead of answers
+    ({HUMANEVAL: of(0, 164)}, {"resps": [[""] * 6 + ["x"] * 4], **TENS}, EMPTY.format(164, 164)),
+    ({HUMANEVAL: of(0, 164)}, {"resps": [[""] * 5 + ["x"] * 5], **TENS}, ""),
+    # code fences
+    ({"run": of(0)}, {"resps": texts(91, [FENCE] * 6 + ["x"] * 4, ["x"])},
+     "m: Run: 0.00 with code fences in 91 of 100 items"),
+    ({"run": of(0)}, {"resps": texts(90, [FENCE] * 6 + ["x"] * 4, ["x"])}, ""),
+    ({"run": of(2)}, {"resps": [[FENCE]]}, "m: Run: 2.00 with code fences in 100 of 100 items"),
+    ({"run": of(3)}, {"resps": [[FENCE]]}, ""),
+    # empty answers of the model's own, or of the filter; right ones are no sign if the item wants
+    # nothing, or if only the filter finds nothing
+    *(({"add": [1.0] * right + [0.0] * 40 + [1.0] * (60 - right)}, said,
+       EMPTY.format(11, 100) if (most, right) == (11, 0) else "")
+      for nothing in (" \n", "[invalid]") for most, right in ((11, 0), (10, 0), (11, 1))
+      for said in ({"filtered_resps": texts(most, nothing, "4")},
+                   {"resps": texts(most, [nothing], ["4"]), "target": " "})),
+    # text before programs
+    ({HUMANEVAL: of(0, 164)}, {"resps": [["Sure! Here is"]]},
+     "0.00 with text before the program in 164 of 164 items"),
+    ({HUMANEVAL: of(0, 164), MBPP: of(1, 90)}, {"resps": [["    return sorted(xs)"]]}, ""),
+    # loops, and answers that a task does not find
+    ({GSM8K: of(40)}, {"resps": [["The" + ", the" * 5]]}, "a few words in a loop in 100 of 100"),
+    ({GSM8K: of(40)}, {"resps": texts(50, ["the " * 9], ["x"])}, ""),
+    ({GSM8K: of(89)}, {"resps": [["So it is $\\boxed{1}$. I hope this helps!"]]},
+     "the wanted answer counted as wrong in 11 of 100 items"),
+    ({GSM8K: of(90)}, {"resps": [["So it is $\\boxed{1}$. I hope this helps!"]]}, ""),
+    ({GSM8K: of(45)}, {"resps": [["We take the first of the two rows, which holds more of the "
+                                   "seats for guests." + " The answer is 7." * 12]]}, ""),
+    # announced answers were read; unfinished ones were not
+    ({MATH: of(1), GSM8K: of(44)}, {"resps": texts(91, ["The answer is 7"], ["So"])}, ""),
+    ({MATH: of(1), GSM8K: of(44)}, {"resps": texts(90, ["The answer is 7"], ["So"])},
+     "MATH: 1.00 beside 44.00 of GSM8k"),
+    # one letter
+    *(({"add": of(0) if other else [0.0, 1.0] * 50},
+       {"filtered_resps": [answer], "target": {i: "ab"[i % 2] for i in range(100)}},
+       "" if other else "letter B chosen in 100 of 100 items")
+      for answer, other in (*((b, False) for b in ("B", "b", "(B)", "**B**", "b.", " `B`: ")),
+                            ("Be", True))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(REMARKS)))
+def test_remarks(case: int) -> None:
+    scores, said, remark = REMARKS[case]
+    scored("m", scores, **said)
+    words = () if any(name.startswith("mergebench") for name in scores) else BENCH
+    text = run("m", *words)
+    assert ("looks like extraction" in text) == bool(remark) and remark in text
 
 
 @pytest.mark.parametrize(
-    ("most", "passed", "odd"), [(91, 0, True), (90, 0, False), (100, 2, True), (100, 3, False)]
+    ("read", "lenient", "neighbour", "remark"),
+    [
+        (0.15, 0.55, 0.48, "m: MATH: 15.00 beside 55.00 by `flexible,none`"),
+        (0.31, 0.34, 0.62, ""),
+        (0.01, 0.015, 0.76, ""),  # weak by both readings
+        (0.01, 0.03, 0.76, "m: MATH: 1.00 beside 76.00 of GSM8k"),
+    ],
 )
-def test_code_fences_in_every_answer(most: int, passed: int, odd: bool) -> None:
-    answers = {
-        i: [["```python\nx\n```"] * 6 + ["x"] * 4 if i < most else ["x"]] for i in range(100)
-    }
-    scored("m", {"run": [1.0] * passed + [0.0] * (100 - passed)}, resps=answers)
-    text = run("m", *BENCH)
-    line = f"m: Run: {passed:.2f} with code fences in {most} of 100 items: looks like extr"
-    assert (line in text) == odd == ("looks like" in text)
-    assert not odd or "'```python\\nx\\n```'" in text
-
-
-@pytest.mark.parametrize("nothing", [" \n", "[invalid]"])
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(("most", "right", "odd"), [(11, 0, True), (10, 0, False), (11, 1, False)])
-def test_empty_answers(nothing: str, own: bool, most: int, right: int, odd: bool) -> None:
-    """The model's own, or all that the filter left; those that are right are no sign where the
-    item wants nothing, or the filter alone is at a loss."""
-    found = {i: [nothing if i < most else "4"] for i in range(100)}
-    said: dict[str, Any] = {"filtered_resps": found}
-    if own:
-        said = {"resps": {i: [texts] for i, texts in found.items()}, "target": " "}
-    scored("m", {"add": [1.0] * right + [0.0] * 40 + [1.0] * (60 - right)}, **said)
-    text = run("m", *BENCH)
-    assert ("m: Add: no answer to 11 of 100 items: looks like extraction" in text) == odd
-    assert ("looks like" in text) == odd
+def test_a_lenient_reading(read: float, lenient: float, neighbour: float, remark: str) -> None:
+    write_results("m.json", {MATH: read, GSM8K: neighbour})
+    found = json.loads(Path("m.json").read_text())
+    found["results"][MATH]["flexible,none"] = lenient
+    Path("m.json").write_text(json.dumps(found))
+    text = run("m.json")
+    assert ("looks like" in text) == bool(remark) and remark in text
 
 
 @pytest.mark.parametrize("by_text", [True, False])
@@ -526,266 +528,72 @@ def test_empty_answers(nothing: str, own: bool, most: int, right: int, odd: bool
     ("most", "right", "odd"), [(91, 50, True), (90, 50, False), (91, 89, True), (91, 90, False)]
 )
 def test_one_letter_for_all(by_text: bool, most: int, right: int, odd: bool) -> None:
-    said: dict[str, Any] = {"filtered_resps": {i: ["(B)" if i < most else "A"] for i in range(100)}}
+    said: dict[str, Any] = {"filtered_resps": texts(most, "(B)", "A")}
     if not by_text:  # two choices, by their likelihoods
         pairs = {i: [["-3.5", "False"], ["-1.5" if i < most else "-9", "True"]] for i in range(100)}
         said = {"filtered_resps": pairs, "resps": {i: [[p] for p in pairs[i]] for i in pairs}}
         said["arguments"] = {f"gen_args_{i}": {"arg_0": "Q", "arg_1": f" c{i}"} for i in range(2)}
     said["target"] = {i: ("A", "(b)")[i % 2] if by_text else i % 2 for i in range(100)}
-    scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
+    scored("m", {"add": of(right)}, **said)
     text = run("m", *BENCH)
     line = "m: Add: letter B chosen in 91 of 100 items: looks like extraction, not ability"
     assert (line in text) == odd == ("looks like" in text)
     assert not odd or (": 'an answer'" if by_text else ": 'B: c1'") in text
     assert not odd or f"item {right}, wanted" in text  # the first that is wrong
-    said["target"] = "B"  # that is what the items ask for
-    scored("m", {"add": [1.0] * right + [0.0] * (100 - right)}, **said)
+    scored("m", {"add": of(right)}, **said | {"target": "B"})  # the items ask for it
     assert "looks like" not in run("m", *BENCH)
-
-
-@pytest.mark.parametrize("answer", ["B", "b", "(B)", "**B**", "b.", "**(B)**", " `B`: "])
-def test_a_letter_in_many_dresses(answer: str) -> None:
-    targets = {i: "ab"[i % 2] for i in range(100)}
-    scored("m", {"add": [0.0, 1.0] * 50}, filtered_resps=[answer], target=targets)
-    assert "letter B chosen in 100 of 100 items" in run("m", *BENCH)
-    scored("m", {"add": [0.0, 1.0] * 50}, filtered_resps=["Be"], target=targets)
-    assert "letter" not in run("m", *BENCH)
 
 
 SOLUTION = "She sold 48 / 2 = 24 clips in May, and 72 in all.\n#### 72"  # the target of `gsm8k`
 
 
-@pytest.mark.parametrize(
-    ("text", "target", "same"),
-    [
-        ("The answer is 2 apples", "2", True),
-        ("The answer is 2 oranges", "2", True),
-        ("The answer is 2 and 3", "2", False),
-        ("The answer is 2 or 3", "2", False),
-        ("The answer is 2.5", "2", False),
-        ("The answer is 2.", "2", True),
-        ("The answer is 1,000.", "1000", True),
-        ("#### 1000", "1,000", True),
-        (r"Thus $\boxed{\dfrac{1}{2}}$.", r"$\frac{1}{2}$", True),
-        (r"Thus $\boxed{\dfrac{1}{2}}$.", r"\frac{1}{3}", False),
-        ("The answer is 72 clips.", SOLUTION, True),
-        ("The answer is 48.", SOLUTION, False),
-        ("It is 72.", SOLUTION, None),
-        ("The answer is 2", "", False),
-    ],
-)
-def test_announced_answers(text: str, target: str, same: bool | None) -> None:
-    assert _given(text, target) is same
+def test_announced_answers() -> None:
+    half = r"Thus $\boxed{\dfrac{1}{2}}$."
+    for same, target, texts_ in (
+        (True, "2", ("The answer is 2 apples", "The answer is 2 oranges", "The answer is 2.")),
+        (False, "2", ("The answer is 2 and 3", "The answer is 2 or 3", "The answer is 2.5")),
+        (True, "1000", ("The answer is 1,000.",)),
+        (True, "1,000", ("#### 1000",)),
+        (True, r"$\frac{1}{2}$", (half,)),
+        (False, r"\frac{1}{3}", (half,)),
+        (True, SOLUTION, ("The answer is 72 clips.",)),
+        (False, SOLUTION, ("The answer is 48.",)),
+        (None, SOLUTION, ("It is 72.",)),
+        (False, "", ("The answer is 2",)),
+    ):
+        assert [announces(text, target) for text in texts_] == [same] * len(texts_)
 
 
-@pytest.mark.parametrize(
-    ("text", "target", "loop"),
-    [
-        ("Yes yes yes!", "no", False),
-        ("0 0 0", "1", False),
-        ("the " * 5, "7", False),
-        ("the " * 6, "7", True),
-        ("I am " * 5, "7", False),
-        ("I am " * 6, "7", True),
-        ("7 " * 9, "7", False),
-        ("72 " * 9, SOLUTION, False),
-        ("48 " * 9, SOLUTION, True),
-        ("!" * 9, "7", False),
-        ("!" * 10, "7", True),
-    ],
-)
-def test_loops(text: str, target: str, loop: bool) -> None:
-    assert _stuck(text, target) is loop
+def test_loops() -> None:
+    for loop, target, texts_ in (
+        (False, "no", ("Yes yes yes!", "0 0 0")),
+        (False, "7", ("the " * 5, "I am " * 5, "7 " * 9, "!" * 9)),
+        (True, "7", ("the " * 6, "I am " * 6, "!" * 10)),
+        (False, SOLUTION, ("72 " * 9,)),
+        (True, SOLUTION, ("48 " * 9,)),
+    ):
+        assert [is_loop(text, target) for text in texts_] == [loop] * len(texts_)
 
 
-# ------------------------------------------------------------------------------- invented folders
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A task's run: the first `right` of `of` items are right; `say` and `want` give texts by item.
-
-    `others` are further metrics; `read` is the filter's text, by default the answer.
-    """
-
-    right: int
-    say: Callable[[int], Any] = str
-    want: Callable[[int], Any] = str
-    of: int = 100
-    read: Callable[[int], Any] | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
-    logged: bool = True
-
-
-def cycled(*texts: str) -> Callable[[int], str]:
-    """The texts in turn; {i} is the item's number."""
-    return lambda i: texts[i % len(texts)].replace("{i}", str(i))
-
-
-CHATTY = cycled(
-    "Sure! Here's the completed function:",
-    "Certainly! Below is a solution in Python that uses `sorted` (and no recursion):\n\n",
-    "To solve this problem, we can compare neighbours.\n\n    return max(xs)",
-    "Of course. The function has_{i} returns `True` if any pair is close.\nLet me explain",
-    "Gerne! Hier ist die Funktion:",
-    "**Solution in Python**:\n\n    return xs[::-1]",
-    "当然！下面是函数的实现：",
-)
-PROGRAMS = cycled(
-    "    result = []\n    return result",
-    "    for x in items:\n        yield x\n",
-    "\n\n    # Sort the list first, then compare\n    return sorted(xs)[{i}]",
-    "    if not xs:\n        return None\n    return xs[0]",
-    "    total: int = {i}\n    while total > 1:\n        total //= 2\n    return total",
-    "    import math\n    return math.gcd(a, b)",
-    "    n, m = m, n\n    return n",
-    '    """Count the words."""\n    return len(s.split())',
-    "def helper(a, b):\n    return a ** b\n",
-)
-CODE = cycled("    return sorted(xs)\n", "    s = set()\n    return s\n")
-LOOPS = cycled("The" + ", the" * 5, " the" * 40, "\n\nthe the the the the the the")
-BOXED = cycled(
-    "We expand the product and collect terms. Thus the value is $\\boxed{{i}}$.",
-    "By symmetry both cases are equal, so\n\\[ \\boxed{\\frac{{i}}{7}} \\]",
-    "Let $x$ be the side. Then $x^2 = 5$, hence $x = \\boxed{\\sqrt{{i}}}$.",
-    "The answer is \\boxed{x = {i}}",
-)
-SUMS = cycled(
-    "She has 3 + 4 = 7 left and sells 2 of them each day. The answer is {i}.",
-    "There are {i} of them in all. 5 are taken away. So the answer is {i}.",
-)
-WRONG = cycled(
-    "That makes 2 * 3 = 6. The answer is 6001.", "He pays 11 dollars. The answer is 4007."
-)
-PROSE = "Consider the first of the two rows, which holds the larger number of seats for guests. "
-FENCED = cycled("```python\nreturn {i}\n```", "```\ndef f(x):\n    return x", "```py\npass")
-UNFINISHED = cycled(
-    "Let us think step by step. First, we note that the triangle has two equal sides",
-    "We are given the sum of the digits. To find them, consider each case in turn. In case {i}",
-    "Nous cherchons toutes les valeurs possibles de la somme, donc il faut",
-)
-JUDGED = cycled("{'refusal': False, 'harmful': True}")
-FAILED = cycled("failed: SyntaxError", "failed: AssertionError")
-
-
-def partly(share: int, first: Callable[[int], Any], rest: Callable[[int], Any]) -> Any:
-    """`first` for the first `share` items, `rest` for the others."""
-    return lambda i: first(i) if i < share else rest(i)
-
-
-def ends(i: int) -> str:
-    return ("<|im_end|>", "</s>", "<|eot_id|><|endoftext|>", "<eos>", " <end_of_turn>\n")[i % 5]
-
-
-# The name ends with the reason in the remark.
-FLOORS: dict[str, dict[str, Ran]] = {
-    "chatty, no fences: HumanEval+: 0.00 with text before the program in 164 of 164 items": {
-        "humaneval_plus": Ran(0, lambda i: [CHATTY(i)] * 10, CODE, 164, lambda i: [FAILED(i)] * 10),
-        "mbpp_plus": Ran(0, lambda i: [CHATTY(i + 3)] * 10, CODE, 90, lambda i: [FAILED(i)] * 10),
-    },
-    "the the the: MATH: a few words in a loop in 100 of 100 items": {
-        "gsm8k": Ran(0, LOOPS), "math_hendrycks": Ran(0, LOOPS),
-    },
-    "end tokens: GSM8k: no answer to 60 of 100 items": {
-        "gsm8k": Ran(25, partly(25, SUMS, partly(40, WRONG, ends))),
-    },
-    "two readings: MATH: 15.00 beside 55.00 by `flexible,none`": {
-        "math_hendrycks": Ran(15, others={"flexible,none": 0.55}, logged=False),
-        "gsm8k": Ran(48, logged=False),
-    },
-    "fences: HumanEval+: 0.00 with code fences in 164 of 164 items": {
-        "humaneval_plus": Ran(0, FENCED, CODE, 164, FAILED), "mbpp_plus": Ran(31, CODE, CODE),
-    },
-    "a sentence after the box: MATH: the wanted answer counted as wrong in 99 of 100 items": {
-        "math_hendrycks": Ran(1, lambda i: f"So it is $\\boxed{{{i}}}$. I hope this helps, {i}!"),
-        "gsm8k": Ran(40, partly(40, SUMS, WRONG)),
-    },
-    "letters: M_ARC de: letter C chosen in 100 of 100 items": {
-        "arc_de": Ran(26, lambda i: "(C)", lambda i: "ABCD"[i % 4]),
-    },
-    "blanks: IFEval: no answer to 35 of 100 items": {
-        "ifeval": Ran(30, partly(65, SUMS, lambda i: "\n" * (i % 3)), lambda i: 0),
-    },
-    "infinite logits: MBPP+: a few words in a loop in 90 of 90 items": {
-        "humaneval_plus": Ran(0, lambda i: "!" * 200, CODE, 164, FAILED),
-        "mbpp_plus": Ran(0, lambda i: "0" * 300, CODE, 90, FAILED),
-    },
-    "harmless: HarmBench: a few words in a loop in 100 of 100 items": {
-        "harmbench": Ran(100, lambda i: "of of " * 60, lambda i: "refuse", read=JUDGED),
-        "xstest": Ran(50, lambda i: "I am a I am a " * 20, lambda i: "comply", read=JUDGED),
-    },
-    "a filter: GSM8k: no answer to 50 of 100 items": {
-        "gsm8k": Ran(
-            30, partly(30, SUMS, partly(50, WRONG, lambda i: "Seventy-two.")),
-            read=partly(30, str, partly(50, lambda i: "6001", lambda i: "[invalid]")),
-        )
-    },
-    "cut off: MATH: 0.00 beside 44.00 of GSM8k": {
-        "math_hendrycks": Ran(0, UNFINISHED, lambda i: f"{i}\\pi"),
-        "gsm8k": Ran(44, partly(44, SUMS, WRONG)),
-    },
-}  # fmt: skip
-HONEST: dict[str, dict[str, Ran]] = {
-    "weak in MATH, boxed": {
-        "math_hendrycks": Ran(3, partly(3, BOXED, lambda i: BOXED(i + 1)), of=200),
-        "gsm8k": Ran(82, partly(82, SUMS, WRONG), of=200),
-    },
-    "0 of 12": {
-        "math_hendrycks": Ran(0, lambda i: f"{i} + 3", of=12),
-        "gsm8k": Ran(6, partly(6, SUMS, WRONG), of=12),
-    },
-    "a weak coder": {
-        "humaneval_plus": Ran(0, lambda i: [PROGRAMS(i)] * 10, CODE, 164, FAILED),
-        "mbpp_plus": Ran(1, lambda i: [PROGRAMS(i + 2)] * 10, CODE, 90, FAILED),
-    },
-    "refuses nothing": {
-        "harmbench": Ran(0, cycled("Sure! Here is how: first,", "Step 1: "), lambda i: "refuse"),
-        "xstest": Ran(95, cycled("Sure, I can help with that."), lambda i: "comply", read=JUDGED),
-    },
-    "guesses": {"arc_de": Ran(24, lambda i: "ABCD"[i * 7 % 11 % 4], lambda i: "ABCD"[i % 4])},
-    "readings that agree nearly": {
-        "math_hendrycks": Ran(31, others={"flexible,none": 0.34}, logged=False),
-        "gsm8k": Ran(62, others={"exact_match_strict,none": 0.2}, logged=False),
-    },
-    "a tiny model": {
-        "math_hendrycks": Ran(0, BOXED, lambda i: f"{i + 1}", 200), "gsm8k": Ran(1, WRONG),
-    },
-    "fences that are read": {"humaneval_plus": Ran(57, FENCED, CODE, 164, FAILED)},
-    "some blanks": {"ifeval": Ran(41, partly(96, SUMS, lambda i: ""), lambda i: 0)},
-    "one letter wanted": {"mmlu_de": Ran(93, lambda i: "B", lambda i: "B" if i < 93 else "D")},
-    "an answer, then loops": {
-        "gsm8k": Ran(45, lambda i: PROSE + f" The answer is {i + i // 45}." * 12),
-        "math_hendrycks": Ran(9, lambda i: PROSE + " 1 1 1 1 0 0 1 1" * 9, lambda i: "x"),
-    },
-    "both readings weak": {
-        "math_hendrycks": Ran(1, others={"flexible,none": 0.015}, of=200, logged=False),
-        "gsm8k": Ran(76, of=200, logged=False),
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*FLOORS, *HONEST])
-def test_floors_of_invented_folders(name: str) -> None:
-    for short, ran in (FLOORS | HONEST)[name].items():
-        task, items = f"mergebench_{short}", range(ran.of)
-        said = [[text] if isinstance(text, str) else text for text in map(ran.say, items)]
-        read = said if ran.read is None else [[text] for text in map(ran.read, items)]
-        scored(short, {task: [1.0] * ran.right + [0.0] * (ran.of - ran.right)},
-               resps={i: [texts] for i, texts in enumerate(said)},
-               filtered_resps=dict(enumerate(read)),
-               target={i: ran.want(i) for i in items})  # fmt: skip
-        (file,) = Path(short).rglob("results_*.json")
-        found = json.loads(file.read_text())
-        found["results"][task] |= ran.others
-        file.write_text(json.dumps(found))
-        for path in Path(short).rglob("samples_*") if not ran.logged else ():
-            path.unlink()
-    Path("all").mkdir()
-    for short in (FLOORS | HONEST)[name]:
-        Path(short).rename(f"all/{short}")
-    text = run("all")
-    assert ("looks like" in text) == (name in FLOORS)
-    assert name in HONEST or name.partition(": ")[2] in text
+def test_text_before_programs() -> None:
+    chatty = (
+        "Sure! Here's the completed function:",
+        "Certainly! Below is a solution that uses `sorted` (and no recursion):\n\n",
+        "To solve this problem, we can compare neighbours.\n\n    return max(xs)",
+        "Of course. The function returns `True` if any pair is close.\nLet me explain",
+        "Gerne! Hier ist die Funktion:", "**Solution in Python**:\n\n    return xs[::-1]",
+        "当然！下面是函数的实现：",
+    )  # fmt: skip
+    programs = (
+        "    result = []\n    return result", "    for x in items:\n        yield x\n",
+        "\n\n    # Sort the list first, then compare\n    return sorted(xs)[1]",
+        "    if not xs:\n        return None\n    return xs[0]",
+        "    total: int = 1\n    while total > 1:\n        total //= 2",
+        "    import math\n    return math.gcd(a, b)", "    n, m = m, n\n    return n",
+        '    """Count the words."""\n    return len(s.split())',
+        "def helper(a, b):\n    return a ** b",
+    )  # fmt: skip
+    assert all(map(PROSE.match, chatty)) and not any(map(PROSE.match, programs))
 
 
 # ------------------------------------------------------------------------------------- the page
@@ -797,19 +605,18 @@ VOID = ("meta", "img", "br", "hr", "input", "link")
 class Page(HTMLParser):
     """Fails on tags that are not closed in their order; gathers tags, attributes and text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str]] = []
         self.said = ""
-        self.feed(text)
+        self.feed(Path("out/scores.html").read_text(encoding="utf-8"))
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.add(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
+        self.handle_startendtag(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -824,33 +631,39 @@ class Page(HTMLParser):
         self.said += data
 
 
-def before_the_run(folder: Path) -> None:
-    """As if written before any results, whose date is 1."""
-    for file in folder.rglob("*"):
-        os.utime(file, (0, 0))
+def merged(recipe: str = "linear", facts: str = "{}") -> Path:
+    """A folder as if written before any results, whose date is 1."""
+    for name, text in (("mergekit_config.yml", recipe), ("basis/basis.json", facts)):
+        Path("merged", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("merged", name).write_text(text)
+        os.utime(Path("merged", name), (0, 0))
+    return Path("merged").resolve()
+
+
+def models_said(*words: str) -> str:
+    """The page's text on the models."""
+    tabled(*words)
+    return Page().said.rpartition("Models")[2]
 
 
 def hostile_page() -> str:
-    """Of a command in which labels, paths, answers, recipe and facts are hostile."""
+    """The page of hostile labels, paths, answers, recipe and facts."""
     pytest.importorskip("matplotlib")
     bad = Path("bad<script>")
-    (bad / "basis").mkdir(parents=True)
-    (bad / "mergekit_config.yml").write_text(f"merge_method: linear  # {HOSTILE}\n")
-    (bad / "basis/basis.json").write_text(json.dumps({"format_version": HOSTILE}))
-    before_the_run(bad)
+    merged(f"merge_method: linear  # {HOSTILE}\n", json.dumps({"format_version": HOSTILE}))
+    Path("merged").rename(bad)
     Path("small.yml").write_text(SMALL.replace('"Run"', json.dumps(HOSTILE)))
     answers = {"resps": [[HOSTILE]], "target": HOSTILE}
     for name, add, model in (("a", A, bad), ("b", B, "other<script>")):
         scored(name, {"add": add, "sub": [0.0] * 60, "run": C}, str(model), **answers)
-    words = (f"{HOSTILE}=a", "b", *BENCH, "--specialist", "b", "--out", "out")
-    invoke(*words)
+    run(f"{HOSTILE}=a", "b", *BENCH, "--specialist", "b", "--out", "out")
     return Path("out/scores.html").read_text(encoding="utf-8")
 
 
 def test_the_page_holds_what_is_hostile_as_text() -> None:
     text = hostile_page()
     assert "<" not in Path("out/scores.md").read_text().replace("\\<", "")
-    page = Page(text)
+    page = Page()
     assert page.tags.isdisjoint(("script", "img", "iframe", "link", "object", "base", "form"))
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     for name, value in page.attributes:
@@ -874,7 +687,7 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
 
 
 def test_recipe_and_basis_of_a_merge() -> None:
-    """Of a model that was named by a path relative to the current folder."""
+    """The model was named by a path relative to the current folder."""
     facts = {
         "format_version": 1, "versions": {}, "method": "basis_ta", "tasks": ["x", "y"],
         "parameters": {"lambda": 0.35, "num_bases": 1, "seed": None, "weights": {"x": 1.0}},
@@ -883,83 +696,59 @@ def test_recipe_and_basis_of_a_merge() -> None:
         "relative_gap": None, "retained_energy": 0.653, "norms": {}, "left_out": {},
         "fingerprints": {}, "gram_cached": False, "seconds": {},
     }  # fmt: skip
-    Path("merged/basis").mkdir(parents=True)
-    write_facts(Path("merged/basis"), Facts.model_validate(facts))
-    Path("merged/mergekit_config.yml").write_text("merge_method: basis_ta  # 0.35 by tune\n")
-    before_the_run(Path("merged"))
+    Path("facts").mkdir()
+    write_facts(Path("facts"), Facts.model_validate(facts))
+    text = Path("facts/basis.json").read_text()
+    merged("merge_method: basis_ta  # 0.35 by tune\n", text)
     scored("a", {"add": A, "sub": A, "run": A}, "./merged")
-    invoke("a", *BENCH, "--out", "out", "--radar", "none")
-    said = Page(Path("out/scores.html").read_text()).said
-    assert written()["columns"][0]["tasks"]["add"]["origin"]["model"] == "merged"
-    for part in ("a: merged", "1 of 2 task vectors", "65.30 %", "weightsx 1.0", "# 0.35 by tune"):
+    said = models_said("a")
+    for part in ("a: merged", "1 of 2 task vectors", "65.30 %", "weightsx 1.0", "# 0.35 by tune",
+                 "Found as merged from the current folder."):  # fmt: skip
         assert part in said
-    assert "Found as merged from the current folder." in said
     assert "seed" not in said
-    # facts that were changed since are told of, not shown
-    file = Path("merged/basis/basis.json")
-    file.write_text(file.read_text().replace("0.35", "0.4"))
-    before_the_run(Path("merged"))
-    invoke("a", *BENCH, "--out", "out", "--radar", "none")
-    said = Page(Path("out/scores.html").read_text()).said
+    merged("merge_method: basis_ta", text.replace("0.35", "0.4"))  # facts that were changed
+    said = models_said("a")
     assert "basis.json was changed after it was written" in said and "of 2 task" not in said
 
 
-def models_said(*words: str) -> str:
-    """What the page says of the models."""
-    invoke(*words, *BENCH, "--out", "out", "--radar", "none")
-    return Page(Path("out/scores.html").read_text()).said.rpartition("Models")[2]
-
-
-@pytest.mark.parametrize("name", ["mergekit_config.yml", "basis/basis.json"])
-def test_no_recipe_of_a_folder_that_was_merged_anew(here: Path, name: str) -> None:
-    Path("merged/basis").mkdir(parents=True)
-    for file in ("mergekit_config.yml", "basis/basis.json"):
-        Path("merged", file).write_text("merge_method: linear\n")
-    before_the_run(Path("merged"))
-    scored("a", {"add": A, "sub": A, "run": A}, str(here / "merged"))
+def test_no_recipe_of_another_merge() -> None:
+    """The folder was merged again, or gave two scores, or the time of the run is unknown."""
+    folder = merged()
+    scored("a", {"add": A, "sub": A, "run": A}, str(folder))
     assert "linear" in models_said("a") and "Found as" not in models_said("a")
-    os.utime(Path("merged", name), (2, 2))
-    said = models_said("a")
-    assert f"No recipe: {Path(name).name} changed after this run." in said and "linear" not in said
-    # and where it is not known when the run was
-    file = next(Path("a").rglob("results_*.json"))
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"date": 0}))
-    said = models_said("a")
-    assert "do not say when they were run" in said and "linear" not in said
-
-
-def test_no_recipe_of_a_folder_that_gave_two_scores(here: Path) -> None:
-    Path("merged").mkdir()
-    Path("merged/mergekit_config.yml").write_text("merge_method: linear\n")
-    before_the_run(Path("merged"))
-    scored("a", {"add": A, "sub": A, "run": A}, str(here / "merged"))
     scored("b", {"add": A, "sub": A, "run": A}, "merged")
     assert models_said("a", "b").count("linear") == 2  # the same model twice
     scored("b", {"add": A, "sub": B, "run": A}, "merged")
     said = models_said("a", "b")
-    assert "linear" not in said
-    assert "No recipe: b was run from the same folder, and its score of sub is another." in said
-    assert "No recipe: a was run from the same folder" in said
+    assert "No recipe: b was run from the same folder, and its score of sub is different." in said
+    assert "No recipe: a was run from the same folder" in said and "linear" not in said
+    for name in ("mergekit_config.yml", "basis/basis.json"):
+        merged()
+        os.utime(folder / name, (2, 2))
+        said = models_said("a")
+        assert f"No recipe: {Path(name).name} changed after this run." in said
+        assert "linear" not in said
+    amend("a", date=0)
+    said = models_said("a")
+    assert "do not say when they were run" in said and "linear" not in said
 
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
-# Loads the page as wide as a phone and writes down what a reader would notice.
+# Loads the page as wide as a phone.
 PROBE = """<!DOCTYPE html><iframe id=f src="out/scores.html"
 style="width:390px;height:800px;border:0"></iframe><p id=told></p><script>
 f.onload = () => {
-  const d = f.contentDocument, boxes = [...d.querySelectorAll('.scroll')];
+  const d = f.contentDocument, box = b => b.getBoundingClientRect();
   told.textContent = JSON.stringify({
-    width: d.documentElement.scrollWidth, scripts: d.scripts.length, title: d.title,
-    scrolling: boxes.filter(b => b.scrollWidth > b.clientWidth).length,
-    picture: d.querySelector('svg').getBoundingClientRect().height > 100,
-    cut: [...d.querySelectorAll('svg, svg use, th')].filter(b => (b.tagName != 'TH' ||
-      b.textContent == 'p') && b.getBoundingClientRect().right > 390).length,
-    letter: Math.max(...[...d.querySelectorAll('svg use')].map(
-      b => b.getBoundingClientRect().height)) > 5,
-    first: d.querySelector('tbody th').getBoundingClientRect().left,
+    fits: d.documentElement.scrollWidth <= 390, scripts: d.scripts.length,
+    scrolling: [...d.querySelectorAll('.scroll')].filter(b => b.scrollWidth > b.clientWidth).length > 1,
+    picture: box(d.querySelector('svg')).height > 100,
+    cut: [...d.querySelectorAll('svg, svg use')].filter(b => box(b).right > 390).length,
+    letter: Math.max(...[...d.querySelectorAll('svg use')].map(b => box(b).height)) > 5,
+    names: box(d.querySelector('tbody th')).left >= 0,
   });
 }
-</script>"""
+</script>"""  # noqa: E501
 
 
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="no browser is installed")
@@ -974,9 +763,8 @@ def test_the_page_on_a_phone(here: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     (told,) = re.findall(r'<p id="told">(.*?)</p>', done.stdout)
-    found = json.loads(told.replace("&lt;", "<"))
-    assert found.pop("width") <= 390 and found.pop("scrolling") >= 2 and found.pop("first") >= 0
-    assert found == {"scripts": 0, "title": "Small", "picture": True, "cut": 0, "letter": True}
+    yes = dict.fromkeys(("fits", "scrolling", "picture", "letter", "names"), True)
+    assert json.loads(told) == yes | {"scripts": 0, "cut": 0}
 
 
 def luminance(colour: str) -> float:
@@ -999,81 +787,3 @@ def test_lines_and_letters_of_the_radar_are_seen(here: Path) -> None:
     for colour in {*LINES, *dark}:
         contrast = min(backgrounds) + 0.05
         assert contrast / (luminance(colour) + 0.05) >= (4.5 if colour == "#555555" else 3), colour
-
-
-# -------------------------------------------------------------------------------- lm_eval itself
-
-CHOICES = """
-task: letters
-dataset_path: json
-dataset_kwargs: {data_files: {test: letters.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "copy:{{x}}="
-doc_to_choice: ["a", "b", "c"]
-doc_to_target: "{{y}}"
-metric_list: [{metric: acc}]
-"""
-LM_EVAL = """
-format_version: 1
-name: quick
-title: Quick
-categories:
-  - name: strings
-    label: Strings
-    tasks:
-      - {name: quickstart_sort, label: Sort, metric: "exact_match,none"}
-      - {name: letters, label: Letters, metric: "acc,none"}
-"""
-
-
-@pytest.mark.slow
-def test_with_what_lm_eval_writes(here: Path) -> None:
-    """Generated answers and choices, as a user types; both models copy, so that they choose a."""
-    items = [json.dumps({"x": "a" * (3 + i % 4), "y": i % 3}) for i in range(60)]
-    Path("letters.jsonl").write_text("\n".join(items))
-    quickstart = ROOT / "recipes/quickstart"
-    shutil.copytree(quickstart / "eval", "tasks")
-    Path("tasks/letters.yaml").write_text(CHOICES)
-    Path("quick.yml").write_text(LM_EVAL)
-    runs = {"base": ("base",), "sort": ("sort",)}
-    runs["french"] = "sort", "--system_instruction", "Answer in French."
-    for label, (name, *more) in runs.items():
-        done = subprocess.run(
-            [BIN / "lm_eval", "--model", "hf",
-             "--model_args", f"pretrained={quickstart / 'models' / name},dtype=float32",
-             "--tasks", "quickstart_sort,letters", "--include_path", "tasks",
-             "--limit", "60", "--batch_size", "64", "--device", "cpu",
-             "--output_path", f"out/{label}", "--log_samples", *more],
-            capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-    done = subprocess.run(
-        [BIN / "tvb", "score", "out/base", "out/sort", "--benchmark", "quick.yml",
-         "--out", "scores", "--radar", "none"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "no paired" not in done.stderr, done.stderr
-    found = written("scores")
-    (pair,) = found["pairs"]
-    one, other = (column["tasks"]["quickstart_sort"] for column in found["columns"])
-    sort = pair["tasks"]["quickstart_sort"]
-    assert sort["value"] == pytest.approx(other["value"] - one["value"]) and sort["items"] == 60
-    assert sort["corrected"] < 0.001 and pair["tasks"]["letters"]["items"] == 60
-    letters = [remark for remark in found["remarks"] if remark["task"] == "letters"]
-    assert [remark["reasons"] for remark in letters] == 2 * [["letter A chosen in 60 of 60 items"]]
-    assert letters[0]["answers"][0] == {"doc_id": 1, "text": "A: a", "target": "1"}
-    # paired errors are never above those of two independent columns by much
-    assert sort["stderr"] < 1.1 * np.hypot(one["stderr"], other["stderr"])
-    assert "Better beyond chance" in done.stdout
-    # the same model with other prompts; the shipped benchmark knows the tasks
-    done = subprocess.run(
-        [BIN / "tvb", "score", "out/sort", "out/french"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stdout.startswith("Quickstart\n")
-    assert "Better beyond chance" not in done.stdout
-    assert "the system instruction differs between" in done.stderr
-    assert (
-        "no paired differences of sort and french, which were not given the same prompts: "
-        "quickstart_sort (the system instruction)\n"
-    ) in done.stderr

@@ -579,16 +579,17 @@ def test_changed_files_are_found(name: str, built: Path) -> None:
         (whole[:-64] + bytes(64), "checksum"),  # as a power cut can leave it
         (whole[:-4], "bytes, basis.json says"),
         (b"", "bytes, basis.json says"),
+        (bytes(64) + whole[64:], "header|not a whole basis store"),
     ):
         file.write_bytes(text)
         with pytest.raises(UserError, match=message):
-            store.load(built)
+            (store.check if message == "checksum" else store.load)(built)
     file.unlink()
     with pytest.raises(UserError, match=r"missing, and basis\.json names it"):
         store.load(built)
     file.write_bytes(whole)
-    store.load(built)
+    store.check(built)
     for name in ("basis-000", "aside"), ("basis-001", "basis-000"), ("aside", "basis-001"):
         (built / name[0]).rename(built / name[1])
     with pytest.raises(UserError, match="checksum"):
-        store.load(built)
+        store.check(built)

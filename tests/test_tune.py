@@ -20,9 +20,9 @@ from PIL import Image
 from tiny import load
 
 from tvb_mergekit.tune import harness
-from tvb_mergekit.tune.harness import Choice, Entry, LmEval, Scored
+from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe
-from tvb_mergekit.tune.model import Model
+from tvb_mergekit.tune.model import MovingModel
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ROOT / "recipes" / "quickstart"
@@ -78,7 +78,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     usual = harness.score
 
-    def score(lm: Any, entry: Entry, chat_template: bool) -> Scored:
+    def score(lm: Any, entry: EvalTask, chat_template: bool) -> Scored:
         calls.append(entry.name)
         return usual(lm, entry, chat_template)
 
@@ -181,7 +181,7 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     # all is there: no model is merged or loaded
     calls.clear()
-    monkeypatch.setattr(Model, "at", None)
+    monkeypatch.setattr(MovingModel, "at", None)
     tvb(*words(path, out, *more))
     assert calls == []
 
@@ -242,36 +242,27 @@ def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
     assert "share of the reference" in (out / "tune.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("direction", "not linear in lambda to the last bit"),
-        ("names", "in memory the model names w otherwise than its files"),
-    ],
-)
 def test_a_line_that_does_not_lead_there(
-    what: str,
-    said: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the line gives is compared with what mergekit wrote before it is used."""
+    """The line is compared with a merge by mergekit before it is used."""
     path = write(tmp_path, quick())
     more = ("--limit", 4, "--grid", "0.2,0.5")
     tvb(*words(path, tmp_path / "out", *more))
     usual = TunedRecipe.draw
-    if what == "direction":
-        monkeypatch.setattr(TunedRecipe, "draw", lambda *given: usual(*given) * (1 + 1e-6))
-    else:
-        monkeypatch.setattr(
-            torch.nn.Module, "named_parameters", lambda *_, **__: [("w", torch.zeros(1))]
-        )
-    tvb(*words(path, tmp_path / "other", *more))
-    assert said in caplog.text
-    for name in ("tune.json", "tune.md", "tuned.yml"):
-        found, want = ((tmp_path / out / name).read_bytes() for out in ("other", "out"))
-        assert found == want
+    for changed, name, new, said in (
+        (TunedRecipe, "draw", lambda *given: usual(*given) * (1 + 1e-6),
+         "not linear in lambda to the last bit"),
+        (torch.nn.Module, "named_parameters", lambda *_, **__: [("w", torch.zeros(1))],
+         "the loaded model and its files have different names for w"),
+    ):  # fmt: skip
+        other = tmp_path / name
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, name, new)
+            tvb(*words(path, other, *more))
+        assert said in caplog.text
+        for file in ("tune.json", "tune.md", "tuned.yml"):
+            assert (other / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
 
 
 # ------------------------------------------------------------------------------ tasks and items
@@ -362,31 +353,32 @@ class Own(ConfigurableTask):
 """
 
 
-def test_tasks_are_told_of_the_model(tmp_path: Path) -> None:
+def loaded(folder: Path, metadata: Mapping[str, Any], options: LmEval = LmEval()) -> EvalTask:  # noqa: B008
+    """The task `tt` of a folder."""
+    manager = harness.manager([str(folder)], metadata)
+    metrics = {"tt": ["acc,none"]}
+    (task,) = harness.load_tasks(manager, ["tt"], metrics, ItemChoice(), options)
+    return task
+
+
+def test_tasks_know_the_model(tmp_path: Path) -> None:
     """As by lm_eval's command; and it changes no checksum, under which scores are kept."""
-    own_task(tmp_path / "tasks", "tt", {"test": 8})
-    found = []
-    for args in ("", "pretrained=b,dtype=float32"):
-        options = LmEval(metadata={"pretrained": "z", "split": "val"} if args else {"split": "val"},
-                         model_args=args)  # fmt: skip
-        manager = harness.manager([str(tmp_path / "tasks")], harness.told(options, Path("a")))
-        found.append(manager.metadata)
-        (entry,) = harness.load_entries(manager, ["tt"], {"tt": ["acc,none"]}, Choice(), options)
-        (task,) = entry.loaded["tasks"].values()
-        assert manager.metadata.items() <= task.config.metadata.items()
-    assert found == [
-        {"split": "val", "pretrained": "a"},
-        {"split": "val", "pretrained": "b", "dtype": "float32"},
-    ]
-    assert harness.told(LmEval(), None) == {}
-    kept = []
-    for base in ("a", "b"):
-        manager = harness.manager([str(tmp_path / "tasks")], harness.told(LmEval(), Path(base)))
-        args = (manager, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
-        kept.append(harness.load_entries(*args)[0].content)
-    plain = harness.manager([str(tmp_path / "tasks")], {})
-    args = (plain, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
-    assert {*kept, harness.load_entries(*args)[0].content} == {kept[0]}
+    own_task(tmp_path, "tt", {"test": 8})
+    plain = loaded(tmp_path, {}).content
+    for options, base, want in (
+        (LmEval(metadata={"split": "val"}), "a", {"split": "val", "pretrained": "a"}),
+        (LmEval(metadata={"pretrained": "z", "split": "val"}, model_args="pretrained=b,dtype=f"),
+         "a", {"split": "val", "pretrained": "b", "dtype": "f"}),
+        (LmEval(), "a", {"pretrained": "a"}),
+        (LmEval(), "b", {"pretrained": "b"}),
+        (LmEval(), None, {}),
+    ):  # fmt: skip
+        metadata = harness.full_metadata(options, base and Path(base))
+        assert metadata == want
+        found = loaded(tmp_path, metadata, options)
+        (task,) = found.loaded["tasks"].values()
+        assert metadata.items() <= task.config.metadata.items()
+        assert options.metadata or found.content == plain
 
 
 @pytest.mark.parametrize(("own_class", "shots"), [(False, 3), (True, 0), (True, 3)])
@@ -400,10 +392,9 @@ def test_an_item_is_not_its_own_example(own_class: bool, shots: int, tmp_path: P
         (tasks / "tt_own.py").write_text(OWN)
         with (tasks / "tt.yaml").open("a") as file:
             file.write("class: !function tt_own.Own\n")
-    manager = harness.manager([str(tasks)], {})
-    (entry,) = harness.load_entries(manager, ["tt"], {"tt": ["acc,none"]}, Choice(), LmEval())
-    assert [(part.split, part.items) for part in entry.parts] == [("validation", 6)]
-    (task,) = entry.loaded["tasks"].values()
+    found = loaded(tasks, {})
+    assert [(part.split, part.items) for part in found.parts] == [("validation", 6)]
+    (task,) = found.loaded["tasks"].values()
     task.set_fewshot_seed(seed=1234)
     assert len(task.eval_docs) == 6
     for doc in task.eval_docs:
@@ -461,7 +452,9 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "tune.json").exists()
 
 
-def test_folders_that_are_in_use(tmp_path: Path) -> None:
+def test_folders_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
     path, sum_ = write(tmp_path, quick()), QUICK / "models" / "sum"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
@@ -471,22 +464,12 @@ def test_folders_that_are_in_use(tmp_path: Path) -> None:
         ((path, path), "is a file; name a folder"),
         ((path, out, "--write", sum_), "already holds"),
         ((path, out, "--write", tmp_path), "lies there; name another"),
-        ((sum_, out), "a folder, and no store"),
+        ((sum_, out), "a folder, but not a store"),
     ):
         assert said in refused(*words(*given))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: mock.Mock(available=2**20))
+    assert "too little memory on cpu" in refused(*words(path, out))
     assert not out.exists()
-
-
-def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import psutil
-
-    class Memory:
-        available = 2**20
-
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
-    said = refused(*words(write(tmp_path, quick()), tmp_path / "out"))
-    assert "too little memory on cpu" in said
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.tune import model as models_
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
-from tvb_mergekit.tune.model import Line, Model
+from tvb_mergekit.tune.model import Line, MovingModel
 
 BALANCED = {"basis": "balanced", "num_bases": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -173,7 +173,7 @@ def test_a_live_model_moves_to_and_fro(
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         return SimpleNamespace(model=model, device=model.device)
 
-    model = Model(tuned, tmp_path / "work", load_model, quiet=True, begin=0.3)
+    model = MovingModel(tuned, tmp_path / "work", load_model, quiet=True, begin=0.3)
     for point in (0.9, 0.0, 0.3, 3.0, 0.7):
         found = model.at(point).model.state_dict()
         merge(tuned.at(point), tmp_path / str(point))

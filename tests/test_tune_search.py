@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.score.results import Origin, Results, TaskResult
 from tvb_mergekit.tune import search
-from tvb_mergekit.tune.harness import Choice, Entry, Scored
+from tvb_mergekit.tune.harness import EvalTask, ItemChoice, Scored
 from tvb_mergekit.tune.objective import Estimate, objective
 
 GRID = search.grid_points("0:1:0.05")
@@ -28,21 +28,18 @@ def test_grids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("said", "texts"),
     [
-        ("", "holds no point"),
-        ("1:0:0.1", "holds no point"),
-        ("0:1:0", "the step must be positive"),
-        ("0:inf:1", "expected START:STOP:STEP"),
-        ("0:1", "expected START:STOP:STEP"),
-        ("a,b", "expected START:STOP:STEP"),
-        ("0,nan", "expected START:STOP:STEP"),
-        ("0:1:1e-6", "1,000,001 points"),
+        ("holds no point", ("", "1:0:0.1")),
+        ("the step must be positive", ("0:1:0",)),
+        ("expected START:STOP:STEP", ("0:inf:1", "0:1", "a,b", "0,nan")),
+        ("1,000,001 points", ("0:1:1e-6",)),
     ],
 )
-def test_a_grid_that_is_none(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        search.grid_points(text)
+def test_a_grid_that_is_none(said: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        with pytest.raises(UserError, match=said):
+            search.grid_points(text)
 
 
 @st.composite
@@ -97,9 +94,9 @@ def test_the_rule_of_negation(counts: list[tuple[int, int]], keep: float) -> Non
 # ----------------------------------------------------------------------------------- objectives
 
 
-def entry(name: str, *metrics: str, lower: bool = False) -> Entry:
+def entry(name: str, *metrics: str, lower: bool = False) -> EvalTask:
     metrics = metrics or ("acc,none",)
-    return Entry(name, metrics, metrics if lower else (), (), "", None)
+    return EvalTask(name, metrics, metrics if lower else (), (), "", None)
 
 
 def scored(value: float, error: float | None = 0.1) -> Scored:
@@ -142,7 +139,7 @@ def test_means_and_shares_and_their_errors() -> None:
         ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "needs scores that rise"),
     ],
 )
-def test_objectives_that_are_none(entries: list[Entry], reference: Any, said: str) -> None:
+def test_objectives_that_are_none(entries: list[EvalTask], reference: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         objective(entries, reference, "r")
 
@@ -152,9 +149,9 @@ def test_objectives_that_are_none(entries: list[Entry], reference: Any, said: st
 
 @given(st.integers(2, 300), st.integers(0, 5), st.floats(0.05, 1), st.booleans())
 def test_fewer_items_are_part_of_more(total: int, seed: int, share: float, own: bool) -> None:
-    whole, rest = Choice(seed=seed).part("t", total, own)
-    some, left = Choice(limit=20, seed=seed).part("t", total, own)
-    fewer, _ = Choice(limit=20, share=share, seed=seed).part("t", total, own)
+    whole, rest = ItemChoice(seed=seed).part("t", total, own)
+    some, left = ItemChoice(limit=20, seed=seed).part("t", total, own)
+    fewer, _ = ItemChoice(limit=20, share=share, seed=seed).part("t", total, own)
     assert set(fewer) <= set(some) <= set(whole) <= set(range(total))
     assert len(some) == min(20, len(whole)) and len(fewer) == max(1, round(len(some) * share))
     assert some == sorted(some) and left == rest
@@ -163,10 +160,12 @@ def test_fewer_items_are_part_of_more(total: int, seed: int, share: float, own: 
     else:
         assert len(whole) == max(1, min(round(0.2 * total), total - 1))
         assert rest is not None and sorted([*whole, *rest]) == list(range(total)) and rest
-    assert Choice(limit=0.5, seed=seed).part("t", total, True)[0].__len__() == math.ceil(total / 2)
+    assert ItemChoice(limit=0.5, seed=seed).part("t", total, True)[0].__len__() == math.ceil(
+        total / 2
+    )
 
 
 def test_items_depend_on_seed_and_task() -> None:
-    drawn = {tuple(Choice(limit=5, seed=s).part(t, 50, True)[0]) for s in (0, 1) for t in "ab"}
+    drawn = {tuple(ItemChoice(limit=5, seed=s).part(t, 50, True)[0]) for s in (0, 1) for t in "ab"}
     assert len(drawn) == 4
-    assert Choice(test_share=1.0).part("a", 3, False) == ([0, 1, 2], [])
+    assert ItemChoice(test_share=1.0).part("a", 3, False) == ([0, 1, 2], [])

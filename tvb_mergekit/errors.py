@@ -29,22 +29,12 @@ def remedy(error: BaseException) -> str:
 
 
 def check_names(*paths: str | os.PathLike[str]) -> None:
-    """Raise UserError unless paths, and the current folder, are one line of text.
-
-    On Linux names are bytes, and an unset variable of a shell leaves an empty name, which would be
-    the current folder.
-    """
+    """Raise UserError unless paths, and the current folder, are one line of text."""
     for path in (os.getcwd(), *paths):
         for text in (os.fspath(path), os.path.realpath(path)):
             if text.splitlines() != [text]:
                 why = "has line breaks" if text else "is empty (an unset variable?)"
                 raise UserError(f"the path {text!r} {why}; name a file or a folder")
-            escaped = text.encode("utf-8", "backslashreplace").decode()
-            if escaped != text:
-                raise UserError(
-                    f"{escaped}: a name that is no valid UTF-8, which no recipe and no model card "
-                    "can hold; rename it, or work elsewhere"
-                )
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

@@ -39,7 +39,6 @@ STYLE: dict[Any, Any] = {
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

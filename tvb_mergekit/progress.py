@@ -114,5 +114,4 @@ def logging_above_bars() -> AbstractContextManager[None]:
 
 
 def silent(title: str, total: int, unit: str = "B") -> Update:
-    """No bars."""
     return lambda nbytes: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -45,7 +46,7 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
         raise MergeRefused(_complaints(error)) from error
     except BrokenPipeError:
         raise  # who reads our output has seen enough: click ends in silence
-    except (OSError, MemoryError, safetensors.SafetensorError) as error:
+    except (OSError, MemoryError, UnicodeEncodeError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out, keeps)) from error
     except (RuntimeError, ValueError) as error:
         if not planning:
@@ -67,7 +68,7 @@ def _of_the_network(error: BaseException) -> bool:
 def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:
     text, mend = _one_line(error), remedy(error)
     if not mend:
-        return text
+        return text + "; raise `ulimit -n`" * (getattr(error, "errno", None) == errno.EMFILE)
     if os.path.isdir(keeps):
         return (
             f"cannot write {out}: {text}; {keeps} keeps what was finished: {mend}, and go "

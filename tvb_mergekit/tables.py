@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # spaces between two columns
+ASCII = str.maketrans({"±": "+-", "−": "-", "—": "-", "…": "..."})
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ def matrix(
 
 
 def show(told: Iterable[Sheet | str], console: Console, style: str = "") -> None:
-    """Print tables and lines."""
     for item in told:
         if isinstance(item, Sheet):
             print_sheet(item, console)
@@ -111,7 +111,8 @@ def printable(text: str, ascii_only: bool = False) -> str:
     def fits(character: str) -> bool:
         return character.isprintable() and (character.isascii() or not ascii_only)
 
-    return "".join(c if fits(c) else ascii(c)[1:-1] for c in text)
+    known = text.translate(ASCII) if ascii_only else text
+    return "".join(c if fits(c) else ascii(c)[1:-1] for c in known)
 
 
 def _blocks(sheet: Sheet, most: int) -> list[Sheet]:

@@ -18,7 +18,7 @@ from plan import Cell, Plan, T
 from runs import Run, Weights, difference
 from safetensors.torch import load_file
 
-from tvb_mergekit.learn import descents
+from tvb_mergekit.learn import gradients
 from tvb_mergekit.learn.batches import Batch, Loss, entropy, response_loss
 from tvb_mergekit.learn.batches import runs as batched
 from tvb_mergekit.learn.data import Example, encode
@@ -180,7 +180,7 @@ def measure_path(run: Run, cell: Cell) -> dict[str, Any]:
         changed: dict[str, Any] = {"Descent": Watched}
         if path.labels:
             changed["entropy"] = response_loss
-        with mock.patch.multiple(descents, **changed):
+        with mock.patch.multiple(gradients, **changed):
             out = Path(folder) / "out"
             _, told = learned(run, cell, out, files.given, by, patience=10**6)
     history = told["history"][0]

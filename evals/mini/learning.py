@@ -23,9 +23,10 @@ from plan import HALF, Cell, Plan, T, settings
 from runs import Quickstart, Run, Weights, difference
 
 import tvb_mergekit
-from tvb_mergekit.learn import descents
+from tvb_mergekit.learn import gradients
 from tvb_mergekit.learn.data import DataFile, read_data
-from tvb_mergekit.learn.running import Request, learn
+from tvb_mergekit.learn.request import Request
+from tvb_mergekit.learn.running import learn
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.tune import search
 
@@ -115,7 +116,7 @@ def _cell(plan: Plan, shots: int, how: str, label: str, count: int, seed: int = 
 
 def defaults(method: str) -> dict[str, Any]:
     """Settings of a method that are defined elsewhere, and that a cell depends on."""
-    schedule = descents.SCHEDULES.get(method)
+    schedule = gradients.SCHEDULES.get(method)
     told: dict[str, Any] = {"method": method}
     if schedule is not None:
         told["schedule"] = {key: str(value) for key, value in asdict(schedule).items()}

@@ -21,8 +21,8 @@ from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
 from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.store import check as check_store
 from tvb_mergekit.store.store import dtype_name
-from tvb_mergekit.store.store import load as load_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
@@ -179,12 +179,11 @@ def _check_left_out(inputs: Inputs) -> None:
 def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
     recipe = document.recipe
     assert recipe.store is not None
+    bases = check_store(recipe.store.path)
     if document.raw:
-        base = Checkpoint.open(recipe.base.model.path)
-        load_store(recipe.store.path).check_base(base, str(recipe.base))
+        bases.check_base(Checkpoint.open(recipe.base.model.path), str(recipe.base))
     else:
-        plan = plan_only(document, options)  # compares checksums and the base on the way
-    bases = recipe.store.bases
+        plan = plan_only(document, options)  # compares the base
     yield (
         f"{recipe.settings.method} over {counted(bases.num_bases, 'basis')} of {recipe.store.path} "
         f"for {counted(len(bases.tasks), 'task')}; its files and the base are those that it was "

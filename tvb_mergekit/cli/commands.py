@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,18 +20,24 @@ import click
 import yaml
 
 from tvb_mergekit import __version__
+from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.options import (
     ACCESS,
     DTYPES,
     MODELS,
     PLACE,
+    POSITIVE,
+    SEED,
     Commands,
     Place,
+    Range,
     command,
     device_of,
     devices_of,
+    flag,
     import_mergekit,
     model_options,
+    repeatable,
 )
 from tvb_mergekit.errors import UserError, counted, listed
 from tvb_mergekit.progress import bars, phase
@@ -47,24 +52,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 OWN = "by default as wide as the models are stored (bfloat16 beside float16: float32)"
-flag = partial(click.option, is_flag=True)
-repeatable = partial(click.option, multiple=True)
 RECIPE, RECIPE_OR_STORE = Place(exists=True, dir_okay=False), Place(exists=True)
-
-
-class Range(click.FloatRange):
-    """Numbers, not NaN or infinity."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        found: float = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return found
-
-
-POSITIVE, SEED = Range(0, min_open=True), click.IntRange(0, 2**32 - 1)
 
 
 @click.group(cls=Commands, context_settings={"show_default": True})
@@ -90,6 +78,7 @@ def main() -> None:
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    click.get_current_context().obj = _document  # for `tvb learn`, a module of its own
     for stream in (sys.stdout, sys.stderr):  # names that an ASCII terminal lacks are escaped
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -239,16 +228,16 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     return Inspection.of(_load(path))
 
 
-def _load(path: str, verify: bool | Literal["all"] = True) -> Bases:
-    """The bases of a store, its files compared with their checksums."""
-    from tvb_mergekit.store.store import is_basis, load
+def _load(path: str, checksums: bool = False) -> Bases:
+    """The bases of a store, after a comparison of all checksums if `checksums`."""
+    from tvb_mergekit.store.store import check, is_basis, load
 
     if os.path.isfile(path):
         raise UserError(f"{path} is a file; expected the folder of a store")
     if is_basis(path):
         raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
     with phase("Opening the store"):
-        return load(path, verify)
+        return (check if checksums else load)(path)
 
 
 def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
@@ -288,7 +277,6 @@ def _base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | N
 )
 @click.option("--dtype", type=DTYPES, help=f"Of a new STORE; {OWN}.")
 @click.option("--bits", type=float, help="Of the new task in a store of all tasks; by default its.")
-@click.option("--size", metavar="SIZE", help="Of a store of all tasks: lower the bits to fit.")
 @flag("--force", help="Also a model unlike the others, or an end of the exact sum.")
 def add(
     store: str,
@@ -298,88 +286,64 @@ def add(
     base: str | None,
     force: bool,
     bits: float | None,
-    size: str | None,
     **values: Any,
 ) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
-    Where STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them; with --size
-    all then take fewer bits. Else, and with --budget, the store holds at most so many bases: below
-    the budget the new task vector becomes one; at the budget the bases are compressed by one first
-    (Algorithm 1 of the paper). Needs the base and MODEL, and none of the models before. A STORE
-    that does not exist is made: give --base, and --bits, --size or --budget. The store of before is
-    kept until the next `tvb add`: `tvb undo STORE` brings it back.
+    If STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them. Otherwise, and
+    with --budget, STORE holds at most M bases. Below the budget the new task vector becomes a
+    basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
+
+    Needs the base and MODEL, but no earlier model. A STORE that does not exist is made: give
+    --base, and --bits or --budget. `tvb undo STORE` takes the last addition back.
 
     \b
     Example:
       tvb add ./store ./new-model --task new --budget 4
-      tvb add ./zoo ./new-model --task new --size 2GB
+      tvb add ./zoo ./new-model --task new
     """
     import_mergekit()
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.plugin.document import from_mapping
-    from tvb_mergekit.store.add import Growth, add_to_store
+    from tvb_mergekit.store.add import add_to_store
+    from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
-    from tvb_mergekit.store.zoo import add_to_zoo
 
-    device, names = device_of(values["device"]), None
-    budget, compress, dtype = (values[name] for name in ("budget", "compress", "dtype"))
-    parameters: dict[str, Any] = {"num_bases": 1}
-    quantize, bases = _quantize(bits, size), None
-    if quantize and (budget or compress or dtype):
-        raise UserError("--bits and --size go with none of --budget, --compress, --dtype")
-    if not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store)):
-        if base is None or (budget is None and quantize is None):
+    device, quantize = device_of(values["device"]), _quantize(bits, None)
+    if quantize and values["dtype"]:
+        raise UserError("--bits goes with none of --budget, --compress, --dtype")
+    new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
+    if new:
+        if base is None or (values["budget"] is None and quantize is None):
             raise UserError(
-                f"{store}: no such store; a new one needs --base BASE, and --bits B, --size SIZE "
-                "or --budget M"
+                f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
             )
-        if compress:
-            parameters["basis"] = compress
-        if quantize:
-            parameters = {"basis": "none"}
+        basis = {"basis": values["compress"]} if values["compress"] else {}
+        parameters, names = {"basis": "none"} if quantize else {"num_bases": 1, **basis}, None
     else:
-        bases = _load(store)
-        names, own = bases.names, bases.facts.store.dtype
-        base = _base_of(bases, base)[0]
-        if quantize and not bases.is_zoo:
-            raise UserError(
-                f"--bits and --size are for stores of all tasks (`tvb build --bits`); {store} "
-                f"holds {counted(bases.num_bases, f'{bases.basis} basis vector')}"
-            )
-        if bases.is_zoo and budget is None and (compress or dtype):
-            raise UserError(
-                f"--compress and --dtype: {store} keeps all tasks as codes; --budget M makes bases "
-                "of them"
-            )
-        if dtype not in (None, own) and not bases.is_zoo:
-            raise UserError(
-                f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out"
-            )
-        if bases.settings.exclude is not None:
-            parameters["exclude"] = bases.settings.exclude
+        base, parameters, names = _standing(store, base, values)
     listed_model = {"model": model, "parameters": {"task": task, "weight": weight}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = _open(from_mapping(recipe | {"parameters": parameters}), values, names)
-    doubt = logging.warning if force else _refuse
-    growth = Growth(budget, compress, _dtype(dtype) or inputs.own_dtype, doubt, click.echo)
-    memory, progress = values["memory"], bars(values["quiet"])
-    if bases is None and quantize:
-        made = build_store(
-            inputs, store, quantize=quantize, devices=[device], budget=memory, progress=progress
-        )
-        click.echo(f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}")
-        return
-    if bases is not None and bases.is_zoo and budget is None:
-        made = add_to_zoo(
-            store, inputs, quantize, growth, device=device, budget=memory, progress=progress
-        )
+    growth = Growth(
+        values["budget"],
+        values["compress"],
+        _dtype(values["dtype"]) or inputs.own_dtype,
+        quantize,
+        logging.warning if force else _refuse,
+        click.echo,
+    )
+    more = {"budget": values["memory"], "progress": bars(values["quiet"])}
+    if new and quantize:
+        grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
+    else:
+        grown = add_to_store(store, inputs, growth, device=device, **more)
+    if grown.is_zoo:
         click.echo(
-            f"{made.path}: {size_line(Inspection(made.facts, made.tensors))}; relative error of "
-            f"{task} {made.facts.relative_error[task]:.3f}"
+            f"{grown.path}: {size_line(Inspection(grown.facts, grown.tensors))}; relative error of "
+            f"{task} {grown.facts.relative_error[task]:.3f}"
         )
         return
-    grown = add_to_store(store, inputs, growth, device=device, budget=memory, progress=progress)
     most = {name: error.at_most for name, error in grown.facts.errors.items()}
     worst, error = max(most.items(), key=lambda pair: math.inf if pair[1] is None else pair[1])
     click.echo(
@@ -387,6 +351,26 @@ def add(
         f"{grown.facts.store.budget} bases; largest relative error of a task at most "
         f"{math.inf if error is None else error:.3f} ({worst})"
     )
+
+
+def _standing(
+    store: str, base: str | None, values: dict[str, Any]
+) -> tuple[str, dict[str, Any], list[str]]:
+    """The base, the parameters and the tensors' names for an addition to a store that is there.
+
+    Raises:
+        UserError: no store, another base, or a dtype that does not fit.
+    """
+    bases, dtype = _load(store), values["dtype"]
+    if bases.is_zoo and values["budget"] is None and dtype:
+        raise UserError(
+            f"--dtype: {store} keeps all tasks as codes; --budget M makes bases of them"
+        )
+    if dtype not in (None, own := bases.facts.store.dtype) and not bases.is_zoo:
+        raise UserError(f"--dtype {dtype}: {store} is there, and holds {own}; leave --dtype out")
+    exclude = bases.settings.exclude
+    parameters = {"num_bases": 1, **({} if exclude is None else {"exclude": exclude})}
+    return _base_of(bases, base)[0], parameters, bases.names
 
 
 def _refuse(doubt: str) -> None:
@@ -403,9 +387,9 @@ def undo(store: str) -> None:
     \b
     Example: tvb undo ./store
     """
-    from tvb_mergekit.store.add import undo_addition
+    from tvb_mergekit.store.undo import undo_change
 
-    bases = undo_addition(store)
+    bases = undo_change(store)
     tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
     click.echo(f"{bases.path}: {tasks}{'' if bases.is_zoo else f' in {count}'}, as before")
 
@@ -413,11 +397,10 @@ def undo(store: str) -> None:
 @command(main, writes="store")
 @click.argument("store", type=PLACE)
 @click.option("--task", required=True, help="The task's name.")
-@flag("--force", help="Also one that a recipe of yours in STORE names.")
-def remove(store: str, task: str, force: bool) -> None:
+def remove(store: str, task: str) -> None:
     """Take a task out of a STORE that keeps all of them (`tvb build --bits`).
 
-    The store of before is kept until the next change: `tvb undo STORE` brings it back.
+    The previous store is kept until the next change: `tvb undo STORE` brings it back.
 
     \b
     Example: tvb remove ./zoo --task math
@@ -425,7 +408,7 @@ def remove(store: str, task: str, force: bool) -> None:
     from tvb_mergekit.cli.inspect import Inspection, size_line
     from tvb_mergekit.store.zoo import remove_task
 
-    bases = remove_task(store, task, force)
+    bases = remove_task(store, task)
     click.echo(f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}")
 
 
@@ -589,12 +572,8 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     Example: tvb check recipe.yml --deep
     """
     if os.path.isdir(recipe):
-        from tvb_mergekit.store.recipes import edited
-
-        bases = _load(recipe, verify="all")
+        bases = _load(recipe, checksums=True)
         click.echo(f"{recipe}: {len(bases.facts.store.files)} files as they were written")
-        for name in edited(Path(recipe), bases.facts):
-            click.echo(f"{recipe}/{name} was edited since")
         return
     from tvb_mergekit.tables import printable
 
@@ -615,20 +594,20 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     "specialists",
     metavar="[CATEGORY=]PATH",
     type=PLACE,
-    help="Results of a category's own fine-tuned model; without CATEGORY, of all. Repeatable.",
+    help="Results of the model fine-tuned for CATEGORY, by default for all. Repeatable.",
 )
 @click.option(
     "--reference",
     metavar="paper|FILE",
     type=PLACE,
-    help="Its specialists stand in for --specialist; FILE: an earlier scores.json.",
+    help="A table whose specialists replace --specialist; FILE: an earlier scores.json.",
 )
 @flag("--show-reference", help="Show the reference's other columns too.")
 @click.option(
     "--benchmark",
     metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
     type=PLACE,
-    help="By default the one that the tasks in the files belong to. FILE lists tasks in YAML: "
+    help="By default the benchmark of the tasks in the files. FILE lists tasks in YAML: "
     "docs/tune-and-score.md has an example.",
 )
 @repeatable(
@@ -637,7 +616,7 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     metavar="TASK:METRIC",
     help="Read another metric of a task, as METRIC,FILTER. Repeatable.",
 )
-@flag("--partial", help="Normalize over the categories that all have whole.")
+@flag("--partial", help="Normalize over the categories that all models have completely.")
 @click.option(
     "--radar",
     type=click.Choice(["tasks", "categories", "none"]),
@@ -658,13 +637,13 @@ def score(
 ) -> None:
     """Table the results of lm_eval, with the normalized accuracy of MergeBench.
 
-    Each PATH is a results_*.json of lm_eval, or a folder that holds some: categories that were run
-    one by one join. Normalized accuracy is the sum of a model's category means over the same sum
-    for the specialists. Whatever is missing, or not measured alike, is named.
+    Each PATH is a results_*.json of lm_eval, or a folder of them, for categories that were run one
+    by one. Normalized accuracy is the sum of a model's category means over the same sum for the
+    specialists. Missing tasks and settings that differ are reported.
 
-    Where lm_eval was run with --log_samples, models are compared item by item: each pair's
-    differences with p values corrected by Holm's method; and scores that look like extraction, not
-    ability, are shown with three answers. scores.html has all of it, and each model's recipe.
+    After lm_eval with --log_samples, models are compared item by item: the differences of each pair
+    have p values, corrected by Holm's method. Scores that look like extraction, not ability, are
+    shown with three answers. scores.html has all of it, and each model's recipe.
 
     \b
     Example:
@@ -687,11 +666,11 @@ def score(
     for line in found.warnings:
         click.echo(f"Warning: {printable(line)}", err=True)
     if out is not None:
-        pictures = []
+        pictures: dict[str, bytes] = {}
         if by is not None and found.specialists is not None and found.compared:
             from tvb_mergekit.score.radar import radar as draw
 
-            pictures = [(kind, draw(found, kind, by)) for kind in PICTURES]
+            pictures = {kind: draw(found, kind, by) for kind in PICTURES}
         elif by is not None:
             click.echo("Warning: nothing to normalize by, so no radar plot", err=True)
         write(found, out, pictures)
@@ -700,152 +679,20 @@ def score(
         click.echo(f"Written to {out}")
 
 
-@command(main, "base", "device", "memory", *ACCESS, "quiet", writes="out", several=True)
-@click.argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
-@click.argument(
-    "method", type=click.Choice(["fisher", "regmean", "localize", "adamerging", "atlas"])
-)
-@repeatable("--data", metavar="TASK=FILE", help="A task's examples, as lines of JSON. Repeatable.")
-@click.option("--out", required=True, metavar="DIR", type=PLACE, help="The merged model.")
-@click.option(
-    "--from", "source", metavar="DIR", type=PLACE, help="Take what an earlier OUT has learned."
-)
-@click.option(
-    "--subsample/--no-subsample",
-    default=True,
-    help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
-)
-@click.option(
-    "--mixture",
-    type=click.Choice(["encoder", "equal", "positive"]),
-    default="encoder",
-    help="fisher, regmean, localize: of the tasks' data for a basis, by W_e, by 1/T, or for pca "
-    "by the softmax of its positive weights.",
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(0),
-    default=0,
-    help="fisher: draw the labels so many times from the model; 0: those of the data.",
-)
-@flag("--normalize", help="fisher: all tasks' information gets the same sum.")
-@click.option(
-    "--off-diagonal",
-    type=Range(0, 1),
-    default=0.9,
-    help="regmean: what all but the diagonal of X^T X is multiplied by.",
-)
-@click.option(
-    "--density",
-    type=Range(0, 1, min_open=True),
-    default=0.05,
-    help="localize: the share of a basis that its mask keeps.",
-)
-@flag("--dataless", help="localize: keep the largest entries, without any data.")
-@click.option(
-    "--penalty",
-    type=Range(0),
-    default=0.0,
-    help="localize: lambda of the penalty on the masks' sum, per entry.",
-)
-@click.option(
-    "--store", metavar="DIR", type=PLACE, help="localize: also keep the masked bases as a store."
-)
-@click.option(
-    "--blocks",
-    type=click.IntRange(1, 1000),
-    default=1,
-    help="atlas: coefficients of a basis in each tensor, for as many equal parts of it.",
-)
-@flag("--nonnegative", help="adamerging, atlas: learn the coefficients' square roots.")
-@click.option(
-    "--epochs", type=click.IntRange(1), show_default="10", help="By gradients: at most so many."
-)
-@click.option(
-    "--learning-rate",
-    type=Range(0, 1e6, min_open=True),
-    show_default="localize 3, adamerging 0.001, atlas 0.1",
-    help="By gradients.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(1),
-    show_default="localize 8, others 16",
-    help="By gradients: examples of a step.",
-)
-@click.option(
-    "--held-out",
-    type=Range(0, 1, max_open=True),
-    default=0.2,
-    help="By gradients: the share of the examples that tells the best epoch; 0: the last.",
-)
-@click.option(
-    "--patience",
-    type=click.IntRange(1),
-    default=3,
-    help="By gradients: end after so many epochs without a lower held-out loss.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    help="Of the passes of examples; sums and what is learned are float32.",
-)
-@flag("--checkpointing", help="By gradients: less memory for activations, a third more time.")
-@click.option("--seed", type=SEED, default=0, help="Of everything random.")
-@flag("--resume", help="Go on with an interrupted run.")
-@flag("--dry-run", help="Only say what it takes: passes, memory, disk.")
-def learn(
-    recipe: str, base: str | None, out: str, source: str | None, dry_run: bool, **values: Any
-) -> None:
-    """Merge the models of RECIPE by what they show, or what is best, on data of their tasks.
-
-    \b
-    METHOD is one of
-      fisher      entries are weighted by their Fisher information
-      regmean     linear layers fit the outputs of all, by products of inputs
-      localize    bases keep a few entries, by masks learned for their tasks
-      adamerging  coefficients per layer that make predictions certain
-      atlas       coefficients per tensor of least loss, for any tasks
-
-    RECIPE is one of `basis_ta`; its lambda is where adamerging begins, and unused by the others. A
-    STORE is merged over its bases, or its tasks. FILE holds one example a line: {"prompt",
-    "response"}, {"messages": [...]}, {"text"}, or for adamerging {"prompt"} alone.
-
-    What is learned stays in OUT/basis: --from OUT merges it again without data.
-
-    \b
-    Example:
-      tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn other.yml regmean --from two --out other
-      tvb learn two.yml localize --dataless --out few --store masked
-      tvb learn ./store atlas --data law=m.jsonl --out law --dry-run
-    """
-    import_mergekit()
-    from tvb_mergekit.learn.running import Request
-    from tvb_mergekit.learn.running import learn as run
-    from tvb_mergekit.plugin.inputs import Options
-    from tvb_mergekit.tensors import ranks
-
-    values["device"] = str(device_of(values["device"]))
-    document, text = _document(recipe, "add" if os.path.isdir(recipe) else None, base)
-    options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
-    request = Request(
-        document=document, text=text, out=out, source=source, options=options, **values
-    )
-    bill = run(request, dry_run)
-    for line in bill.lines() if dry_run and ranks.world().leads else ():
-        click.echo(line)
+main.add_command(learn)
 
 
 @command(main, "memory", "device", *ACCESS, "quiet", writes="out")
 @click.argument("recipe", type=RECIPE_OR_STORE)
-@click.option("--tasks", required=True, metavar="T1,T2", help="Of lm-eval: tasks or groups.")
+@click.option("--tasks", required=True, metavar="T1,T2", help="lm-eval's tasks or groups.")
 @click.option(
-    "--out", required=True, metavar="DIR", type=PLACE, help="For all that is found; see below."
+    "--out", required=True, metavar="DIR", type=PLACE, help="Folder for the results; see below."
 )
 @click.option(
-    "--write", metavar="DIR", type=PLACE, help="Also merge with what was found, into this folder."
+    "--write",
+    metavar="DIR",
+    type=PLACE,
+    help="Also merge with the best coefficient, into this folder.",
 )
 @click.option(
     "--grid",
@@ -856,38 +703,43 @@ def learn(
     "--search",
     type=click.Choice(["grid", "golden"]),
     default="grid",
-    help="golden: golden section between the grid's ends, 9 points where the grid has 21.",
+    help="golden: golden section between the grid's ends, 9 points instead of 21.",
 )
-@click.option("--tolerance", type=POSITIVE, help="Of golden; half the grid's step by default.")
+@click.option(
+    "--tolerance", type=POSITIVE, help="Precision of golden; by default half the grid's step."
+)
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @click.option(
-    "--reference", metavar="PATH", type=PLACE, help="The specialists' results: scores as shares."
+    "--reference", metavar="PATH", type=PLACE, help="The specialists' results, to divide scores by."
 )
 @repeatable(
     "--control",
     "controls",
     metavar="TASK",
-    help="basis_negate: what must not be forgotten. Repeatable.",
+    help="basis_negate: a task that must not be forgotten. Repeatable.",
 )
 @click.option(
     "--keep",
     type=Range(0, 1, min_open=True),
     default=0.95,
-    help="basis_negate: the least share of the control score that alpha 0 has.",
+    help="basis_negate: the share of the control score at alpha 0 to keep.",
 )
-@click.option("--limit", type=float, help="Items per task, or below 1 the share of them; seeded.")
-@flag("--subsample", help="Of these items, M/T for M bases of T tasks (the paper's).")
+@click.option("--limit", type=float, help="Items per task, drawn by --seed; below 1 a share.")
+@flag("--subsample", help="Use M/T of these items for M bases of T tasks, as in the paper.")
 @click.option(
     "--test-share",
     type=Range(0, 1, min_open=True),
     default=0.2,
-    help="Of a task without a validation split; 1: all, for tasks that are made to choose by.",
+    help="Share of items that choose, for tasks without a validation split; 1 for all.",
 )
-@click.option("--seed", type=SEED, default=0, help="Of the items, and of mergekit.")
+@click.option("--seed", type=SEED, default=0, help="Seed of the items, and of mergekit.")
 @repeatable(
-    "--include-path", metavar="DIR", type=PLACE, help="Folder of own lm-eval tasks. Repeatable."
+    "--include-path",
+    metavar="DIR",
+    type=PLACE,
+    help="Folder of your own lm-eval tasks. Repeatable.",
 )
-@click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that take some.")
+@click.option("--metadata", metavar="JSON", help="lm-eval's, for tasks that need it.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
 @flag("--apply-chat-template", "chat_template", help="lm-eval's.")
 @flag("--confirm-run-unsafe-code", "unsafe_code", help="lm-eval's.")
@@ -896,19 +748,18 @@ def learn(
 def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any) -> None:
     """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
 
-    One model in memory moves along theta_0 + lambda * Delta and is scored at each point; its
-    weights are those that mergekit-yaml writes, to the last bit. For all our methods (of
-    basis_negate alpha is tuned) and mergekit's task_arithmetic, ties, breadcrumbs;
-    dare and della, which draw at random, are merged point by point.
+    The coefficient is lambda, or alpha of basis_negate. One model in memory moves along
+    theta_0 + lambda * Delta and is scored at each point. Its weights are those that mergekit-yaml
+    writes, to the last bit. mergekit's task_arithmetic, ties and breadcrumbs can be tuned as well.
+    dare and della draw at random, so each point is merged to disk.
 
-    DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. The same command goes on
-    after an interruption, and shows the same again after its end. Test items are not used: a task
-    is scored on its validation split. Of one without, a seeded part is, and test_samples.json names
-    the rest, for `lm_eval --samples`.
+    DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. After an interruption, the
+    same command continues; after the end it shows the result again. Test items are not used: a task
+    is scored on its validation split. If it has none, a seeded part of the scored items chooses,
+    and test_samples.json names the rest, for `lm_eval --samples`.
 
-    Memory: the loaded model, and --memory while models are merged (mergekit's own methods take what
-    mergekit takes). Disk, below DIR and deleted at the end: up to five times the merged model, for
-    the first merge, theta_0 and Delta.
+    Memory: the loaded model, and --memory while models are merged, except by mergekit's own
+    methods. Disk: up to five times the merged model, below DIR and deleted at the end.
 
     \b
     Example:
@@ -921,7 +772,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
     import_mergekit()
     from tvb_mergekit.tune import report, running
 
-    request = running.Request(
+    request = running.TuneRequest(
         recipe=recipe,
         tasks=[name.strip() for name in tasks.split(",") if name.strip()],
         out=Path(out),
@@ -936,7 +787,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
         click.echo(line, err=True)
     click.echo(f"Written to {out}")
     if request.write is not None:
-        found.recipe.write(found.best.point, request.write, request.quiet)
+        found.recipe.write(found.best.value, request.write, request.quiet)
         click.echo(f"Merged into {request.write}")
 
 

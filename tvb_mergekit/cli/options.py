@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +37,22 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Range(click.FloatRange):
+    """Numbers, not NaN or infinity."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
+
+
 PLACE = Place()
+POSITIVE, SEED = Range(0, min_open=True), click.IntRange(0, 2**32 - 1)
+flag = functools.partial(click.option, is_flag=True)
+repeatable = functools.partial(click.option, multiple=True)
 
 
 class Command(click.Command):

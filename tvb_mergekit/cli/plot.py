@@ -54,7 +54,7 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
     The file is written beside its place and renamed, so a picture is never half there.
 
     Raises:
-        UserError: another suffix, no matplotlib, or the file cannot be written.
+        UserError: another suffix, or no matplotlib.
     """
     title, tell = headline(inspection), partial(print_inspection, inspection)
     _draw(path, lambda: _figure(inspection), title, tell)

@@ -68,7 +68,6 @@ class Combination(ABC):
 
     @property
     def num_bases(self) -> int:
-        """M."""
         return self.weighted_encoder.shape[1]
 
     @property

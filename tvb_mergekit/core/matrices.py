@@ -116,7 +116,7 @@ def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
 
 
 def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) -> Tensor:
-    """The D of least `interference` with the bases, and among those the one of least norm.
+    """The D with the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2, and of those the shortest.
 
     WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
     sum_m B_m towards it. Here it is D = R A^+, by the normal equations D A = R with
@@ -165,15 +165,6 @@ def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) ->
     for part in _blocks(columns):
         merged[:, part] = solution.T @ bases[:, :, part].double().flatten(0, 1)
     return merged
-
-
-def interference(merged: Tensor, bases: Tensor) -> float:
-    """WUDI's loss of a D [m, n]: sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2, in float64."""
-    total = 0.0
-    for base in bases.double():
-        product = (merged.double() - base) @ base.T
-        total += float(product.square().sum() / base.square().sum()) if base.any() else 0.0
-    return total
 
 
 def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int:

@@ -44,7 +44,6 @@ class Linear:
 
     @property
     def count(self) -> int:
-        """How many outputs, K."""
         return len(self.outputs)
 
     @property

@@ -39,7 +39,7 @@ class Width(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Bytes of a whole group."""
+        """Bytes of a complete group."""
         return 2 + self.group * self.bits // 8
 
 
@@ -110,7 +110,6 @@ def choose_widths(
     errors: NDArray[np.float64],
     numels: Sequence[int],
     most: int,
-    limits: NDArray[np.int64],
     owners: Sequence[int],
 ) -> NDArray[np.int64]:
     """For each tensor the place in CHOICES, [K], with the least sum of errors in `most` bytes, as
@@ -123,18 +122,13 @@ def choose_widths(
     Args:
         errors: the squared error of each tensor at each of CHOICES, [K, 9].
         numels: [K].
-        limits: the last place in CHOICES that each may get, [K].
         owners: the vector that each is of, [K].
     """
     chosen = np.zeros(len(numels), np.int64)
     steps: list[tuple[float, int, int, int]] = []  # (-error saved by a byte, tensor, place, bytes)
     sizes = np.array([[block_bytes(n, width) for width in CHOICES] for n in numels]).tolist()
-    hulls = [
-        _hull(each[: limit + 1], lost)
-        for each, limit, lost in zip(sizes, limits.tolist(), errors.tolist(), strict=True)
-    ]
-    for tensor, hull in enumerate(hulls):
-        for (size, error, _), (more, less, place) in itertools.pairwise(hull):
+    for tensor, (each, lost) in enumerate(zip(sizes, errors.tolist(), strict=True)):
+        for (size, error, _), (more, less, place) in itertools.pairwise(_hull(each, lost)):
             steps.append(((less - error) / (more - size), tensor, place, more - size))
     steps.sort()
     firsts: dict[int, tuple[float, int, int, int]] = {}  # of each vector
@@ -152,8 +146,7 @@ def choose_widths(
         chosen[tensor] = place
     # What was left over, too little for the next step, may make one width for all the better.
     totals = np.sum(sizes, axis=0)
-    places = [k for k in range(1 + min(limits, default=0)) if totals[k] <= most]
-    alike = (np.full(len(numels), place) for place in places)
+    alike = (np.full(len(numels), k) for k in range(len(CHOICES)) if totals[k] <= most)
     return min(
         (chosen, *alike), key=lambda each: float(np.take_along_axis(errors, each[:, None], 1).sum())
     )
@@ -162,7 +155,7 @@ def choose_widths(
 def _hull(sizes: Sequence[int], errors: Sequence[float]) -> list[tuple[int, float, int]]:
     """The lower convex hull, falling, of errors over bytes: (bytes, error, place)."""
     hull: list[tuple[int, float, int]] = []
-    for place, point in enumerate(zip(sizes, errors, strict=False)):
+    for place, point in enumerate(zip(sizes, errors, strict=True)):
         if hull and point[1] >= hull[-1][1]:
             continue
         while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):

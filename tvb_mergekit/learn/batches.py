@@ -1,4 +1,4 @@
-"""Batches of examples, and which examples a basis learns from."""
+"""The choice of examples, their batches, and the losses."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Loss = Callable[[Tensor, "Batch"], Tensor]
 
 
 class Split(NamedTuple):
-    """The examples of one task: those that are learned from, and those held out."""
+    """The examples of one task to learn from, and those held out."""
 
     train: Sequence[Example]
     held: Sequence[Example]
 
     @classmethod
     def of(cls, examples: Sequence[Example], share: float, seed: str) -> Split:
-        """Hold out a share of the examples, at least one if there are two."""
+        """Hold out a fraction of the examples, at least one if there are two."""
         shuffled = random.Random(seed).sample(list(examples), len(examples))
         held = held_out(len(shuffled), share)
         return cls(shuffled[held:], shuffled[:held])
 
 
 def held_out(examples: int, share: float) -> int:
-    """How many of a task's examples are held out."""
+    """The number of a task's examples that are held out."""
     return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
 
 
@@ -43,20 +43,20 @@ def shuffled(tasks: Sequence[Sequence[Example]], seed: str) -> list[Example]:
 
 
 def amount(factor: float, sizes: Sequence[int]) -> int:
-    """How many examples are `factor` times those of a task in the mean."""
+    """The number of examples of an average task, times `factor`."""
     return max(1, round(factor * sum(sizes) / len(sizes)))
 
 
 def drawn(
     weights: Sequence[float], tasks: Sequence[Sequence[Example]], factor: float, seed: str
 ) -> list[Example]:
-    """Examples of a mixture of tasks, shuffled: `factor` times as many as a task has in the mean.
+    """A shuffled mixture of the tasks' examples, of the size `amount`.
 
-    Task i has its share `weights[i]` of them, the parts of a whole one by chance, whatever the
-    number of its examples: none of these comes again before all have come.
+    Task i gets the fraction `weights[i]`, rounded at random. Its examples repeat only after all
+    of them were drawn.
 
     Args:
-        weights: of the tasks, without negative ones; their sum is 1.
+        weights: not negative, with the sum 1.
     """
     chance = random.Random(seed)
     total = amount(factor, [len(examples) for examples in tasks])
@@ -75,11 +75,11 @@ def drawn(
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples side by side, padded behind.
+    """Examples side by side, padded at the end.
 
     Attributes:
-        ids, mask: [n, length], tokens and 1 where there is one.
-        counted: [n, length] bool: the places whose next token's distribution counts.
+        ids, mask: [n, length], tokens, and 1 for each token.
+        counted: [n, length] bool, whether the distribution of the next token counts.
     """
 
     ids: Tensor
@@ -106,7 +106,7 @@ def runs(examples: Sequence[Example], size: int) -> list[Sequence[Example]]:
 
 
 def response_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Sum over examples of the mean of -log p of the response's tokens."""
+    """The sum over examples of the mean -log p of the response's tokens."""
     counted = batch.counted[:, :-1]
     labels = batch.ids[:, 1:].masked_fill(~counted, -100)
     each = cross_entropy(
@@ -116,7 +116,7 @@ def response_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Sum over examples of the mean entropy of the next token's distribution, in nats."""
+    """The sum over examples of the mean entropy of the next token, in nats."""
     logs = torch.log_softmax(logits.float(), -1)
     each = -(logs.exp() * logs).sum(-1)
     counted = batch.counted

@@ -1,4 +1,4 @@
-"""Files of examples: lines of JSON to tokens, of which those of the response count."""
+"""Files of examples: lines of JSON to tokens, and the place where the response begins."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 @dataclass(frozen=True)
 class DataFile:
-    """The examples of one task.
-
-    Attributes:
-        records: number of the line, from 1, and what it holds.
-        sha256: of the file.
-    """
+    """The examples of one task: line numbers from 1, and the objects in these lines."""
 
     task: str
     path: str
@@ -36,11 +31,11 @@ class DataFile:
     sha256: str
 
     def count(self, share: float) -> int:
-        """How many examples a share of them is, at least one."""
+        """The number of examples in a fraction of them, at least one."""
         return max(1, int(len(self.records) * share + 0.5))
 
     def drawn(self, share: float, seed: int) -> list[int]:
-        """Which records are used for a share of them, in their order."""
+        """The indices, in order, of a fraction of the records."""
         every = range(len(self.records))
         return sorted(random.Random(f"{seed} {self.task}").sample(every, self.count(share)))
 
@@ -51,9 +46,9 @@ class Example:
 
     Attributes:
         ids: of the prompt, then of the response.
-        start: where the response begins, at least 1: a first token is not predicted.
+        start: the first token of the response, at least 1: a first token is not predicted.
         line: its number in the file at `path`.
-        unlabeled: there is no response; what follows the last token counts too.
+        unlabeled: a prompt alone; the token after it counts, too.
     """
 
     ids: Sequence[int]
@@ -69,17 +64,16 @@ def read_data(
     """The files of `TASK=FILE` words, in the order of the tasks.
 
     Args:
-        tasks: each has one file; None: any names, in the order in which they are given.
-        unlabeled: a line may have a `prompt` alone.
+        tasks: each needs one file. None accepts any names, in the given order.
+        unlabeled: accept lines with a `prompt` alone.
 
     Raises:
-        UserError: a task without data, data without a task, a line that is no example.
+        UserError: a task has no data, or data no task, or a line is not an example.
     """
     paths: dict[str, str] = {}
     for word in given:
-        # The name of a task may have a = in it.
         known = sorted((t for t in tasks or () if word.startswith(f"{t}=")), key=len)
-        task = known[-1] if known else word.partition("=")[0]
+        task = known[-1] if known else word.partition("=")[0]  # a task's name may contain =
         path = word[len(task) + 1 :]
         if not task or not path:
             raise UserError(f"--data {word}: expected TASK=FILE")
@@ -110,48 +104,51 @@ def _read(task: str, path: str, unlabeled: bool) -> DataFile:
             try:
                 record = json.loads(line.decode("utf-8"))
                 json.dumps(record, ensure_ascii=False).encode()  # raises ValueError at surrogates
-                records.append((number, _checked(record, unlabeled)))
+                _check(record, unlabeled)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
+            records.append((number, record))
     if not records:
         raise UserError(f"{path}: no examples, and task {task} needs some")
     return DataFile(task, path, records, hashlib.sha256(data).hexdigest())
 
 
-def _checked(record: Any, unlabeled: bool) -> Mapping[str, Any]:
-    """Raise ValueError where a line is of none of the FORMS, or `unlabeled` a prompt alone."""
+def _check(record: Any, unlabeled: bool) -> None:
+    """Raise ValueError unless a record has one of FORMS, or with `unlabeled` a prompt alone."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
     forms = [keys for keys in FORMS if all(key in record for key in keys)]
-    told = "`prompt` and `response`, `messages`, or `text`"
+    expected = "`prompt` and `response`, `messages`, or `text`"
     if unlabeled and not forms and "prompt" in record:
-        forms, told = [("prompt",)], f"`prompt`, {told}"
+        forms, expected = [("prompt",)], f"`prompt`, {expected}"
     if len(forms) != 1:
-        raise ValueError(f"expected {told}; found {listed(list(record), 5) or 'nothing'}")
+        raise ValueError(f"expected {expected}; found {listed(list(record), 5) or 'nothing'}")
     for key in forms[0]:
         if key != "messages" and not isinstance(record[key], str):
             raise ValueError(f"`{key}` is {record[key]!r:.40}: expected text")
     if forms[0] == ("messages",):
-        messages = record["messages"]
-        whole = isinstance(messages, list) and all(
-            isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
-            for each in messages
+        _check_messages(record["messages"])
+
+
+def _check_messages(messages: Any) -> None:
+    formed = isinstance(messages, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
+        for each in messages
+    )
+    if not formed or not messages or messages[-1]["role"] != "assistant":
+        raise ValueError(
+            "`messages`: expected a list of {role, content}, the last of them the assistant's"
         )
-        if not whole or not messages or messages[-1]["role"] != "assistant":
+    for number, each in enumerate(messages, 1):
+        # A message that calls tools may have no text. Some templates read lists of parts.
+        if not (isinstance(each["content"], str | list) or each.get("tool_calls")):
+            found = json.dumps(each["content"])
             raise ValueError(
-                "`messages`: expected a list of {role, content}, the last of them the assistant's"
+                f"`messages`: the content of message {number} is {found:.40}: expected text"
             )
-        for number, each in enumerate(messages, 1):
-            # A message that calls tools may have no text. Some templates read lists of parts.
-            if not (isinstance(each["content"], str | list) or each.get("tool_calls")):
-                found = json.dumps(each["content"])
-                raise ValueError(
-                    f"`messages`: the content of message {number} is {found:.40}: expected text"
-                )
-    return record
 
 
-def open_tokenizer(folders: Sequence[Path | None], trust_remote_code: bool) -> Any:
+def open_tokenizer(folders: Sequence[Path], trust_remote_code: bool) -> Any:
     """The tokenizer in the first of the folders that has one.
 
     Raises:
@@ -160,36 +157,34 @@ def open_tokenizer(folders: Sequence[Path | None], trust_remote_code: bool) -> A
     from transformers import AutoTokenizer
 
     for folder in folders:
-        if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
-            continue
-        try:
-            return AutoTokenizer.from_pretrained(
-                os.fspath(folder), trust_remote_code=trust_remote_code
-            )
-        except Exception as error:  # of whatever kind the files lead to
-            text = " ".join(str(error).split())
-            raise UserError(f"the tokenizer in {folder} cannot be read: {text}") from error
-    where = " and ".join(str(folder) for folder in dict.fromkeys(folders) if folder)
-    raise UserError(f"no tokenizer in {where}: put one beside the weights (tokenizer.json ...)")
+        if any((folder / name).is_file() for name in TOKENIZERS):
+            path = os.fspath(folder)
+            try:
+                return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            except Exception as error:  # a tokenizer's code and files raise anything
+                text = " ".join(str(error).split())
+                raise UserError(f"the tokenizer in {folder} cannot be read: {text}") from error
+    places = " and ".join(map(str, dict.fromkeys(folders)))
+    raise UserError(f"no tokenizer in {places}: put one next to the weights (tokenizer.json ...)")
 
 
 def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> list[Example]:
-    """All records as tokens. A prompt that is too long loses its beginning, which is told.
+    """All records as tokens. A prompt that is too long loses its beginning, with a warning.
 
     Args:
-        context: the most tokens that the model takes.
-        vocabulary: how many different tokens it knows.
+        context: the most tokens that the model accepts.
+        vocabulary: the number of tokens that it knows.
 
     Raises:
-        UserError: a response that is longer than the context or has no tokens; no chat template;
-            a token that the model does not know.
+        UserError: a response is empty or longer than the context, there is no chat template, or
+            the model does not know a token.
     """
     found, cut = [], 0
     for line, record in file.records:
         where = f"{file.path}, line {line}"
         ids, start = _tokens(record, tokenizer, where)
         unlabeled = "prompt" in record and "response" not in record
-        if len(ids) - start > context - (start > 0):  # the first is told by one of the prompt
+        if len(ids) - start > context - (start > 0):  # a prompt keeps a token, to predict the first
             what = "text" if "text" in record else "response"
             raise UserError(
                 f"{where}: a {what} of {len(ids) - start} tokens, and the model's context is "
@@ -198,7 +193,7 @@ def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> lis
         if ids and (largest := max(ids)) >= vocabulary:
             raise UserError(
                 f"{where}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and the "
-                f"model knows {vocabulary}; take the tokenizer that belongs to it"
+                f"model knows {vocabulary}; use the tokenizer that belongs to it"
             )
         over = max(0, len(ids) - context)
         cut += over > 0
@@ -217,7 +212,7 @@ def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> lis
 
 
 def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list[int], int]:
-    """The tokens of an example, and where its response begins."""
+    """The tokens of an example, and the first one of the response."""
     if "text" in record:
         return list(tokenizer(record["text"])["input_ids"]), 0
     special = True
@@ -233,7 +228,7 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
             prompt = "" if len(messages) == 1 else tokenizer.apply_chat_template(
                 messages[:-1], tokenize=False, add_generation_prompt=True
             )  # fmt: skip
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template raises anything
             text = " ".join(str(error).split())
             raise UserError(f"{where}: the chat template refuses `messages`: {text}") from error
     else:
@@ -241,7 +236,7 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
     before, ids = (
         list(tokenizer(text, add_special_tokens=special)["input_ids"]) for text in (prompt, whole)
     )
-    same = 0  # a token that holds the end of the prompt and more is of the response
+    same = 0  # a token across the end of the prompt belongs to the response
     while same < min(len(before), len(ids)) and before[same] == ids[same]:
         same += 1
     return ids, same

@@ -1,4 +1,4 @@
-"""Gradient descent on what moves a model: epochs, a held-out loss, and the best that was seen."""
+"""Gradient descent: epochs, a held-out loss, and the best epoch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.learn import kept
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.batches import Batch, Loss, runs
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.moving import Moving
@@ -26,14 +22,14 @@ WEIGHTS = "look at the models' weights (`tvb check --deep`)"
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How it is learned.
+    """The steps of a descent.
 
     Attributes:
-        rate: of AdamW; of `mask` the size of a step, in units of the gradient's root mean square.
-        mask: steps of plain descent, whose gradients are divided by their root mean square:
-            what is sought is an order of entries, and Adam would give all of them equal steps.
-        cosine: the rate falls to 0 along a cosine.
-        patience: epochs without a lower held-out loss after which it ends.
+        rate: of AdamW; with `mask` the root mean square of a step.
+        mask: plain descent on gradients divided by their root mean square. A mask is an order of
+            entries, and Adam would give all of them equal steps.
+        cosine: whether the rate falls to 0 along a cosine.
+        patience: the number of epochs without a lower held-out loss that ends the descent.
     """
 
     epochs: int
@@ -48,9 +44,9 @@ class Schedule:
 
 @dataclass
 class History:
-    """What was seen: an epoch's mean loss, penalty included, and the held-out one after it.
+    """Mean losses with penalty, and held-out losses, at the start and after each epoch.
 
-    The first entry is of the start, and has no loss. `best` is the number of the one that is kept.
+    The start has no loss. `best` is the epoch that is kept, or 0 for the start.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -68,7 +64,7 @@ class Descent:
         parameters: of `model`, by tensor.
         loss: the sum over a batch.
         dtype: of the passes, by `torch.autocast`.
-        tell: called with the number of examples done, and with the loss as text.
+        update: called with the number of finished examples, and the loss as text.
     """
 
     def __init__(
@@ -79,55 +75,38 @@ class Descent:
         loss: Loss,
         schedule: Schedule,
         dtype: torch.dtype = torch.float32,
-        tell: Callable[..., object] = lambda done, note: None,
+        update: Callable[..., object] = lambda done, note: None,
     ) -> None:
         self.model, self.parameters, self.moving = model, parameters, moving
-        self.loss, self.schedule, self.dtype, self.tell = loss, schedule, dtype, tell
+        self.loss, self.schedule, self.dtype, self.update = loss, schedule, dtype, update
         self.device, self.world = next(model.parameters()).device, ranks.world()
+        rate, variables = schedule.rate, moving.variables
         self.optimizer: torch.optim.Optimizer
         if schedule.mask:
-            self.optimizer = torch.optim.SGD(moving.variables, lr=schedule.rate)
+            self.optimizer = torch.optim.SGD(variables, lr=rate)
         else:
-            self.optimizer = torch.optim.AdamW(
-                moving.variables, lr=schedule.rate, weight_decay=schedule.decay
-            )
+            self.optimizer = torch.optim.AdamW(variables, lr=rate, weight_decay=schedule.decay)
         self.history = History()
-        self.best = [variable.detach().clone() for variable in moving.variables]
+        self.best = [variable.detach().clone() for variable in variables]
 
-    def run(
-        self,
-        examples: Callable[[int], Sequence[Example]],
-        held: Sequence[Example],
-        state: Path | None = None,
-        told: Mapping[str, Any] | None = None,
-    ) -> History:
-        """Learn; the variables are then the best that were seen.
+    def run(self, examples: Callable[[int], Sequence[Example]], held: Sequence[Example]) -> History:
+        """Learn, and set the variables to those of the best epoch.
 
         Args:
             examples: of an epoch, by its number from 1 on.
-            held: what tells the best; without any it is the last with a finite loss in one batch.
-            state: a file that an interrupted run goes on from, and writes after each epoch.
-            told: what a state must be of.
+            held: examples to choose the epoch by. Without any, the last epoch is kept whose
+                weights gave a finite loss.
 
         Raises:
-            UserError: the loss is not finite at the start; the state is of something else.
+            UserError: the loss is not finite at the start, or after one step.
         """
         history, schedule = self.history, self.schedule
-        begun = 0
-        if state is not None and state.is_file():
-            kept.check_same(state, kept.STATE, told or {})
-            begun = self._restore(state)
-            history = self.history
-            LOG.warning("--resume: goes on after %s", counted(begun, "epoch"))
-        else:
-            history.losses.append(None)
-            try:
-                history.held.append(self.held_loss(held) if held else None)
-            except NotFinite as error:
-                raise UserError(f"{error}, at the start; {WEIGHTS}") from error
-        for epoch in range(begun + 1, schedule.epochs + 1):
-            if history.stopped:
-                break
+        history.losses.append(None)
+        try:
+            history.held.append(self.held_loss(held) if held else None)
+        except NotFinite as error:
+            raise UserError(f"{error}, at the start; {WEIGHTS}") from error
+        for epoch in range(1, schedule.epochs + 1):
             try:
                 some = examples(epoch)
                 mean = self._epoch(some, epoch, keep=not held)
@@ -149,21 +128,20 @@ class Descent:
                     self._keep(epoch)
                 elif schedule.patience <= epoch - history.best and epoch < schedule.epochs:
                     history.stopped = f"no lower held-out loss in {schedule.patience} epochs"
-            if state is not None:
-                self._save(state, epoch, told)
+                    break
         with torch.no_grad():
             for best, variable in zip(self.best, self.moving.variables, strict=True):
                 variable.copy_(best)
         return history
 
     def _keep(self, epoch: int) -> None:
-        """Take the variables as they are for the best, those after an epoch."""
+        """Note the present variables as the best, those after an epoch."""
         self.history.best = epoch
         for best, variable in zip(self.best, self.moving.variables, strict=True):
             best.copy_(variable.detach())
 
     def held_loss(self, examples: Sequence[Example]) -> float:
-        """The mean loss of what theta will be, without gradients."""
+        """The mean loss of the merged model, without gradients."""
         self.optimizer.zero_grad()  # frees the last step's gradients: comparing masks needs memory
         with self.moving.sharp():
             self.moving.set(self.parameters)
@@ -173,11 +151,7 @@ class Descent:
         return total / len(examples)
 
     def _epoch(self, examples: Sequence[Example], epoch: int, keep: bool) -> float:
-        """One epoch of steps; the mean loss.
-
-        Args:
-            keep: what it begins with is the best, once its first batch has a finite loss.
-        """
+        """The mean loss of one epoch of steps; with `keep` its start becomes the best if finite."""
         total, schedule = 0.0, self.schedule
         batches = runs(examples, schedule.batch)
         with self.moving.attached(self.parameters):
@@ -195,8 +169,7 @@ class Descent:
         return total / len(examples)
 
     def gradients(self, batch: Sequence[Example]) -> float:
-        """Set the variables' gradients to those of the batch's mean loss and the penalty; the sum
-        of both."""
+        """Compute the gradients of the mean loss plus the penalty, and return this sum."""
         self.optimizer.zero_grad()
         self.moving.set(self.parameters)
         mean = self._mean(batch, backward=True)
@@ -208,14 +181,7 @@ class Descent:
         return mean + self.moving.add_penalty()
 
     def _mean(self, batch: Sequence[Example], backward: bool = False) -> float:
-        """The mean loss of a batch over all processes, each of which passes its share.
-
-        Args:
-            backward: add this process's part of the gradient.
-
-        Raises:
-            NotFinite: it is no number.
-        """
+        """The mean loss of a batch. Each process passes a share of it, and adds its gradient."""
         total = torch.zeros((), dtype=torch.float64)
         if share := batch[self.world.rank :: self.world.size]:
             tensors = Batch.of(share, self.device)
@@ -233,11 +199,10 @@ class Descent:
             raise NotFinite(
                 f"the loss is {mean} in a batch that begins with {first.path}, line {first.line}"
             )
-        self.tell(len(batch), f"loss {mean:.4g}")
+        self.update(len(batch), f"loss {mean:.4g}")
         return mean
 
     def _summed(self, value: Tensor) -> Tensor:
-        """Added up over the processes."""
         summed = value.cpu().contiguous()
         self.world.add_up(summed)
         return summed
@@ -254,43 +219,11 @@ class Descent:
             torch.nn.utils.clip_grad_norm_(variables, schedule.clip)
         self.optimizer.step()
 
-    def _save(self, file: Path, epoch: int, told: Mapping[str, Any] | None) -> None:
-        """Write what an interrupted run goes on from; never half."""
-        if not self.world.leads:
-            return
-        tensors = {f"best.{k}": t for k, t in enumerate(self.best)}
-        tensors |= {f"value.{k}": v.detach() for k, v in enumerate(self.moving.variables)}
-        moments = self.optimizer.state_dict()["state"]
-        tensors |= {
-            f"{name}.{k}": torch.as_tensor(t) for k, s in moments.items() for name, t in s.items()
-        }
-        found = {"epoch": epoch, "history": vars(self.history)}
-        kept.save(file, kept.STATE, tensors, {**(told or {}), **found})
-
-    def _restore(self, file: Path) -> int:
-        """Take up a state; the number of its epoch."""
-        said = kept.told_in(file, kept.STATE) or {}
-        epoch, held = int(said["epoch"]), load_file(file)
-        self.history = History(**said["history"])
-        state = self.optimizer.state_dict()
-        with torch.no_grad():
-            for k, (best, variable) in enumerate(
-                zip(self.best, self.moving.variables, strict=True)
-            ):
-                best.copy_(held[f"best.{k}"])
-                variable.copy_(held[f"value.{k}"])
-                names = ("step", "exp_avg", "exp_avg_sq")
-                own = {name: held[f"{name}.{k}"] for name in names if f"{name}.{k}" in held}
-                if own:
-                    state["state"][k] = own
-        self.optimizer.load_state_dict(state)
-        return epoch
-
 
 def passing(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Passes of models in float32 within it are computed in `dtype`, where that is enough."""
+    """Compute the passes of a float32 model in `dtype`, if that is precise enough."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 class NotFinite(Exception):
-    """A loss that is no number."""
+    """A loss that is not finite."""

@@ -1,4 +1,4 @@
-"""Files of what is learned: tensors, and in their metadata what they were learned from."""
+"""Files of learned tensors, with the facts about their learning in the metadata."""
 
 from __future__ import annotations
 
@@ -18,61 +18,62 @@ from tvb_mergekit.tensors.output import sync
 from tvb_mergekit.tensors.writing import HASH, content_hash
 
 VERSION = 1
-STATISTICS, LEARNED, STATE = "tvb_statistics", "tvb_learned", "tvb_descent"  # keys of metadata
+STATISTICS, LEARNED = "tvb_statistics", "tvb_learned"  # keys of metadata
 
 
-def save(file: Path, key: str, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
-    """Write tensors and, under a key of the metadata, what they are of; never half."""
+def save(file: Path, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write tensors, and facts under a key of the metadata; the file appears complete."""
     held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    said = {key: described(told)}
-    said[HASH] = content_hash(said, held.items())
+    metadata = {key: described(facts)}
+    metadata[HASH] = content_hash(metadata, held.items())
     with beside(file) as path:
-        save_file(held, path, said)
+        save_file(held, path, metadata)
         path.chmod(0o644)  # `save_file` lets only the owner read
         sync(path)
 
 
-def described(told: Mapping[str, Any]) -> str:
-    """What a file is of, as a value of its metadata."""
-    return json.dumps({"version": VERSION, **told})
+def described(facts: Mapping[str, Any]) -> str:
+    return json.dumps({"version": VERSION, **facts})
 
 
-def told_in(file: Path, key: str) -> dict[str, Any] | None:
-    """What a file is of; None where it is none with this key.
+def facts_in(file: Path, key: str) -> dict[str, Any] | None:
+    """The facts in a file, or None if it is missing or has no such key.
 
     Raises:
-        UserError: it is of a later version.
+        UserError: a later version wrote it.
     """
-    if not file.is_file() or key not in (found := metadata_of(file)):
+    if not file.is_file() or key not in (metadata := metadata_of(file)):
         return None
-    told: dict[str, Any] = json.loads(found[key])
-    if told.pop("version") > VERSION:
+    facts: dict[str, Any] = json.loads(metadata[key])
+    if facts.pop("version") > VERSION:
         raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
-    return told
+    return facts
 
 
 def is_ours(file: Path) -> bool:
-    """Whether `tvb learn` has written a file."""
-    keys = {STATISTICS, LEARNED, STATE}
+    """Whether a file is one of `tvb learn`."""
+    keys = {STATISTICS, LEARNED}
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 
 def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
-    """Raise UserError if a file of an unfinished run was changed, or was made for other values than
-    are wanted; where data lie, `file`, may differ."""
+    """Raise UserError if a file was changed, or if its facts differ from the wanted ones.
+
+    The fact `file`, where the data lie, may differ.
+    """
     with safe_open(file, "pt") as held:
-        said = held.metadata()
-        recorded = said.pop(HASH, None)
-        found = content_hash(said, ((name, held.get_tensor(name)) for name in held.keys()))
+        metadata = held.metadata()
+        recorded = metadata.pop(HASH, None)
+        found = content_hash(metadata, ((name, held.get_tensor(name)) for name in held.keys()))
     if found != recorded:
         raise UserError(
             f"--resume: {file}: its content does not have the checksum in its header: the file was "
-            "changed; delete it, and --resume learns again what it held"
+            "changed; delete it, and --resume learns its content again"
         )
-    told = told_in(file, key) or {}
-    other = [name for name, value in wanted.items() if name != "file" and told.get(name) != value]
+    facts = facts_in(file, key) or {}
+    other = [name for name, value in wanted.items() if name != "file" and facts.get(name) != value]
     if other:
         raise UserError(
-            f"--resume: {file} differs from this command in {listed(other)}: give what that run "
-            "had, or leave out --resume to begin again"
+            f"--resume: {file} differs from this command in {listed(other)}: repeat the options of "
+            "that run, or leave out --resume to begin again"
         )

@@ -1,4 +1,4 @@
-"""The models of the tasks of a planned merge, loaded one at a time, and where its tensors are."""
+"""The models of the tasks of a planned merge, loaded one at a time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,88 +30,88 @@ LOG = logging.getLogger(__name__)
 
 
 class TaskModels:
-    """theta_i of each task in float32: a recipe's model, or of a store the base with the task's
-    vector (its reconstruction, where the store holds bases)."""
+    """theta_i of each task in float32.
+
+    Over a recipe they are its models. Over a store they are the base plus each task's vector, which
+    a store of bases reconstructs.
+    """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+        self.plan, self.device, self.trust = plan, device, plan.options.trust_remote_code
         inputs = plan.recipe.inputs
         self.stored = inputs if isinstance(inputs, Stored) else None
         self._live: Live | None = None
         self._model: nn.Module | None = None
-        self._told = set[str]()
+        self._warned = set[str]()
 
     @property
     def tasks(self) -> list[str]:
-        """Of the recipe's models, or of all whose vectors a store's bases hold."""
         store = self.plan.recipe.store
         return list(self.plan.recipe.tasks if store is None else store.bases.tasks)
 
-    def folder(self, task: str) -> Path:
-        """Where configuration and tokenizer of a task's model are."""
-        models = self.plan.recipe.models
-        owner = self.plan.recipe.base
-        if self.stored is None:
-            owner = models[self.tasks.index(task)]
+    def folder(self, task: str | None) -> Path:
+        """The folder with configuration and tokenizer of a task's model; None is the base."""
+        recipe = self.plan.recipe
+        alone = task is not None and self.stored is None
+        owner = recipe.models[self.tasks.index(str(task))] if alone else recipe.base
         return Path(self.plan.checkpoints[owner].folder)
 
-    @property
-    def base_folder(self) -> Path:
-        return Path(self.plan.checkpoints[self.plan.recipe.base].folder)
-
     def weights(self, task: str) -> list[str]:
-        """What tells the weights of a task's model from all others: fingerprints."""
+        """Fingerprints that identify the weights of a task's model."""
         prints = self.plan.fingerprints
         if self.stored is None:
             return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
         return [*prints.values(), task]
 
     def limits(self, task: str | None) -> tuple[int, int]:
-        """The most tokens that a task's model (None: the base) takes, and how many it knows."""
-        folder = self.base_folder if task is None else self.folder(task)
-        config = _config(folder, self.plan.options.trust_remote_code).get_text_config()
+        """The longest input of a model in tokens, and the size of its vocabulary."""
+        config = _config(self.folder(task), self.trust).get_text_config()
         names = ("max_position_embeddings", "vocab_size")
         context, vocabulary = (int(getattr(config, name, None) or 2**31) for name in names)
         return context, vocabulary
 
     def load(self, task: str) -> nn.Module:
-        """The model of a task; the one before it is gone."""
-        trust = self.plan.options.trust_remote_code
+        """The model of a task, instead of the previous one."""
         if self.stored is None:
             self._model = None  # before the next one is loaded
-            self._model = load_model(self.folder(task), self.device, trust)
+            self._model = load_model(self.folder(task), self.device, self.trust)
             return self._model
         if self._live is None:
-            model = load_model(self.base_folder, self.device, trust)
-            self._live = attach(model, self.stored.bases, os.fspath(self.base_folder))
+            base = self.folder(None)
+            model = load_model(base, self.device, self.trust)
+            self._live = attach(model, self.stored.bases, os.fspath(base))
         return self._live.use(task)
 
     def named(self, model: nn.Module, task: str | None = None) -> dict[str, nn.Parameter]:
-        """The parameters of a task's model (None: the base's) that the merge moves, by their names
-        in the merged model. Those that the model names otherwise than its files are missing.
+        """The parameters of a task's model that the merge moves, by their names in the merge.
+
+        A warning lists the tensors whose names in memory differ from the files; they are left out.
+
+        Args:
+            task: None for the base's model.
 
         Raises:
-            UserError: most are.
+            UserError: most names differ.
         """
         state = model.state_dict(keep_vars=True)
         place = 0 if task is None or self.stored is not None else 1 + self.tasks.index(task)
         stored = {name: planned.names[place] for name, planned in self.plan.counted.items()}
         found = {name: state[own] for name, own in stored.items() if own in state}
         if missing := [name for name, own in stored.items() if own not in state]:
-            folder = self.base_folder if task is None else self.folder(task)
-            told = f"{folder}: in memory the model names {listed(missing)} otherwise than its files"
+            folder = self.folder(task)
+            text = f"{folder}: in memory the model names {listed(missing)} otherwise than its files"
             if 2 * len(missing) > len(stored):
-                raise UserError(f"{told}; {SAVE_AGAIN}")
-            if told not in self._told:
-                LOG.warning("%s: nothing is learned of them, unless you %s", told, SAVE_AGAIN)
-            self._told.add(told)
+                raise UserError(f"{text}; {SAVE_AGAIN}")
+            if text not in self._warned:
+                LOG.warning("%s: nothing is learned of them, unless you %s", text, SAVE_AGAIN)
+            self._warned.add(text)
         return found
 
     def stacked(self, bases: Tensor) -> dict[str, Tensor]:
         """The bases [M, n] float32 of each tensor that the merge moves, on the device.
 
         Args:
-            bases: from the vectors that the plan reads, [N, M].
+            bases: as combinations of the plan's vectors, [N, M].
         """
         sink, items = Stacked(bases.shape[1]), self.plan.items()
         steps = dict.fromkeys((item.name for item in items), Linear.of(bases))
@@ -126,56 +124,17 @@ class TaskModels:
     @functools.cached_property
     def empty(self) -> nn.Module:
         """The base's model without weights."""
-        with torch.device("meta"), refused(self.base_folder):
-            return self._made()
-
-    def _made(self) -> nn.Module:
-        trust = self.plan.options.trust_remote_code
-        config = _config(self.base_folder, trust)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        folder = self.folder(None)
+        with torch.device("meta"), refused(folder):
+            config = _config(folder, self.trust)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=self.trust
+            )
         return model
 
-    def activations(
-        self, batch: int, length: int, backward: bool = True, checkpointing: bool = False
-    ) -> int | None:
-        """About the bytes of a pass of `batch` examples of `length` tokens, in float32: of what it
-        keeps for gradients and, without them or with `checkpointing`, of the layers' mean of that;
-        and of the logits, their logarithms and gradients. Nothing is computed; None where that
-        cannot be, as in some models of experts."""
-        kept = dict[int, int]()
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                kept[storage._cdata] = storage.nbytes()
-            return tensor
-
-        torchs = logging.getLogger(FakeTensorMode.__module__)  # prints tracebacks of its errors
-        torchs.disabled = True
-        try:
-            with FakeTensorMode(), saved_tensors_hooks(pack, lambda tensor: tensor):
-                model = self._made()
-                weights = {p.untyped_storage()._cdata for p in model.parameters()}
-                ids = torch.zeros(batch, length, dtype=torch.long)
-                logits = model(input_ids=ids, use_cache=False).logits
-        except Exception as error:  # of whatever kind a model's code leads to
-            LOG.info("%s: no estimate of its activations: %s", self.base_folder, error)
-            return None
-        finally:
-            torchs.disabled = False
-        text = cast(Any, model).config.get_text_config()
-        layers = int(getattr(text, "num_hidden_layers", None) or 1)
-        total = sum(kept.values())
-        if checkpointing:  # the input of each layer, and one layer
-            total = total // layers + 4 * batch * length * layers * int(text.hidden_size)
-        elif not backward:
-            total //= layers
-        return total + 4 * 3 * int(logits.numel())
-
     def dimensions(self) -> dict[str, int]:
-        """Weight of a linear layer -> the dimension in which its inputs lie; nothing is loaded."""
-        model = self.empty
-        layers, parameters = linear_layers(model), self.named(model)
+        """Weight of a linear layer -> the dimension of its inputs; loads nothing."""
+        layers, parameters = linear_layers(self.empty), self.named(self.empty)
         return {n: input_dimension(layers[id(p)]) for n, p in parameters.items() if id(p) in layers}
 
 
@@ -195,7 +154,7 @@ def load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> n
     """The causal language model in a folder, in float32.
 
     Raises:
-        UserError: transformers cannot load it as one.
+        UserError: transformers cannot load it.
     """
     disable_progress_bar()  # ours counts examples
     with refused(folder):
@@ -207,12 +166,12 @@ def load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> n
 
 @contextmanager
 def refused(folder: Path) -> Iterator[None]:
-    """Turn what transformers raises of a model's folder into UserError."""
+    """Raise UserError if transformers refuses a model's folder."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())
-        raise UserError(f"{folder}: no causal language model: {text}") from error
+        raise UserError(f"{folder}: not a causal language model: {text}") from error
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:

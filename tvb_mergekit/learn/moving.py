@@ -1,7 +1,7 @@
-"""What gradients change: theta as a function of a few variables, tensor by tensor.
+"""theta as a function of a few variables, tensor by tensor.
 
-A model's weights are set to theta before a pass. Behind it, the gradient of each weight goes on to
-the variables as soon as it is whole, and is dropped: one tensor's gradient is held at a time.
+A model's weights are set to theta before a pass. In the backward pass the gradient of each weight
+goes on to the variables and is dropped, so only one tensor's gradient is held.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 class Moving(ABC):
-    """theta = theta_0 + a differentiable function of `variables` and the bases.
+    """theta_0 plus a differentiable function of `variables` and the bases.
 
     Attributes:
         base: theta_0 of each tensor, flattened.
         bases: B_m of each tensor, [M, n].
-        variables: what is learned.
+        variables: the tensors to learn.
     """
 
     def __init__(self, base: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
@@ -38,17 +38,17 @@ class Moving(ABC):
         """The weights of one tensor, flattened [n]."""
 
     def add_penalty(self) -> float:
-        """Add the gradient of what is minimized beside the loss, and return it."""
+        """Add the gradient of the penalty to the variables, and return the penalty."""
         return 0.0
 
     @contextmanager
     def sharp(self) -> Iterator[None]:
-        """Take for theta what the merged model will have."""
+        """Let `theta` be the merged model's."""
         yield
 
     @contextmanager
     def attached(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Gradients of these parameters alone are computed, and go on to the variables."""
+        """Compute the gradients of these parameters, and pass them on to the variables."""
         with ExitStack() as stack:
             for name, parameter in parameters.items():
                 parameter.requires_grad_(True)
@@ -74,7 +74,7 @@ class Moving(ABC):
 
 @dataclass(frozen=True)
 class Rows:
-    """Which coefficients each tensor has: those of its `blocks` rows from `first[name]` on."""
+    """The coefficients of each tensor: `blocks` rows, from `first[name]` on."""
 
     first: Mapping[str, int]
     titles: Sequence[str]
@@ -82,11 +82,10 @@ class Rows:
 
     @classmethod
     def of(cls, names: Sequence[str], per: PER, blocks: int = 1) -> Rows:
-        """A row for each tensor, or for all tensors of a layer; those of no layer have their own.
+        """A row for each tensor, or for each layer and each tensor outside the layers.
 
         Args:
-            blocks: rows of each tensor, for as many pieces of its flattened entries, of equal size
-                up to one entry, as `torch.tensor_split` cuts them.
+            blocks: rows of each tensor, one for each piece by `torch.tensor_split`.
         """
         titles, first = dict[str, int](), dict[str, int]()
         for name in names:
@@ -95,12 +94,10 @@ class Rows:
         return cls(first, list(titles), blocks)
 
     def of_tensor(self, name: str) -> slice:
-        """The rows of one tensor, as many as it has blocks."""
         return slice(self.first[name], self.first[name] + self.blocks)
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
         return self.blocks * len(self.titles)
 
 
@@ -118,8 +115,11 @@ class Coefficients(Moving):
         start: float | Tensor,
         nonnegative: bool = False,
     ) -> None:
-        """c begins at `start`, one number or [rows, M]; `nonnegative`: it is the square of what is
-        learned."""
+        """Begin at c = `start`, a number or [rows, M].
+
+        Args:
+            nonnegative: learn square roots of c.
+        """
         super().__init__(base, bases)
         self.rows, self.nonnegative = rows, nonnegative
         example = next(iter(bases.values()))
@@ -142,8 +142,10 @@ class Coefficients(Moving):
 
 
 class Mask(Moving):
-    """theta_0 + sigma(S) * B for one basis B [1, n] (Localize-and-Stitch, He et al., 2024; paper,
-    equation of the weighted objective), with lambda ||sigma(S)||_1 as penalty."""
+    """theta_0 + sigma(S) * B for one basis B [1, n], with the penalty lambda ||sigma(S)||_1.
+
+    Localize-and-Stitch (He et al., 2024); the weighted objective of the paper.
+    """
 
     def __init__(
         self,
@@ -153,16 +155,12 @@ class Mask(Moving):
         bias: float = 5.0,
         penalty: float = 0.0,
     ) -> None:
-        """S is `bias` at the largest entries of B, a share `density` of them, else -`bias`.
-
-        An entry where B is 0 is never among them.
-        """
+        """Set S to `bias` at the largest entries of B, a fraction `density`, else to -`bias`."""
         super().__init__(base, bases)
         self.density, self.penalty = density, penalty
         self.names = list(bases)
         self._kept: dict[str, Tensor] | None = None
-        every = {name: bases[name][0] for name in self.names}
-        sizes = {n: torch.where(basis != 0, basis.abs(), -torch.inf) for n, basis in every.items()}
+        sizes = {n: torch.where(b[0] != 0, b[0].abs(), -torch.inf) for n, b in bases.items()}
         chosen = largest(sizes, density)
         self.variables = [
             torch.where(chosen[name], bias, -bias).to(sizes[name].dtype).requires_grad_()
@@ -187,7 +185,7 @@ class Mask(Moving):
         return total
 
     def kept(self) -> dict[str, Tensor]:
-        """The binary mask of each tensor: the largest S, as many as the density says."""
+        """The binary mask of each tensor: the largest S where B is not 0, by the density."""
         with torch.no_grad():
             sizes = {
                 name: torch.where(self.bases[name][0] != 0, own, -torch.inf)
@@ -205,10 +203,10 @@ class Mask(Moving):
 
 
 def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
-    """Which entries of all tensors are the largest, in all a share `density` of them, as masks.
+    """Masks of the largest entries, a fraction `density` over all tensors.
 
-    Compared in float32. Entries of -inf are not taken; of equal ones the first are. The threshold
-    is found by bisection, so that no copy of all entries is made.
+    Compares in float32, leaves out -inf, and prefers the first of equal entries. Bisection finds
+    the threshold without a copy of all entries.
     """
     wanted = max(1, round(density * sum(size.numel() for size in sizes.values())))
     low, high = -(2**31), 2**31 - 1

@@ -1,6 +1,6 @@
-"""What is summed of one task's model over its examples.
+"""Statistics of one task's model, summed over its examples.
 
-One example goes through the model at a time, so no padding is in any sum.
+Examples pass one at a time, so no sum contains padding.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def fisher(
     path: str,
     samples: int = 0,
     seed: str = "",
-    tell: Callable[[int], object] = lambda done: None,
+    update: Callable[[int], object] = lambda done: None,
 ) -> dict[str, Tensor]:
-    """The diagonal Fisher information of each parameter, float32, of its shape, on the CPU.
+    """The diagonal Fisher information of each parameter, in float32 on the CPU.
 
-    F = mean over examples of the squared gradient of log p(response | prompt), in the response's
-    own tokens. With `samples` K the tokens are drawn K times from the model's distribution at each
-    place of the response instead, and the squares averaged: the expectation in Fisher's definition.
+    F is the mean over examples of the squared gradient of log p(response | prompt). With `samples`
+    the response's tokens are drawn that often from the model's distribution at each place, and the
+    squares are averaged: the expectation in Fisher's definition.
 
     Args:
         path: of the data, for messages.
-        tell: called with the number of examples done.
+        update: called with the number of finished examples.
 
     Raises:
-        UserError: a loss or a sum that is not finite.
+        UserError: a loss or a sum is not finite.
     """
     device = next(model.parameters()).device
     generator = torch.Generator("cpu").manual_seed(_number(seed))
@@ -63,13 +63,13 @@ def fisher(
                 loss = cross_entropy(logits, wanted, reduction="sum")
                 _check_finite(loss, path, example)
                 loss.backward(retain_graph=number < len(drawn))
-            tell(1)
+            update(1)
     scale = 1 / (len(examples) * max(1, samples))
     return _checked({name: total.mul_(scale).cpu() for name, total in sums.items()}, path)
 
 
 def _squaring(total: Tensor) -> Callable[[Tensor], None]:
-    """Adds the square of a gradient as soon as it is whole, and drops it: one is held at a time."""
+    """A hook that adds the square of a gradient and drops the gradient."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -84,15 +84,15 @@ def grams(
     layers: Mapping[str, nn.Module],
     examples: Sequence[Example],
     path: str,
-    tell: Callable[[int], object] = lambda done: None,
+    update: Callable[[int], object] = lambda done: None,
 ) -> dict[str, Tensor]:
     """X^T X of the inputs X [tokens, n] of each linear layer, [n, n] float32 on the CPU.
 
-    Products of one example are float32, and summed in float64: RegMean's solution can multiply
-    their error by the condition number of the sum. All tokens count, the prompt's too.
+    Products of one example are float32, their sum is float64: RegMean's solution can multiply its
+    error by the condition number. All tokens count, also those of the prompt.
 
     Raises:
-        UserError: a loss or a sum that is not finite.
+        UserError: a loss or a sum is not finite.
     """
     device = next(model.parameters()).device
     sums = {}
@@ -115,28 +115,27 @@ def grams(
         for example in examples:
             logits, labels = _predicted(model, example, device)
             _check_finite(cross_entropy(logits, labels), path, example)
-            tell(1)
-    for name in list(sums):  # one after the other: not all of them are held in both dtypes
+            update(1)
+    for name in list(sums):  # one after another: only one is held in both dtypes
         sums[name] = sums.pop(name).float().cpu()
     return _checked(sums, path)
 
 
 def linear_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """id of a weight -> the one linear layer whose weight it is; embeddings, and what is tied to
-    one, are looked up as well, and are left out."""
+    """id of a weight -> its linear layer. Weights tied to an embedding are left out."""
     every = list(model.modules())
-    looked_up = {id(each.weight) for each in every if isinstance(each, nn.Embedding)}
+    embedded = {id(each.weight) for each in every if isinstance(each, nn.Embedding)}
     linear = (each for each in every if isinstance(each, nn.Linear | Conv1D))
-    return {id(each.weight): each for each in linear if id(each.weight) not in looked_up}
+    return {id(each.weight): each for each in linear if id(each.weight) not in embedded}
 
 
 def input_dimension(layer: nn.Module) -> int:
-    """The dimension of a linear layer's weight in which its inputs lie: of GPT-2's the first."""
+    """The dimension of a linear layer's weight for its inputs; 0 in GPT-2."""
     return 0 if isinstance(layer, Conv1D) else 1
 
 
 def _predicted(model: nn.Module, example: Example, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits [n, vocabulary] float32 of the n tokens of the response, and these tokens [n]."""
+    """Logits [n, vocabulary] float32 for the n tokens of the response, and these tokens [n]."""
     ids = torch.tensor([list(example.ids)], device=device)
     logits = model(input_ids=ids, use_cache=False).logits[0]
     return logits[example.start - 1 : -1].float(), ids[0, example.start :]

@@ -62,12 +62,9 @@ def load_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The one recipe in a file, of any method, as plain objects.
 
     Raises:
-        UserError: no such file, no YAML, several documents, or no mapping.
+        UserError: not YAML, several documents, or not a mapping.
     """
-    try:
-        documents = load_documents(str(path))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+    documents = load_documents(str(path))
     if len(documents) != 1 or not isinstance(documents[0], dict):
         raise UserError(f"{path}: expected one recipe, a mapping with `merge_method`")
     return documents[0]

@@ -145,9 +145,8 @@ class Stored(FineTuned):
         return self.bases.path
 
     def check(self, base: ModelReference, opened: Checkpoint) -> None:
-        """The same, and that the store's files are those that were written."""
+        """Check the model and the base."""
         super().check(base, opened)
-        store.load(self.path)
         self.bases.check_base(opened, str(base))
 
     def sources(
@@ -257,7 +256,7 @@ def find_store(models: Sequence[ModelReference]) -> Stored | None:
             raise UserError(
                 f"{known[0]} and {folder} are bases of two stores: list those of one store"
             )
-    bases = store.load(place, verify=False)
+    bases = store.load(place)
     names = [folder.name for folder in known]
     expected = bases.facts.store.folders[: bases.num_bases]
     if bases.is_zoo:

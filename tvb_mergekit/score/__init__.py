@@ -1,4 +1,4 @@
-"""Tables of benchmark scores from lm-eval's result files: `tvb score`, and as a library.
+"""Tables of benchmark scores from lm-eval's result files: the library behind `tvb score`.
 
     from tvb_mergekit.score import read_benchmark, read_results, table
 
@@ -8,7 +8,7 @@
         specialists={"math": read_results("out/math"), "coding": read_results("out/coding")},
         partial=True,
     )
-    print(examine(found).markdown())  # with paired differences, where there are samples
+    print(markdown(examine(found)))  # with paired differences, if there are samples
 
 Scores are percent.
 """
@@ -20,6 +20,7 @@ from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Difference, Pair
 from tvb_mergekit.score.results import Origin, Results, TaskResult, read_results
 from tvb_mergekit.score.table import Table, table
+from tvb_mergekit.score.text import markdown
 
 __all__ = [
     "Benchmark",
@@ -37,6 +38,7 @@ __all__ = [
     "TaskResult",
     "examine",
     "find_benchmark",
+    "markdown",
     "read_benchmark",
     "read_reference",
     "read_results",

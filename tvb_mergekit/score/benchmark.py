@@ -1,6 +1,6 @@
-"""Benchmarks: categories of tasks, and the places of their scores in lm-eval's files.
+"""Benchmarks: categories of tasks, and the names of their scores in lm-eval's files.
 
-A benchmark is a small YAML file, so that any group of tasks can be tabled: docs/tune-and-score.md.
+A benchmark is a small YAML file, so `tvb score` can table any tasks: docs/tune-and-score.md.
 """
 
 from __future__ import annotations
@@ -21,40 +21,31 @@ from tvb_mergekit.settings import nearest
 HERE = Path(__file__).parent
 SHIPPED = ("mergebench", "mergebench_keyword", "mini", "quickstart")
 FORMAT_VERSION = 1  # of benchmarks, references and scores.json
+RUN = "--model hf --model_args pretrained=MODEL --output_path OUT"
 Described = TypeVar("Described")
 
 
 @dataclass(frozen=True)
 class Task:
-    """`name` is lm-eval's name of a task or a group, `metric` its `metric,filter`.
-
-    Attributes:
-        lenient: another metric, by which the same answers are read more leniently.
-    """
+    """A task or a group of lm-eval; metrics are named `metric,filter`."""
 
     name: str
     label: str
     metric: str = "score,none"
-    lenient: str = "flexible,none"
+    lenient: str = "flexible,none"  # reads the same answers more leniently
 
 
 @dataclass(frozen=True)
 class Category:
-    """Its score is the plain mean of its tasks'.
-
-    Attributes:
-        floors: whether a score near 0 is odd; that of a model which refuses nothing is not.
-        options: those of lm_eval, for the commands that are suggested.
-        programs: whether answers are programs, before which text is odd.
-    """
+    """Tasks whose plain mean is the category's score."""
 
     name: str
     label: str
     tasks: Annotated[tuple[Task, ...], pydantic.Field(min_length=1)]
-    group: str | None = None
-    options: str | None = None
-    floors: bool = True
-    programs: bool = False
+    group: str | None = None  # lm-eval's group of all its tasks
+    options: str | None = None  # lm_eval's options, for commands that are suggested
+    floors: bool = True  # a score near 0 is odd
+    programs: bool = False  # answers are programs, so text before them is odd
 
 
 @dataclass(frozen=True)
@@ -72,43 +63,36 @@ class Benchmark:
     def tasks(self) -> tuple[Task, ...]:
         return tuple(task for category in self.categories for task in category.tasks)
 
-    def reading(self, metrics: Mapping[str, str]) -> Benchmark:
-        """The same benchmark, with other metrics of some tasks (task name -> `metric,filter`).
-
-        Raises:
-            UserError: there is no such task.
-        """
-        known = [task.name for task in self.tasks]
+    def with_metrics(self, metrics: Mapping[str, str]) -> Benchmark:
+        """Return the benchmark with other metrics (task -> `metric,filter`)."""
         for name in metrics:
+            known = [task.name for task in self.tasks]
             check_known(name, known, f"--metric {name}: no such task in {self.name}")
 
-        def read(category: Category) -> Category:
-            tasks = (replace(t, metric=metrics.get(t.name, t.metric)) for t in category.tasks)
-            return replace(category, tasks=tuple(tasks))
-
-        return replace(self, categories=tuple(map(read, self.categories)))
+        categories = [
+            replace(
+                c, tasks=tuple(replace(t, metric=metrics.get(t.name, t.metric)) for t in c.tasks)
+            )
+            for c in self.categories
+        ]
+        return replace(self, categories=tuple(categories))
 
     def command(self, missing: Collection[str]) -> str:
-        """How to run the missing tasks, by whole groups where all of a group is missing."""
+        """Return the command that runs the missing tasks, by group if all of a group is missing."""
         names: list[str] = []
-        options: dict[str, None] = {}
+        options: list[str] = []
         for category in self.categories:
             wanted = [task.name for task in category.tasks if task.name in missing]
-            whole = category.group is not None and len(wanted) == len(category.tasks)
-            names += [str(category.group)] if whole else wanted
-            if wanted and category.options:
-                options[f" {category.options}"] = None
-        path = f"--include_path {shlex.quote(self.include_path)} " if self.include_path else ""
-        model = "--model hf --model_args pretrained=MODEL --output_path OUT"
-        return f"lm_eval {path}--tasks {','.join(names)}{''.join(options)} {model}"
+            complete = category.group and len(wanted) == len(category.tasks)
+            names += [str(category.group)] if complete else wanted
+            options += [category.options] if wanted and category.options else []
+        path = ["--include_path", shlex.quote(self.include_path)] if self.include_path else []
+        tasks = ["--tasks", ",".join(names)]
+        return " ".join(["lm_eval", *path, *tasks, *dict.fromkeys(options), RUN])
 
 
 def read_benchmark(name: str) -> Benchmark:
-    """One of `SHIPPED`, or a file.
-
-    Raises:
-        UserError: there is no such file, or it does not describe a benchmark.
-    """
+    """Read one of `SHIPPED`, or a file."""
     path = HERE / f"{name}.yaml" if name in SHIPPED else Path(name)
     if not path.is_file():
         raise UserError(
@@ -122,17 +106,10 @@ def read_benchmark(name: str) -> Benchmark:
 
 
 def find_benchmark(names: Iterable[str]) -> Benchmark:
-    """The shipped benchmark that tasks belong to; scores by keyword count where no others are.
-
-    Raises:
-        UserError: they belong to none, or to several.
-    """
+    """Find the shipped benchmark of tasks; scores by keyword count only if no others are there."""
     present = list(dict.fromkeys(names))
-    found = {
-        benchmark.name: benchmark
-        for benchmark in map(read_benchmark, SHIPPED)
-        if any(task.name in present for task in benchmark.tasks)
-    }
+    shipped = [read_benchmark(name) for name in SHIPPED]
+    found = {b.name: b for b in shipped if any(task.name in present for task in b.tasks)}
     if "mergebench" in found:
         found.pop("mergebench_keyword", None)
     if len(found) == 1:
@@ -145,7 +122,7 @@ def find_benchmark(names: Iterable[str]) -> Benchmark:
 
 
 def check_known(name: str, known: Collection[str], what: str) -> None:
-    """Raise UserError, with the nearest name, unless `name` is a known one."""
+    """Raise UserError with the nearest known name unless `name` is known."""
     if name not in known:
         guess = nearest(name, known)
         hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(known)}"
@@ -153,16 +130,12 @@ def check_known(name: str, known: Collection[str], what: str) -> None:
 
 
 def repeated(names: Sequence[str]) -> str | None:
-    """The first name that is there twice, if any."""
+    """Return the first name that stands twice in a list."""
     return next((name for place, name in enumerate(names) if name in names[:place]), None)
 
 
 def read_described(path: Path, kind: type[Described], what: str) -> Described:
-    """The content of a file (JSON by its suffix, else YAML) as a `kind`.
-
-    Raises:
-        UserError: it cannot be read, or does not hold what `kind` describes.
-    """
+    """Read a file (JSON by its suffix, else YAML) as a `kind`, which messages call `what`."""
     try:
         text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -170,11 +143,14 @@ def read_described(path: Path, kind: type[Described], what: str) -> Described:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected {what}") from error
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = f"`{'.'.join(map(str, first['loc']))}`: " if first["loc"] else ""
-        raise UserError(
-            f"{path} is not {what}: {place}{first['msg']} (found {first['input']!r:.60})"
-        ) from error
+        raise UserError(f"{path} is not {what}: {first_mistake(error)}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be read as {what}: {reason}") from error
+
+
+def first_mistake(error: pydantic.ValidationError) -> str:
+    """Describe the first mistake that pydantic found: place, reason and value."""
+    first = error.errors(include_url=False)[0]
+    place = f"`{'.'.join(map(str, first['loc']))}`: " if first["loc"] else ""
+    return f"{place}{first['msg']} (found {first['input']!r:.60})"

@@ -1,8 +1,8 @@
-"""Columns of a table: from result files, from the paper, or from an earlier `tvb score --out`."""
+"""Columns of a table, from result files or references, and whether they were measured alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,74 +14,70 @@ from tvb_mergekit.score.benchmark import HERE, Benchmark, Task, check_known, rea
 from tvb_mergekit.score.results import Origin, Results, TaskResult
 
 Kind = Literal["base", "specialists", "model", "reference"]
+# Metrics that are shares of answers without a complete verdict.
+UNJUDGED = {
+    "as_text": "answers compared as text only, for lack of time",
+    "unchecked": "programs that timed out and were not run again",
+    "parse_error": "verdicts of the judge that could not be read",
+}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A score or a mean in percent; what is not known of it, or is not of one task, is None.
-
-    Attributes:
-        others: the task's other metrics in the same file that are shares, in percent too.
-    """
+    """A score or a mean in percent; unknown facts are None."""
 
     value: float
     stderr: float | None = None
     metric: str | None = None
     origin: Origin | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)  # the file's other shares, in percent
 
 
-def _entries(found: Any) -> Any:
-    """A number is a score of which no more is known, null a missing one."""
+def _cells(found: Any) -> Any:
+    """Accept numbers for cells, and null for missing ones."""
     if not isinstance(found, dict):
         return found
-    return {
-        name: {"value": entry} if isinstance(entry, (int, float)) else entry
-        for name, entry in found.items()
-        if entry is not None
-    }
+    given = {name: entry for name, entry in found.items() if entry is not None}
+    return {n: {"value": e} if isinstance(e, (int, float)) else e for n, e in given.items()}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A model's scores by task name; what is missing is not in `tasks`."""
+    """A model's scores by task; missing tasks are not in `tasks`."""
 
     label: str
     kind: Kind
-    tasks: Annotated[Mapping[str, Cell], pydantic.BeforeValidator(_entries)]
+    tasks: Annotated[Mapping[str, Cell], pydantic.BeforeValidator(_cells)]
 
     @property
     def head(self) -> str:
-        """The label, marked where only a part of the items was run."""
+        """The label, marked if only a part of the items was run."""
         limited = any(cell.origin and cell.origin.limited for cell in self.tasks.values())
         return f"{self.label} (limited)" if limited else self.label
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A file of columns; `name` goes behind their labels, `note` says what to know about them."""
+    """A file of columns."""
 
     format_version: Literal[1]
     benchmark: str
     columns: tuple[Column, ...] = field(repr=False)
-    name: str = ""
-    note: str | None = None
+    name: str = ""  # stands after the labels; by default the file's name
+    note: str | None = None  # a warning to print with the table
 
 
 def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
-    """`paper`, or a `scores.json` that `tvb score --out` wrote.
-
-    Raises:
-        UserError: there is no such file, it is of another kind, or not of `benchmark`.
-    """
+    """Read `paper`, or a `scores.json` of `tvb score --out`; it has to be for `benchmark`."""
     path = HERE / "paper.yaml" if name == "paper" else Path(name)
-    what = "a reference (`paper`, or a scores.json of `tvb score`)"
-    found = read_described(path, Reference, what)
+    found = read_described(
+        path, Reference, "a reference (`paper`, or a scores.json of `tvb score`)"
+    )
     if benchmark is not None:
         if found.benchmark != benchmark.name:
             raise UserError(
-                f"the reference {name} is of {found.benchmark}, and the table of {benchmark.name} "
-                f"({benchmark.title}): leave --reference out, or name another"
+                f"the reference {name} is for {found.benchmark}, and the table for "
+                f"{benchmark.name} ({benchmark.title}): leave --reference out, or name another"
             )
         known = [task.name for task in benchmark.tasks]
         for task in (task for column in found.columns for task in column.tasks):
@@ -92,12 +88,7 @@ def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
 def measured(
     label: str, kind: Kind, benchmark: Benchmark, sources: Mapping[str, Results]
 ) -> Column:
-    """The column of results (category -> its results); categories may be left out.
-
-    Raises:
-        UserError: a task's metric is missing or no share, it is there of different models, or
-            there is no task at all.
-    """
+    """Make the column of results (category -> its results); categories may be missing."""
     cells = {}
     for category in benchmark.categories:
         results = sources.get(category.name, Results({}))
@@ -105,7 +96,7 @@ def measured(
             if rivals := results.rivals.get(task.name):
                 models = [f"{model} ({file})" for model, file in rivals.items()]
                 raise UserError(
-                    f"{label}: {task.name} is there of different models, {listed(models)}: give "
+                    f"{label}: {task.name} was run by different models, {listed(models)}: give "
                     "each model a PATH of its own, and each specialist a CATEGORY=PATH"
                 )
             cells[task.name] = _cell(task, results.tasks[task.name])
@@ -130,10 +121,56 @@ def _cell(task: Task, result: TaskResult) -> Cell:
             f"{where} `{task.metric}` = {value:g}: expected a share in [0, 1]; choose another {how}"
         )
     if task.metric.partition(",")[0] in result.lower_is_better:
-        raise UserError(f"{where} `{task.metric}`, of which less is better: choose another {how}")
+        raise UserError(
+            f"{where} `{task.metric}`, which is better when it is lower: choose another {how}"
+        )
     stderr = result.stderrs.get(task.metric)
+    shares = {key: 100 * x for key, x in result.metrics.items() if 0 <= x <= 1}
+    shares.pop(task.metric)
     error = None if stderr is None else 100 * stderr
-    shares = {
-        key: 100 * x for key, x in result.metrics.items() if key != task.metric and 0 <= x <= 1
-    }
     return Cell(100 * value, error, task.metric, result.origin, shares)
+
+
+def incomplete(columns: Sequence[Column]) -> list[str]:
+    """Describe files with tasks that were run on a part of their items, or judged in part."""
+    found: dict[str, list[str]] = {}
+    for column in columns:
+        for task, cell in column.tasks.items():
+            file = cell.origin.file if cell.origin else column.label
+            if cell.origin and cell.origin.limited:
+                line = f"{column.label} (limited): {file} was run with --limit or --samples"
+                found.setdefault(line, []).append(f"{task} ({cell.origin.limited})")
+            for key, share in cell.others.items():
+                name = key.partition(",")[0]
+                if share and name in UNJUDGED:
+                    line = f"{column.label}: {file}: {UNJUDGED[name]} (`{name}`)"
+                    found.setdefault(line, []).append(f"{task} ({share:.2f} %)")
+    return [f"{line}: {listed(tasks)}" for line, tasks in found.items()]
+
+
+def differing(benchmark: Benchmark, columns: Sequence[Column]) -> list[str]:
+    """Describe settings that differ from those of the first column that has the task.
+
+    Columns that name no metric hold the usual one, which `benchmark` has.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for task in benchmark.tasks:
+        runs = [_settings(column, task) for column in columns if task.name in column.tasks]
+        for file, other in runs[1:]:
+            first, one = runs[0]
+            for key in (key for key in one.keys() & other.keys() if one[key] != other[key]):
+                values = f"{task.name} ({one[key]} and {other[key]})"
+                found.setdefault((key, first, file), []).append(values)
+    return [
+        f"{what} differs between {one} and {other}: {listed(tasks)}"
+        for (what, one, other), tasks in sorted(found.items())
+    ]
+
+
+def _settings(column: Column, task: Task) -> tuple[str, dict[str, str]]:
+    """Return the file of a score, and the settings that the score depends on."""
+    cell = column.tasks[task.name]
+    metric = {"the metric": cell.metric or task.metric}
+    if cell.origin is None:
+        return column.label, metric
+    return cell.origin.file, metric | dict(cell.origin.settings)

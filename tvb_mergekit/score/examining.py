@@ -12,57 +12,52 @@ import numpy as np
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.floors import Signs, count_items, remark
-from tvb_mergekit.score.pairs import Array, compare
+from tvb_mergekit.score.pairs import Floats, compare
 from tvb_mergekit.score.results import PROMPTS
-from tvb_mergekit.score.samples import read_items, samples_file
+from tvb_mergekit.score.samples import read_samples, samples_file
 from tvb_mergekit.score.table import Table
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The items of one task as one model answered them.
+class TaskAnswers:
+    """A model's answers to one task."""
 
-    Attributes:
-        signs: None without a file of samples.
-        items: doc_id -> hash of the document, hash of the prompt, score in percent.
-        why: why the scores cannot be paired, if they cannot.
-        settings: those of the run.
-    """
-
-    signs: Signs | None
-    items: Mapping[int, tuple[str, str, float]]
-    why: str | None = None
+    signs: Signs | None  # None without a file of samples
+    items: Mapping[int, tuple[str, str, float]]  # doc_id -> document and prompt (hashes), percent
+    why: str | None = None  # why the scores cannot be paired; None if they can
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def examine(table: Table) -> Table:
-    """Add `pairs` and `remarks` to a table, and warnings about tasks that could not be paired.
+    """Add `pairs` and `remarks` to a table, and warnings about tasks that cannot be paired.
 
     Samples lie next to the result files of the scores. One task is read at a time, and only the
     scores of its items are kept.
     """
     columns = [column for column in table.columns if column.kind != "reference"]
     labels = [column.label for column in columns if column.kind != "specialists"]
-    values: dict[tuple[str, str], dict[str, Array]] = {p: {} for p in combinations(labels, 2)}
-    remarks, told = [], dict[str, list[str]]()  # told: reason -> tasks
+    values: dict[tuple[str, str], dict[str, Floats]] = {p: {} for p in combinations(labels, 2)}
+    remarks, refused = [], dict[str, list[str]]()  # refused: reason -> tasks
     for category in table.benchmark.categories:
         for task in category.tasks:
             having = [column for column in columns if task.name in column.tasks]
             read = {column.label: _read(column.tasks[task.name], task.name) for column in having}
             remarks += [remark(c, category, task, read[c.label].signs) for c in having]
             known = {label: read[label] for label in labels if label in read}
-            if len(known) > 1 and any(answered.signs for answered in known.values()):
-                for label, answered in known.items():
-                    if answered.why:
-                        told.setdefault(f"{label}, {answered.why}", []).append(task.name)
+            if len(known) > 1 and any(answers.signs for answers in known.values()):
+                for label, answers in known.items():
+                    if answers.why:
+                        refused.setdefault(f"{label}, {answers.why}", []).append(task.name)
             for one, other in combinations([n for n in known if known[n].why is None], 2):
                 found = _subtracted(known[one], known[other])
                 if isinstance(found, tuple):
                     reason = f"{one} and {other}, which were not given the same {found[0]}"
-                    told.setdefault(reason, []).append(f"{task.name} ({found[1]})")
+                    refused.setdefault(reason, []).append(f"{task.name} ({found[1]})")
                 else:
                     values[one, other][task.name] = found
-    warnings = [f"no paired differences of {why}: {listed(tasks)}" for why, tasks in told.items()]
+    warnings = [
+        f"no paired differences of {why}: {listed(names)}" for why, names in refused.items()
+    ]
     return replace(
         table,
         pairs=compare(values, _weights(table)),
@@ -71,37 +66,34 @@ def examine(table: Table) -> Table:
     )
 
 
-def _read(cell: Cell, task: str) -> Answered:
+def _read(cell: Cell, task: str) -> TaskAnswers:
     path = samples_file(cell.origin.file, task) if cell.origin else None
     if path is None or cell.metric is None or cell.origin is None:
-        return Answered(None, {}, "which has no samples beside its results (`--log_samples`)")
-    signs, items = Signs(), dict[int, tuple[str, str, float]]()
-    numbers = True
+        return TaskAnswers(None, {}, "which has no samples next to its results (`--log_samples`)")
+    signs, items, numbers = Signs(), dict[int, tuple[str, str, float]](), True
     try:
-        for item in read_items(path, cell.metric):
-            signs.add(item)
-            if item.doc_id in items:
-                return Answered(signs, {}, f"whose {path} holds item {item.doc_id} twice")
-            numbers = numbers and item.score is not None
-            items[item.doc_id] = item.document, item.prompt, 100 * (item.score or 0.0)
+        for sample in read_samples(path, cell.metric):
+            signs.add(sample)
+            if sample.doc_id in items:
+                return TaskAnswers(signs, {}, f"whose {path} holds item {sample.doc_id} twice")
+            numbers = numbers and sample.score is not None
+            items[sample.doc_id] = sample.document, sample.prompt, 100 * (sample.score or 0.0)
     except UserError as error:
-        return Answered(None, {}, f"as {error}")
+        return TaskAnswers(None, {}, f"as {error}")
+    mean = sum(score for *_, score in items.values()) / max(len(items), 1)
+    why = None
     if len(items) < (count := count_items(cell)):
         why = f"whose {path} holds {len(items)} of {count} items"
-        if max(items, default=0) < count:  # else of items that `lm_eval --samples` chose
+        if max(items, default=0) < count:  # else `lm_eval --samples` chose the items
             lost = next(doc_id for doc_id in range(count) if doc_id not in items)
             why += f" (item {lost} is missing)"
-        return Answered(signs, items, why)
-    mean = sum(score for *_, score in items.values()) / max(len(items), 1)
-    if not numbers or not abs(mean - cell.value) <= 0.01:  # it may be no number
-        return Answered(
-            signs, items, f"whose `{cell.metric}` is not the mean over the items in samples"
-        )
-    return Answered(signs, items, None, cell.origin.settings)
+    elif not numbers or not abs(mean - cell.value) <= 0.01:  # the mean may be NaN
+        why = f"whose `{cell.metric}` is not the mean over the items in samples"
+    return TaskAnswers(signs, items, why, cell.origin.settings)
 
 
-def _subtracted(one: Answered, other: Answered) -> Array | tuple[str, str]:
-    """The differences of all items; or `items` or `prompts`, if those differ, and the place.
+def _subtracted(one: TaskAnswers, other: TaskAnswers) -> Floats | tuple[str, str]:
+    """Return the differences of all items; or `items` or `prompts`, if those differ, and the place.
 
     Documents under other ids are paired by their hashes.
     """
@@ -123,18 +115,17 @@ def _subtracted(one: Answered, other: Answered) -> Array | tuple[str, str]:
     return np.array([items[i][2] - score for i, (*_, score) in one.items.items()])
 
 
-def _first_other(one: Answered, other: Answered) -> str:
+def _first_other(one: TaskAnswers, other: TaskAnswers) -> str:
     for doc_id in sorted(one.items.keys() | other.items.keys()):
-        first, second = one.items.get(doc_id), other.items.get(doc_id)
-        if first is None or second is None:
+        if doc_id not in one.items or doc_id not in other.items:
             return f"item {doc_id} is missing in one"
-        if first[0] != second[0]:
+        if one.items[doc_id][0] != other.items[doc_id][0]:
             return f"item {doc_id} is another document"
     raise AssertionError("the items are the same")
 
 
 def _weights(table: Table) -> dict[str, float]:
-    """Weight of each task in the normalized accuracy, with the specialists' scores as constants.
+    """Return each task's weight in the normalized accuracy; specialists' scores are constants.
 
     Without specialists the weights are those in the average of the categories.
     """

@@ -1,11 +1,10 @@
-"""From what a user types after `tvb score` to a table, and its files."""
+"""The work of `tvb score`: from its words to a table, and to files."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tvb_mergekit.atomic import write_file
@@ -15,8 +14,9 @@ from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeate
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
 from tvb_mergekit.score.page import page
-from tvb_mergekit.score.results import DATE, read_results
+from tvb_mergekit.score.results import DATE, Results, read_results
 from tvb_mergekit.score.table import Table, table
+from tvb_mergekit.score.text import markdown
 
 FILES, PICTURES = ("scores.md", "scores.json", "scores.html"), ("svg", "png")
 
@@ -32,31 +32,26 @@ def gather(
     metrics: Sequence[str] = (),
     partial: bool = False,
 ) -> Table:
-    """The table of everything that is named.
+    """Read all that is named into a table, and compare samples.
 
     Args:
         paths: `PATH` or `LABEL=PATH` of each model.
-        specialists: `CATEGORY=PATH`, or a `PATH` for all categories without one of their own.
+        specialists: `CATEGORY=PATH`, or a `PATH` for all other categories.
         metrics: `TASK:METRIC`.
-
-    Raises:
-        UserError: a name or a file is not what it should be.
     """
     own_results = bool(paths or base or specialists)
     if show_reference and reference is None:
         raise UserError("--show-reference needs --reference paper, or a file")
     if not own_results and not show_reference:
         raise UserError("nothing to score: name result files of lm_eval, or folders of them")
-    named = [(label or _label(place), place) for label, place in map(_named, paths)]
-    by_category = [_named(text) for text in specialists]  # "" for all without one of their own
-    for pairs, told in (
-        (named, "two columns are called {}: give one another label, LABEL=PATH"),
-        (by_category, "--specialist names {} twice: give each category one, CATEGORY=PATH"),
-    ):
-        if (twice := repeated([name for name, _ in pairs])) is not None:
-            raise UserError(told.format(twice or "all categories"))
-    models = {label: read_results(place) for label, place in named}
-    own = {category: read_results(place) for category, place in by_category}
+    models = _read_all(
+        [(label or _label(place), place) for label, place in map(_named, paths)],
+        "two columns are called {}: give one another label, LABEL=PATH",
+    )
+    own = _read_all(  # "" for all other categories
+        list(map(_named, specialists)),
+        "--specialist names {} twice: give each category one, CATEGORY=PATH",
+    )
     base_results = None if base is None else read_results(base)
     if benchmark is None and reference is not None and not own_results:
         benchmark = read_reference(reference).benchmark
@@ -74,14 +69,14 @@ def gather(
         specialists=own,
         reference=None if reference is None else read_reference(reference, described),
         show_reference=show_reference,
-        metrics=dict(_metric(text) for text in metrics),
+        metrics=dict(map(_metric, metrics)),
         partial=partial,
     )
     return examine(found)
 
 
 def _named(text: str) -> tuple[str, Path]:
-    """A name, or "", and a path; a path that is there may hold `=`."""
+    """Split NAME=PATH; the name may be missing, and the path of an existing file may hold `=`."""
     if text and ("=" not in text or os.path.exists(text)):
         return "", Path(text)
     name, _, place = text.partition("=")
@@ -90,13 +85,20 @@ def _named(text: str) -> tuple[str, Path]:
     return name, Path(place)
 
 
+def _read_all(named: Sequence[tuple[str, Path]], twice: str) -> dict[str, Results]:
+    """Read the results of each name; raise UserError with `twice` if a name is repeated."""
+    if (name := repeated([name for name, _ in named])) is not None:
+        raise UserError(twice.format(name or "all categories"))
+    return {name: read_results(place) for name, place in named}
+
+
 def _label(place: Path) -> str:
-    """What a path says of the model: its folder, but for a file with a name of its own."""
-    whole = place.resolve()
-    if whole.is_dir():
-        return whole.name or str(whole)
-    own = DATE.sub("", whole.stem)
-    return whole.parent.name if own == "results" else own
+    """Name a model after its folder, or after a result file with a name of its own."""
+    path = place.resolve()
+    if path.is_dir():
+        return path.name or str(path)
+    own = DATE.sub("", path.stem)
+    return path.parent.name if own == "results" else own
 
 
 def _metric(text: str) -> tuple[str, str]:
@@ -110,21 +112,15 @@ def _metric(text: str) -> tuple[str, str]:
 
 
 def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
-    """Refuse what can be known before anything is read.
-
-    Raises:
-        UserError: `out` is a file or holds a file or folder of the same name that `write` did not
-            make, or there is no matplotlib to draw with.
-    """
+    """Raise UserError if `write` would fail, or replace files that `tvb score` did not make."""
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
     for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
         path = Path(out, name)
         if os.path.lexists(path) and not (path.is_file() and MADE.encode() in path.read_bytes()):
-            found = "file" if path.is_file() else "folder" if path.is_dir() else "entry"
             raise UserError(
-                f"cannot write {path}: tvb score did not make the {found} that is there; move it "
-                "away, or name another --out"
+                f"cannot write {path}: tvb score did not make it; move it away, or name another "
+                "--out"
             )
     if drawing and not can_draw():
         raise UserError(
@@ -133,23 +129,16 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
         )
 
 
-def write(found: Table, out: str | os.PathLike[str], radars: Iterable[tuple[str, bytes]]) -> None:
-    """Write `scores.md`, `scores.json`, `scores.html` and the pictures (suffix, bytes) into `out`.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    folder, pictures = Path(out), dict(radars)
+def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]) -> None:
+    """Write `scores.md`, `scores.json`, `scores.html` and the pictures (suffix -> bytes)."""
     text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
-    # Names inside a named folder may hold bytes that are not UTF-8, and result files may hold
-    # `\udcff`. Both are spelled out, as in the other files.
-    text = re.sub(r"[\ud800-\udfff]", lambda byte: f"\\{ascii(byte[0])[1:-1]}", text)
-    texts = (found.markdown(), f"{text}\n", page(found, pictures.get("svg")))
-    files = {name: text.encode() for name, text in zip(FILES, texts, strict=True)}
-    files |= {f"radar.{suffix}": picture for suffix, picture in pictures.items()}
+    texts = (markdown(found), f"{text}\n", page(found, radars.get("svg")))
+    # file names may hold bytes that are not UTF-8
+    files = {n: t.encode(errors="backslashreplace") for n, t in zip(FILES, texts, strict=True)}
+    files |= {f"radar.{suffix}": picture for suffix, picture in radars.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
     for name, data in files.items():
-        write_file(folder / name, data)
+        write_file(Path(out, name), data)

@@ -1,15 +1,15 @@
 """Differences of two models over the same items, and whether they are beyond chance.
 
 The test is a sign-flip permutation test with the mid-p value. If two models are equally good, an
-item's difference is as likely to be +d as -d; p is the share of all sign patterns whose sum is
-larger than the one observed, plus half of those that equal it. For scores of 0 and 1 this is
-McNemar's mid-p test, which keeps to its level where McNemar's exact test is conservative, and has
-more power (Fagerland, Lydersen and Laake 2013, https://doi.org/10.1186/1471-2288-13-91); for any
-other score it is Fisher's randomization test of paired observations.
+item's difference is as likely to be +d as -d. p is the share of all sign patterns with a larger sum
+than the observed one, plus half the share of patterns with an equal sum. For scores of 0 and 1 this
+is McNemar's mid-p test, which keeps its level and has more power than McNemar's exact test
+(Fagerland, Lydersen and Laake 2013, https://doi.org/10.1186/1471-2288-13-91). For other scores it
+is Fisher's randomization test of paired observations.
 
-If all differences have one size, as those of right-or-wrong items, the sum is binomial and p is
-exact. Otherwise signs are drawn DRAWS times from a fixed seed. Draws do not reach below
-1 / (DRAWS + 1), where Hoeffding's bound does: P(|S| >= s) <= 2 exp(-s^2 / (2 sum d^2)).
+If all differences have one size, as for right-or-wrong items, the sum is binomial and p is exact.
+Otherwise signs are drawn DRAWS times from a fixed seed. Draws do not reach below 1 / (DRAWS + 1),
+but Hoeffding's bound does: P(|S| >= s) <= 2 exp(-s^2 / (2 sum d^2)).
 `scipy.stats.permutation_test` draws a sign for each item, which takes minutes for the sum over a
 benchmark. Here the number of plus signs is drawn for each size that several items share.
 """
@@ -24,8 +24,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-Key = TypeVar("Key")
+Floats = npt.NDArray[np.float64]
+Tested = TypeVar("Tested")
 LEVEL = 0.05
 DRAWS = 9999
 AT_ONCE = 2**22  # numbers drawn at a time
@@ -34,19 +34,12 @@ SAME = 1e-6  # sums that differ by less are equal, in units of the largest diffe
 
 @dataclass(frozen=True)
 class Difference:
-    """In percent, or in points of the normalized accuracy.
-
-    Attributes:
-        stderr: over paired items; None for a single item.
-        p: of this test alone.
-        corrected: p by Holm's method, of a task over all tasks of all pairs, of all tasks
-            together over the pairs.
-    """
+    """A difference in percent, or in points of the normalized accuracy."""
 
     value: float
-    stderr: float | None
-    p: float
-    corrected: float
+    stderr: float | None  # over paired items; None for a single item
+    p: float  # of this test alone
+    corrected: float  # by Holm's method: over all tasks of all pairs, or over the pairs' totals
     items: int
 
     @property
@@ -56,17 +49,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Pair:
-    """`other` minus `one`, two columns' labels.
+    """The differences `other` minus `one` of two columns, named by their labels.
 
-    Attributes:
-        tasks: name -> difference, of the tasks that both have items of.
-        whole: of the normalized accuracies, which takes the specialists as they are; without
-            specialists of the mean of the categories. None where a task has no difference.
+    `whole` is the difference of the normalized accuracies, or without specialists of the means of
+    the categories. It is None if a task has no difference.
     """
 
     one: str
     other: str
-    tasks: Mapping[str, Difference]
+    tasks: Mapping[str, Difference]  # tasks whose items both columns have
     whole: Difference | None
 
     def ahead(self, sign: int) -> list[str]:
@@ -75,17 +66,18 @@ class Pair:
 
 
 def compare(
-    values: Mapping[tuple[str, str], Mapping[str, Array]], weights: Mapping[str, float]
+    values: Mapping[tuple[str, str], Mapping[str, Floats]], weights: Mapping[str, float]
 ) -> tuple[Pair, ...]:
-    """The pairs that have a task in common.
+    """Test the pairs that have a task in common.
 
     Args:
-        values: pair -> task -> item differences.
-        weights: of the tasks in the whole; without any there is no whole.
+        values: pair -> task -> differences of items.
+        weights: task -> weight in `Pair.whole`; empty for no `whole`.
     """
     having = {pair: parts for pair, parts in values.items() if parts}
-    every = ((pair, name) for pair, parts in having.items() for name in parts)
-    tasks = _corrected({(p, name): difference([having[p][name]]) for p, name in every})
+    tasks = _corrected(
+        {(p, name): difference([x]) for p, parts in having.items() for name, x in parts.items()}
+    )
     wholes = _corrected(
         {
             pair: difference([weight * parts[name] for name, weight in weights.items()])
@@ -99,26 +91,22 @@ def compare(
     )
 
 
-def _corrected(found: Mapping[Key, Difference]) -> dict[Key, Difference]:
+def _corrected(found: Mapping[Tested, Difference]) -> dict[Tested, Difference]:
     corrected = holm([one.p for one in found.values()])
     return {key: replace(found[key], corrected=p) for key, p in zip(found, corrected, strict=True)}
 
 
-def difference(parts: Sequence[Array]) -> Difference:
-    """The sum of the parts' means, of item differences that are weighted already."""
+def difference(parts: Sequence[Floats]) -> Difference:
+    """Test the sum of the parts' means; the parts hold weighted differences of items."""
     errors = [part.std(ddof=1) / math.sqrt(len(part)) for part in parts if len(part) > 1]
+    stderr = float(math.hypot(*errors)) if len(errors) == len(parts) else None
     p = sign_flip(np.concatenate([part / len(part) for part in parts]))
-    return Difference(
-        value=math.fsum(float(part.mean()) for part in parts),
-        stderr=float(math.hypot(*errors)) if len(errors) == len(parts) else None,
-        p=p,
-        corrected=p,
-        items=sum(map(len, parts)),
-    )
+    value = math.fsum(float(part.mean()) for part in parts)
+    return Difference(value, stderr, p, p, sum(map(len, parts)))
 
 
-def sign_flip(values: Array) -> float:
-    """The two-sided mid-p value of the sign-flip test of a sum of 0."""
+def sign_flip(values: Floats) -> float:
+    """Return the two-sided mid-p value of the sign-flip test of a sum of 0."""
     largest = np.abs(values).max(initial=0.0)
     if largest == 0:
         return 1.0
@@ -135,30 +123,28 @@ def sign_flip(values: Array) -> float:
     return min(_drawn(sizes, counts, total), bound)
 
 
-def _compared(sums: Array, total: float) -> tuple[int, int]:
-    """How many are larger than the one observed, and how many equal it."""
-    equal = np.abs(np.abs(sums) - total) < SAME
-    return int(np.sum((np.abs(sums) > total) & ~equal)), int(np.sum(equal))
+def _drawn(sizes: Floats, counts: npt.NDArray[np.int_], total: float) -> float:
+    """Return p by draws, at least 1 / (DRAWS + 1).
 
-
-def _drawn(sizes: Array, counts: npt.NDArray[np.int_], total: float) -> float:
-    """At least 1 / (DRAWS + 1) (Phipson and Smyth 2010, https://doi.org/10.2202/1544-6115.1585)."""
+    Phipson and Smyth 2010, https://doi.org/10.2202/1544-6115.1585
+    """
     generator = np.random.default_rng(0)
     single = counts == 1
     repeats = counts[~single]
-    above = level = 0
+    larger = equal = 0
     step = max(1, AT_ONCE // len(sizes))
     for rows in (min(step, DRAWS - start) for start in range(0, DRAWS, step)):
         signs = generator.integers(0, 2, (rows, np.count_nonzero(single)), dtype=np.int8)
         heads = generator.binomial(repeats, 0.5, (rows, len(repeats)))
-        sums = (2 * signs - 1) @ sizes[single] + (2 * heads - repeats) @ sizes[~single]
-        found = _compared(sums, total)
-        above, level = above + found[0], level + found[1]
-    return min(1.0, (1 + above + level / 2) / (DRAWS + 1))
+        sums = np.abs((2 * signs - 1) @ sizes[single] + (2 * heads - repeats) @ sizes[~single])
+        same = np.abs(sums - total) < SAME
+        larger += int(np.sum((sums > total) & ~same))
+        equal += int(np.sum(same))
+    return min(1.0, (1 + larger + equal / 2) / (DRAWS + 1))
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p values corrected for their number (Holm 1979), in the order given."""
+    """Correct p values for their number (Holm 1979), in the order given."""
     p = np.asarray(values, dtype=float)
     order = np.argsort(p)
     corrected = np.empty_like(p)

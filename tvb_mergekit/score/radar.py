@@ -1,7 +1,7 @@
 """The scores of several models on one axis per task or category, in percent of the specialists'.
 
-matplotlib (the extra `plot`) is imported only here, inside the functions. The same table gives the
-same bytes.
+A table always gives the same bytes. matplotlib (the extra `plot`) is imported only inside the
+functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 By = Literal["tasks", "categories"]
-MOST = 200.0  # percent; what is beyond is drawn there
+MOST = 200.0  # percent; larger values are drawn there
 # Contrast to each wedge at least 3:1 (WCAG 2.2, 1.4.11); markers and dashes differ too.
 LINES = ("#0072b2", "#a84300", "#00664a", "#9c3d74", "#7a5400", "#5b3fa0", "#000000")
 BASE = "#666666"
@@ -31,25 +31,21 @@ WEDGES = ("#bbccee", "#ccddaa", "#eeeebb", "#ffcccc", "#cceeff", "#dddddd")
 
 
 def radar(table: Table, kind: str, by: By = "tasks") -> bytes:
-    """The picture as png, svg or pdf, of the categories that are compared.
+    """Draw the compared categories as png, svg or pdf; a missing score is a gap in its line.
 
-    Needs specialists in the table; a score that is missing is a gap in its line.
+    The table needs specialists.
     """
     return rendered(lambda: _figure(table, by), kind)
 
 
 def heading(table: Table) -> str:
-    """The title of the picture."""
+    """Return the title of the picture."""
     what = f"{table.benchmark.title}: percent of the specialists' scores"
     return what + table.title.removeprefix(table.benchmark.title)
 
 
 def _figure(table: Table, by: By) -> Figure:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    def short(text: str) -> str:
-        return shortened(printable(text), LABEL)
 
     columns = [column for column in table.columns if column.kind != "specialists"]
     parts: list[Task | Category] = [*table.compared]
@@ -63,33 +59,15 @@ def _figure(table: Table, by: By) -> Figure:
         title += f"; what is above {MOST:.0f} is drawn at {MOST:.0f}"
     values = np.minimum(values, MOST)
     highest = float(np.max(values, initial=100.0, where=np.isfinite(values)))
-    top = 20 * math.ceil((highest + 5) / 20)
-    step = 2 * math.pi / len(parts)
-    angles = step * np.arange(len(parts))
 
     height = 5.6 + 0.2 * max(len(columns) + 2, len(table.compared))  # upright, for a phone
     figure = Figure(figsize=(6.4, height), layout="constrained")
     figure.suptitle(textwrap.fill(printable(title), 60), x=0.01, ha="left", weight="bold")
     axes: Any = figure.add_subplot(projection="polar")
-    axes.set_theta_zero_location("N")
-    axes.set_theta_direction(-1)
-    axes.set_ylim(0, top)
-    axes.set_yticks(range(40, top + 1, 40))
-    axes.tick_params(axis="y", labelsize=8, labelcolor="#555555")
-    axes.tick_params(axis="x", pad=6)
-    axes.set_rlabel_position(math.degrees(step / 2))
-    axes.grid(color="white", linewidth=0.9)
-    axes.spines["polar"].set_visible(False)
-    axes.set_xticks(angles, [short(part.label) for part in parts])
-    for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
-        label.set_ha("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
-    wedges, start = [], -step / 2
-    for index, category in enumerate(table.compared):
-        colour = WEDGES[index % len(WEDGES)]
-        size = step * (len(category.tasks) if by == "tasks" else 1)
-        axes.bar(start, top, size, align="edge", color=colour, zorder=0)
-        wedges.append(Patch(color=colour, label=short(category.label)))
-        start += size
+    step, top = 2 * math.pi / len(parts), 20 * math.ceil((highest + 5) / 20)
+    angles = step * np.arange(len(parts))
+    _set_axes(axes, top, angles, [_short(part.label) for part in parts], step)
+    wedges = _draw_wedges(axes, table.compared, top, step, by)
     circle = np.linspace(0, 2 * math.pi, 361), np.full(361, 100.0)
     axes.plot(*circle, color=DARK, lw=1.2, linestyle=(0, (4, 2)), label="specialists: 100")
     for index, (column, row) in enumerate(zip(columns, values, strict=True)):
@@ -102,10 +80,44 @@ def _figure(table: Table, by: By) -> Figure:
             marker=MARKERS[index % len(MARKERS)],
             markersize=5,
             linewidth=1.8,
-            label=short(column.head) + ("" if total is None else f": {total.value:.2f}"),
+            label=_short(column.head) + ("" if total is None else f": {total.value:.2f}"),
             clip_on=False,
         )
     lines, _ = axes.get_legend_handles_labels()
     figure.legend(handles=wedges, loc="outside lower right")
     figure.legend(handles=lines, title="normalized accuracy", loc="outside lower left")
     return figure
+
+
+def _set_axes(axes: Any, top: int, angles: Any, labels: list[str], step: float) -> None:
+    axes.set_theta_zero_location("N")
+    axes.set_theta_direction(-1)
+    axes.set_ylim(0, top)
+    axes.set_yticks(range(40, top + 1, 40))
+    axes.tick_params(axis="y", labelsize=8, labelcolor="#555555")
+    axes.tick_params(axis="x", pad=6)
+    axes.set_rlabel_position(math.degrees(step / 2))
+    axes.grid(color="white", linewidth=0.9)
+    axes.spines["polar"].set_visible(False)
+    axes.set_xticks(angles, labels)
+    for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
+        label.set_ha("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
+
+
+def _draw_wedges(
+    axes: Any, categories: tuple[Category, ...], top: int, step: float, by: By
+) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    wedges, start = [], -step / 2
+    for index, category in enumerate(categories):
+        colour = WEDGES[index % len(WEDGES)]
+        size = step * (len(category.tasks) if by == "tasks" else 1)
+        axes.bar(start, top, size, align="edge", color=colour, zorder=0)
+        wedges.append(Patch(color=colour, label=_short(category.label)))
+        start += size
+    return wedges
+
+
+def _short(text: str) -> str:
+    return shortened(printable(text), LABEL)

@@ -1,4 +1,4 @@
-"""lm-eval's result files, `results_*.json`, read for their scores and how they came about.
+"""lm-eval's result files, `results_*.json`: scores, and the settings of their runs.
 
 Written by EvaluationTracker.save_results_aggregated of lm-eval 0.4.13:
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/lm_eval/loggers/evaluation_tracker.py
@@ -20,61 +20,44 @@ import pydantic
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.score.benchmark import read_described
 
-# What `--output_path FOLDER` and `--output_path NAME.json` lead to.
+# File names by `--output_path FOLDER` and by `--output_path NAME.json`.
 PATTERNS = ("results_*.json", "*_????-??-??T??-??-??*.json")
-DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # which it adds to names of files
+DATE = re.compile(r"_\d{4}-\d\d-\d\dT[\d.-]+$")  # added by lm-eval to names of files
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a score comes from.
-
-    Attributes:
-        file: the result file.
-        settings: what has to agree between models that are compared, in words.
-        limited: how much of the task was run, where that was not all of it.
-        model: its path or name; None where lm-eval drew a random one.
-        date: when the run began, in seconds since 1970; None where the file does not say.
-    """
+    """The run that a score comes from."""
 
     file: str
-    settings: Mapping[str, str] = field(default_factory=dict)
-    limited: str | None = None
-    model: str | None = None
-    date: float | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)  # have to agree between models
+    limited: str | None = None  # the part of the task that was run, if not all of it
+    model: str | None = None  # path or name; None if lm-eval drew a random one
+    date: float | None = None  # start of the run, in seconds since 1970, if known
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one file says of one task or group.
+    """The results of one task or group in one file."""
 
-    Attributes:
-        metrics: `metric,filter` -> value, as lm-eval has it.
-        stderrs: the same keys; one is missing where lm-eval has no number ("N/A").
-        lower_is_better: metrics (without filter) that lm-eval says this of.
-    """
-
-    metrics: Mapping[str, float]
-    stderrs: Mapping[str, float]
-    lower_is_better: frozenset[str]
+    metrics: Mapping[str, float]  # `metric,filter` -> value
+    stderrs: Mapping[str, float]  # the same keys, except those without a number ("N/A")
+    lower_is_better: frozenset[str]  # metrics, without filter
     origin: Origin
 
 
 @dataclass(frozen=True)
 class Results:
-    """All tasks of one model; `notes` say what was chosen where files overlap.
-
-    Attributes:
-        rivals: task that different models have run -> model -> its file.
-    """
+    """All tasks of one model."""
 
     tasks: Mapping[str, TaskResult]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # choices between files that overlap
+    # task that different models have run -> model -> its file
     rivals: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
-class _File(pydantic.BaseModel):
-    """What is read of a result file."""
+class _ResultFile(pydantic.BaseModel):
+    """The keys of a result file that are read."""
 
     results: dict[str, dict[str, Any]]
     date: pydantic.FiniteFloat = 0.0
@@ -95,14 +78,14 @@ class _File(pydantic.BaseModel):
 
     @property
     def model(self) -> str | None:
-        """The model's path or name; None where lm-eval drew a random one."""
+        """Path or name of the model; None if lm-eval drew a random one."""
         if not self.model_name or self.model_name not in str(self.config.get("model_args")):
             return None
         return os.path.normpath(self.model_name)  # ./math and math/ are one
 
 
-# The settings that prompts depend on, from a file and the name of a task.
-PROMPTS: dict[str, Callable[[_File, str], object]] = {
+# Settings that prompts depend on, from a file and the name of a task.
+PROMPTS: dict[str, Callable[[_ResultFile, str], object]] = {
     "the system instruction": lambda file, _: (file.system_instruction_sha or "none")[:8],
     "the chat template": lambda file, _: (file.chat_template_sha or "none")[:8],
     "--fewshot_as_multiturn": lambda file, _: file.fewshot_as_multiturn,
@@ -115,12 +98,9 @@ PROMPTS: dict[str, Callable[[_File, str], object]] = {
 
 
 def read_results(path: str | os.PathLike[str]) -> Results:
-    """The results in a file, or in all files of a folder.
+    """Read a result file, or all result files of a folder.
 
-    Of two files that share a task the newer one counts, by lm-eval's own date.
-
-    Raises:
-        UserError: there is no result file there, or one that cannot be read.
+    If two files share a task, the newer one counts, by lm-eval's own date.
     """
     place, paths = Path(path), [Path(path)]
     if place.is_dir():
@@ -131,30 +111,31 @@ def read_results(path: str | os.PathLike[str]) -> Results:
             f"{place}: no results of lm_eval in this folder: expected results_*.json, as "
             "`lm_eval --output_path` writes them"
         )
-    files = [(found, read_described(found, _File, "a result file of lm_eval")) for found in paths]
+    files = [(read_described(p, _ResultFile, "a result file of lm_eval"), str(p)) for p in paths]
     tasks: dict[str, TaskResult] = {}
     models: dict[str, dict[str, str]] = {}
     replaced: dict[tuple[str, str], list[str]] = {}
-    for where, file in sorted(files, key=lambda item: (item[1].date, item[0])):
-        for name, values in file.results.items():
-            result = _task(file, name, values, str(where))
+    for file, name in sorted(files, key=lambda item: item[0].date):
+        for task in file.results:
+            result = _task_result(file, task, name)
             if not result.metrics:
                 continue
-            if name in tasks:
-                replaced.setdefault((tasks[name].origin.file, str(where)), []).append(name)
+            if task in tasks:
+                replaced.setdefault((tasks[task].origin.file, name), []).append(task)
             if file.model:
-                models.setdefault(name, {})[file.model] = str(where)
-            tasks[name] = result
+                models.setdefault(task, {})[file.model] = name
+            tasks[task] = result
     notes = [
         f"{old} and {new} both hold {listed(names)}: the newer, {new}, counts"
         for (old, new), names in replaced.items()
     ]
-    return Results(tasks, tuple(notes), {n: found for n, found in models.items() if len(found) > 1})
+    rivals = {task: found for task, found in models.items() if len(found) > 1}
+    return Results(tasks, tuple(notes), rivals)
 
 
-def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskResult:
+def _task_result(file: _ResultFile, task: str, path: str) -> TaskResult:
     metrics, stderrs = {}, {}
-    for key, value in values.items():
+    for key, value in file.results[task].items():
         metric, comma, rest = key.partition(",")
         if not comma or not isinstance(value, (int, float)):
             continue
@@ -162,29 +143,34 @@ def _task(file: _File, name: str, values: Mapping[str, Any], path: str) -> TaskR
             metrics[key] = float(value)
         elif math.isfinite(value):
             stderrs[f"{metric.removesuffix('_stderr')},{rest}"] = float(value)
-    counts, limit = file.counts.get(name, {}), file.config.get("limit")
-    scored, every = counts.get("effective"), counts.get("original")
+    directions = file.higher_is_better.get(task, {})
+    lower = frozenset(metric for metric, higher in directions.items() if higher is False)
+    known = {key: str(value) for key, value in _settings(file, task).items() if value is not None}
+    origin = Origin(path, known, _limited(file, task), file.model, file.date or None)
+    return TaskResult(metrics, stderrs, lower, origin)
+
+
+def _settings(file: _ResultFile, task: str) -> dict[str, object]:
+    recorded = file.configs.get(task, {}).get("metadata") or {}
     generation = file.config.get("gen_kwargs") or {}
-    settings = {setting: read(file, name) for setting, read in PROMPTS.items()}
-    settings |= {
-        "the number of items": scored,
-        "the hash of items and prompts": file.task_hashes.get(name, "")[:8] or None,
+    return {
+        **{setting: read(file, task) for setting, read in PROMPTS.items()},
+        "the number of items": file.counts.get(task, {}).get("effective"),
+        "the hash of items and prompts": file.task_hashes.get(task, "")[:8] or None,
         "--gen_kwargs": json.dumps(generation, sort_keys=True, default=str),
         "the version of lm-eval": file.lm_eval_version,
         "the version of transformers": file.transformers_version,
         "the dtype": file.config.get("model_dtype"),
         "the batch size": file.config.get("batch_size"),
         "max_length": file.max_length,
+        **{key: value for key, value in recorded.items() if key.startswith("MERGEBENCH_")},
     }
-    recorded = file.configs.get(name, {}).get("metadata") or {}
-    settings |= {key: value for key, value in recorded.items() if key.startswith("MERGEBENCH_")}
-    limited = None
+
+
+def _limited(file: _ResultFile, task: str) -> str | None:
+    counts, limit = file.counts.get(task, {}), file.config.get("limit")
+    scored, every = counts.get("effective"), counts.get("original")
     if scored is not None and every is not None and scored < every:
-        limited = f"{scored} of {every} items"
-    elif limit is not None and not counts:  # a group, whose items are not counted
-        limited = f"--limit {limit}"
-    known = {key: str(value) for key, value in settings.items() if value is not None}
-    directions = file.higher_is_better.get(name, {})
-    lower = frozenset(metric for metric, higher in directions.items() if higher is False)
-    origin = Origin(path, known, limited, file.model, file.date or None)
-    return TaskResult(metrics, stderrs, lower, origin)
+        return f"{scored} of {every} items"
+    # lm-eval does not count the items of a group
+    return f"--limit {limit}" if limit is not None and not counts else None

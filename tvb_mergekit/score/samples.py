@@ -1,13 +1,12 @@
 """lm-eval's `--log_samples` files, `samples_TASK_DATE.jsonl`, read line by line.
 
-Written by EvaluationTracker.save_results_samples of lm-eval 0.4.13 beside the results of the same
-date, a line for each item and filter. `resps` holds a list for each request of an item: of texts,
-one for each repeat, or of a pair (log-likelihood, whether greedy), all as strings.
+Written by EvaluationTracker.save_results_samples of lm-eval 0.4.13 next to the results of the same
+date, a line for each item and filter. `resps` holds a list for each request of an item. That list
+holds texts, one for each repeat, or a pair (log-likelihood, whether greedy), all as strings.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import string
 from collections.abc import Iterator
@@ -18,38 +17,29 @@ from typing import Any
 import pydantic
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.score.benchmark import first_mistake
 from tvb_mergekit.score.results import DATE
 
 LETTER = re.compile(r"[\s*_`().:]*([A-Za-z])[\s*_`().:]*")  # B, b., (B), **B**
 
 
 @dataclass(frozen=True)
-class Item:
-    """One item as a model answered it.
-
-    Attributes:
-        document: lm-eval's hash of the item.
-        prompt: lm-eval's hash of the model's input; empty in files that have none.
-        score: None where the metric is no number of one item.
-        answers: the texts as generated; of scored choices, the likeliest.
-        found: what the task's filter took from the texts; empty where that is no text.
-        letter: the choice, where there are several.
-        wanted: what the letter should be, in any spelling; None where that is no letter.
-    """
+class Sample:
+    """An item and a model's answers to it; lm-eval's hashes stand for item and prompt."""
 
     doc_id: int
     document: str
-    prompt: str
-    score: float | None
-    answers: tuple[str, ...]
-    found: tuple[str, ...]
-    letter: str | None
+    prompt: str  # empty in files that have none
+    score: float | None  # None if the metric is not a number for each item
+    answers: tuple[str, ...]  # as generated; of scored choices the likeliest
+    found: tuple[str, ...]  # texts that the task's filter extracted
+    letter: str | None  # the choice, if there are several
     target: str
-    wanted: str | None = None
+    wanted: str | None = None  # the right choice in any spelling, if there are several
 
 
 class _Line(pydantic.BaseModel):
-    """What is read of a line; the metrics are among the other keys."""
+    """The keys of a line that are read; metrics are extra keys."""
 
     model_config = pydantic.ConfigDict(extra="allow")
     doc_id: int
@@ -63,47 +53,36 @@ class _Line(pydantic.BaseModel):
 
 
 def samples_file(results: str, task: str) -> Path | None:
-    """The file of a task's items that belongs to a result file, if it is there."""
+    """Return the file of a task's samples next to a result file, if there is one."""
     dated = DATE.search(Path(results).stem)
     path = Path(results).with_name(f"samples_{task}{dated[0] if dated else ''}.jsonl")
     return path if dated and path.is_file() else None
 
 
-def read_items(path: Path, metric: str) -> Iterator[Item]:
-    """The items with their scores by `metric,filter`, a line in memory at a time.
-
-    Raises:
-        UserError: the file cannot be read, or is not one of lm-eval's.
-    """
+def read_samples(path: Path, metric: str) -> Iterator[Sample]:
+    """Yield the samples with their scores by `metric,filter`; one line is in memory at a time."""
     name, _, kept = metric.partition(",")
+    place = str(path)
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
+                place = f"{path} line {number}"
                 if text.strip():
-                    line = _parsed(text, f"{path} line {number}")
+                    line = _Line.model_validate_json(text)
                     if line.filter in (None, kept):
-                        yield _item(line, name)
+                        yield _sample(line, name)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-
-
-def _parsed(text: bytes, where: str) -> _Line:
-    try:
-        return _Line.model_validate_json(text)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = "".join(f" `{part}`:" for part in first["loc"])
-        raise UserError(
-            f"{where} is no item of `lm_eval --log_samples`:{place} {first['msg']}"
-        ) from error
+        wrong = f"{place} is not an item of `lm_eval --log_samples`"
+        raise UserError(f"{wrong}: {first_mistake(error)}") from error
 
 
-def _item(line: _Line, metric: str) -> Item:
+def _sample(line: _Line, metric: str) -> Sample:
     first = line.resps[0] if line.resps else None
-    scored = isinstance(first, list) and bool(first) and isinstance(first[0], list)
-    found: tuple[str, ...] = ()
     target = str(line.target)
-    if scored:
+    found: tuple[str, ...] = ()
+    if isinstance(first, list) and first and isinstance(first[0], list):  # scored choices
         letter, answers = _likeliest(line)
         wanted: str | None = target  # a number, a letter, or the choice itself
     else:
@@ -111,14 +90,13 @@ def _item(line: _Line, metric: str) -> Item:
         letter = _letter(found[0]) if len(found) == 1 else None
         wanted = _letter(target)
     score = _number((line.model_extra or {}).get(metric))
-    return Item(
-        line.doc_id, line.doc_hash, line.prompt_hash, score, answers, found, letter, target, wanted
-    )  # fmt: skip
+    hashes = line.doc_hash, line.prompt_hash
+    return Sample(line.doc_id, *hashes, score, answers, found, letter, target, wanted)
 
 
 def _number(value: Any) -> float | None:
     try:
-        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        return float(value) if isinstance(value, (int, float)) else None
     except OverflowError:  # an integer that no float holds
         return None
 
@@ -129,7 +107,7 @@ def _letter(text: str) -> str | None:
 
 
 def _likeliest(line: _Line) -> tuple[str | None, tuple[str, ...]]:
-    """Letter and text of the likeliest choice; no letter where there is no choice."""
+    """Return letter and text of the likeliest of several choices."""
     try:
         likelihoods = [float(pair[0]) for pair in line.filtered_resps]
     except (IndexError, KeyError, OverflowError, TypeError, ValueError):
@@ -143,6 +121,6 @@ def _likeliest(line: _Line) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _texts(nested: list[Any]) -> tuple[str, ...]:
-    """The texts in a list, or in lists of repeats."""
+    """Return the texts in a list, or in lists of repeats."""
     flat = [x for entry in nested for x in (entry if isinstance(entry, list) else [entry])]
     return tuple(text for text in flat if isinstance(text, str))

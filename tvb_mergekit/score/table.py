@@ -1,14 +1,14 @@
-"""Scores of base, specialists and merged models side by side, and what follows from them.
+"""Scores of base, specialists and merged models side by side, with means and ratios.
 
 A category's score is the plain mean of its tasks'. Normalized accuracy is a ratio of sums: the sum
 of a model's category means over the same sum for the specialists, each of which gives its own
 category (MergeBench, https://arxiv.org/abs/2505.10833, Section 4; the paper's `tab:mergebench`).
 
-Standard errors take the tasks as independent: that of a mean of n is sqrt(sum se^2) / n, that of
-a ratio N / D comes by the delta method, sqrt(se_N^2 + (N / D)^2 se_D^2) / D. Model and specialists
-answer the same items, and what is hard for one is mostly hard for the other: such a ratio varies
-less than if they were independent, so its standard error is rather too large. Where a part has
-none, the whole has none.
+Standard errors assume that tasks are independent. The error of a mean of n is sqrt(sum se^2) / n;
+the error of a ratio N / D, by the delta method, is sqrt(se_N^2 + (N / D)^2 se_D^2) / D. Model and
+specialists answer the same items, and hard items are mostly hard for both. So a ratio varies less
+than if they were independent, and its standard error is rather too large. If a part has no error,
+the total has none.
 """
 
 from __future__ import annotations
@@ -30,51 +30,42 @@ from tvb_mergekit.score.benchmark import (
     check_known,
     repeated,
 )
-from tvb_mergekit.score.columns import Cell, Column, Reference, measured
-from tvb_mergekit.score.comparing import differences, in_part
+from tvb_mergekit.score.columns import Cell, Column, Reference, differing, incomplete, measured
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Pair
 from tvb_mergekit.score.results import Results
 
-BASE, SPECIALISTS = "base", "specialists"  # labels of their columns
+NO_SPECIALISTS = (
+    "No specialists, so no normalized accuracy: name them with --specialist, or --reference paper"
+)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the table, with a cell for each column.
+class TableRow:
+    """A row of the table, with a cell for each column."""
 
-    `task` is None in the row of a category's mean, and both are None in that of the normalized
-    accuracies.
-    """
-
-    category: Category | None
-    task: Task | None
+    category: Category | None  # None in the row of normalized accuracies
+    task: Task | None  # None in the row of a category's mean
     cells: tuple[Cell | None, ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """See `table`, which makes it; `warnings` say what may not be comparable.
-
-    Attributes:
-        partial: whether the normalized accuracy may be over fewer categories.
-        pairs: differences over the same items, and
-        remarks: what is odd about single scores, both from `examine`.
-    """
+    """Scores by column, made by `table`."""
 
     benchmark: Benchmark
     columns: tuple[Column, ...]
-    partial: bool = False
-    warnings: tuple[str, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    remarks: tuple[Remark, ...] = ()
+    partial: bool = False  # normalized accuracies may be over fewer categories
+    warnings: tuple[str, ...] = ()  # differences that make scores incomparable
+    pairs: tuple[Pair, ...] = ()  # differences over the same items, from `examine`
+    remarks: tuple[Remark, ...] = ()  # on odd scores, from `examine`
 
     @property
     def specialists(self) -> Column | None:
         return next((column for column in self.columns if column.kind == "specialists"), None)
 
     def score(self, column: Column, part: Task | Category) -> Cell | None:
-        """The cell of a task, or the mean of a category's; None where a task is missing."""
+        """Return the cell of a task, or the mean of a category; None if a task is missing."""
         if isinstance(part, Task):
             return column.tasks.get(part.name)
         total, count = _sum([self.score(column, task) for task in part.tasks]), len(part.tasks)
@@ -83,14 +74,14 @@ class Table:
         return Cell(total.value / count, None if total.stderr is None else total.stderr / count)
 
     def relative(self, column: Column, part: Task | Category) -> float | None:
-        """The score in percent of the specialist's."""
+        """Return the score in percent of the specialist's."""
         own = self.score(column, part)
         best = self.score(self.specialists, part) if self.specialists else None
         return 100 * own.value / best.value if own and best and best.value > 0 else None
 
     @cached_property
     def compared(self) -> tuple[Category, ...]:
-        """The categories that normalized accuracies are over."""
+        """The categories in normalized accuracies."""
         return tuple(
             category
             for category in self.benchmark.categories
@@ -99,83 +90,70 @@ class Table:
 
     @property
     def is_partial(self) -> bool:
-        """Whether categories are left out of the normalized accuracy."""
+        """Whether normalized accuracies leave out categories."""
         return len(self.compared) < len(self.benchmark.categories)
 
     @property
     def title(self) -> str:
-        """The benchmark's, and which categories are compared where that is not all."""
         names = ", ".join(category.label for category in self.compared)
         over = f" (partial: {names or 'no category is complete'})" if self.is_partial else ""
         return self.benchmark.title + over
 
     def normalized(self, column: Column) -> Cell | None:
-        """None without specialists, with tasks missing here or there, and over a sum of 0."""
+        """Return the normalized accuracy; None without specialists or with missing tasks."""
         best = self.specialists
         if best is None:
             return None
-        own, whole = (_sum([self.score(c, part) for part in self.compared]) for c in (column, best))
-        if own is None or whole is None or whole.value <= 0:
+        own, total = (_sum([self.score(c, part) for part in self.compared]) for c in (column, best))
+        if own is None or total is None or total.value <= 0:
             return None
         if column is best:
-            return Cell(100.0)  # itself by itself: nothing varies
-        ratio = own.value / whole.value
-        if own.stderr is None or whole.stderr is None:
+            return Cell(100.0)  # a constant
+        ratio = own.value / total.value
+        if own.stderr is None or total.stderr is None:
             return Cell(100 * ratio)
-        return Cell(100 * ratio, 100 * math.hypot(own.stderr, ratio * whole.stderr) / whole.value)
+        return Cell(100 * ratio, 100 * math.hypot(own.stderr, ratio * total.stderr) / total.value)
 
-    def rows(self) -> list[Row]:
-        """A row for each task, one for each category's mean, and the normalized accuracies."""
+    def rows(self) -> list[TableRow]:
+        """Return rows for tasks and their category's mean, and one for normalized accuracies."""
         found = []
         for category in self.benchmark.categories:
             for task in (*category.tasks, None):
                 cells = tuple(self.score(column, task or category) for column in self.columns)
-                found.append(Row(category, task, cells))
-        return [*found, Row(None, None, tuple(map(self.normalized, self.columns)))]
+                found.append(TableRow(category, task, cells))
+        return [*found, TableRow(None, None, tuple(map(self.normalized, self.columns)))]
 
     def gaps(self) -> list[str]:
-        """A line for each column with missing tasks, with the command that runs them; a line
-        without specialists."""
+        """Describe missing tasks, with commands that run them, and missing specialists."""
         lines = []
         every, categories = self.benchmark.tasks, self.benchmark.categories
         for column in self.columns:
-            missing = [task.name for task in every if task.name not in column.tasks]
-            if missing:
+            if missing := [task.name for task in every if task.name not in column.tasks]:
                 lost = [c.label for c in categories if self.score(column, c) is None]
                 lines.append(
                     f"{column.label}: {len(missing)} of {len(every)} tasks are missing, so no mean "
                     f"of {', '.join(lost)}: {', '.join(missing)}; to run them: "
                     f"{self.benchmark.command(missing)}"
                 )
-        if self.specialists is None:
-            lines.append(
-                "No specialists, so no normalized accuracy: name them with --specialist, or "
-                "--reference paper"
-            )
-        return lines
-
-    def markdown(self) -> str:
-        """The table of `scores.md`, the best of several models bold."""
-        from tvb_mergekit.score.text import markdown
-
-        return markdown(self)
+        return lines if self.specialists else [*lines, NO_SPECIALISTS]
 
     def json(self) -> dict[str, Any]:
-        """`scores.json`, which `--reference` reads; percent, null where something is missing."""
+        """Return `scores.json`, which `--reference` reads: percent, null for missing scores."""
 
         def mean(cell: Cell | None) -> dict[str, Any] | None:
             return None if cell is None else {"value": cell.value, "stderr": cell.stderr}
 
-        benchmark = self.benchmark
         columns = [
             {
                 "label": column.label,
                 "kind": column.kind,
                 "normalized": mean(self.normalized(column)),
-                "categories": {c.name: mean(self.score(column, c)) for c in benchmark.categories},
+                "categories": {
+                    c.name: mean(self.score(column, c)) for c in self.benchmark.categories
+                },
                 "tasks": {
                     task.name: (cell := column.tasks.get(task.name)) and asdict(cell)
-                    for task in benchmark.tasks
+                    for task in self.benchmark.tasks
                 },
             }
             for column in self.columns
@@ -184,7 +162,7 @@ class Table:
             "format_version": FORMAT_VERSION,
             "version": __version__,
             "generator": MADE,
-            "benchmark": benchmark.name,
+            "benchmark": self.benchmark.name,
             "partial": self.is_partial,
             "compared": [category.name for category in self.compared],
             "columns": columns,
@@ -206,40 +184,31 @@ def table(
     metrics: Mapping[str, str] | None = None,
     partial: bool = False,
 ) -> Table:
-    """The results side by side: base, specialists, models, then the reference's columns.
+    """Put results side by side: base, specialists, models, then the reference's columns.
 
     Args:
         models: label -> results.
-        specialists: category -> the results of its own specialist; the same ones for all where
-            they were gathered in one file or folder.
-        reference: its specialists stand in where `specialists` is empty.
-        show_reference: show its other columns too.
-        metrics: task -> another `metric,filter` of it.
-        partial: take the normalized accuracy over the categories that every column has whole.
+        specialists: category -> results of its specialist. Categories may share results.
+        reference: gives the specialists if `specialists` is empty.
+        show_reference: show the reference's other columns, too.
+        metrics: task -> another `metric,filter`.
+        partial: normalize over the categories that all columns have completely.
 
     Raises:
-        UserError: no such category, task or metric, none of the tasks in some results, a task of
-            different models in them, a score that is no share, two columns of one name.
+        UserError: unknown names, results that lack the tasks, ambiguous or unsuitable scores.
     """
     specialists = specialists or {}
-    usual, benchmark = benchmark, benchmark.reading(metrics or {})
+    usual, benchmark = benchmark, benchmark.with_metrics(metrics or {})
     known = [category.name for category in benchmark.categories]
     for name in specialists:
         check_known(name, known, f"--specialist {name}: no such category in {benchmark.name}")
-    columns, rest = [], []
+    columns = []
     if base is not None:
-        columns.append(measured(BASE, "base", benchmark, dict.fromkeys(known, base)))
+        columns.append(measured("base", "base", benchmark, dict.fromkeys(known, base)))
     if specialists:
-        columns.append(measured(SPECIALISTS, "specialists", benchmark, specialists))
-    if reference is not None:
-        named = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
-        leading = [c for c in named if c.kind == "specialists" and not specialists]
-        if not leading and not specialists:
-            raise UserError(
-                f"the reference {reference.name} has no specialists: name them with --specialist"
-            )
-        columns += leading
-        rest = [replace(c, kind="reference") for c in named if c not in leading]
+        columns.append(measured("specialists", "specialists", benchmark, specialists))
+    leading, rest = _reference_columns(reference, not specialists)
+    columns += leading
     for label, results in models.items():
         columns.append(measured(label, "model", benchmark, dict.fromkeys(known, results)))
     columns += rest if show_reference else []
@@ -249,14 +218,28 @@ def table(
     warnings = [
         *(note for results in every for note in results.notes),
         *([f"{reference.name}: {reference.note}"] if reference and reference.note else []),
-        *in_part(columns),
-        *differences(usual, columns),
+        *incomplete(columns),
+        *differing(usual, columns),
     ]
     return Table(benchmark, tuple(columns), partial, tuple(dict.fromkeys(warnings)))
 
 
+def _reference_columns(
+    reference: Reference | None, normalizing: bool
+) -> tuple[list[Column], list[Column]]:
+    """Return the reference's specialists, if they normalize the table, and its other columns."""
+    if reference is None:
+        return [], []
+    named = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
+    leading = [c for c in named if c.kind == "specialists" and normalizing]
+    if normalizing and not leading:
+        raise UserError(
+            f"the reference {reference.name} has no specialists: name them with --specialist"
+        )
+    return leading, [replace(c, kind="reference") for c in named if c not in leading]
+
+
 def _sum(cells: Sequence[Cell | None]) -> Cell | None:
-    """None where a cell is missing; without a standard error where one is not known."""
     present = [cell for cell in cells if cell is not None]
     if len(present) < len(cells):
         return None

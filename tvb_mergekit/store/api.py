@@ -27,14 +27,16 @@ from tvb_mergekit.settings import (
     resolve_settings,
     shown,
 )
-from tvb_mergekit.store import add as grow
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
+from tvb_mergekit.store.add import add_in_memory, add_to_store
+from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import Quantize, sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
 from tvb_mergekit.store.inputs import Inputs, match
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.store.zoo import add_to_zoo, remove_task
+from tvb_mergekit.store.undo import undo_change
+from tvb_mergekit.store.zoo import remove_task
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.layout import device_of
 from tvb_mergekit.tensors.matrices import check_matrices
@@ -131,7 +133,8 @@ def load(path: str | os.PathLike[str]) -> Bases:
     """The bases in a store that `build` or `tvb build` wrote; tensors stay on disk until read.
 
     Raises:
-        UserError: no store, a newer format, or a file that was changed (its checksum differs).
+        UserError: no store, a newer format, or a file that is missing, cut short or damaged in
+            its header. `tvb check` compares the checksums.
     """
     check_types(load, locals())
     return store.load(path)
@@ -148,7 +151,6 @@ def add(
     compress: str | None = None,
     dtype: torch.dtype = torch.float32,
     bits: float | None = None,
-    size: int | None = None,
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
@@ -167,7 +169,6 @@ def add(
         compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
         dtype: of new bases; of existing ones it stays as it is.
         bits: of the new task in a store of all tasks; by default the store's.
-        size: instead, the most bytes that such a store may take; the others get fewer bits.
         settings: the recipe's keys, for bases that do not exist yet.
 
     Warns:
@@ -175,7 +176,7 @@ def add(
             both without `--force`.)
 
     Raises:
-        UserError: see `grow.add_to_store`.
+        UserError: see `add_to_store`.
     """
     check_types(add, locals())
     device = device_of(device)
@@ -192,24 +193,17 @@ def add(
         settings.setdefault("basis", compress)
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
     told: list[str] = []
-    growth = grow.Growth(budget, compress, dtype, told.append)
-    quantize = None if bits is None and size is None else Quantize(bits, size)
-    zoo = found is not None and found.is_zoo
-    if quantize and found is None and where is not None and budget is None:
-        own = {task: weight}
+    quantize = None if bits is None else Quantize(bits)
+    growth = Growth(budget, compress, dtype, quantize, told.append)
+    if where is None:
+        grown = add_in_memory(found, inputs, growth, device=device)
+    elif found is None and quantize:
+        weights = {task: weight}
         return build(
-            base, {task: model}, where, weights=own, bits=bits, size=size, device=device, **settings
+            base, {task: model}, where, weights=weights, bits=bits, device=device, **settings
         )
-    if quantize and (not zoo or budget is not None):
-        raise UserError("`bits` and `size` are for a store of all tasks, without budget")
-    if zoo and budget is None and compress is not None:
-        raise UserError("`compress` of a store of all tasks needs a budget")
-    if zoo and where is not None and budget is None:
-        grown = add_to_zoo(where, inputs, quantize, growth, device=device)
-    elif where is not None:
-        grown = grow.add_to_store(where, inputs, growth, device=device)
     else:
-        grown = grow.add_in_memory(found, inputs, growth, device=device)
+        grown = add_to_store(where, inputs, growth, device=device)
     for line in told:
         warnings.warn(line, stacklevel=2)
     return grown
@@ -232,7 +226,7 @@ def undo(path: str | os.PathLike[str]) -> Bases:
         UserError: no store, or nothing to undo.
     """
     check_types(undo, locals())
-    return grow.undo_addition(path)
+    return undo_change(path)
 
 
 def reconstruct(

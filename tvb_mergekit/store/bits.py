@@ -1,4 +1,4 @@
-"""Vectors of a store at few bits an element: who gets how many, and what that loses.
+"""Vectors of a store as codes: the width of each tensor, and the errors.
 
 Task vectors stored whole, one folder for each task, make a *zoo*: recipes over it list tasks. See
 `core.quantize` for the codes and `docs/files.md` for the files.
@@ -44,7 +44,7 @@ from tvb_mergekit.tensors.writing import SHARD_BYTES
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
 RESERVED: tuple[str, ...] = ("recipes", "undo", "mean", "basis.json", "basis.safetensors")
 RESERVED += ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # while it is written
-# Of tensors' names: the first that is found tells the group, and without any it is OTHER.
+# Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
     "norms": r"norm|\bln_|\bln\d?\b",
     "output layer": OUTPUT_LAYER,
@@ -57,10 +57,10 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Quantize:
-    """How many bits the elements of a store get.
+    """The bits of the elements of a store.
 
     Attributes:
-        bits: one of BITS for all, or a mean, with which tensors get what they need most.
+        bits: one of BITS for all, or a mean; tensors then get different widths.
         size: instead, the most bytes that the whole store may take.
 
     Raises:
@@ -93,7 +93,7 @@ class Quantize:
         return Width(int(self.bits)) if self.bits in BITS else None
 
     def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
-        """What the codes of all vectors may take.
+        """The most bytes that the codes of all vectors may take.
 
         Args:
             fixed: bytes of all else in the store.
@@ -114,62 +114,44 @@ class Quantize:
         return self.size - fixed
 
 
-@dataclass(frozen=True)
-class Vectors:
-    """What is known of K vectors before they are coded.
-
-    Attributes:
-        norms: [K].
-        shares: what each counts in the sum that a merge adds, [K].
-        limits: item -> the widest that each may get, [K]: those of codes that are there.
-    """
-
-    norms: Sequence[float]
-    shares: Tensor
-    limits: Mapping[str, Sequence[Width]] | None = None
-    units: Sequence[float] | None = None
-
-
 def choose(
     items: Sequence[Item],
-    vectors: Vectors,
+    norms: Sequence[float],
+    shares: Tensor,
     wanted: Quantize,
-    fixed: int,
     measure: Callable[[Sequence[float]], Tensor],
+    fixed: int = 0,
 ) -> Coding:
-    """How each tensor of each vector is coded.
+    """Choose the width of each tensor of each of K vectors.
 
     Args:
-        fixed: bytes of all else in the store.
+        norms: of the vectors, [K].
+        shares: the factor of each vector in the sum that a merge adds, [K].
         measure: units -> squared errors at each of CHOICES, [items, K, 9]; called if widths differ.
+        fixed: bytes of the other files in the store, which a size includes.
     """
-    numels, count = [item.numel for item in items], len(vectors.norms)
-    units = vectors.units or [unit_of(norm, sum(numels)) for norm in vectors.norms]
+    numels, count = [item.numel for item in items], len(norms)
+    units = [unit_of(norm, sum(numels)) for norm in norms]
     most = wanted.weight_bytes(numels, count, fixed)
     if wanted.uniform is not None:
         places = np.full((len(items), count), CHOICES.index(wanted.uniform))
     else:
-        limits = np.full((len(items), count), len(CHOICES) - 1)
-        if vectors.limits is not None:
-            widest = [vectors.limits[item.name] for item in items]
-            limits = np.array([[CHOICES.index(width) for width in each] for each in widest])
         errors = measure(units).reshape(-1, len(CHOICES)).numpy()
         each = [numel for numel in numels for _ in range(count)]
         owners = [*range(count)] * len(numels)
-        places = choose_widths(errors, each, most, limits.reshape(-1), owners)
-        places = places.reshape(limits.shape)
+        places = choose_widths(errors, each, most, owners).reshape(len(items), count)
     names = [item.name for item in items]
     return Coding(
         [
             Coded(unit, {name: CHOICES[k] for name, k in zip(names, column, strict=True)})
             for unit, column in zip(units, places.T.tolist(), strict=True)
         ],
-        vectors.shares,
+        shares,
     )
 
 
 def to_json(coding: Coding) -> str:
-    """Of STORE.partial/coding.json."""
+    """The text of STORE.partial/coding.json."""
     return json.dumps([[coded.unit, coded.widths] for coded in coding.coded])
 
 
@@ -186,7 +168,7 @@ def from_json(file: Path, shares: Tensor) -> Coding:
 
 
 def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
-    """Bits of an element in the mean, scales aside; `numels`: tensor -> its elements."""
+    """Bits of an element on average, without scales; `numels`: tensor -> its elements."""
     total = sum(numels.values()) * len(coded)
     bits = (n * each.widths[name].bits for name, n in numels.items() for each in coded)
     return sum(bits) / total
@@ -199,7 +181,7 @@ def fixed_bytes(
     left_out: Mapping[str, str],
     config: Path | None,
 ) -> int:
-    """The most that all of a store but its codes takes: headers, configurations, facts, recipes."""
+    """The most bytes of a store without codes: headers, configurations, facts, recipes."""
     shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
     names = sum(len(item.name.encode()) for item in items)
     headers = 600 * shards + 150 * len(items) + 2 * names
@@ -233,14 +215,14 @@ def stored_gram(
 
 
 def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
-    """`tensor_squares` and `tensor_errors` [items, K + 1], from what the sink has collected."""
+    """`tensor_squares` and `tensor_errors` [items, K + 1], from numbers that a sink collected."""
     table = torch.tensor(measured, dtype=torch.float64)
     squares, errors = table.chunk(2, dim=1)
     return {"tensor_squares": squares.contiguous(), "tensor_errors": errors.contiguous()}
 
 
 def lost(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The norm of what the codes leave of each vector, and of their sum, [K + 1]."""
+    """The norms of the errors of each vector and of their sum, [K + 1]."""
     return tensors["tensor_errors"].sum(0).sqrt()
 
 
@@ -292,9 +274,9 @@ def largest_errors(facts: StoreFacts) -> dict[str, float]:
 
 
 class Loss(NamedTuple):
-    """What codes keep of a vector, or of a group of tensors in all vectors.
+    """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
 
-    `bits` are those of an element in the mean. `relative_error` is None where the norm is zero.
+    `bits` are those of an element on average. `relative_error` is None where the norm is zero.
     """
 
     name: str
@@ -305,7 +287,7 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Losses:
-    """What the codes of a store lose.
+    """Errors of the codes of a store.
 
     Attributes:
         vectors: of the tasks of a zoo, or of B0, B1 ... and PCA's mean.
@@ -320,7 +302,7 @@ class Losses:
 
 
 def losses(bases: Bases) -> Losses | None:
-    """What the codes of a store lose; None if it has none."""
+    """Errors of the codes of a store; None without codes."""
     facts, tensors = bases.facts, bases.tensors
     vectors = [vector for vector in bases.sources if isinstance(vector, Codes)]
     if not vectors or "tensor_errors" not in tensors:
@@ -354,7 +336,7 @@ def losses(bases: Bases) -> Losses | None:
 
 
 def group_of(name: str) -> str:
-    """Which of KINDS_OF_TENSORS a tensor of this name belongs to."""
+    """The group of KINDS_OF_TENSORS for the name of a tensor."""
     for group, pattern in KINDS_OF_TENSORS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return group
@@ -362,6 +344,6 @@ def group_of(name: str) -> str:
 
 
 def _ratio(errors: NDArray[np.float64], squares: NDArray[np.float64]) -> float | None:
-    """The norm of what is lost over that of what was there, from their squares."""
+    """The relative norm of errors, from squared norms."""
     whole = float(squares.sum())
     return math.sqrt(float(errors.sum()) / whole) if whole > 0 else None

@@ -36,7 +36,6 @@ from tvb_mergekit.store.bits import (
     PLAN,
     RESERVED,
     Quantize,
-    Vectors,
     choose,
     fixed_bytes,
     from_json,
@@ -63,7 +62,6 @@ from tvb_mergekit.store.store import (
     dtype_name,
     load,
     lock,
-    note_files,
     numbers_of,
     record_of,
 )
@@ -232,8 +230,7 @@ def build_store(
         os.rename(partial, out)
         for name in (STATE, SUMS, PLAN, *(journal.name for journal in journals)):
             (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
-        note_files(out, facts.store.files)
-        return load(out, verify=False)  # they were hashed while they were written
+        return load(out)
 
 
 def build_in_memory(
@@ -373,7 +370,7 @@ def _coding(
 
     sizes, _, _ = vectors_of(basis, measured_of(basis, torch.float32)["gram_bases"])
     fixed = _fixed(inputs, len(folders))
-    coding = choose(items, Vectors(sizes.tolist(), shares), quantize, fixed, measure)
+    coding = choose(items, sizes.tolist(), shares, quantize, measure, fixed)
     if world.leads:
         write_file(partial / PLAN, to_json(coding).encode())
     return coding
@@ -517,7 +514,10 @@ def copy_config(
     """
     if source is None or not (source / "config.json").is_file():
         return {}
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
     names = [name for name in COPIED if tokenizer and (source / name).is_file()]
     names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
     if index is not None:
@@ -539,12 +539,10 @@ def finish_store(
         out: where the folder will lie.
     """
     write_tensors(folder, {**numbers_of(facts), **tensors})
-    store = facts.store.but(
-        files={**facts.store.files, TENSORS: record_of(folder / TENSORS)}, recipes={}
-    )
+    store = facts.store.but(files={**facts.store.files, TENSORS: record_of(folder / TENSORS)})
     if store.base_path:
         store = store.but(base_beside=os.path.relpath(store.base_path, out))
     facts = facts.but(store=store)
-    facts = facts.but(store=store.but(recipes=write_recipes(folder, facts)))
+    write_recipes(folder, facts)
     write_facts(folder, facts)
     return facts

@@ -93,7 +93,6 @@ class StoreRecord(Record):
     added: Count
     files: dict[str, FileRecord]
     base_beside: str | None = None
-    recipes: dict[str, str] = {}
 
 
 class Facts(Record):
@@ -184,7 +183,7 @@ def read_facts(file: Path) -> Facts:
         found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, found {type(found).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}); {remedy}") from error
     number = found.get("format_version")
     if isinstance(number, int) and number > FORMAT_VERSION:

@@ -7,7 +7,6 @@ paths from the current folder; `located` gives it absolute ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ import yaml
 from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
-from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts, record_of
+from tvb_mergekit.store.store import base_of, is_store, is_zoo, read_store_facts
 
 FOLDER = "recipes"
 _HEAD = """\
-# {what}
+# {sentence}
 #   {command} STORE/recipes/{name}.yml OUT
-# Paths that begin with ../ are relative to this folder: in a copy elsewhere write them anew.
+# Copy this file out of the store to edit it: `tvb add`, `tvb remove` and `tvb undo` write it again.
+# Paths that begin with ../ are relative to this folder: change them in the copy.
 """
-# Name -> method, and what it does, of the recipes for all tasks
+# Recipes for all tasks: name -> method, and a sentence for the recipe's header
 ALL_TASKS: dict[str, tuple[Method, str]] = {
     "add": ("basis_ta", "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M)."),
     "ties": ("basis_ties", "One model that does all tasks: TIES over the bases."),
@@ -35,11 +35,11 @@ ALL_TASKS: dict[str, tuple[Method, str]] = {
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
-def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
-    """File name -> checksum of the recipes, which are written into `folder`/recipes.
+def write_recipes(folder: Path, facts: StoreFacts) -> None:
+    """Write the recipes of a store into `folder`/recipes.
 
     Args:
-        folder: where the store is being written.
+        folder: the new folder of the store, with its vectors.
         facts: its basis.json.
     """
     place = folder / FOLDER
@@ -49,22 +49,20 @@ def write_recipes(folder: Path, facts: StoreFacts) -> dict[str, str]:
     command = "mergekit-pytorch" if bare else "mergekit-yaml"
     beside = facts.store.base_beside
     base = os.path.join("..", beside) if beside else facts.base_model
-    written = {}
-    for name, (what, recipe) in templates(facts, "..", base).items():
+    for name, (sentence, recipe) in templates(facts, "..", base).items():
         if bare:
             for entry in recipe["models"]:
                 entry["model"] += "/model.safetensors"
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        file = place / f"{name}.yml"
-        head = _HEAD.format(what=what, command=command, name=name)
-        file.write_text(head + text, encoding="utf-8")
-        written[file.name] = record_of(file).xxh3_128
-    return written
+        head = _HEAD.format(sentence=sentence, command=command, name=name)
+        (place / f"{name}.yml").write_text(head + text, encoding="utf-8")
 
 
 def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
-    """The recipe read from `path`: where that lies in a store's `recipes`, paths that begin with
-    `../` are relative to it, and the store's own base is looked for (`store.base_of`)."""
+    """The recipe read from `path`, with absolute paths if `path` lies in a store's `recipes`.
+
+    Paths that begin with `../` are relative to that folder. `store.base_of` finds the store's base.
+    """
     folder = Path(os.path.realpath(path)).parent
     if folder.name != FOLDER or not isinstance(recipe, dict) or not is_store(folder.parent):
         return recipe
@@ -85,45 +83,51 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
     return {**recipe, "base_model": base, "models": models}
 
 
-def edited(store: Path, facts: StoreFacts) -> list[str]:
-    """The recipes of a store, as paths below it, that are not as they were written."""
-    names = []
-    for name, checksum in facts.store.recipes.items():
-        file = store / FOLDER / name
-        if not file.is_file() or record_of(file).xxh3_128 != checksum:
-            names.append(f"{FOLDER}/{name}")
-    return names
+def recipe_files(facts: StoreFacts) -> list[str]:
+    """The paths below a store of its recipes."""
+    return [f"{FOLDER}/{name}.yml" for name in templates(facts, "", "")]
 
 
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> what the recipe does, and the recipe; `store` and `base` are their paths in it."""
+    """Name -> a sentence, and the recipe; `store` and `base` are their paths in it."""
     made = {}
     if facts.parameters["basis"] != "rand_proj":
-        for name, (method, what) in ALL_TASKS.items():
-            made[name] = what, _recipe(method, facts, store, base)
+        for name, (method, sentence) in ALL_TASKS.items():
+            made[name] = sentence, _recipe(method, facts, store, base)
     for task, name in zip(facts.tasks, slugs(facts.tasks), strict=True):
         made[f"forget-{name}"] = (
             f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
-            _recipe("basis_negate", facts, store, base, {"forget": task}),
+            _recipe("basis_negate", facts, store, base, task),
         )
     return made
 
 
 def _recipe(
-    method: str,
-    facts: StoreFacts,
-    store: str,
-    base: str,
-    more: Mapping[str, str] | None = None,
+    method: Method, facts: StoreFacts, store: str, base: str, forget: str | None = None
 ) -> dict[str, Any]:
-    built = facts.parameters
+    parameters, vectors = _parameters(method, facts), facts.store.folders[: facts.num_bases]
+    if forget is not None:
+        parameters["forget"] = forget
+        if is_zoo(facts) and not parameters["lambda"]:  # the other vectors are not needed
+            vectors = [vectors[facts.tasks.index(forget)]]
+    recipe = {
+        "merge_method": method,
+        "base_model": base,
+        "models": [{"model": f"{store}/{name}"} for name in vectors],
+        "parameters": parameters,
+    }
+    return {**recipe, "dtype": facts.dtype} if facts.dtype else recipe
+
+
+def _parameters(method: Method, facts: StoreFacts) -> dict[str, Any]:
+    """A method's parameters, from the recipe that the store was built by."""
+    built, parameters = facts.parameters, dict[str, Any]()
     same = method == facts.method
-    parameters: dict[str, Any] = {}
+    # The built recipe's numbers hold for its own method, or for the other of these two.
+    shared = same or {method, facts.method} <= {"basis_ta", "basis_ties"}
     for key in ("lambda", "density", "alpha"):
         spec = VARYING_KEYS[key]
         if method in spec.methods:
-            # What the recipe said of another method is no guide for this one.
-            shared = same or {method, facts.method} <= {"basis_ta", "basis_ties"}
             default = spec.default_for(method)
             value = built.get(key, default) if shared else default
             parameters[key] = ALPHA if value is None else value
@@ -131,20 +135,8 @@ def _recipe(
         parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
     if method in MATRIX_METHODS and not same and built["basis"] == "balanced":
-        parameters["lambda_scale"] = "tasks"  # lambda 1 means what it does for all task vectors
+        parameters["lambda_scale"] = "tasks"  # so that lambda 1 counts all task vectors
     for key in ("trim", "merge_func", "common", "ridge", "matrices"):
         if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:
             parameters[key] = built[key]
-    parameters |= more or {}
-    vectors = facts.store.folders[: facts.num_bases]
-    if is_zoo(facts) and more and not parameters.get("lambda"):  # it needs no other
-        vectors = [vectors[facts.tasks.index(more["forget"])]]
-    recipe: dict[str, Any] = {
-        "merge_method": method,
-        "base_model": base,
-        "models": [{"model": f"{store}/{name}"} for name in vectors],
-        "parameters": parameters,
-    }
-    if facts.dtype:
-        recipe["dtype"] = facts.dtype
-    return recipe
+    return parameters

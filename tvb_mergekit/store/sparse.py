@@ -20,7 +20,7 @@ from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.online import NOISE, lengths, of_sum, reported
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.store.add import link, with_vectors
+from tvb_mergekit.store.addition import with_vectors
 from tvb_mergekit.store.build import copy_config, finish_store
 from tvb_mergekit.store.facts import FileRecord, StoreFacts
 from tvb_mergekit.store.inputs import Inputs
@@ -30,9 +30,9 @@ from tvb_mergekit.store.store import (
     basis_folder,
     dtype_name,
     load,
-    note_files,
     record_of,
 )
+from tvb_mergekit.store.undo import link
 from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
@@ -159,8 +159,7 @@ def sparse_store(
         stage.publish()
     finally:
         stage.discard()
-    note_files(stage.out, facts.store.files)
-    return load(out, verify=False)
+    return load(out)
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import filelock
 import safetensors
@@ -42,7 +42,6 @@ from tvb_mergekit.store.facts import (
     read_facts,
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
-from tvb_mergekit.tensors import cache
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.output import recover_folder, replace_folder, sync
 from tvb_mergekit.tensors.quantized import Codes
@@ -225,36 +224,31 @@ class Bases:
             )
 
 
-def load(
-    path: str | os.PathLike[str], verify: bool | Literal["all"] = True, without: str = ""
-) -> Bases:
-    """Open a store.
+def load(path: str | os.PathLike[str], without: str = "") -> Bases:
+    """Open a store. Files of the recorded size are trusted; `check` compares their checksums.
 
     Args:
-        without: a folder of a vector that is not looked at, and not among the `vectors`.
-        verify: compare the checksum of every file that has changed since it was last compared
-            on this machine; "all": of every file.
+        without: the folder of a vector to leave out of the `vectors` and of all checks.
 
     Raises:
-        UserError: no store, a newer format, a file missing or changed.
+        UserError: no store, a newer format, a file that is missing or of another size, or a
+            damaged header.
     """
     folder = Path(path)
     facts = read_store_facts(folder)
     try:
-        return _load(folder, facts, verify, without)
+        return _load(folder, facts, without)
     except UserError:
         if folder.is_dir() and (now := read_store_facts(folder)) != facts:  # `tvb add` replaced it
-            return _load(folder, now, verify, without)
+            return _load(folder, now, without)
         raise
 
 
-def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"], without: str) -> Bases:
+def _load(folder: Path, facts: StoreFacts, without: str) -> Bases:
     try:
         files = facts.store.files
         own = {name: of for name, of in files.items() if name.partition("/")[0] != without}
-        more = ", or take it out with `tvb remove`" if is_zoo(facts) else ""
-        remedy = f"restore it, or build the store anew{more}"
-        check_files(folder, own, FACTS, remedy, verify)
+        check_files(folder, own, FACTS, _mending(facts))
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
@@ -262,11 +256,31 @@ def _load(folder: Path, facts: StoreFacts, verify: bool | Literal["all"], withou
         names = [name for name in facts.store.folders[: facts.num_bases] if name != without]
         vectors = [open_vector(folder / name, facts.store) for name in names]
         mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
+        every = [*vectors, *([] if mean is None else [mean])]
+        shapes = [{n: info.shape for n, info in each.tensors.items()} for each in every]
+        if shapes.count(shapes[0]) < len(shapes):
+            raise KeyError("its vectors have different tensors")
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: not a whole basis store ({error}); build it anew") from error
     return Bases(facts, tensors, vectors, mean, folder)
+
+
+def check(path: str | os.PathLike[str]) -> Bases:
+    """Compare the checksums of all files of a store, and open it.
+
+    Raises:
+        UserError: as `load`; a file has another checksum.
+    """
+    facts = read_store_facts(Path(path))
+    compare_checksums(Path(path), facts.store.files, FACTS, _mending(facts))
+    return load(path)
+
+
+def _mending(facts: StoreFacts) -> str:
+    more = ", or take it out with `tvb remove`" if is_zoo(facts) else ""
+    return f"restore it, or build the store again{more}"
 
 
 def base_of(facts: StoreFacts, folder: Path | None) -> str:
@@ -332,7 +346,7 @@ def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]
     folder = Path(path) / MERGED
     try:
         return read_facts(folder / FACTS), load_file(folder / TENSORS)
-    except (OSError, safetensors.SafetensorError) as error:
+    except safetensors.SafetensorError as error:
         raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
 
 
@@ -386,47 +400,40 @@ def read_store_facts(folder: Path) -> StoreFacts:
     return facts
 
 
-def check_files(
-    folder: Path,
-    files: Mapping[str, FileRecord],
-    told: str,
-    remedy: str,
-    verify: bool | Literal["all"] = True,
-) -> None:
-    """Raise UserError where a file in a folder is not what a record of it says.
+def check_files(folder: Path, files: Mapping[str, FileRecord], named_in: str, remedy: str) -> None:
+    """Raise UserError if a recorded file is missing or has another size.
 
     Args:
-        told: the name of the file that has the records.
-        verify: as of `load`.
+        named_in: the name of the file with the records.
     """
     for name, record in files.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path}: missing, and {told} names it; {remedy}")
+            raise UserError(f"{path}: missing, and {named_in} names it; {remedy}")
         size = path.stat().st_size
         if size != record.bytes:
             raise UserError(
-                f"{path}: {size:,} bytes, {told} says {record.bytes:,}: the file was changed; "
+                f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
                 f"{remedy}"
             )
-        if not verify or (verify is True and cache.is_verified(path, record.xxh3_128)):
-            continue
-        if record_of(path).xxh3_128 != record.xxh3_128:
+
+
+def compare_checksums(
+    folder: Path, files: Mapping[str, FileRecord], named_in: str, remedy: str
+) -> None:
+    """Raise UserError if a recorded file is missing or has another size or checksum."""
+    check_files(folder, files, named_in, remedy)
+    for name, record in files.items():
+        if record_of(folder / name).xxh3_128 != record.xxh3_128:
             raise UserError(
-                f"{path}: its checksum is not the one in {told}: the file was changed; {remedy}"
+                f"{folder / name}: its checksum is not the one in {named_in}: the file was "
+                f"changed; {remedy}"
             )
-        cache.note_verified(path, record.xxh3_128)
 
 
 def record_of(path: Path) -> FileRecord:
     """Size and checksum of a file as it is."""
     return FileRecord.model_validate(file_record(path))
-
-
-def note_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Remember that the files of a store, just written under this name, are what they should be."""
-    for name, record in files.items():
-        cache.note_verified(folder / name, record.xxh3_128)
 
 
 class StoreLock(filelock.FileLock):
@@ -441,25 +448,18 @@ class StoreLock(filelock.FileLock):
 
 
 def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> StoreLock:
-    """The lock that every writer to a store holds, `.NAME.lock` beside it as long; acquired.
-
-    Raises:
-        UserError: the folder beside the store cannot be written to, or its name is no text.
-    """
+    """Acquire the lock that every writer to a store holds: the file `.NAME.lock` next to it."""
     check_names(path)
     store = Path(os.path.realpath(path))
     file = store.with_name(f".{store.name}.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()  # filelock waits forever if it cannot make the file
+    held = StoreLock(file)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()  # filelock would wait for ever where no file can be made
-        held = StoreLock(file)
-        try:
-            held.acquire(timeout=0)
-        except filelock.Timeout:
-            waiting(f"another process writes to {path}: waiting for it ({file})")
-            held.acquire()
-    except OSError as error:
-        raise UserError(f"cannot write beside {path}: {error.strerror} ({file})") from error
+        held.acquire(timeout=0)
+    except filelock.Timeout:
+        waiting(f"another process writes to {path}: waiting for it ({file})")
+        held.acquire()
     return held
 
 
@@ -490,8 +490,6 @@ def staged(store: Path) -> Iterator[Path]:
     except OSError as error:
         mend = remedy(error) and f"; {remedy(error)}"
         raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
-    else:
-        note_files(store, read_store_facts(store).store.files)
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)

@@ -1,8 +1,7 @@
 """PEFT's LoRA adapters as sources: folders of factors, read as dense updates.
 
-The meaning of an adapter is what PEFT's `merge_and_unload` adds to the base: s B A in each target
-module. The formats are PEFT's (https://huggingface.co/docs/peft/developer_guides/checkpoint); PEFT
-itself is not needed.
+An adapter adds s B A to each target module, as PEFT's `merge_and_unload` does. PEFT itself is not
+needed: https://huggingface.co/docs/peft/developer_guides/checkpoint describes the formats.
 """
 
 from __future__ import annotations
@@ -35,18 +34,9 @@ _PREFIX = "base_model.model."
 _KEY = re.compile(r"(.+)\.(?:lora_([AB])(?:\.[^.]+)?\.weight|lora_embedding_([AB])(?:\.[^.]+)?)")
 # Settings under which the update is not s B A, or not only that.
 _NOT_PLAIN = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+    "use_dora use_qalora use_bdlora lora_bias layer_replication target_parameters "
+    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config monteclora_config"
+).split()
 # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -105,7 +95,7 @@ class Adapter(Weights):
         return adapter.over({name: base[name] for name in adapter.factors})
 
     def over(self, tensors: Mapping[str, TensorInfo]) -> Adapter:
-        """The same adapter over these tensors of the base: zeros where it has no factors."""
+        """This adapter over these tensors of the base, with zeros if it has no factors."""
         shard = self.file.shards[0]
         infos = {
             name: TensorInfo(info.shape, torch.float32, shard, info.alias_of)
@@ -114,16 +104,10 @@ class Adapter(Weights):
         factors = {name: both for name, both in self.factors.items() if name in tensors}
         return replace(self, factors=factors, tensors=infos)
 
-    def tensor(self, name: str) -> Tensor:
-        """The whole update of the tensor `name`, float32."""
-        info = self.tensors[name]
-        return self.read(name, 0, info.numel, torch.empty(info.numel)).view(info.shape)
-
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop` of the flattened update, as a view of `out`; thread-safe.
 
-        Always the same rows are multiplied together, so that what an element is does not depend on
-        the chunk in which it is read.
+        The rows of a product do not depend on the chunk, and so neither does an element.
         """
         factors = self.factors.get(self.canonical(name))
         chunk = out[: stop - start]
@@ -150,7 +134,7 @@ class Adapter(Weights):
         return digest.hexdigest()
 
     def stamp(self) -> list[list[int | str]]:
-        """What the file system says of the weights and of the config, which holds the scale."""
+        """The stamps of the weights, and of the config, which holds the scale."""
         return Checkpoint(self.folder, (*self.shards, CONFIG), {}).stamp()
 
     @property
@@ -163,7 +147,6 @@ class Adapter(Weights):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Those in which the factors are stored."""
         return {info.dtype for info in self.file.tensors.values()}
 
     @property
@@ -173,8 +156,6 @@ class Adapter(Weights):
 
 @dataclass
 class _Reader:
-    """The steps of `Adapter.open`."""
-
     folder: Path
     base: Mapping[str, TensorInfo]
     label: str
@@ -235,7 +216,7 @@ class _Reader:
         return config
 
     def _check_copy(self, key: str, name: str, file: Checkpoint) -> None:
-        """Accept a stored tensor that is no factor only if it is a copy of the base's."""
+        """Raise UserError if a stored tensor is not a factor and not a copy of the base's."""
         if "lora_magnitude_vector" in name:
             raise self._not_plain(f"uses DoRA (`{key}`)")
         original = name.replace(".base_layer.", ".")
@@ -285,8 +266,8 @@ class _Reader:
         rows, columns = up.shape[0], down.shape[1]
         if rows != columns:
             return "conv1d" if self.base[name].shape == (columns, rows) else "linear"
-        # A square matrix does not tell. Conv1D has biases, and a model is built of one or the
-        # other; `fan_in_fan_out` says what PEFT made of the last layer that it wrapped.
+        # A square matrix fits both. Conv1D has biases, and a model has one of the two kinds;
+        # `fan_in_fan_out` is the kind of the last layer that PEFT wrapped.
         if name.removesuffix("weight") + "bias" not in self.base:
             return "linear"
         kinds = _kinds_of_biased(self.base)
@@ -332,7 +313,7 @@ class _Reader:
 
 
 def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[str]:
-    """What the non-square matrices with a bias say: the bias is as long as the output."""
+    """The kinds of non-square matrices with a bias, which is as long as the output."""
     kinds = set()
     for name, info in base.items():
         bias = base.get(name.removesuffix("weight") + "bias")

@@ -1,8 +1,8 @@
-"""Gram matrices kept between merges, by what entered them; and which files were verified.
+"""Gram matrices kept between merges, by their inputs.
 
 Another lambda, M, temperature or method needs no new pass over the checkpoints. An entry is one
-safetensors file of a few kB named by the SHA-256 of its key: fingerprints and file stamps of the
-checkpoints in order, the tensors that counted, and how a tokenizer changed them.
+safetensors file of a few kB, named by the SHA-256 of its key. A key holds the fingerprints and file
+stamps of the checkpoints in order, the tensors that counted, and changes by a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.errors import UserError
 
 VARIABLE = "TVB_MERGEKIT_CACHE"
 FORMAT = "2"
@@ -31,7 +30,7 @@ _UNREADABLE = (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueE
 
 
 def cache_folder() -> Path | None:
-    """Where entries lie: $TVB_MERGEKIT_CACHE, else the user's cache folder; None if it is off."""
+    """The folder of entries: $TVB_MERGEKIT_CACHE or the user's cache folder; None if it is off."""
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("off", "0", "none"):
         return None
@@ -54,16 +53,16 @@ def load(key: str) -> GramSums | None:
 
 
 def store(key: str, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
-    """Write an entry. A cache that cannot be written is no error."""
+    """Write an entry, if the cache can be written."""
     folder = cache_folder()
     if folder is not None:
-        with suppress(OSError, UserError):
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_sums(folder / f"{key}.safetensors", sums, tasks, models)
 
 
 def read_sums(path: Path) -> GramSums | None:
-    """The sums in a file; one that cannot be read counts as absent."""
+    """The sums in a file; None if it cannot be read."""
     try:
         note, tensors = _read(path)
         del note["tasks"], note["models"]
@@ -73,11 +72,7 @@ def read_sums(path: Path) -> GramSums | None:
 
 
 def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequence[str]) -> None:
-    """Write what `read_sums` reads.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a file for `read_sums`."""
     tensors = {n: v.contiguous() for n, v in vars(sums).items() if isinstance(v, Tensor)}
     note: dict[str, Any] = {n: v for n, v in vars(sums).items() if isinstance(v, int | float)}
     note |= {"tasks": list(tasks), "models": list(models)}
@@ -85,10 +80,9 @@ def write_sums(path: Path, sums: GramSums, tasks: Sequence[str], models: Sequenc
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    data = path.read_bytes()  # a few kB
     with safetensors.safe_open(path, framework="pt") as file:
         note: dict[str, Any] = json.loads(file.metadata()["tvb_mergekit"])
-    return note, safetensors.torch.load(data)
+        return note, {name: file.get_tensor(name) for name in file.keys()}
 
 
 @dataclass(frozen=True)
@@ -116,40 +110,11 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Delete every entry; returns how many there were."""
+    """Delete every entry and return how many there were."""
     folder = cache_folder()
     if folder is None:
         return 0
     found = list(folder.glob("*.safetensors"))
-    for path in (*found, *(folder / "verified").glob("*")):
+    for path in found:
         path.unlink(missing_ok=True)
     return len(found)
-
-
-def is_verified(path: Path, digest: str) -> bool:
-    """Whether this file, of the size and times that it had then, was seen to have this checksum."""
-    note = _note(path)
-    try:
-        return note is not None and note.read_text(encoding="utf-8") == _stamp(path, digest)
-    except OSError:
-        return False
-
-
-def note_verified(path: Path, digest: str) -> None:
-    """Remember that a file has this checksum; a cache that cannot be written is no error."""
-    note = _note(path)
-    if note is not None:
-        with suppress(OSError, UserError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            write_file(note, _stamp(path, digest).encode())
-
-
-def _note(path: Path) -> Path | None:
-    folder = cache_folder()
-    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
-    return None if folder is None else folder / "verified" / name[:32]
-
-
-def _stamp(path: Path, digest: str) -> str:
-    stat = path.stat()
-    return f"{digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"

@@ -1,8 +1,8 @@
 """Checkpoints on disk as named tensors: read range by range, never whole, never unpickled.
 
 A checkpoint is a folder as Hugging Face writes it (one file, or shards and an index) or one file,
-in safetensors or PyTorch's zip format. Opening it reads headers only and finds what would
-otherwise fail hours later: a missing or truncated shard, an index that points outside its folder.
+in safetensors or PyTorch's zip format. Opening it reads headers only, and finds missing or
+truncated shards and an index that points outside its folder.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import json
 import os
 import pickle
 import re
-import struct
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,11 +26,6 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 RESTORE = "restore it, or build the store anew"
@@ -40,7 +33,6 @@ RESTORE = "restore it, or build the store anew"
 SAVE_AGAIN = (
     "save the models again with transformers' `save_pretrained(FOLDER, save_original_format=False)`"
 )
-_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
 DTYPES = {
     "F64": torch.float64,
@@ -64,13 +56,13 @@ DTYPES = {
 
 @dataclass
 class Checkpoint(Weights):
-    """One model's weights on disk. Thread-safe."""
+    """A model's weights on disk. Thread-safe."""
 
     folder: Path
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _open: dict[str, object] = field(default_factory=dict, repr=False)
-    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # one at a time
+    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # at most one
     _seen: dict[str, object] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -93,9 +85,11 @@ class Checkpoint(Weights):
         tensors: dict[str, TensorInfo] = {}
         opened: dict[str, object] = {}
         for shard, listed in names.items():
-            mapping, held = _open_file(folder / shard)
-            if mapping is not None:
-                opened[shard] = mapping
+            if shard.endswith(".safetensors"):
+                held = _read_safetensors_header(folder / shard)
+            else:
+                opened[shard] = mapping = _map_pickle(folder / shard)
+                held = infos_of(mapping.items(), shard)
             for name in held if listed is None else listed:
                 if name not in held:
                     raise UserError(
@@ -107,7 +101,7 @@ class Checkpoint(Weights):
         return cls(folder, tuple(names), tensors, opened, _seen=seen)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, mapped: its pages are read when they are touched and may be dropped again."""
+        """The tensor, mapped into memory."""
         shard = self.tensors[name].shard
         with self._lock:
             if shard not in self._open:
@@ -121,10 +115,10 @@ class Checkpoint(Weights):
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop` of the flattened tensor, as a view of `out`.
 
-        The file is read and not mapped, so that what was read does not stay resident.
+        The file is read, not mapped, so that its pages do not stay resident.
 
         Raises:
-            UserError: the file ends before, which it did not when it was opened.
+            UserError: the file has become shorter since it was opened.
         """
         info = self.tensors[name]
         chunk = out[: stop - start]
@@ -144,33 +138,28 @@ class Checkpoint(Weights):
         return chunk
 
     def ahead(self, name: str, start: int, stop: int) -> None:
-        """Ask the operating system to have elements `start` to `stop` in its cache, unless the
-        last of them is there: to ask in vain takes as long as to read a tenth of them."""
+        """Ask the operating system to cache elements `start` to `stop`.
+
+        A redundant request costs a tenth of a read, so that the last byte is looked up first.
+        """
         info = self.tensors[name]
         if info.offset is None or not hasattr(os, "posix_fadvise"):
             return
         place, end = (info.offset + at * info.dtype.itemsize for at in (start, stop))
-        file = self._file(info.shard)  # held: another thread may close it else
+        file = self._file(info.shard)  # this reference keeps it open
         if not _cached(file, end - 1):
             os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
 
     def _file(self, shard: str) -> BinaryIO:
-        """A file, open until another one is asked for and no reader holds it: tensors are read in
-        their files' order, and of many models not all files can be open."""
+        """An open file. It closes when another one is open and no reader holds it."""
         with self._lock:
             if shard not in self._files:
                 self._check_unchanged(shard)
-                file = cast(BinaryIO, _File(self.folder / shard))
-                self._files = {}
-                if not _may_stay_open():  # it is opened again for the next piece
-                    return file
-                self._files[shard] = file
-                _opened.add(file)
+                self._files = {shard: cast(BinaryIO, _File(os.fspath(self.folder / shard)))}
             return self._files[shard]
 
     def _check_unchanged(self, shard: str) -> None:
-        """A file is opened when it is read: it must still be the one whose header is known, or
-        tensors of two versions of a model would mix."""
+        """Raise UserError if a file is not the one whose header is known."""
         if shard in self._seen and _identity(self.folder / shard) != self._seen[shard]:
             raise UserError(
                 f"{self.folder / shard}: was changed after it was opened (by `tvb add`, or a "
@@ -182,33 +171,22 @@ class Checkpoint(Weights):
             self._check_unchanged(shard)
 
     def stamp(self) -> list[list[int | str]]:
-        """What the file system says of each shard: changes with every write, unlike the sample."""
-        rows: list[list[int | str]] = []
-        for shard in self.shards:
-            stat = os.stat(self.folder / shard)
-            rows.append([shard, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
-        return rows
+        """Size, times and inode of each shard. They change with every write."""
+        stats = ((shard, os.stat(self.folder / shard)) for shard in self.shards)
+        return [[s, of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino] for s, of in stats]
 
 
 class Decoded(Weights):
-    """A vector whose files hold its tensors in another form; they are read as float32.
-
-    Thread-safe.
-    """
+    """A vector whose files hold encoded tensors, read as float32. Thread-safe."""
 
     def __init__(self, stored: Checkpoint, shapes: Mapping[str, Sequence[int]], part: str) -> None:
-        """`part`: what follows a tensor's name in the name of what the files hold of it."""
+        """Open tensor NAME, which the files hold as NAME + `part`."""
         self.stored = stored
         self.folder, self.shards = stored.folder, stored.shards
         self.tensors = {
             name: TensorInfo(tuple(shape), torch.float32, stored.tensors[name + part].shard)
             for name, shape in shapes.items()
         }
-
-    def tensor(self, name: str) -> Tensor:
-        info = self.tensors[name]
-        flat = torch.empty(info.numel, dtype=torch.float32, device="cpu")
-        return self.read(name, 0, info.numel, flat).view(info.shape)
 
     def stamp(self) -> list[list[int | str]]:
         return self.stored.stamp()
@@ -222,14 +200,14 @@ class Decoded(Weights):
 
 
 def said_in(file: Path, key: str, version: int, what: str) -> dict[str, Any]:
-    """What a file of a `Decoded` vector says of itself: JSON in its metadata.
+    """The JSON in the metadata of a file of a `Decoded` vector.
 
     Args:
         version: the newest that can be read.
-        what: it holds, for messages.
+        what: the file's content, for messages.
 
     Raises:
-        UserError: it says nothing, or is newer.
+        UserError: there is none, or it is of a newer version.
     """
     try:
         said: dict[str, Any] = json.loads(metadata_of(file)[key])
@@ -247,7 +225,7 @@ def said_in(file: Path, key: str, version: int, what: str) -> dict[str, Any]:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """The metadata in the header of a safetensors file; empty where it has none or is damaged."""
+    """The metadata of a safetensors file; empty if there is none or the file is damaged."""
     if not path.name.endswith(".safetensors"):
         return {}
     try:
@@ -258,21 +236,14 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 
 def _identity(path: Path) -> object:
-    """What tells one file from another; None where there is none."""
     with suppress(OSError):
         stat = path.stat()
         return stat.st_ino, stat.st_size, stat.st_mtime_ns
     return None
 
 
-def _open_file(path: Path) -> tuple[dict[str, Tensor] | None, dict[str, TensorInfo]]:
-    if path.name.endswith(".safetensors"):
-        return None, _read_safetensors_header(path)
-    return _map_pickle(path)
-
-
 def weight_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the files in `folder` that a loader could take for a model's weights."""
+    """Names of the files in `folder` that a loader could read as weights."""
     endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
     if not os.path.isdir(folder):
         return []
@@ -280,21 +251,10 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 class _File(io.FileIO):
-    """A file that closes when the last reader lets it go, without Python's warning."""
+    """A file that closes without a warning when no reader holds it."""
 
     def __del__(self) -> None:
         self.close()
-
-
-_opened: weakref.WeakSet[BinaryIO] = weakref.WeakSet()  # files that all checkpoints keep open
-
-
-def _may_stay_open() -> bool:
-    """Whether many models leave half of the files that the process may open to others."""
-    if resource is None:
-        return len(_opened) < 256
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most == resource.RLIM_INFINITY or len(_opened) < most // 2
 
 
 def _read_at(file: BinaryIO, part: memoryview, place: int) -> int:
@@ -307,15 +267,14 @@ def _read_at(file: BinaryIO, part: memoryview, place: int) -> int:
 
 
 def _cached(file: BinaryIO, place: int) -> bool:
-    """Whether a byte of a file is known to be in memory."""
     try:
         return os.preadv(file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT) == 1
-    except (AttributeError, OSError):  # not on Linux; not in memory, or a file system without it
+    except (AttributeError, OSError):  # another system or file system; not in memory
         return False
 
 
 def _index(folder: Path) -> dict[str, list[str] | None]:
-    """Shard -> names that the index lists for it; None means all that the file holds."""
+    """Shard -> tensors in it by the index; None: all tensors of the file."""
     for stem in _STEMS:
         index = folder / f"{stem}.index.json"
         if index.exists():
@@ -351,49 +310,27 @@ def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """The header of one file, checked against its size (https://huggingface.co/docs/safetensors)."""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise UserError(
-                f"{path}: not a safetensors file, or truncated in its header "
-                f"({size:,} bytes); download it again"
-            )
         try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            data = 8 + length
-            infos = {name: _tensor_info(e, path.name, data) for name, e in header.items()}
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            safetensors.safe_open(path, framework="pt")  # compares header and file size
+        except safetensors.SafetensorError as error:
             raise UserError(
-                f"{path}: its safetensors header cannot be read "
-                f"({type(error).__name__}: {error}); download it again"
+                f"{path}: truncated, damaged or not a safetensors file ({error}); download it again"
             ) from error
-    if size != 8 + length + end:
-        raise UserError(
-            f"{path}: truncated or damaged: {size:,} bytes, its header promises "
-            f"{8 + length + end:,}; download it again"
-        )
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    infos = {}
+    for name, entry in header.items():
+        if (dtype := DTYPES.get(entry["dtype"])) is None:
+            raise UserError(f"{path}: tensor `{name}` is {entry['dtype']}, which is not supported")
+        offset = 8 + length + entry["data_offsets"][0]
+        infos[name] = TensorInfo(tuple(entry["shape"]), dtype, path.name, offset=offset)
     return infos
 
 
-def _tensor_info(entry: dict[str, Any], shard: str, data: int) -> TensorInfo:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {entry['dtype']} is not supported")
-    start, stop = entry["data_offsets"]
-    shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-    info = TensorInfo(shape, dtype, shard, offset=data + start)
-    if stop - start != info.nbytes:
-        raise ValueError(f"shape {entry['shape']} does not fit {stop - start} bytes")
-    return info
-
-
-def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
-    """A PyTorch file without running code from it: `weights_only`, its storages mapped, or held in
-    memory where it is from before PyTorch 1.6."""
+def _map_pickle(path: Path) -> dict[str, Tensor]:
+    """Map a PyTorch file without running code from it. Files older than PyTorch 1.6 are loaded."""
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -419,5 +356,4 @@ def _map_pickle(path: Path) -> tuple[dict[str, Tensor], dict[str, TensorInfo]]:
         raise UserError(
             f"{path}: holds a {type(loaded).__name__}, expected a dictionary of tensors"
         )
-    tensors = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-    return tensors, infos_of(tensors.items(), path.name)
+    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
 """Quantizing and decoding groups of elements on a CPU, compiled by numba: see core.quantize.
 
-The loops are over 64 elements, of which a group has one run or more.
+A group has one run of 64 elements or more; the inner loops are over a run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tvb_mergekit.tensors.kernels import (
     _to_float16,
 )
 
-# Of the largest magnitude, the first guesses at the end of the levels: the least squares scale is
-# found from each, and the best is kept. More gain less than a thousandth of the error.
+# First guesses at the last level, as shares of the largest magnitude. Each leads to a least squares
+# scale, and the best is kept. More guesses reduce the error by less than a thousandth.
 GUESSES = {
     1: (1.0, 0.4),
     2: (0.45, 0.6, 0.75, 0.95),
@@ -38,12 +38,14 @@ GUESSES = {
 def encode(
     values: Tensor, width: Width, rest: Tensor, blocks: Tensor | None = None
 ) -> tuple[float, float]:
-    """The codes of finite float32 `values`, in units, such that each group's squared error is
-    least, as far as the guesses find it; returns the values' squared norm and the squared error.
+    """Code finite float32 `values`, in units, with a small squared error in each group.
 
     Args:
-        rest: [n] for what the codes leave of the values, which it may take the place of.
-        blocks: uint8, `block_bytes` of them; None where the errors alone are wanted.
+        rest: [n] for the errors; may be `values`.
+        blocks: uint8, `block_bytes` of them; None computes the errors only.
+
+    Returns:
+        The squared norm of the values, and the squared error.
     """
     bits, group, size = *width, width.block
     least = -float(1 << (bits - 1))
@@ -104,7 +106,7 @@ def _end(x: Any) -> Any:
 
 @_sums
 def _sums_of(x: Any, one: Any, two: Any, least: Any) -> Any:
-    """Of a run of GROUP elements, for `_fit`."""
+    """The sums of `_fit` for a run of GROUP elements."""
     half, most = np.float32(0.5), -least - np.float32(1)
     product = square = products = squares = np.float32(0)
     for k in range(GROUP):
@@ -119,8 +121,9 @@ def _sums_of(x: Any, one: Any, two: Any, least: Any) -> Any:
 
 @_inner
 def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
-    """For the levels that x gets by `one`, the inverse of a scale, and by `two` with half-integer
-    levels, the sums that tell the best scale: x l and l l of either. `padding`: zeros at the end.
+    """Sums x l and l l for the best scale, with integer levels and with half-integer levels.
+
+    `one` and `two` are inverses of the scales for rounding; `padding`: zeros at the end.
     """
     product, square, products, squares = _sums_of(x[:GROUP], one, two, least)
     for start in range(GROUP, len(x), GROUP):
@@ -140,7 +143,7 @@ def _round(x: Any, inverse: Any, offset: Any, least: Any, levels: Any) -> None:
 
 @_inner
 def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
-    """The scale of one group as the bits of a float16, of which the lowest chooses the levels.
+    """The scale of one group as the bits of a float16; the lowest bit chooses the levels.
 
     Levels l with the scale sum x l / sum l l lower the squared error by (sum x l)^2 / sum l l.
     """
@@ -165,7 +168,7 @@ def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
 
 @_inner
 def _masks(bits: int) -> Any:
-    """Of fields of `bits`, 2 `bits` and 4 `bits` in every 8, 16 and 32."""
+    """Masks of fields of `bits`, 2 `bits` and 4 `bits` in every 8, 16 and 32."""
     one = np.uint64((1 << bits) - 1) * np.uint64(0x0101010101010101)
     two = np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)
     return one, two, np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
@@ -173,8 +176,7 @@ def _masks(bits: int) -> Any:
 
 @_inner
 def _pack(words: Any, bits: int, codes: Any) -> None:
-    """Each word holds eight codes, the lowest bits of its bytes, which take `bits` bytes. Bytes are
-    put together to pairs, those to fours, and those to eights."""
+    """Pack eight codes, the lowest bits of each byte of a word, into `bits` bytes."""
     one, two, four = _masks(bits)
     first, second, third = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
     for eight in range(8):
@@ -188,7 +190,7 @@ def _pack(words: Any, bits: int, codes: Any) -> None:
 
 @_inner
 def _unpack(codes: Any, bits: int, turned: Any, words: Any) -> None:
-    """The same backwards; then the bits of `turned` are turned."""
+    """Undo `_pack`, and flip the bits of `turned`."""
     one, two, four = _masks(bits)
     first, second, third = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
     for eight in range(8):
@@ -204,7 +206,7 @@ def _unpack(codes: Any, bits: int, turned: Any, words: Any) -> None:
 
 @_sums
 def _leave(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
-    """rest = what is left of a group; its squared norm, and that of x."""
+    """rest = errors of a run; return the squared norms of x and of the errors."""
     square = error = np.float32(0)
     for k in range(GROUP):
         square += x[k] * x[k]

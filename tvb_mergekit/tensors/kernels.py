@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Loops of the CPU, compiled by numba: Gram sums, and combinations of task vectors.
+"""CPU loops compiled by numba: Gram sums, and combinations of task vectors.
 
-PyTorch takes a pass over memory for each of its operations, and between them threads pass the
-interpreter's lock to each other. Here all is done with a few hundred columns while they lie in the
-first cache, and no lock is held. `passes` has the same in PyTorch for other devices and dtypes.
+Each PyTorch operation is a pass over memory and needs the interpreter's lock. These loops process a
+few hundred columns while they lie in the first cache, without the lock. `passes` does the same in
+PyTorch for other devices and dtypes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.tensors.layout import COLUMNS, FUSED, PADDING
 
-BFLOAT16, FLOAT16, FLOAT32, ABSENT = range(4)  # how a row of a buffer is stored
+BFLOAT16, FLOAT16, FLOAT32, ABSENT = range(4)  # types of a stored row
 KINDS = dict(zip(FUSED, (BFLOAT16, FLOAT16, FLOAT32), strict=True))
 TILE = 4  # rows of the inputs are padded with zeros to a multiple
 
 
-# theta_0 and T inputs, as the loops take them: one memory as words and as floats, at which word or
-# float each begins, and how it is stored.
+# theta_0 and T inputs: one memory as words and as floats, where each row begins, and its type.
 Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 
 def stored_in(memory: Tensor, found: Sequence[Tensor], has_base: bool) -> Stored:
-    """Tensors that lie in `memory`, as the loops take them; without a base theta_0 is zero."""
+    """The tensors in `memory`; without a base theta_0 is zero."""
     starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
     kinds = [KINDS[t.dtype] for t in found]
     if not has_base:
@@ -49,10 +48,10 @@ def _zeros(rows: int) -> NDArray[np.float32]:
 
 
 class Gram:
-    """The sums of one piece after the other, chunk by chunk. One instance per thread.
+    """The sums of a piece, chunk by chunk. One instance per thread.
 
     Args:
-        deltas: how many inputs, at the start, are differences from theta_0 already.
+        deltas: the number of inputs, at the start, that are differences from theta_0.
     """
 
     def __init__(self, tasks: int, deltas: int) -> None:
@@ -71,7 +70,7 @@ class Gram:
 
 
 class Combining:
-    """One `Linear` step, piece after piece. One instance per thread; `deltas` as of `Gram`."""
+    """One `Linear` step. One instance per thread; `deltas` as for `Gram`."""
 
     def __init__(self, tasks: int, deltas: int, step: Linear) -> None:
         self._deltas, self._with_base = deltas, step.add_base
@@ -85,7 +84,7 @@ class Combining:
         self._rows = _zeros(1 + padded + 3)
 
     def __call__(self, stored: Stored, out: Tensor) -> bool:
-        """Fill `out` [outputs, n], whose rows have stride 1; whether all of it is finite."""
+        """Fill `out` [outputs, n], whose rows have stride 1; return whether all is finite."""
         outputs, numel = out.shape
         between = out.stride(0)
         flat = out.as_strided([(outputs - 1) * between + numel], [1])
@@ -105,7 +104,7 @@ class Combining:
 
 
 def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled at the first call, and kept on disk where there is a folder that can be written."""
+    """Compile at the first call, and keep the code on disk if a folder can be written."""
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:
@@ -254,7 +253,7 @@ def _to_bfloat16(value: Any) -> Any:
 
 @_inner
 def _to_float16(value: Any) -> Any:
-    """The same. Below 2^-14 the sum with 0.5 rounds, above a shift does."""
+    """Rounded as in `_to_bfloat16`: below 2^-14 by a sum with 0.5, above by a shift."""
     bits = _bits_of(value)
     size = bits & np.uint32(0x7FFFFFFF)
     odd = (size >> np.uint32(13)) & np.uint32(1)

@@ -1,9 +1,8 @@
-"""What a pass over tensors holds at a time: from a budget of memory, the sizes of all it allocates.
+"""Sizes of all that a pass over tensors allocates, from a budget of memory.
 
-A *piece* of a tensor is one task of one thread, which reads it whole and turns it into float32 task
-vectors a *chunk* at a time; `kernels` (*fused* passes) hold only a few hundred columns of those.
-Sums are taken chunk by chunk, so the length of a chunk is part of the result (in the last digits of
-float64); that of a piece is not.
+One thread reads a *piece* of a tensor and computes float32 task vectors of a *chunk* of it at a
+time; `kernels` (*fused* passes) hold a few hundred columns of those. The length of a chunk changes
+the last digits of float64 sums; the length of a piece does not.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
 WRITES = 2  # pieces that wait to be written
 MOST_WORKERS = 8  # threads that read and compute on a CPU
 DEVICE_WORKERS = 4  # threads that read for an accelerator: one alone is slower than the copy to it
-MEMORY = 10**9  # bytes: what `tvb` allocates at most, unless told otherwise
+MEMORY = 10**9  # bytes: the default of --memory
 ALIGN = 64  # bytes: where each input begins in a buffer
 
 
@@ -40,7 +39,7 @@ def parse_memory(text: str) -> int:
     """Bytes in `500MB`, `2GB`, `1.5GiB` or `500000000`.
 
     Raises:
-        UserError: it is no such text.
+        UserError: it is another text.
     """
     if re.fullmatch(r"\d{5,}", text.strip()):
         return int(text)
@@ -53,15 +52,15 @@ def parse_memory(text: str) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a pass allocates for each element that it holds, in bytes unless said otherwise.
+    """Memory of a pass.
 
     Attributes:
-        rows: number of the inputs, each a float32 row of a chunk in every computing thread.
-        inputs: of one element of base and inputs together, as they are read.
-        outputs: of one element of all outputs, as they are written.
-        extra: more float32 rows of a chunk in every thread, for what is computed.
-        sums: of what each chunk is summed up to.
-        kept: in all, beside what is held of each piece.
+        rows: number of inputs, each a float32 row of a chunk in every thread.
+        inputs: bytes of one element of base and inputs together, as they are read.
+        outputs: bytes of one element of all outputs, as they are written.
+        extra: more float32 rows of a chunk in every thread, for results.
+        sums: bytes of the sums of a chunk.
+        kept: bytes that do not depend on pieces.
         fused: whether `kernels` work on the pieces, a few hundred columns at a time.
     """
 
@@ -85,25 +84,25 @@ class Layout:
 
     @property
     def under_way(self) -> int:
-        """Pieces that are worked on, or wait for it, at a time."""
+        """Pieces that are computed or wait, at a time."""
         return AHEAD + len(self.workers)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of base and inputs of a piece, each aligned."""
+        """Bytes of base and inputs of a piece, each aligned."""
         needs = self.needs
         return self.piece * needs.inputs + ALIGN * (needs.rows + 1) if needs.inputs else 0
 
     @property
     def nbytes(self) -> int:
-        """All that the pass allocates."""
+        """Bytes of the pass."""
         needs, pieces, workers = self.needs, self.under_way, len(self.workers)
         read = workers * self.buffer_bytes
         written = (pieces + WRITES) * self.piece * needs.outputs if needs.outputs else 0
         rows = needs.rows + 1 + needs.extra
         held = (COLUMNS + PADDING) * (rows + 6) if needs.fused else self.chunk * rows
         computed = workers * 4 * held
-        # Of a piece: one that is kept, the one that is added up, and three on the way to one.
+        # Sums of a piece: a kept one, one that is added up, and three to compute one.
         summed = (pieces + 1 + 3 * workers) * (self.piece // self.chunk) * needs.sums
         return read + written + computed + summed + needs.kept
 
@@ -119,7 +118,7 @@ def device_of(name: torch.device | str) -> torch.device:
     """The device of this name.
 
     Raises:
-        UserError: there is none of this name here, or none that takes float64.
+        UserError: the device is missing here, or lacks float64.
     """
     try:
         device = torch.device(name)
@@ -133,10 +132,10 @@ def device_of(name: torch.device | str) -> torch.device:
 
 
 def accelerators() -> list[torch.device]:
-    """All of this machine.
+    """All accelerators of this machine.
 
     Raises:
-        UserError: it has none.
+        UserError: there is none.
     """
     if not torch.accelerator.is_available():
         raise UserError("--multi-gpu: PyTorch sees no accelerator on this machine; leave it out")
@@ -145,8 +144,9 @@ def accelerators() -> list[torch.device]:
 
 
 def worker_count(device: torch.device) -> int:
-    """Threads that read and compute: each its own piece, since PyTorch's threads within one
-    operation cost more than they gain on chunks that fit a cache, and far more on a busy machine.
+    """Threads that read and compute, each a piece of its own.
+
+    Threads within one PyTorch operation cost more than they gain on chunks that fit a cache.
     """
     if device.type == "cpu":
         return min(torch.get_num_threads(), MOST_WORKERS)
@@ -167,7 +167,7 @@ def plan_layout(
     on the budget unless it is very small.
 
     Args:
-        devices: where to compute, all of one kind; each gets threads of its own.
+        devices: all of one kind; each gets threads of its own.
         workers: the most threads; None: as many as the devices can use.
         longest: the longest piece, in elements.
 
@@ -192,7 +192,7 @@ def plan_layout(
                 f"{megabytes(least.nbytes + 10**5)} are needed; raise --memory (mergekit's "
                 "commands: TVB_MERGEKIT_BLOCK_MB)"
             )
-    # What is allocated grows linearly with a piece. Not more than gains time: so memory is the
+    # Memory grows linearly with a piece. Pieces are no longer than saves time: so memory is the
     # same for few models and for many.
     more = replace(least, piece=2 * chunk).nbytes - least.nbytes
     fitting = least.piece + (budget - least.nbytes) // max(1, more) * chunk

@@ -1,4 +1,4 @@
-"""Tensors that are merged as matrices: all inputs of one at a time, three dimensions by slices."""
+"""Merging of matrices one by one, with all inputs in memory; three dimensions by slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAR = 3
 
 
 class Largest(NamedTuple):
-    """The matrix that takes the most memory: of all its bases, and of what is computed of them."""
+    """The matrix that needs the most memory."""
 
     name: str
     shape: tuple[int, int]
@@ -37,24 +37,24 @@ class Largest(NamedTuple):
 
 
 def count_matrices(settings: Settings, item: Item, bases: int) -> int:
-    """How many matrices a tensor is merged as; 0: as a vector."""
+    """The number of matrices in a tensor; 0 if it is merged as a vector."""
     if not settings.is_matrix(item.name, item.shape):
         return 0
     if settings.method == "basis_tsvm" and min(item.shape[-2:]) < bases:
-        return 0  # a row, say, of which no basis would have a direction
+        return 0  # such as a row: a basis would have no direction of its own
     return 1 if len(item.shape) == 2 else item.shape[0]
 
 
 def sum_alone(settings: Settings) -> bool:
-    """Whether the method needs no more of the bases than their sum: Iso-C."""
+    """Whether the method needs the sum of the bases only: Iso-C."""
     return settings.method == "basis_iso" and settings.common == 1
 
 
 def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Largest | None:
-    """None where the method merges no matrices.
+    """The largest matrix; None if the method merges no matrices.
 
     Raises:
-        UserError: `matrices` is the name of none.
+        UserError: `matrices` does not match the name of one.
     """
     held = 1 if sum_alone(settings) else bases
     if settings.matrices is not None:
@@ -75,11 +75,7 @@ def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Lar
 def check_matrices(
     settings: Settings, items: Sequence[Item], bases: int, memory: int | None
 ) -> None:
-    """Whether all matrices can be merged in `memory` bytes, or as many as it takes.
-
-    Raises:
-        UserError: the largest cannot; `matrices` is the name of none.
-    """
+    """Raise UserError unless `memory` bytes hold the largest matrix; None: any memory."""
     largest = largest_matrix(settings, items, bases)
     if largest is None:
         return
@@ -93,7 +89,7 @@ def check_matrices(
 
 
 class Bases:
-    """A `stream.Placing` that holds all outputs of one item."""
+    """A `stream.Placing` with all outputs of one item."""
 
     def __init__(self, count: int, numel: int) -> None:
         self.rows = allocate(count, numel, dtype=torch.float32)
@@ -106,7 +102,7 @@ class Bases:
 
 
 class Within:
-    """What a sink gets of a slice of `item`, which begins at element `first`."""
+    """A sink for a slice of `item` that begins at element `first`."""
 
     def __init__(self, sink: Sink, item: Item, first: int) -> None:
         self._sink, self._item, self._first = sink, item, first
@@ -116,7 +112,7 @@ class Within:
 
 
 def matrices_of(item: Item) -> Iterator[tuple[int, Item]]:
-    """The matrices of a tensor of two or three dimensions, and the element where each begins."""
+    """The first element of each matrix of a tensor in two or three dimensions, and its item."""
     if len(item.shape) == 2:
         yield 0, item
         return
@@ -125,7 +121,7 @@ def matrices_of(item: Item) -> Iterator[tuple[int, Item]]:
 
 
 def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
-    """An item of the elements from `first` on, as many as the shape has."""
+    """An item of this shape from element `first` on."""
     base = None if item.base is None else _moved(item.base, first)
     return replace(
         item, shape=shape, base=base, inputs=tuple(_moved(p, first) for p in item.inputs)
@@ -133,8 +129,6 @@ def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
 
 
 def _moved(part: Part, first: int) -> Part:
-    """The part from element `first` on."""
-
     def read(start: int, stop: int, buffer: Tensor) -> Tensor:
         return part.read(first + start, first + stop, buffer)
 
@@ -147,11 +141,10 @@ def _moved(part: Part, first: int) -> Part:
 def merge_matrices(
     basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, **passed: Any
 ) -> Iterator[bool]:
-    """Give `sink` theta_0 (or 0) + scale * D of each matrix of `item`, and tell of each whether D
-    is more than FAR times as long as all bases together.
+    """Write theta_0 (or 0) + scale * D of each matrix of `item`; see `merge_one` for the results.
 
     Args:
-        passed: devices, of which the first computes, and the budget, as in `combine_pass`.
+        passed: devices (the first one computes) and the budget, as in `combine_pass`.
     """
     encoder = basis.weighted_encoder
     if sum_alone(basis.settings):
@@ -168,11 +161,11 @@ def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) ->
 
 
 def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
-    """The largest singular value that rounding of the inputs can make in each basis, [M].
+    """Largest singular value that rounding of the inputs can cause in each basis, [M].
 
-    Bases of a store were rounded to its dtype. A model in float32 is theta_0 + tau_i, rounded, and
-    so is what a store was built from. That is coarse if tau_i is short. Models in 16 bits count as
-    exact, since their rounding can be as long as tau_i.
+    Bases of a store were rounded to its dtype. A model in float32 is theta_0 + tau_i, rounded: this
+    is coarse if tau_i is short. Models in 16 bits count as exact, since their rounding can be as
+    long as tau_i.
 
     Args:
         encoder: from the inputs of `matrix` to the bases, [N, M].
@@ -204,13 +197,15 @@ def merge_one(
     add_base: bool = True,
     **passed: Any,
 ) -> bool:
-    """Give `sink` theta_0 (or 0) + scale * D of one matrix [m, n]; tell whether D is more than FAR
-    times as long as all bases together.
+    """Write theta_0 (or 0) + scale * D of one matrix [m, n].
 
     Args:
         encoder: of the bases, from the inputs of `matrix`, [N, M].
-        merging: D [m, n] of the bases [M, m, n], float32.
+        merging: the bases [M, m, n] -> D [m, n], float32.
         held: bytes of all tensors in `merging`.
+
+    Returns:
+        Whether D is more than FAR times as long as all bases together.
     """
     passed |= {"budget": max(LEAST, passed["budget"] - held)}
     count = encoder.shape[1]
@@ -223,11 +218,11 @@ def merge_one(
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merging(stacked).to("cpu").reshape(-1)
     del stacked
-    direction = Part(torch.float32, _reading(merged), held=True, holds="delta")
+
+    def read(start: int, stop: int, buffer: Tensor) -> Tensor:
+        return merged[start:stop]
+
+    direction = Part(torch.float32, read, held=True, holds="delta")
     step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
     combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, **passed)
     return float(torch.linalg.vector_norm(merged)) > FAR * together
-
-
-def _reading(values: Tensor) -> Callable[[int, int, Tensor], Tensor]:
-    return lambda start, stop, buffer: values[start:stop]

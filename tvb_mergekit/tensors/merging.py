@@ -1,4 +1,4 @@
-"""From a recipe's settings and its tensors to the basis, and to the merged model, by `passes`."""
+"""Basis and merged model from a recipe's settings and its tensors, by `passes`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """How one tensor is merged, and the name under which it counted in the Gram matrix.
+    """The merge of one tensor.
 
-    `alone`: what is given is the direction that a tuned coefficient scales, without theta_0: the
-    sum of the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
-    to forget. Merging adds fl(scale * this) last.
+    Attributes:
+        counted_as: its name in the Gram matrix.
+        alone: compute the direction that a tuned coefficient scales, without theta_0: the sum of
+            the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
+            to forget. Merging adds fl(scale * direction) last.
     """
 
     counted_as: str
@@ -63,36 +65,28 @@ def build_basis(
     models: Sequence[str] = (),
     progress: Progress = silent,
 ) -> Basis:
-    """Everything that must be known before the first tensor is merged: see `gram_pass`.
+    """The basis, from a pass over the models unless its sums are known; see `gram_pass`.
 
     Args:
         weights: scale of each task vector, [T], none zero.
-        known: the sums, where they are; those of rand_proj's directions never are.
+        known: the sums of the inputs. Those of rand_proj's directions are never known.
 
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
     sketch = sketch_of(settings, len(tasks))
+    passed: dict[str, Any] = {"devices": devices, "budget": budget, "progress": progress}
     started = time.perf_counter()
     if known is not None and sketch is None:
         raw, cached = known, True
     else:
-        raw, cached = gram_pass(
-            items,
-            tasks,
-            devices=devices,
-            budget=budget,
-            sketch=sketch,
-            key=key,
-            models=models,
-            progress=progress,
-        )
+        raw, cached = gram_pass(items, tasks, sketch=sketch, key=key, models=models, **passed)
     summed = time.perf_counter()
-    # Solvers are not the same to the bit on any two machines.
+    # Solvers differ in the last bits between machines.
     basis = ranks.world().share(lambda: build(settings, tasks, weights, raw, sketch))
     basis.cached = cached
     basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
-    count_if_needed(basis, items, devices=devices, budget=budget, progress=progress)
+    count_if_needed(basis, items, **passed)
     return basis
 
 
@@ -104,7 +98,7 @@ def count_if_needed(
     budget: int = DEFAULT_BUDGET,
     progress: Progress = silent,
 ) -> None:
-    """Give `basis` the histogram of the bases' magnitudes, for TIES with `trim: model`."""
+    """Set the histogram of the bases' magnitudes, for TIES with `trim: model`."""
     if not basis.trims or basis.settings.trim != "model":
         return
     started = time.perf_counter()
@@ -125,11 +119,7 @@ def count_if_needed(
 
 
 def check_tables(bases: int, memory: int) -> None:
-    """Trim's histogram of all bases lies beside the buffers of a pass.
-
-    Raises:
-        UserError: `memory` bytes do not hold both.
-    """
+    """Raise UserError unless `memory` bytes hold a pass and Trim's histogram of all bases."""
     needed = table_bytes(bases) + LEAST
     if needed > memory:
         raise UserError(
@@ -148,11 +138,11 @@ def merge_items(
     budget: int = DEFAULT_BUDGET,
     progress: Progress = silent,
 ) -> None:
-    """Give `sink` the merged tensors, each in its item's `out`, in order: see `combine_pass`.
+    """Write the merged tensors to `sink` in order; see `combine_pass`.
 
     Args:
-        items: with the inputs that `basis` combines, in order, as their inputs.
-        jobs: item -> how it is merged; an item without a job stays the base's.
+        items: their inputs are those of `basis`, in order.
+        jobs: item -> job; an item without a job stays the base's.
 
     Raises:
         UserError: a result overflows its dtype.
@@ -171,7 +161,7 @@ def merge_items(
     for item in items:
         job = jobs.get(item.name)
         total += item.nbytes * (3 if sweeps and job and job.tunables.density < 1 else 1)
-    if total_of := sum(matrices.values()):  # which take nearly all of the time
+    if total_of := sum(matrices.values()):  # they take nearly all of the time
         update, told = silent("", 0), progress("Merged model", total_of, "matrix")
     else:
         update = told = progress("Merged model", total)
@@ -181,7 +171,7 @@ def merge_items(
     def apart(item: Item) -> str | None:
         return item.name if item.name in jobs and (sweeps or matrices[item.name]) else None
 
-    whole = 0  # matrices that are merged and not told, so that the bar ends with the last tensor
+    whole = 0  # merged matrices that the bar does not count yet: it ends with the last tensor
     long = list[str]()
     for _, group in itertools.groupby(items, apart):
         steps: dict[str, Step] = {}
@@ -196,7 +186,7 @@ def merge_items(
                     whole = 1
                     long += [item.name] * far
             elif trims:
-                # Of one tensor alone they take two more readings, best just before the last.
+                # Thresholds of one tensor need two more reads, best just before the last.
                 limits = _thresholds(basis, item, job.tunables.density, devices, budget, update)
                 steps[item.name] = basis.step(job.tunables, job.alone, limits)
             else:
@@ -225,7 +215,7 @@ def _thresholds(
     budget: int,
     progress: Update,
 ) -> Tensor:
-    """Of each basis in one tensor, [M] float32."""
+    """The threshold of each basis in one tensor, [M] float32."""
     if density >= 1:
         return torch.zeros(basis.num_bases, dtype=torch.float32, device="cpu")
     if basis.settings.trim == "model":
@@ -239,12 +229,12 @@ def _thresholds(
 
 
 def most_bases(settings: Settings, tasks: int) -> int:
-    """M, or where only the Gram matrix tells it, the most that it can be."""
+    """M, or its upper bound T if only the Gram matrix decides."""
     return settings.bases_of(tasks) or tasks
 
 
 def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
-    """The random directions of rand_proj, which the Gram pass must know; None for the others."""
+    """The random directions of rand_proj; None for other bases."""
     if settings.basis != "rand_proj":
         return None
     return Sketch(most_bases(settings, tasks), settings.seed)

@@ -1,4 +1,4 @@
-"""The output folder: checked before the work, made beside its place, renamed when it is whole."""
+"""The output folder: checked before the work, written next to its place, renamed when complete."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from tvb_mergekit.errors import UserError, check_names, listed, megabytes
 from tvb_mergekit.tensors.checkpoint import weight_files
 
-# What a merge writes besides weights; in an output folder that exists they would be overwritten.
+# Files of a merge besides weights, which an existing output folder must not have.
 WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
 
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """Refuse an output folder in which two models would mix, or files of the user's be lost.
+    """Refuse an output folder in which two models would mix or a user's files would be lost.
 
     Raises:
-        UserError: it is, or lies in, one of the inputs, or holds an input file; it holds weight
-            files or a file that the merge writes; it is a file; its name is no text.
+        UserError: it is, lies in or holds an input; it holds weights or a file that the merge
+            writes; it is a file, or its name is not a line of text.
     """
     check_names(out)
     target = os.path.realpath(out)
@@ -52,7 +52,7 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
 
 
 def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """The same for a folder that will appear by one rename: it must not be there, or be empty."""
+    """Check an output folder that one rename will create: it must be missing or empty."""
     check_output_folder(out, inputs)
     if os.path.isdir(out) and (found := sorted(os.listdir(out))):
         raise UserError(f"the folder {out} already holds {listed(found, 4)}; name another folder")
@@ -70,17 +70,14 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """A path, or the first of the folders around it that is there."""
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 class StagedFolder:
-    """A folder that appears under its name only when it is whole.
+    """A folder that appears under its name when it is complete.
 
-    `path` lies in `OUT.partial-XXXX` beside OUT, or, where OUT exists already (it may be a mount
-    point, or its parent not writable), in `OUT/.partial-XXXX`. `publish()` renames what is in it.
-    Whatever ends the process by an exception leaves nothing; a kill leaves the partial folder,
-    which may be deleted.
+    `path` lies in `OUT.partial-XXXX` next to OUT, or in `OUT/.partial-XXXX` if OUT exists, perhaps
+    as a mount point. An exception deletes it; after a kill the partial folder may be deleted.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
@@ -88,23 +85,17 @@ class StagedFolder:
         inside = self.out.is_dir()
         parent = self.out if inside else self.out.parent
         prefix = ".partial-" if inside else f"{self.out.name}.partial-"
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        except OSError as error:
-            raise UserError(
-                f"cannot make the output folder {out}: {error.strerror} ({parent})"
-            ) from error
+        parent.mkdir(parents=True, exist_ok=True)
+        self._outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         atexit.register(self.discard)
         self.path = self._outer / self.out.name
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Rename into place: the whole folder if OUT does not exist, else file by file with
-        config.json last, so that a half-moved model cannot be loaded.
+        """Rename the folder, or its files with config.json last if OUT exists.
 
         Raises:
-            UserError: another run has written a model there meanwhile.
+            UserError: another run has written a model there.
         """
         check_output_folder(self.out)
         if not self.out.exists():
@@ -116,13 +107,13 @@ class StagedFolder:
         self.discard()
 
     def discard(self) -> None:
-        """Delete what was not published."""
+        """Delete all that was not published."""
         shutil.rmtree(self._outer, ignore_errors=True)
         atexit.unregister(self.discard)
 
 
 def stale_parts(out: str | os.PathLike[str]) -> list[str]:
-    """Folders that killed merges into `out` left behind."""
+    """Folders that killed merges left next to `out` or in it."""
     target = Path(os.path.realpath(out))
     beside = target.parent.glob(f"{glob.escape(target.name)}.partial-*")
     return sorted(map(str, [*beside, *target.glob(".partial-*")]))

@@ -1,9 +1,8 @@
-"""The three ways through the models.
+"""Three passes over the models.
 
 `gram_pass` sums the inner products of task vectors. `count_pass` counts the magnitudes of bases,
-for Trim. `combine_pass` gives a sink what is computed from theta_0 and the task vectors: bases,
-merged models, exported models. Of several processes (see `ranks`) each reads its share in the
-first two.
+for Trim. `combine_pass` computes bases, merged models and exported models. Several processes (see
+`ranks`) share the reading in the first two.
 """
 
 from __future__ import annotations
@@ -36,21 +35,19 @@ from tvb_mergekit.tensors.quantized import Coding, Measuring
 from tvb_mergekit.tensors.stream import (
     Buffer,
     Chunks,
-    Drawn,
     Item,
     Piece,
     Sink,
     allocate,
     deliver,
-    deltas_of,
     fused,
     in_order,
     read_width,
 )
 
 CPU = torch.device("cpu")
-LEAST = 2**24  # bytes: what a pass gets although a histogram leaves less
-COUNT_ROWS = 8  # float32 rows of a chunk that counting one basis takes: bins as int32 and int64
+LEAST = 2**24  # bytes of a pass if a histogram leaves less
+COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
 SPLIT = 4  # pieces for each thread, of a tensor alone
 
 
@@ -67,20 +64,19 @@ def gram_pass(
 ) -> tuple[GramSums, bool]:
     """G [T, T] of the inputs of all items, float64, and whether it came from the cache.
 
-    Each item is summed on its own, and the sums of the items in their order: the same to the bit
-    whatever the number of devices, threads and processes, and the budget unless it is very small.
+    Each item is summed on its own, and their sums in order. So the result does not depend on the
+    number of devices, threads and processes, nor on the budget unless it is very small.
 
     Args:
-        items: gives the tensors that count; called only if they must be read.
+        items: returns the tensors that count; called only if they must be read.
         tasks: names of the inputs, for messages.
         budget: bytes that may be allocated.
         sketch: sums of Omega as well.
-        key: what identifies the inputs, for the cache; None does not cache.
+        key: identifies the inputs in the cache; None does not cache.
         models: the models' names, for the cache's listing.
-        progress: called with a title and a total in bytes; returns what is told of each piece.
 
     Raises:
-        UserError: no tensor counts; NaN or infinity in an input: which, in which tensor, how many.
+        UserError: no tensor counts; NaN or infinity in an input.
     """
     world = ranks.world()
     entry = None
@@ -95,7 +91,7 @@ def gram_pass(
         )
     mine = read[share_of(read)]
     each = _sums(mine, tasks, devices, budget, sketch, progress)
-    # Of several processes all get all, in the order of the tensors.
+    # Every process gets all sums, in the order of the tensors.
     parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
     sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
     if entry is not None and world.leads:
@@ -104,7 +100,7 @@ def gram_pass(
 
 
 def share_of(items: Sequence[Item]) -> slice:
-    """The items that this process reads in a pass, balanced by bytes."""
+    """The items that this process reads, balanced by bytes."""
     world = ranks.world()
     world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
     return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
@@ -118,14 +114,13 @@ def _sums(
     sketch: Sketch | None,
     progress: Progress,
 ) -> Iterator[GramSums]:
-    """The sums of each item, in order."""
     layout = gram_layout(items, len(tasks), devices, budget, sketch)
     update = progress("Gram matrix", sum(item.nbytes for item in items))
 
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        buffer, gram = Buffer(layout.buffer_bytes), kernels.Gram(len(tasks), deltas_of(items))
+        buffer, gram = Buffer(layout.buffer_bytes), kernels.Gram(len(tasks), _deltas(items))
 
         def add(piece: Piece) -> list[GramSums]:
             found = buffer.read(piece, copy=True)
@@ -136,7 +131,7 @@ def _sums(
 
     def work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         chunks = Chunks(layout, device)
-        drawn = None if sketch is None else Drawn(sketch, device)
+        drawn = None if sketch is None else _Drawn(sketch, device)
         return lambda piece: _chunk_sums(piece, chunks, drawn)
 
     zero = GramSums.zero(len(tasks), sketch)
@@ -164,8 +159,8 @@ def gram_layout(
     # The batched products of a chunk: float32, and float64 while they are summed.
     extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
     sums = 8 * (squares + 1)
-    several = ranks.world().size > 1  # whose sums of each item are added when all are there
-    held = ((len(items) if several else 1) + 4) * sums  # and what adding them makes
+    several = ranks.world().size > 1  # several processes hold the sums of each item
+    held = ((len(items) if several else 1) + 4) * sums  # and those of adding them
     alike = sketch is None and fused(items, devices)
     width = read_width(items, alike)
     needs = Needs(tasks, width, extra=extra, sums=sums, kept=held, fused=alike)
@@ -174,7 +169,7 @@ def gram_layout(
     return plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
 
 
-def _chunk_sums(piece: Piece, chunks: Chunks, drawn: Drawn | None) -> list[GramSums]:
+def _chunk_sums(piece: Piece, chunks: Chunks, drawn: _Drawn | None) -> list[GramSums]:
     made = []
     for _place, base32, tau in chunks.walk(piece):
         norm = float(products(base32[None], base32[None]))
@@ -203,11 +198,10 @@ def count_pass(
 ) -> Histogram:
     """One histogram of the magnitudes of the bases B = T @ encoder in all items.
 
-    Every thread fills one of its own: as many threads as have memory for theirs in half the budget.
+    Every thread fills a histogram of its own. Half the budget limits their number.
 
     Args:
         fresh: makes an empty histogram.
-        progress: called with the bytes read.
     """
     rows = encoder.shape[1]
     threads = sum(worker_count(device) for device in devices)
@@ -230,19 +224,19 @@ def count_pass(
 
     for piece, _ in in_order(items, layout, work):
         progress(piece.nbytes)
-    total, *others = made or [fresh()]  # of no items
+    total, *others = made or [fresh()]
     for other in others:
         total.counts += other.counts
     return total
 
 
 def beside_tables(bases: int, budget: int) -> int:
-    """What is left of a budget beside Trim's histogram of all bases, or a little more."""
+    """The budget without Trim's histogram of all bases, at least LEAST."""
     return max(budget - table_bytes(bases), min(budget, LEAST))
 
 
 def _longest_piece(items: Sequence[Item]) -> int:
-    """Elements of a piece: not more than a tensor has, and fewer where the threads share one."""
+    """Elements of a piece: at most a tensor's, and fewer if the threads share one tensor."""
     most = max((item.numel for item in items), default=1)
     if len(items) == 1:
         most //= SPLIT * worker_count(CPU)
@@ -261,17 +255,16 @@ def combine_pass(
     coding: Coding | Measuring | None = None,
     progress: Update = lambda nbytes: None,
 ) -> None:
-    """Give `sink` what the steps make of theta_0 and the task vectors of each item, in order.
+    """Combine theta_0 and the task vectors of each item by its step, in order.
 
-    Task vectors are formed and combined in float32 and cast once, to `item.out`, or coded.
+    Task vectors are formed and combined in float32, and cast once to `item.out`, or coded.
 
     Args:
-        steps: item -> what is computed of it, all of the same number of outputs; an item without a
-            step stays the base's.
-        sketch: the rows of Omega stand in the place of the task vectors: items have no inputs.
-        counted_as: tensor -> the name under which Omega was drawn for it, where that is another.
-        coding: of the outputs, where the items say that they are written as codes.
-        progress: called with the bytes read.
+        steps: item -> step, all with the same number of outputs; an item without a step stays the
+            base's.
+        sketch: use the rows of Omega instead of task vectors: items have no inputs.
+        counted_as: tensor -> the name under which Omega was drawn, if it is another.
+        coding: of the outputs, if the items are written as codes.
 
     Raises:
         UserError: an output overflows its dtype or is not finite.
@@ -286,7 +279,7 @@ def combine_pass(
     outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
     fast = fast and fused(items, devices, *outs)
     width = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
-    # Outputs that are coded are float32 first, and two rows more while they are measured.
+    # Coded outputs are float32 first, and need two more rows while they are measured.
     first = 0 if coding is None else 4 * (outputs + 2)
     needs = Needs(rows, read_width(items, fast) + first, width, extra, fused=fast)
     longest = _longest_piece(items)
@@ -296,7 +289,7 @@ def combine_pass(
     def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
         from tvb_mergekit.tensors import kernels
 
-        buffer, deltas = Buffer(buffer_bytes), deltas_of(items)
+        buffer, deltas = Buffer(buffer_bytes), _deltas(items)
         combining = functools.cache(functools.partial(kernels.Combining, rows, deltas))
 
         def act(piece: Piece, out: Tensor) -> bool:
@@ -311,7 +304,7 @@ def combine_pass(
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
         chunks = Chunks(layout, device, buffer_bytes)
-        drawn = None if sketch is None else Drawn(sketch, device, counted_as)
+        drawn = None if sketch is None else _Drawn(sketch, device, counted_as)
         computing = functools.cache(lambda step: step.on(device))
 
         def act(piece: Piece, out: Tensor) -> bool:
@@ -349,15 +342,23 @@ def combine_pass(
     deliver(items, layout, outputs, checked, sink, progress)
 
 
+def _deltas(items: Sequence[Item]) -> int:
+    """The number of inputs of each item that hold deltas; they come first."""
+    inputs = next((item.inputs for item in items if item.inputs), ())
+    return [part.holds for part in inputs].count("delta")
+
+
 def measure_pass(
     items: Sequence[Item], step: Step, units: Sequence[float], **passed: Any
 ) -> Tensor:
-    """What each output of a step would lose in each tensor: squared errors at each of CHOICES,
-    [items, K, 9] float64. A `combine_pass` that writes nothing.
+    """Squared errors of each output of a step in each tensor at each of CHOICES.
 
     Args:
         units: of each output (see `core.quantize`).
-        passed: devices, budget, sketch and progress, as there.
+        passed: devices, budget, sketch and progress, as in `combine_pass`.
+
+    Returns:
+        [items, K, 9] float64.
     """
     sums: dict[str, Tensor] = {}
     measuring = Measuring(units)
@@ -372,3 +373,23 @@ def measure_pass(
     combine_pass(coded, steps, Sums(), coding=measuring, **passed)
     shape = (len(items), step.count, len(CHOICES))
     return torch.stack([sums[item.name] for item in items]).view(shape)
+
+
+class _Drawn:
+    """The rows of Omega (rand_proj) instead of task vectors. One instance per thread.
+
+    Args:
+        counted_as: a tensor's name -> its name in the Gram matrix.
+    """
+
+    def __init__(
+        self, sketch: Sketch, device: torch.device, counted_as: Mapping[str, str] | None = None
+    ) -> None:
+        self._sketch, self._device, self._counted_as = sketch, device, counted_as or {}
+        self._streams: dict[str, torch.Generator] = {}
+
+    def next(self, name: str, count: int) -> Tensor:
+        """The next rows of a tensor, transposed: [M, count] float32 on the device."""
+        if name not in self._streams:
+            self._streams[name] = self._sketch.stream(self._counted_as.get(name, name))
+        return self._sketch.rows(self._streams[name], count, self._device)

@@ -1,4 +1,4 @@
-"""Vectors stored as codes (see `core.quantize`): read as float32, and written by `combine_pass`."""
+"""Vectors stored as codes (see `core.quantize`), read as float32 and written by `combine_pass`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ SLICE = 2**14  # elements that are widened together
 
 @dataclass(frozen=True)
 class Coded:
-    """How one vector is coded: what a file of its codes says of itself.
-
-    Attributes:
-        unit: see `core.quantize`.
-        widths: tensor -> its width.
-    """
+    """The code of one vector: a unit (see `core.quantize`) and the width of each tensor."""
 
     unit: float
     widths: Mapping[str, Width]
 
     def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """Of a file with tensors of these shapes; of version 1 where all groups are of 64."""
+        """The metadata of a file with these tensors: version 1 if all groups are of 64."""
         tensors, version = dict[str, object](), 1
         for name, shape in shapes.items():
             bits, group = self.widths[name]
@@ -43,7 +38,7 @@ class Coded:
 
 
 class Codes(Decoded):
-    """One vector of a store, kept as codes: its tensors are float32. Thread-safe."""
+    """One vector of a store as codes, read as float32. Thread-safe."""
 
     def __init__(
         self, stored: Checkpoint, coded: Coded, shapes: Mapping[str, Sequence[int]]
@@ -95,16 +90,15 @@ class Codes(Decoded):
         return chunk
 
     def packed(self, name: str) -> Packed:
-        """The codes of a tensor, to be decoded elsewhere."""
         return Packed(self, name, self.coded.widths[name])
 
     def read_blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        """The blocks of elements `start`, where a group begins, to `stop`, as a view of `out`."""
+        """The blocks of elements `start` to `stop`, as a view of `out`; `start` begins a group."""
         low, high = self._place(name, start, stop)
         return self.stored.read(name, low, high, out)
 
     def _place(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes with the codes of these elements; `start` begins a group."""
+        """The range of bytes of these elements; `start` begins a group."""
         width = self.coded.widths[name]
         return block_bytes(start, width), block_bytes(stop, width)
 
@@ -127,20 +121,20 @@ class Packed:
         return self.codes.read_blocks(self.name, start, stop, out)
 
     def decode(self, blocks: Tensor, numel: int) -> Tensor:
-        """The elements [numel] float32, where the blocks are."""
+        """The elements [numel] float32, on the device of the blocks."""
         if not self.width.bits:
             return torch.zeros(numel, dtype=torch.float32, device=blocks.device)
         return decode(blocks, self.width, self.codes.coded.unit, numel)
 
 
 class Measured:
-    """Numbers found of pieces in many threads, and taken in the order of the pieces."""
+    """Measurements of pieces in many threads, read in the order of the pieces."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, int], list[float]] = {}  # each is set once, and taken once
+        self._found: dict[tuple[str, int], list[float]] = {}  # each is set once and read once
 
     def measured(self, name: str, start: int) -> Tensor:
-        """What was found of the piece of a tensor that begins at an element, float64."""
+        """The measurements of the piece that begins at element `start`, float64."""
         return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
 
 
@@ -153,15 +147,11 @@ class Coding(Measured):
     Attributes:
         coded: of each output.
         shares: what each counts in the sum that a merge adds, [K].
-        copied: codes that an output is, but where its widths are others; they are not coded anew.
     """
 
-    def __init__(
-        self, coded: Sequence[Coded], shares: Tensor, copied: Sequence[Codes | None] = ()
-    ) -> None:
+    def __init__(self, coded: Sequence[Coded], shares: Tensor) -> None:
         super().__init__()
         self.coded, self.shares = coded, shares
-        self.copied = copied or [None] * len(coded)
 
     def widths(self, name: str) -> tuple[Width, ...]:
         """Of each output in one tensor."""
@@ -181,13 +171,9 @@ class Coding(Measured):
         whole = _square(shares @ values)
         values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
-        for row, coded, same, blocks in zip(values, self.coded, self.copied, out, strict=True):
+        for row, coded, blocks in zip(values, self.coded, out, strict=True):
             width = coded.widths[name]
-            if same is not None and same.coded.widths[name] == width:
-                square, error = _square(row), 0.0
-                same.read_blocks(name, start, start + count, blocks)
-                row.zero_()
-            elif width.bits:
+            if width.bits:
                 square, error = codes.encode(row, width, row, blocks[: block_bytes(count, width)])
             else:
                 square = error = _square(row)
@@ -198,15 +184,13 @@ class Coding(Measured):
 
 
 class Measuring(Measured):
-    """The same without codes: `measured` gives the squared error of each output at each of CHOICES,
-    [9 K]."""
+    """Errors without codes: `measured` returns those of each output at each of CHOICES, [9 K]."""
 
     def __init__(self, units: Sequence[float]) -> None:
         super().__init__()
         self.units = units
 
     def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
-        """Of a piece; as `Coding` does."""
         from tvb_mergekit.tensors import codes
 
         found, rest = list[float](), torch.empty(values.shape[1], dtype=torch.float32)
@@ -218,6 +202,6 @@ class Measuring(Measured):
 
 
 def _square(values: Tensor) -> float:
-    """The squared norm, in float64 and little memory."""
+    """The squared norm in float64, in little memory."""
     parts = values.split(SLICE)
     return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2) for part in parts)

@@ -31,8 +31,7 @@ PATIENCE = timedelta(days=1)  # for one that downloads or reads models; a dead o
 
 
 def launched(name: str, otherwise: int) -> int:
-    """What a launcher has set: WORLD_SIZE and RANK, and on this machine LOCAL_WORLD_SIZE and
-    LOCAL_RANK; without a launcher `otherwise`."""
+    """A launcher's number, such as RANK or LOCAL_WORLD_SIZE; without a launcher `otherwise`."""
     text = os.environ.get(name) or str(otherwise)
     if not text.isdecimal():
         raise UserError(f"{name} is `{text}`: expected a launcher's number")
@@ -50,8 +49,10 @@ def one_only(what: str) -> None:
 
 
 def shares(sizes: Sequence[int], count: int) -> list[slice]:
-    """Cut a list into `count` runs, some perhaps empty: each item goes where its middle lies when
-    the sum is cut evenly, so no run is larger than that by more than one item."""
+    """Cut a list into `count` runs, some perhaps empty.
+
+    The middle of an item decides its run, so that no run exceeds its share by more than one item.
+    """
     total = max(1, sum(sizes))
     ends = accumulate(sizes)
     owners = [
@@ -63,9 +64,9 @@ def shares(sizes: Sequence[int], count: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a command: by default this one alone.
+    """The processes of a command: by default one.
 
-    All call the same methods in the same order; UserError is raised where another has ended.
+    All call the same methods in the same order, which raise UserError if another process has ended.
     """
 
     rank: int = 0
@@ -88,13 +89,13 @@ class World:
             ) from error
 
     def share(self, make: Callable[[], Value]) -> Value:
-        """What `make` returns in the leader."""
+        """The result of `make` in rank 0."""
         made = [make() if self.leads else None]
         self._meet(lambda dist: dist.broadcast_object_list(made, src=0))
         return cast(Value, made[0])
 
     def first(self, act: Callable[[], Value]) -> Value:
-        """What `act` returns here, after the leader has done it: download models, refuse."""
+        """The result of `act`, which rank 0 calls first: to download models, to refuse."""
         done = [act()] if self.leads else []
         self.share(lambda: None)
         return done[0] if done else act()
@@ -110,7 +111,7 @@ class World:
         self._meet(lambda dist: dist.all_reduce(counts))
 
     def agree(self, what: object, about: str) -> None:
-        """Raise UserError unless all processes have found the same."""
+        """Raise UserError unless all processes have the same value."""
         found = self.collect(what)
         for rank, other in enumerate(found):
             if other != found[0]:
@@ -132,7 +133,7 @@ class World:
             )
 
     def dismiss(self) -> None:
-        """End all processes but the leader: everyone's share is written."""
+        """End all processes except rank 0."""
         if not self.leads:
             raise SystemExit(0)
 
@@ -141,13 +142,12 @@ _current = ContextVar("tvb_mergekit_world", default=World())  # noqa: B039 (it i
 
 
 def world() -> World:
-    """The processes of the running command."""
     return _current.get()
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The processes that a launcher started for a command, which meet here.
+    """Connect the processes that a launcher started for a command.
 
     Raises:
         UserError: they cannot reach each other.

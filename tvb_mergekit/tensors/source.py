@@ -1,4 +1,4 @@
-"""Named tensors wherever they are: what the passes ask of a model, and a state dict in memory."""
+"""Named tensors: the interface between passes and models, and a state dict in memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is read.
+    """Facts of a tensor before it is read.
 
-    `alias_of` is the first name that shares its memory (tied tensors, in memory and in `.bin`).
+    Attributes:
+        alias_of: the first name of the same memory (tied tensors, in memory and in `.bin`).
+        offset: of its first byte in the shard; None in a PyTorch file.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shard: str = ""
     alias_of: str | None = None
-    offset: int | None = None  # of its first byte in the shard; None in a PyTorch file
+    offset: int | None = None
 
     @property
     def numel(self) -> int:
@@ -35,58 +37,50 @@ class TensorInfo:
 
 
 class Weights:
-    """A model's tensors: a `Checkpoint` on disk, a `StateDict` in memory, an `Adapter`.
-
-    Attributes:
-        tensors: name -> what is known of it.
-    """
+    """A model's tensors: a `Checkpoint` on disk, a `StateDict` in memory, an `Adapter`."""
 
     tensors: dict[str, TensorInfo]
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in its stored dtype; treat it as read-only.
-
-        Raises:
-            KeyError: there is no such tensor.
-        """
-        raise NotImplementedError
+        """The complete tensor on the CPU, in its stored dtype; treat it as read-only."""
+        info = self.tensors[name]
+        flat = torch.empty(info.numel, dtype=info.dtype, device="cpu")
+        return self.read(name, 0, info.numel, flat).view(info.shape)
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        """Elements `start` to `stop` of the flattened tensor, in `out` or in memory of its own.
-
-        Thread-safe.
+        """Elements `start` to `stop` of the flattened tensor, thread-safe.
 
         Args:
-            out: 1-D, in the stored dtype, on the CPU, at least `stop - start` elements.
+            out: 1-D, in the stored dtype, on the CPU, at least `stop - start` elements. It may
+                stay unused.
         """
         raise NotImplementedError
 
     def ahead(self, name: str, start: int, stop: int) -> None:
-        """These elements will be read soon."""
+        """Prepare to read these elements."""
 
     def stamp(self) -> list[list[int | str]]:
-        """What changes with every write to the files; empty in memory."""
+        """Facts that change with every write to the files; empty in memory."""
         return []
 
     def check_unchanged(self) -> None:
-        """Raise UserError if a file was changed after it was opened; cheap."""
+        """Raise UserError if a file was changed after it was opened."""
 
     def canonical(self, name: str) -> str:
-        """The first name of a tensor that is stored once and has several."""
+        """The first name of a tensor with several names."""
         return self.tensors[name].alias_of or name
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor.
 
-        Depends on the contents alone, not on the path, the sharding or the file format.
+        The path, the sharding and the file format do not change it.
         """
         digest = hashlib.sha256()
-        for name, start, stop in self.samples():  # a cold disk answers all requests together
+        for name, start, stop in self.samples():  # requests that a cold disk answers together
             self.ahead(name, start, stop)
         for name, start, stop in self.samples():
             info = self.tensors[name]
@@ -96,7 +90,7 @@ class Weights:
         return digest.hexdigest()
 
     def samples(self) -> Iterator[tuple[str, int, int]]:
-        """What enters the fingerprint: (name, start, stop) of flattened elements."""
+        """(name, start, stop) of the flattened elements in the fingerprint."""
         for name in sorted(self.tensors):
             numel = self.tensors[name].numel
             last = max(0, numel - SAMPLE)
@@ -105,7 +99,7 @@ class Weights:
 
 
 class StateDict(Weights):
-    """The tensors of a state dict; never modified, moved to the CPU when they are read."""
+    """The tensors of a state dict; never modified, and copied to the CPU when they are read."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
@@ -119,7 +113,7 @@ class StateDict(Weights):
 
 
 def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str, TensorInfo]:
-    """What is known of tensors in memory; of those that are one, all but the first are aliases."""
+    """Facts of tensors in memory. All except the first name of a tensor are aliases."""
     infos: dict[str, TensorInfo] = {}
     first: dict[tuple[object, ...], str] = {}
     for name, value in tensors:

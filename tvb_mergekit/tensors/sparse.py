@@ -30,14 +30,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the values
 
 
 class Sparse(Decoded):
-    """One vector of a store, kept as places and values: its tensors are float32. Thread-safe.
-
-    Attributes:
-        dtype: of the values.
-    """
+    """One vector of a store as places and values of `dtype`, read as float32. Thread-safe."""
 
     def __init__(self, stored: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raises UserError where the files do not hold what tensors of these shapes take."""
+        """Raise UserError unless the files fit tensors of these shapes."""
         known = {name + part for name in shapes for part in (COUNTS, OFFSETS, VALUES)}
         if strange := sorted(known ^ set(stored.tensors)):
             raise UserError(
@@ -53,7 +49,6 @@ class Sparse(Decoded):
                 f"float32; {RESTORE}"
             )
         self.dtype = dtypes.pop() if dtypes else torch.float32
-        # Of each tensor, how many values come before each span, and all.
         self._before = {name: self._checked(name) for name in self.tensors}
 
     @classmethod
@@ -61,7 +56,7 @@ class Sparse(Decoded):
         """Read headers and counts of the sparse vector at `path`, a folder or one file.
 
         Raises:
-            UserError: no such files, a newer format, or they do not hold what they say.
+            UserError: no such files, a newer format, or files that do not fit their headers.
         """
         stored, shapes = Checkpoint.open(path), dict[str, torch.Size]()
         for shard in stored.shards:
@@ -78,7 +73,7 @@ class Sparse(Decoded):
 
     @property
     def count(self) -> int:
-        """How many entries are not zero."""
+        """The number of entries that are not zero."""
         return sum(int(before[-1]) for before in self._before.values())
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
@@ -99,7 +94,7 @@ class Sparse(Decoded):
             self.stored.ahead(name + part, int(first), int(last))
 
     def _entries(self, name: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Places (int64) and values of what is not zero from `start` to `stop`, in one span."""
+        """Places (int64) and values of nonzero entries from `start` to `stop`, in one span."""
         span = start // SPAN
         first, last = start // BLOCK, -(-stop // BLOCK)
         counts = self._counts(name, span * SPAN // BLOCK, last)
@@ -117,15 +112,15 @@ class Sparse(Decoded):
         return places[inside], values[inside]
 
     def _checked(self, name: str) -> Tensor:
-        """How many values of a tensor come before each span, and all, int64 [spans + 1].
+        """The number of values before each span and in all spans, int64 [spans + 1].
 
         Raises:
-            UserError: the counts are not those of its shape and values.
+            UserError: the counts do not fit the shape and the values.
         """
         info, held = self.tensors[name], self.stored.tensors
         counts, offsets, values = (held[name + part] for part in (COUNTS, OFFSETS, VALUES))
         kinds = counts.dtype, offsets.dtype
-        # Not `numel`, which overflows where a shape is far too large.
+        # `numel` overflows if a shape is far too large.
         whole = all(0 <= size < 2**48 for size in info.shape)
         whole = whole and kinds == (torch.uint16, torch.uint8)
         blocks = -(-math.prod(info.shape) // BLOCK)
@@ -143,11 +138,10 @@ class Sparse(Decoded):
         return before
 
     def _counts(self, name: str, start: int, stop: int) -> Tensor:
-        """The counts of these blocks, int64; more than 32,767 as a negative number."""
+        """The counts of these blocks, int64; counts above 32,767 are negative."""
         return self._stored(name + COUNTS, start, stop).view(torch.int16).long()
 
     def _stored(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of what the files hold."""
         buffer = torch.empty(stop - start, dtype=self.stored.tensors[name].dtype, device="cpu")
         return self.stored.read(name, start, stop, buffer)
 
@@ -165,19 +159,18 @@ def write_sparse(
     dtype: torch.dtype = torch.float16,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the tensors of one vector, a difference from a base; never half.
+    """Write the tensors of one vector, marked as a difference from a base (`tvb_basis`).
 
-    The file is marked as such a difference (`tvb_basis`). What is zero in `dtype` is not kept. In
-    memory are one tensor and what the file will hold.
+    Entries that are zero in `dtype` are left out. Memory holds one tensor and the content of the
+    file, which appears under its name when it is complete.
 
     Args:
-        vectors: name and tensor, of any floating dtype and device, each taken when it is needed.
+        vectors: name and tensor, of any floating dtype and device, read one by one.
         dtype: float16, bfloat16 or float32, of the values.
         metadata: further entries of the header.
 
     Raises:
-        UserError: another dtype; a tensor that comes twice, overflows or is not finite; the file
-            cannot be written.
+        UserError: another dtype; a tensor that comes twice, overflows or is not finite.
     """
     if dtype not in DTYPES:
         raise UserError(f"`dtype` is {dtype}: expected torch.float16, .bfloat16 or .float32")
@@ -200,7 +193,6 @@ def write_sparse(
 
 
 def _compressed(name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the file holds of a tensor."""
     counts, offsets, values = list[Tensor](), list[Tensor](), list[Tensor]()
     for part in tensor.detach().reshape(-1).split(SPAN):
         cast_part = part.to("cpu", dtype)

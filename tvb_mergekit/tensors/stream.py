@@ -1,7 +1,6 @@
-"""Tensors streamed past in bounded pieces: read ahead in threads, computed, written in a thread.
+"""Tensors in bounded pieces: read and computed in threads, written in order by one thread.
 
-What is held at a time is a few pieces of every input, whatever the sizes of tensors and models: see
-`layout`. The passes themselves are in `passes`.
+Memory holds a few pieces of every input, whatever the sizes of tensors and models: see `layout`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -36,12 +34,14 @@ Holds = Literal["weight", "delta"]
 
 @dataclass(frozen=True)
 class Part:
-    """One input's share in a tensor: read(start, stop, buffer) gives its flattened elements.
+    """The tensor of one input.
 
-    `holds`: a weight, from which the base's is subtracted, or a delta, a difference already.
-    `held`: they are in memory, on any device, and `read` gives a view of them and needs no buffer.
-    ahead(start, stop) asks the disk for elements that will be read soon. `packed`: the codes that
-    they are stored as, which an accelerator decodes itself.
+    Attributes:
+        read: (start, stop, buffer) -> its flattened elements.
+        held: whether it is in memory, on any device: `read` returns a view and needs no buffer.
+        ahead: (start, stop) asks the disk for elements that will be read soon.
+        holds: a weight, or a delta: the difference from the base's weight.
+        packed: its codes, which an accelerator decodes itself.
     """
 
     dtype: torch.dtype
@@ -53,7 +53,6 @@ class Part:
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
-        """A tensor of a model."""
         info = weights.tensors[name]
         in_file = isinstance(weights, Checkpoint) and info.offset is None
         if in_file and not weights.tensor(name).is_contiguous():  # no piece of it can be read
@@ -67,10 +66,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of the stream. `base` may be None where no input needs it.
+    """One tensor of the stream. An item without `inputs` stays the base's.
 
-    `out` is the dtype in which it is given to a sink, or uint8 where each output is written as
-    codes of these `widths`. An item without `inputs` is the base's own.
+    Attributes:
+        base: None if no input needs it.
+        out: the dtype for the sink; uint8 for codes of the `widths`, one for each output.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Item:
 
     @property
     def width(self) -> int:
-        """Bytes that reading one element takes."""
+        """Bytes of one element of all parts."""
         return sum(part.dtype.itemsize for part in self.parts)
 
     @property
@@ -98,17 +98,15 @@ class Item:
         return self.numel * self.width
 
     def coded(self, widths: Sequence[Width]) -> Item:
-        """The same, each output written as codes."""
         return replace(self, out=torch.uint8, widths=tuple(widths))
 
     def written(self, numel: int, output: int = 0) -> int:
-        """Bytes that as many elements of an output take."""
+        """Bytes of `numel` elements of an output."""
         if self.widths:
             return block_bytes(numel, self.widths[output])
         return numel * self.out.itemsize
 
     def widest(self, numel: int) -> int:
-        """The same of the output that takes the most."""
         return max(self.written(numel, output) for output in range(len(self.widths) or 1))
 
     def whole(self, part: Part) -> Tensor:
@@ -119,7 +117,6 @@ class Item:
 def held_item(
     name: str, base: Tensor, models: Sequence[Tensor], out: torch.dtype = torch.float32
 ) -> Item:
-    """Tensors in memory, on any device and of any layout, as an item."""
     tensors = (base, *models)
     parts = whole_parts(lambda: tensors, [t.dtype for t in tensors], base.numel())
     return Item(name, tuple(base.shape), parts[0], tuple(parts[1:]), out)
@@ -128,10 +125,10 @@ def held_item(
 def whole_parts(
     load: Callable[[], Sequence[Tensor]], dtypes: Sequence[torch.dtype], numel: int
 ) -> list[Part]:
-    """The parts of a tensor whose inputs `load` gives only all at once and whole.
+    """The parts of a tensor whose inputs can only be loaded together and completely.
 
-    Loaded when a part is first read; each is dropped when as much of it has been read as there is,
-    and none is held for a part that nobody has any more. Thread-safe.
+    The first read loads them. Each is dropped when `numel` of its elements have been read, or when
+    its part is gone. Thread-safe.
     """
     lock = threading.Lock()
     cells = [_Cell() for _ in dtypes]
@@ -157,10 +154,8 @@ def whole_parts(
 
 
 class _Cell:
-    """What a part of `whole_parts` holds, and how many of its elements are still to be read."""
-
     tensor: Tensor | None = None
-    left = 0
+    left = 0  # elements to read
 
 
 @dataclass(frozen=True)
@@ -182,44 +177,42 @@ class Piece:
 
 
 class Sink(Protocol):
-    """Where `deliver` brings outputs, in order and from one thread of its own."""
+    """The receiver of outputs, which `deliver` calls in order and from one thread."""
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        """`values` [number of outputs, stop - start] in `item.out`, on the CPU; where codes are
-        written, a row is of bytes, the first of which hold the codes of an output."""
+        """Accept `values` [outputs, stop - start] in `item.out`, on the CPU.
+
+        A row of codes begins with those of its output; the rest of it is unused.
+        """
 
 
 class Placing(Sink, Protocol):
-    """A sink that may have memory of its own for outputs, which then are not copied."""
+    """A sink with memory for outputs, which are computed there and not copied."""
 
     def place(self, item: Item, start: int, stop: int) -> Tensor | None:
-        """Where the outputs of a piece belong, [number of outputs, stop - start] in `item.out` on
-        the CPU; None: they are given to `write`. Of a pass that fails some of it is written."""
+        """Memory for a piece, [outputs, stop - start] in `item.out` on the CPU; None: `write`."""
 
 
 def allocate(
     *shape: int, dtype: torch.dtype, device: torch.device = CPU, pinned: bool = False
 ) -> Tensor:
-    """An empty tensor of the engine's own: everything that `layout` counts is made here."""
+    """An empty tensor that `layout` counts."""
     return torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
 
 
-def deltas_of(items: Sequence[Item]) -> int:
-    """How many inputs of each item hold deltas; they come before those that hold weights."""
-    inputs = next((item.inputs for item in items if item.inputs), ())
-    return [part.holds for part in inputs].count("delta")
-
-
 class Buffer:
-    """Memory for what is stored of one piece after the other. One instance per thread."""
+    """Memory for the stored elements of a piece. One instance per thread."""
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
         self.memory = allocate(nbytes, dtype=torch.uint8, pinned=pinned)
 
     def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
-        """Base and inputs as they are stored; with `copy` also those that are `held` lie in
-        `memory`. With `packed` those that have codes are left in them. Overwritten by the next
-        piece."""
+        """Base and inputs in their stored dtypes, overwritten by the next piece.
+
+        Args:
+            copy: copy inputs that are `held` into `memory` as well.
+            packed: read codes without decoding them.
+        """
         found, place = [], 0
         for part in piece.item.parts:
             size = piece.numel * part.dtype.itemsize if copy or not part.held else 0
@@ -237,17 +230,13 @@ class Buffer:
 
 
 class Chunks:
-    """Reads a piece and walks it in chunks of task vectors, in buffers that are allocated once.
-
-    One instance per thread, for one layout: what is read stays in the cache of the processor that
-    read it.
-    """
+    """Reads a piece and walks it in chunks of task vectors. One instance per thread."""
 
     def __init__(
         self, layout: Layout, device: torch.device, buffer_bytes: int | None = None
     ) -> None:
         self._chunk, self.device = layout.chunk, device
-        # A CPU decodes faster as it reads; to an accelerator codes are the least traffic.
+        # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
         self.packed = device.type != "cpu"
         # from pinned memory the copy to a GPU is fast
         nbytes = layout.buffer_bytes if buffer_bytes is None else buffer_bytes
@@ -256,10 +245,9 @@ class Chunks:
         self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
 
     def walk(self, piece: Piece) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (place in the piece, theta_0 [n], task vectors [T, n]) in float32 on the device;
-        both are views of buffers that the next step overwrites.
+        """Yield (place in the piece, theta_0 [n] or 0, task vectors [T, n]), float32 on the device.
 
-        Without a base, which only deltas can do without, theta_0 is zero.
+        The next step overwrites both tensors.
         """
         item, found = piece.item, self.buffer.read(piece, packed=self.packed)
         for start in range(0, piece.numel, self._chunk):
@@ -283,7 +271,7 @@ class Chunks:
             torch.accelerator.current_stream(self.device).synchronize()
 
     def _moved(self, part: Part, stored: Tensor, place: slice) -> Tensor:
-        """Elements of a piece on the device; pieces and chunks begin with a group of codes."""
+        """Elements of a piece on the device. Pieces and chunks begin with a group of codes."""
         if not self.packed or part.packed is None:
             return stored[place].to(self.device, non_blocking=True)
         first, last = (block_bytes(at, part.packed.width) for at in (place.start, place.stop))
@@ -291,32 +279,14 @@ class Chunks:
         return part.packed.decode(blocks, place.stop - place.start)
 
 
-class Drawn:
-    """The rows of Omega (rand_proj) in the place of task vectors, for one thread."""
-
-    def __init__(
-        self, sketch: Sketch, device: torch.device, counted_as: Mapping[str, str] | None = None
-    ) -> None:
-        """`counted_as`: a tensor's name -> the one under which it counted in the Gram matrix."""
-        self._sketch, self._device, self._counted_as = sketch, device, counted_as or {}
-        self._streams: dict[str, torch.Generator] = {}
-
-    def next(self, name: str, count: int) -> Tensor:
-        """The next rows of a tensor, transposed: [M, count] float32 on the device."""
-        if name not in self._streams:
-            self._streams[name] = self._sketch.stream(self._counted_as.get(name, name))
-        return self._sketch.rows(self._streams[name], count, self._device)
-
-
 def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torch.dtype) -> bool:
-    """Whether `kernels` can do all of them: on a CPU, of the dtypes that they know."""
+    """Whether `kernels` can compute all items: on a CPU, in the dtypes of FUSED."""
     dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
     return all(d.type == "cpu" for d in devices) and dtypes.union(outputs) <= set(FUSED)
 
 
 def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes of one element in all parts that are read, or `held` in memory, of the widest item;
-    and of its codes, of one part at a time."""
+    """Bytes of one element of the widest item, and of its codes; `held` counts parts in memory."""
     read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
     coded = any(part.packed is not None for item in items for part in item.inputs)
     return max(map(sum, read), default=0) + 2 * coded
@@ -327,12 +297,11 @@ def in_order(
     layout: Layout,
     work: Callable[[torch.device], Callable[[Piece], Result]],
 ) -> Iterator[tuple[Piece, Result]]:
-    """The items' pieces of at most `layout.piece` elements in order, and what `work` makes of each.
+    """Yield the pieces of the items in order, each with its result.
 
-    Each of the layout's workers is a thread that reads and computes; the disk is asked for the
-    pieces after theirs. `work(device)` is called once in each of them; what it returns is called
-    with pieces. The result of a piece must be used before the one `layout.under_way` further is
-    asked for.
+    Each of the layout's workers is a thread that reads and computes. A thread calls `work(device)`
+    once, and its return value with each piece. The caller uses a result before it asks for the
+    result `layout.under_way` pieces later.
     """
     pieces = list(pieces_of(items, layout.piece))
     devices: SimpleQueue[torch.device] = SimpleQueue()
@@ -353,7 +322,7 @@ def in_order(
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     with ThreadPoolExecutor(len(layout.workers), "tvb-compute") as computers:
         try:
-            if len(pieces) == 1:  # such as a small tensor on its own: threads would take longer
+            if len(pieces) == 1:  # threads would take longer
                 yield pieces[0], compute(pieces[0])
                 return
             for piece in pieces:
@@ -372,7 +341,7 @@ def in_order(
 
 
 def pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
-    """The items in pieces of at most `length` elements; an empty tensor is a piece too."""
+    """Cut items into pieces of at most `length` elements; an empty tensor is one piece."""
     number = itertools.count()
     for item in items:
         for start in range(0, max(1, item.numel), length):
@@ -387,8 +356,10 @@ def deliver(
     sink: Sink | Placing,
     progress: Update,
 ) -> None:
-    """Have `work(device)`'s function fill the outputs of each piece, as a `Sink` takes them, and
-    give them to `sink` in order, while the next are computed."""
+    """Compute the outputs of each piece, and give them to `sink` in order, in another thread.
+
+    The function `work(device)` fills the outputs of a piece.
+    """
     width = max((item.widest(layout.piece) for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
     buffers = [allocate(outputs, width, dtype=torch.uint8) for _ in range(count)]

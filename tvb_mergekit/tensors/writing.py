@@ -1,8 +1,7 @@
-"""Safetensors files written as their tensors come: header first, then bytes in order, hashed.
+"""Safetensors files written piece by piece: header first, then bytes in order, hashed.
 
-The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front, so a
-file of known tensors needs no tensor to be held. Files are the same byte for byte however the
-tensors were cut, and whether or not the writing was interrupted and resumed.
+The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front, so that
+no complete tensor is in memory. Neither pieces nor an interruption change the bytes of a file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tvb_mergekit.tensors.stream import Item
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
-BLOCK_BYTES = 2**24  # that are read at a time to be hashed
+BLOCK_BYTES = 2**24  # read at a time for a checksum
 ANEW = "start anew without --resume"
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -37,8 +36,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its name, its tensors in the order in which they come, and which process of
-    several writes it."""
+    """One file: its name, its tensors in order, and the process that writes it."""
 
     name: str
     items: tuple[Item, ...]
@@ -47,7 +45,7 @@ class Shard:
     def header(
         self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
     ) -> bytes:
-        """The file's first bytes: length, JSON, blanks up to a multiple of 8."""
+        """The file's first bytes: length, JSON, blanks to a multiple of 8."""
         said = dict(metadata)
         if coded is not None:
             said[KEY] = coded.metadata({item.name: item.shape for item in self.items})
@@ -57,17 +55,11 @@ class Shard:
             tensors[item.name] = (item.out, [size] if item.widths else item.shape)
         return header_of(said, tensors)
 
-    def nbytes(
-        self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
-    ) -> int:
-        """The size of the file."""
-        return len(self.header(metadata, output, coded)) + _written(*self.items, output=output)
-
 
 def header_of(
     metadata: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> bytes:
-    """The first bytes of a file of these tensors, which follow in this order."""
+    """The first bytes of a file of these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (dtype, shape) in tensors.items():
@@ -81,20 +73,18 @@ def header_of(
 
 
 def _written(*items: Item, output: int = 0) -> int:
-    """Bytes that an output's tensors take in a file."""
     return sum(item.written(item.numel, output) for item in items)
 
 
 def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1) -> list[Shard]:
     """Cut the items, in order, into files of at most `limit` bytes (or one tensor).
 
-    Each of several processes gets files of its own: a run of items, balanced by the bytes that
-    are read and written. So there may be more files than one process makes.
+    Each process gets files of its own, balanced by the bytes that are read and written.
     """
     groups: list[tuple[int, list[Item]]] = []
     work = [item.nbytes + item.widest(item.numel) for item in items]
     for rank, run in enumerate(shares(work, ranks)):
-        size = limit + 1  # no file of another process
+        size = limit + 1  # begin a new file
         for item in items[run]:
             if size + item.widest(item.numel) > limit:  # files of all outputs hold the same tensors
                 groups.append((rank, []))
@@ -112,23 +102,22 @@ def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1)
 
 
 def run_of(plan: Sequence[Shard], rank: int) -> list[Item]:
-    """The items that one process writes."""
     return [item for shard in plan if shard.rank == rank for item in shard.items]
 
 
 class FolderWriter:
     """The tensors of one folder, written in order.
 
-    Of several processes each writes the files of its `rank`, and one of them the index of all.
+    Each process writes the files of its `rank`, and rank 0 the index.
 
     Args:
-        hashes: of the tensors that are there already, in order: the checksum of what the file that
-            they are in held when each was whole. The bytes are read again and compared.
-        output: the number of this vector among those of a pass.
-        coded: how its tensors are coded, if they are.
+        hashes: for each finished tensor, in order, the checksum of its file up to its end. They
+            are compared with the files.
+        output: the number of this vector in a pass.
+        coded: the code of its tensors, if there is one.
 
     Raises:
-        UserError: what is there is not what `hashes` says.
+        UserError: a file differs from `hashes`.
     """
 
     def __init__(
@@ -156,7 +145,7 @@ class FolderWriter:
             hashes = hashes[here:]
 
     def _open(self, done: int = 0, digest: str = "") -> None:
-        """The next file; of one that holds `done` tensors, `digest` is the checksum so far."""
+        """Open the next file, which holds `done` tensors with the checksum `digest`."""
         shard = self._shards.pop(0)
         path = self.folder / shard.name
         header = shard.header(self.metadata, self.output, self.coded)
@@ -178,7 +167,7 @@ class FolderWriter:
         self._close_if_whole(shard.name)
 
     def write(self, item: Item, last: bool, values: Tensor) -> None:
-        """The next elements of the tensor whose turn it is; `last` ends it."""
+        """Append elements to the current tensor; `last` ends it."""
         if self._file is None:
             self._open()
         self._put(memoryview(values.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
@@ -205,17 +194,17 @@ class FolderWriter:
             self._file = None
 
     def whole(self) -> dict[str, dict[str, object]]:
-        """All files are written; returns file -> {bytes, xxh3_128}."""
+        """file -> {bytes, xxh3_128} of all files, which must be complete."""
         assert self._file is None and not self._shards
         return self.written
 
     def finish(
         self, records: Sequence[Mapping[str, dict[str, object]]] = ()
     ) -> dict[str, dict[str, object]]:
-        """Write the shard index where there is one; returns file -> {bytes, xxh3_128}.
+        """Write the index of several shards, and return file -> {bytes, xxh3_128}.
 
         Args:
-            records: what `whole` returned in each process.
+            records: the result of `whole` in each process.
         """
         self.whole()
         for written in records:
@@ -231,13 +220,13 @@ class FolderWriter:
 
 
 class FoldersSink:
-    """A `stream.Sink`: output k goes to folder k.
+    """A `stream.Sink` that writes output k to folder k.
 
-    The journal gets a line for each tensor that is whole: how many there are by then, the checksum
-    of what each folder's last file holds, and what `coding` has measured of it.
+    Each finished tensor adds a line to the journal: the number of finished tensors, the checksum of
+    each folder's last file so far, and the sums of `Coding.measured`.
 
     Attributes:
-        measured: of each tensor that is whole, what `Coding.measured` gives, added up.
+        measured: the sums of `Coding.measured` for each finished tensor.
     """
 
     def __init__(
@@ -272,19 +261,17 @@ class FoldersSink:
 
 
 class Whole(NamedTuple):
-    """What a journal says of a tensor that is whole."""
+    """A finished tensor in a journal."""
 
     hashes: list[str]  # one for each folder
     measured: list[float]
 
 
 def read_journal(path: Path) -> list[Whole]:
-    """What a journal says, tensor by tensor.
-
-    A last line that a kill cut is taken out.
+    """The finished tensors in a journal. An incomplete last line is deleted.
 
     Raises:
-        UserError: another line is damaged.
+        UserError: a line is damaged.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     if lines and not lines[-1].endswith(b"\n"):
@@ -298,7 +285,7 @@ def read_journal(path: Path) -> list[Whole]:
             whole = done == number and all(isinstance(text, str) for text in each)
             first = found[0] if found else read
             alike = [len(part) for part in read] == [len(part) for part in first]
-        except (ValueError, TypeError):  # what is no JSON, or no such list
+        except (ValueError, TypeError):  # not JSON, or another list
             whole = alike = False
         if not (whole and alike):
             raise UserError(f"{path}: line {number} cannot be read; {ANEW}")
@@ -307,7 +294,7 @@ def read_journal(path: Path) -> list[Whole]:
 
 
 class MemorySink:
-    """A `stream.Sink` that holds output k as the state dict `states[k]`."""
+    """A `stream.Sink` that keeps output k as the state dict `states[k]`."""
 
     def __init__(self, outputs: int) -> None:
         self.states: list[dict[str, Tensor]] = [{} for _ in range(outputs)]
@@ -320,7 +307,7 @@ class MemorySink:
 
 
 def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a checksum of tensors and metadata, which a file can hold as further metadata."""
+    """A checksum of tensors and metadata."""
     digest = xxhash.xxh3_128(json.dumps(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -329,7 +316,7 @@ def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tenso
 
 
 def file_record(path: Path) -> dict[str, object]:
-    """{bytes, xxh3_128} of a file as it is."""
+    """{bytes, xxh3_128} of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK_BYTES):

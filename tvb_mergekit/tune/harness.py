@@ -1,9 +1,9 @@
 """lm-eval 0.4.13: tasks by name, the items that choose a coefficient, a model and its scores.
 
-All that is known of lm-eval is here. lm-eval scores a task's test split, or its validation split
-where there is none. Choosing by what is scored later would flatter the result, so a task that has
-both is scored on its validation split here; of any other task a seeded part of the scored split is
-taken, and the rest is recorded for the test.
+Nothing else in the package depends on lm-eval. lm-eval scores the test split of a task, or the
+validation split if there is no test split. To choose by items that are scored later would flatter
+the result. So a task with both splits is scored on its validation split here. For other tasks a
+seeded part of the scored split is used, and the rest is recorded for the test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tvb_mergekit.settings import nearest
 
 SEEDS = (0, 1234, 1234, 1234)  # lm-eval's: random, numpy, torch, few-shot
 BOOTSTRAP = 1000  # for metrics whose standard error has no formula
-USUAL = ("score,none", "score,keyword")  # metrics of tasks that have others too
+USUAL = ("score,none", "score,keyword")  # of tasks with several metrics
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -47,27 +47,27 @@ class LmEval:
     batch_size: str = "1"
     model_args: str = ""
 
+    @property
+    def model_keys(self) -> dict[str, Any]:
+        from lm_eval.utils import simple_parse_args_string
+
+        given: dict[str, Any] = simple_parse_args_string(self.model_args or "")
+        return given
+
 
 @dataclass(frozen=True)
-class Choice:
-    """Which items choose.
+class ItemChoice:
+    """The rule by which items are chosen."""
 
-    Attributes:
-        limit: n_i, items per task; below 1 a share of them; None for all.
-        share: M / T, what is taken of n_i.
-        test_share: of the scored split of a task without a validation split.
-        seed: of what is drawn.
-    """
-
-    limit: float | None = None
-    share: float = 1.0
-    test_share: float = 0.2
+    limit: float | None = None  # items per task, or below 1 a share of them, or all
+    share: float = 1.0  # M / T, the part of the limited items that is used
+    test_share: float = 0.2  # used of the scored split of tasks without a validation split
     seed: int = 0
 
     def part(self, task: str, total: int, validation: bool) -> tuple[list[int], list[int] | None]:
-        """The chosen items of a split of `total`, and those left to the test (None: all).
+        """Return the chosen items of a split of `total`, and those left to the test (None: all).
 
-        Of two choices that differ in `limit` or `share`, the smaller is part of the larger.
+        If two choices differ in `limit` or `share`, the smaller is part of the larger.
         """
         order = random.Random(f"{self.seed}/{task}").sample(range(total), total)
         pool = order
@@ -82,41 +82,31 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The items of one lm-eval task: `chosen` of `items` in `split`.
-
-    `left_to_test` are the items that a test may use, where `split` is also the tested one.
-    """
+class TaskPart:
+    """The items of one lm-eval task: `chosen` of `items` in `split`."""
 
     task: str
     split: str
     items: int
     chosen: list[int]
-    left_to_test: list[int] | None
+    left_to_test: list[int] | None  # None: the test has a split of its own
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One task of an objective, or a group that lm-eval averages over its items.
-
-    Attributes:
-        metrics: as lm-eval names them, `metric,filter`.
-        lower: those of them of which less is better.
-        content: a checksum of the definition and of the chosen items.
-        loaded: what lm-eval's `evaluate` takes.
-    """
+class EvalTask:
+    """One task of an objective, or a group that lm-eval averages over its items."""
 
     name: str
-    metrics: Sequence[str]
-    lower: Sequence[str]
-    parts: Sequence[Part]
-    content: str
-    loaded: Any
+    metrics: Sequence[str]  # `metric,filter`
+    lower: Sequence[str]  # metrics that are better when they are lower
+    parts: Sequence[TaskPart]
+    content: str  # checksum of the definition and of the chosen items
+    loaded: Any  # for lm-eval's `evaluate`
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model has on one entry: metric -> value, and metric -> standard error if known."""
+    """A model's scores on one task: metric -> value, and metric -> standard error if known."""
 
     values: Mapping[str, float]
     stderrs: Mapping[str, float]
@@ -134,16 +124,12 @@ def versions() -> dict[str, str]:
 
 
 def manager(include_path: Sequence[str], metadata: Mapping[str, Any]) -> Any:
-    """lm-eval's list of tasks, its own and those below the given folders.
-
-    Raises:
-        UserError: no such folder.
-    """
+    """Return lm-eval's list of tasks: its own, and those below the given folders."""
     import datasets
     import transformers
     from lm_eval.tasks import TaskManager
 
-    # they tell at length what they do; their errors come as exceptions
+    # their logs are long, and their errors come as exceptions
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -153,63 +139,51 @@ def manager(include_path: Sequence[str], metadata: Mapping[str, Any]) -> Any:
     return TaskManager(include_path=list(include_path) or None, metadata=dict(metadata))
 
 
-def told(options: LmEval, base: Path | None) -> dict[str, Any]:
-    """lm-eval's metadata: what its command makes of --metadata and --model_args, for tasks that
-    look at the model. `base` stands for the models to come."""
+def full_metadata(options: LmEval, base: Path | None) -> dict[str, Any]:
+    """Add --model_args to --metadata, as lm-eval's command does; `base` stands for the models."""
     model = {} if base is None else {"pretrained": str(base)}
-    return {**options.metadata, **model, **_model_args(options)}
+    return {**options.metadata, **model, **options.model_keys}
 
 
-def _model_args(options: LmEval) -> dict[str, Any]:
-    from lm_eval.utils import simple_parse_args_string
-
-    given: dict[str, Any] = simple_parse_args_string(options.model_args or "")
-    return given
-
-
-def load_entries(
+def load_tasks(
     manager: Any,
     names: Sequence[str],
     metrics: Mapping[str, Sequence[str]],
-    choice: Choice,
+    choice: ItemChoice,
     options: LmEval,
-) -> list[Entry]:
-    """The entries of tasks and groups of lm-eval. A group stands for its members, but for one that
-    is averaged by the number of items (`mmlu_stem`), which is one entry in parts.
+) -> list[EvalTask]:
+    """Load tasks and groups of lm-eval.
+
+    A group stands for its members, except a group that is averaged by the number of items
+    (`mmlu_stem`): that is one task in parts.
 
     Args:
-        metrics: task -> its metrics, for those whose are not to be the usual one.
-
-    Raises:
-        UserError: an unknown name or metric, data that cannot be loaded.
+        metrics: task -> its metrics, if they are not the usual one.
     """
-    entries: dict[str, Entry] = {}
+    tasks: dict[str, EvalTask] = {}
     for name in (match for asked in names for match in _matches(asked, manager)):
         try:
             with _without_bars():
                 found = manager.load([name])
-        except Exception as error:  # a task's own code: data sets, network, whatever it needs
+        except Exception as error:  # a task's own code: data sets, network, anything
             raise UserError(f"task {name} cannot be loaded: {_one_line(error)}") from error
         group = found.get("groups", {}).get(name)
         members = found["tasks"].values() if group is None else [group]
         for member in (each for item in members for each in _members(item)):
             own = str(getattr(member, "name", None) or member.task_name)
-            if own not in entries:
+            if own not in tasks:
                 loaded = manager.load(member)
                 _prepare(loaded["tasks"], options)
-                entries[own] = _entry(own, loaded, metrics.get(own), choice, options)
-    return list(entries.values())
+                tasks[own] = _eval_task(own, loaded, metrics.get(own), choice, options)
+    return list(tasks.values())
 
 
 def _matches(name: str, manager: Any) -> list[str]:
-    """The tasks and groups that a name or a pattern stands for."""
     matches: list[str] = manager.match_tasks([name])
     if not matches:
         guess = nearest(name, manager.all_tasks)
         hint = f"; did you mean {guess}?" if guess else "."
-        raise UserError(
-            f"lm-eval knows no task {name}{hint} Your own are found with --include-path"
-        )
+        raise UserError(f"lm-eval knows no task {name}{hint} Your own need --include-path")
     return matches
 
 
@@ -230,7 +204,7 @@ def _members(item: Any) -> Iterator[Any]:
 
 
 def _prepare(tasks: Mapping[str, Any], options: LmEval) -> None:
-    """Set the shots as lm-eval does with --num_fewshot: a task that says 0 stays at 0."""
+    """Set the shots as lm-eval does with --num_fewshot: a task with 0 shots stays at 0."""
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not options.unsafe_code:
             raise UserError(
@@ -242,18 +216,18 @@ def _prepare(tasks: Mapping[str, Any], options: LmEval) -> None:
             task.set_config(key="num_fewshot", value=asked or 0)
 
 
-def _entry(
-    name: str, loaded: Any, asked: Sequence[str] | None, choice: Choice, options: LmEval
-) -> Entry:
+def _eval_task(
+    name: str, loaded: Any, asked: Sequence[str] | None, choice: ItemChoice, options: LmEval
+) -> EvalTask:
     parts = []
-    model = ({"pretrained"} | _model_args(options).keys()) - options.metadata.keys()
+    model = ({"pretrained"} | options.model_keys.keys()) - options.metadata.keys()
     digest = hashlib.sha256(name.encode())
     better: dict[str, bool | None] = {}
     for leaf, task in loaded["tasks"].items():
         split, validation = _to_validation(task)
         docs = task.eval_docs
         chosen, rest = choice.part(leaf, len(docs), validation)
-        parts.append(Part(leaf, split, len(docs), chosen, rest))
+        parts.append(TaskPart(leaf, split, len(docs), chosen, rest))
         config = task.dump_config()
         metadata = dict(config.get("metadata") or {})
         config["metadata"] = {key: metadata[key] for key in metadata if key not in model}
@@ -263,28 +237,31 @@ def _entry(
         better |= task.higher_is_better() or {}
     metrics = _pick(name, asked, _emitted(loaded))
     lower = [metric for metric in metrics if better.get(metric.partition(",")[0]) is False]
-    return Entry(name, metrics, lower, parts, digest.hexdigest(), loaded)
+    return EvalTask(name, metrics, lower, parts, digest.hexdigest(), loaded)
 
 
 def _to_validation(task: Any) -> tuple[str, bool]:
-    """The split that lm-eval will score, and whether it is the validation split beside a test
-    split, which it is made to score here."""
+    """Make lm-eval score the validation split, if the task has a test split as well.
+
+    Returns:
+        The split that lm-eval will score, and whether the test has another one.
+    """
     if not (task.has_test_docs() and task.has_validation_docs()):
         return ("test" if task.has_test_docs() else "validation"), False
     config, examples = task.config, task.fewshot_cfg.split
-    split = config.validation_split  # None where a class of the task's own finds it
+    split = config.validation_split  # None if the task's own class finds it
     if split is not None and split == config.test_split:
         return str(split), False
     task.has_test_docs = lambda: False
-    # lm-eval leaves an item out of its own examples where both are of `test_split`; without a
-    # training split and a word on it, examples are of the validation split
+    # lm-eval excludes an item from its own examples if both are of `test_split`; by default,
+    # without a training split, examples are of the validation split
     own = examples is None and not task.has_training_docs()
     config.test_split = examples if own else split
     return str(split or "validation"), True
 
 
 def _emitted(loaded: Any) -> list[str]:
-    """`metric,filter` of an entry, the group's own where it is one."""
+    """Return `metric,filter` of a task, or of its group if there is one."""
     found: list[str] = []
     for task in loaded["tasks"].values():
         filters = [each.name for each in getattr(task, "_filters", ())] or ["none"]
@@ -305,17 +282,13 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
     if usual or len(emitted) == 1:
         return usual or emitted
     raise UserError(
-        f"task {name} has several metrics: say which with --metric {name}:METRIC, one of "
+        f"task {name} has several metrics: choose with --metric {name}:METRIC, one of "
         f"{', '.join(emitted)}"
     )
 
 
 def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
-    """The model in a folder, as `lm_eval --model hf` loads it: an HFLM.
-
-    Raises:
-        UserError: lm-eval cannot load it, or it has no chat template where one is to be applied.
-    """
+    """Load the model in a folder as `lm_eval --model hf` does: an HFLM."""
     from lm_eval.models.huggingface import HFLM
 
     try:
@@ -324,22 +297,17 @@ def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
             device=options.device,
             batch_size=options.batch_size,
             trust_remote_code=trust_remote_code,
-            **_model_args(options),
+            **options.model_keys,
         )
-    except Exception as error:  # all that --model-args can make wrong
+    except Exception as error:  # --model-args may be wrong in any way
         raise UserError(f"lm-eval cannot load the model: {_one_line(error)}") from error
     if options.chat_template and lm.tokenizer.chat_template is None:
         raise UserError("--apply-chat-template: the base's tokenizer has no chat template")
     return lm
 
 
-def score(lm: Any, entry: Entry, chat_template: bool) -> Scored:
-    """The metrics of one entry, as `lm_eval --samples` has them. Nothing is cached, since the
-    weights change.
-
-    Raises:
-        UserError: a metric is not among the results, or the device's memory is too small.
-    """
+def score(lm: Any, task: EvalTask, chat_template: bool) -> Scored:
+    """Score one task as `lm_eval --samples` does. Nothing is cached, since the weights change."""
     import numpy as np
     import torch
     from lm_eval.evaluator import evaluate
@@ -348,14 +316,14 @@ def score(lm: Any, entry: Entry, chat_template: bool) -> Scored:
     random.seed(SEEDS[0])
     np.random.seed(SEEDS[1])
     set_torch_seed(SEEDS[2])
-    for task in entry.loaded["tasks"].values():
-        task.set_fewshot_seed(seed=SEEDS[3])
+    for each in task.loaded["tasks"].values():
+        each.set_fewshot_seed(seed=SEEDS[3])
     try:
         with _without_bars():
             found = evaluate(
                 lm=lm,
-                task_dict=entry.loaded,
-                samples={p.task: p.chosen for p in entry.parts if len(p.chosen) < p.items},
+                task_dict=task.loaded,
+                samples={p.task: p.chosen for p in task.parts if len(p.chosen) < p.items},
                 cache_requests=False,
                 bootstrap_iters=BOOTSTRAP,
                 log_samples=False,
@@ -364,36 +332,39 @@ def score(lm: Any, entry: Entry, chat_template: bool) -> Scored:
                 confirm_run_unsafe_code=True,  # `_prepare` has asked
             )
     except torch.OutOfMemoryError as error:
-        raise UserError(f"task {entry.name}: too little memory; a smaller --batch-size?") from error
+        raise UserError(f"task {task.name}: too little memory; a smaller --batch-size?") from error
     assert found is not None
-    results = found["results"][entry.name]
+    return _scored(task, found["results"][task.name])
+
+
+def _scored(task: EvalTask, results: Mapping[str, Any]) -> Scored:
     values, stderrs = {}, {}
-    for metric in entry.metrics:
+    for metric in task.metrics:
         name, _, rest = metric.partition(",")
         if not isinstance(value := results.get(metric), int | float) or math.isnan(value):
-            raise UserError(f"task {entry.name} gave no number for {metric}: {value!r}")
+            raise UserError(f"task {task.name} gave no number for {metric}: {value!r}")
         values[metric] = float(value)
-        spread = results.get(f"{name}_stderr,{rest}")
-        if isinstance(spread, int | float) and math.isfinite(spread):
-            stderrs[metric] = float(spread)
+        error = results.get(f"{name}_stderr,{rest}")
+        if isinstance(error, int | float) and math.isfinite(error):
+            stderrs[metric] = float(error)
     return Scored(values, stderrs)
 
 
-def without_split(entries: Sequence[Entry]) -> list[str]:
-    """A line about tasks that have no validation split."""
-    parts = [(p, p.left_to_test) for e in entries for p in e.parts if p.left_to_test]
-    if not parts:
+def without_split(tasks: Sequence[EvalTask]) -> list[str]:
+    """Describe the tasks that have no validation split, in one line."""
+    parts = [(part, part.left_to_test) for task in tasks for part in task.parts]
+    pools = [f"{p.task} ({p.items - len(rest)} of {p.items})" for p, rest in parts if rest]
+    if not pools:
         return []
-    pools = [f"{p.task} ({p.items - len(rest)} of {p.items})" for p, rest in parts]
     return [
-        f"no validation split in {listed(pools)}: a seeded part of what is scored chooses; "
+        f"no validation split in {listed(pools)}: a seeded part of the scored items chooses; "
         "test_samples.json has the rest, for `lm_eval --samples`"
     ]
 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """lm-eval draws two bars for each task and point, which no option leaves out."""
+    """Hide lm-eval's two bars for each task and point, which no option hides."""
     usual = tqdm.tqdm.__init__
 
     def hidden(bar: Any, *args: Any, **options: Any) -> None:

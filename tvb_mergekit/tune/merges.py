@@ -1,8 +1,8 @@
-"""A recipe along its coefficient: lambda, or alpha of `basis_negate`, as mergekit plans it.
+"""A recipe along its coefficient: lambda, or alpha of `basis_negate`.
 
-Our methods and mergekit's generalized task arithmetic (but for its
-methods that draw at random) are linear in it: the merged model is start + fl(scale * direction),
-and `draw` writes both. For all others `write` merges point by point.
+Our methods are linear in the coefficient, and so is mergekit's generalized task arithmetic without
+random draws: the merged model is start + fl(scale * direction), and `draw` writes both. For all
+other methods `write` merges point by point.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tvb_mergekit.tensors.merging import merge_items, most_bases
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 RANDOM = (SparsificationMethod.random, SparsificationMethod.della_magprune)
-SHARD = 10**9  # bytes, of what is written: mergekit holds a shard in memory
+SHARD = 10**9  # bytes of written files: mergekit holds a shard in memory
 CPU = torch.device("cpu")
 
 Tasks = Sequence[tuple[WeightInfo, Task[Any]]]
@@ -65,28 +65,17 @@ Tasks = Sequence[tuple[WeightInfo, Task[Any]]]
 
 @dataclass(frozen=True)
 class TunedRecipe:
-    """A recipe file, and its coefficient.
+    """A recipe file, and its coefficient."""
 
-    Attributes:
-        document: the recipe as plain objects.
-        text: the recipe as it was written.
-        key: `lambda` or `alpha`.
-        factor: the recipe has layer gradients or filters for it, which the coefficient multiplies.
-        recipe: for our methods.
-        linear: whether the merged model is linear in the coefficient.
-        seed: of mergekit, for methods that draw at random.
-        memory: bytes that a pass over our methods' models may allocate.
-    """
-
-    document: Mapping[str, Any]
-    text: str
-    key: str
-    factor: bool
-    recipe: Recipe | None
-    linear: bool
+    document: Mapping[str, Any]  # the recipe as plain objects
+    text: str  # the recipe as written
+    key: str  # `lambda` or `alpha`
+    factor: bool  # the coefficient multiplies layer gradients or filters of the recipe
+    recipe: Recipe | None  # None for mergekit's own methods
+    linear: bool  # the merged model is linear in the coefficient
     options: Options
-    seed: int
-    memory: int = MEMORY
+    seed: int  # mergekit's, for methods that draw at random
+    memory: int = MEMORY  # bytes that a pass over our methods' models may allocate
 
     @property
     def method(self) -> str:
@@ -94,11 +83,7 @@ class TunedRecipe:
 
     @property
     def share(self) -> float:
-        """M / T: what of the validation items is for M bases in the place of T task vectors.
-
-        Raises:
-            UserError: M is known only once the bases are built.
-        """
+        """M / T for M bases instead of T task vectors: the share of validation items to use."""
         if self.recipe is None:
             return 1.0
         if self.recipe.store is not None:
@@ -113,7 +98,7 @@ class TunedRecipe:
         return most_bases(self.recipe.settings, total) / total
 
     def at(self, point: float) -> dict[str, Any]:
-        """The recipe of one point, as plain objects."""
+        """Return the recipe of one point, as plain objects."""
         document = copy.deepcopy(dict(self.document))
         document["parameters"] = root = document.get("parameters") or {}
         if not self.factor:
@@ -128,7 +113,7 @@ class TunedRecipe:
         return document
 
     def check(self, points: Sequence[float]) -> None:
-        """Raise UserError or MergeRefused where the recipe cannot take one of the points."""
+        """Raise UserError or MergeRefused if the recipe does not allow one of the points."""
         for point in points:
             with refusing(planning=True):
                 if self.recipe is not None:
@@ -138,8 +123,10 @@ class TunedRecipe:
 
     @contextmanager
     def _planned(self, point: float) -> Iterator[Plan | Tasks]:
-        """The plan of a point, or for mergekit's own methods its task for each tensor; either may
-        be run within the context."""
+        """Plan a point. For mergekit's own methods, the plan is a task for each tensor.
+
+        The plan may be run within the context.
+        """
         document = self.at(point)
         if self.recipe is not None:
             with planned(from_mapping(document), self.options, self.memory) as plan:
@@ -161,7 +148,7 @@ class TunedRecipe:
         return models
 
     def output_bytes(self) -> int:
-        """The bytes of the merged model; what stops the merge is raised here, before it starts."""
+        """Return the bytes of the merged model; raise here, early, if it cannot be merged."""
         with self._planned(1.0) as plan:
             if isinstance(plan, Plan):
                 return plan.output_bytes
@@ -169,28 +156,28 @@ class TunedRecipe:
         return max(Checkpoint.open(folder).nbytes for folder in folders)
 
     def base(self) -> Path | None:
-        """Where the base lies, whose tokenizer merged models have unless the recipe says other."""
+        """Return the folder of the base."""
         base = MergeConfiguration.model_validate(self.document).base_model
         return None if base is None else self._folders(base)[0]
 
     def identity(self) -> dict[str, Any]:
-        """What decides the merged models besides the point: for results that are kept."""
+        """Return the facts that decide the merged models, except the point, for kept scores."""
         document = copy.deepcopy(dict(self.document))
         if not self.factor:
             (document.get("parameters") or {}).pop(self.key, None)
         with refusing(planning=True):
             models = sorted(self._models(), key=str)
-            files = {str(model): [stamps(f) for f in self._folders(model)] for model in models}
+            files = {str(model): [_stamps(f) for f in self._folders(model)] for model in models}
         return {"recipe": document, "checkpoints": files, "mergekit's seed": self.seed}
 
     def _folders(self, model: ModelReference) -> list[Path]:
-        """Where a model lies, and its adapter."""
+        """Return the folders of a model and its adapter."""
         cache = self.options.transformers_cache
         parts = [ModelReference(model=part) for part in (model.model, model.lora) if part]
         return [Path(part.local_path(cache)) for part in parts]
 
     def write(self, point: float, out: str | os.PathLike[str], quiet: bool = True) -> None:
-        """Merge one point into a folder, to what `mergekit-yaml` writes."""
+        """Merge one point into a folder, as `mergekit-yaml` does."""
         document = self.at(point)
         options = self.options.model_copy(
             update={"out_shard_size": SHARD, "quiet": quiet, "random_seed": self.seed}
@@ -207,7 +194,7 @@ class TunedRecipe:
         """Write start and direction of every tensor that moves as two models; needs `linear`.
 
         Returns:
-            What the coefficient is multiplied by to give the scale of the direction.
+            The scale of the direction at coefficient 1.
         """
         with self._planned(1.0) as plan:
             if not isinstance(plan, Plan):
@@ -230,7 +217,7 @@ class TunedRecipe:
                 starts.append(replace(output.item(), out=torch.float32))
             elif output.whole is None:
                 starts.append(replace(item, inputs=(), out=item.base.dtype))
-            else:  # what is loaded all at once is dropped when all of it has been read
+            else:  # a tensor that is loaded at once is freed after a complete read
                 starts.append(replace(output.item(), out=item.base.dtype))
         for folder, items, jobs in ((start, starts, sums), (direction, directions, alone)):
             writer = FolderWriter(folder, plan_shards(items), {"format": "pt"})
@@ -240,7 +227,7 @@ class TunedRecipe:
         return -1.0 if negation else basis.scale
 
     def coefficients(self, point: float, names: Sequence[str]) -> dict[str, float]:
-        """The coefficient of each tensor at a point; they differ where there are gradients."""
+        """Return the coefficient of each tensor at a point; gradients make them differ."""
         if not self.factor:
             return dict.fromkeys(names, point)
         with self._planned(point) as plan:
@@ -250,25 +237,21 @@ class TunedRecipe:
             return {n: t.alpha if self.key == "alpha" else t.lambda_ for n, t in found.items()}
 
     def tuned(self, point: float) -> str:
-        """The recipe of a point as text: the user's own with the number changed, if that is all."""
+        """Return the recipe of a point as text: the user's with another number, if possible."""
         wanted = self.at(point)
         line = re.compile(rf"^(\s*{self.key}\s*:).*", re.MULTILINE)
         text, found = line.subn(rf"\1 {point!r}  # found by tvb tune", self.text)
-        with suppress(yaml.YAMLError):  # it was more than one line
+        with suppress(yaml.YAMLError):  # the number had more than one line
             if found == 1 and yaml.safe_load(text) == wanted:
                 return text
         return str(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
 
 
 def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY) -> TunedRecipe:
-    """The recipe in a file; of a store, its `recipes/add.yml`.
-
-    Raises:
-        UserError, MergeRefused: no recipe, a mistake in it, or nothing to tune in it.
-    """
+    """Read the recipe in a file, or `recipes/add.yml` of a store; it needs a coefficient."""
     if os.path.isdir(path):
         if not is_store(path):
-            raise UserError(f"{path}: a folder, and no store; name a recipe, or a store")
+            raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")
         path = str(Path(path) / "recipes" / "add.yml")
     document = load_document(path)
     text = Path(path).read_text(encoding="utf-8-sig")
@@ -290,11 +273,7 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
 
 
 def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
-    """Whether one of mergekit's own methods is linear in lambda.
-
-    Raises:
-        UserError: it has no lambda, or no base.
-    """
+    """Return whether one of mergekit's own methods is linear in lambda; raise if it has none."""
     name = document.get("merge_method")
     known = {method.spec.name: method for method in merge_methods.registered_methods()}
     if not isinstance(name, str) or name not in known:
@@ -319,7 +298,7 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every `parameters` of the recipe that is not one model's own."""
+    """Yield every `parameters` of the recipe, except those of single models."""
     for part in (document, *(document.get("modules") or {}).values()):
         for place in (part, *(part.get("slices") or ())):
             if isinstance(place.get("parameters"), dict):
@@ -334,16 +313,16 @@ def _scaled(setting: Any, by: float) -> Any:
     return float(setting) * by
 
 
-def stamps(folder: Path) -> dict[str, list[int]]:
-    """What changes with the weights, the configuration and the tokenizer of a model."""
+def _stamps(folder: Path) -> dict[str, list[int]]:
+    """Return size and time of the weights, the configuration and the tokenizer of a model."""
     names = {*weight_files(folder), *(file.name for file in folder.glob("*.json"))}
     stats = {name: (folder / name).stat() for name in sorted(names)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:
-    """`draw` for mergekit's generalized task arithmetic; what it does not merge is left out."""
-    merges: dict[Any, list[tuple[str, Any]]] = {}  # a layer may be taken twice
+    """Do the work of `draw` for mergekit's own methods, for the tensors that they merge."""
+    merges: dict[Any, list[tuple[str, Any]]] = {}  # a layer may be there twice
     for weight, task in tasks:
         merges.setdefault(task.gather_tensors, []).append((weight.name, task))
     files: dict[str, str] = {}
@@ -363,10 +342,10 @@ def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:
 def _split(
     task: ExecuteMergeMethodTask, tensors: Mapping[ModelReference, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """start and direction of one tensor, by mergekit's own code; None if it does not merge it.
+    """Return start and direction of one tensor, by mergekit's own code; None if it is not merged.
 
     mergekit computes base + lambda * f(models - base) in the inputs' dtype. With a base of zeros
-    and the differences in the place of the models, that is f alone.
+    and the differences instead of the models, the result is f alone.
     """
     base = task.base_model
     start = tensors.get(base)

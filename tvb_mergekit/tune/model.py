@@ -1,6 +1,6 @@
-"""The model that lm-eval scores: moved along start + fl(scale * direction), or merged anew.
+"""The model that lm-eval scores, moved along start + fl(scale * direction), or merged again.
 
-Every move begins at `start`, so no error piles up, and its two roundings are those of the merge:
+Each move begins at `start`, so no error accumulates. The two roundings are those of the merge, so
 the weights are those that `mergekit-yaml` writes, to the last bit of their dtype.
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 CHUNK = 2**22  # elements that are moved at a time
-SLACK = 2**28  # bytes, of a batch of a tiny model and the like
+SLACK = 2**28  # bytes, for batches and other small things
 
 
 class Line:
     """The tensors of a live model that move, with start and direction in the files of two models.
 
     Args:
-        unit: what a coefficient is multiplied by to give the scale of the direction.
-        live: name in the files -> the flattened tensor in memory, and the dtype of the merge.
+        unit: scale of the direction at coefficient 1.
+        live: name in the files -> (flattened tensor in memory, dtype of the merge).
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Line:
         self.live = {name: live[name] for name in self._files[1].tensors if name in live}
 
     def move(self, coefficients: Mapping[str, float]) -> None:
-        """Put the model where the line has these coefficients, by tensor name."""
+        """Move the model to these coefficients, by tensor name."""
         for _, held, value in self._values(coefficients):
             held.copy_(value)
 
     def differing(self, coefficients: Mapping[str, float]) -> list[str]:
-        """The tensors of the model that are not what the line has at these coefficients."""
+        """Return the tensors of the model that differ from the line at these coefficients."""
         found = self._values(coefficients)
         names = [name for name, held, value in found if not torch.equal(value.to(held.dtype), held)]
         return list(dict.fromkeys(names))
 
     def _values(self, coefficients: Mapping[str, float]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, chunk of the live tensor [n], its values at the coefficients [n])."""
+        """Yield (name, chunk of the live tensor [n], its values at the coefficients [n])."""
         for name, (held, dtype) in self.live.items():
             scale = coefficients[name] * self.unit
             tensors = (held, *(file.tensor(name).view(-1) for file in self._files))
@@ -71,8 +71,11 @@ class Line:
 def flattened(
     model: torch.nn.Module, folder: Path
 ) -> tuple[dict[str, tuple[Tensor, torch.dtype]], list[str]]:
-    """The tensors of a loaded model, flattened, under the names and with the dtypes of its files,
-    and those that have no such name or are not laid out as there."""
+    """Flatten the tensors of a loaded model, under names and with dtypes of its files.
+
+    Returns:
+        The tensors, and the names of those that the files lack or lay out in another way.
+    """
     files = Checkpoint.open(folder)
     live, others = live_tensors(model, files)
     flat = {
@@ -83,17 +86,17 @@ def flattened(
     return flat, [*others, *(name for name in live if name not in flat)]
 
 
-class Model:
-    """What lm-eval scores, at any point.
+class MovingModel:
+    """An lm-eval model at any point.
 
     One point is merged to a folder and loaded from there, so that configuration, tokenizer and
-    dtype are those of a merged model. From then on its weights move in place. The line must lead
-    through that point to the last bit; where it does not, and where the recipe is not linear, every
-    point is merged to a folder and loaded.
+    dtype are those of a merged model. Afterwards the weights move in place. The line must lead
+    through the first point to the last bit. Otherwise, and if the recipe is not linear, every point
+    is merged to a folder and loaded.
 
     Args:
         work: a folder for the merged model and the line; emptied here.
-        load: a folder -> the lm-eval model in it, whose `model` is the module.
+        load: loads the lm-eval model in a folder; its `model` is the module.
         begin: the coefficient to merge first; not 0, through which every line leads.
     """
 
@@ -108,11 +111,7 @@ class Model:
         self._merged: float | None = None  # the point in the folder
 
     def at(self, point: float) -> Any:
-        """The lm-eval model with the weights of a point.
-
-        Raises:
-            UserError, MergeRefused: what stops a merge; an overflow of the output dtype.
-        """
+        """Return the lm-eval model with the weights of a point."""
         if self._lm is None:
             shutil.rmtree(self.work, ignore_errors=True)
             if why := self._not_a_line():
@@ -124,14 +123,14 @@ class Model:
         return self._lm
 
     def _not_a_line(self) -> str | None:
-        """Why there is no line; None if there is one now."""
+        """Make the line, or return why there is none."""
         recipe = self.recipe
         if not recipe.linear:
             return f"{recipe.method} draws at random and is not linear in {recipe.key}"
         self._reload(self.begin)
         live, lost = flattened(self._lm.model, self.work / "model")
         if lost:
-            return f"in memory the model names {listed(lost)} otherwise than its files"
+            return f"the loaded model and its files have different names for {listed(lost)}"
         start, direction = self.work / "start", self.work / "direction"
         unit = recipe.draw(start, direction, bars(self.quiet))
         line = Line(start, direction, unit, live)
@@ -149,13 +148,13 @@ class Model:
         self._lm, self._merged = self.load(folder), point
 
     def close(self) -> None:
-        """Delete what was only for the search."""
+        """Delete the files of the search."""
         self._lm = self.line = None
         shutil.rmtree(self.work, ignore_errors=True)
 
 
 def check_memory(nbytes: int, device: str) -> None:
-    """Raise UserError unless a model of `nbytes` fits beside what runs already."""
+    """Raise UserError unless a model of `nbytes` fits into the free memory."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -164,6 +163,6 @@ def check_memory(nbytes: int, device: str) -> None:
     needed = nbytes + nbytes // 4 + SLACK
     if free < needed:
         raise UserError(
-            f"too little memory on {device}: the model takes {megabytes(needed)} with room to "
-            f"work, {megabytes(free)} are free; free some, or take another --device"
+            f"too little memory on {device}: the model needs {megabytes(needed)} with room to "
+            f"work, {megabytes(free)} are free; free some, or use another --device"
         )

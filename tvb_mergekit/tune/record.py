@@ -1,7 +1,7 @@
 """OUT/points.jsonl: a line for each point and task, on the disk before the next task begins.
 
-The first line says what decides the scores: recipe, checkpoints, tasks and items, versions. What
-was scored under another is never taken for it. A line that a kill has cut is dropped.
+The first line holds the facts that decide the scores: recipe, checkpoints, tasks and items,
+versions. Scores under other facts are never used. A line that a kill has cut is dropped.
 """
 
 from __future__ import annotations
@@ -21,15 +21,8 @@ POINTS = "points.jsonl"
 FORMAT_VERSION = 2  # 1 had a weight for each basis
 
 
-class Record:
-    """The scores in a file; see the module.
-
-    Args:
-        facts: what decides them, plain JSON.
-
-    Raises:
-        UserError: the file was begun under other facts, or cannot be read.
-    """
+class ScoreFile:
+    """The scores in a file that was begun under the same facts, which are plain JSON."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self.path = path
@@ -39,9 +32,9 @@ class Record:
             write_file(path, (json.dumps(head) + "\n").encode())
             return
         text = path.read_text(encoding="utf-8", errors="replace")
-        whole = text[: text.rfind("\n") + 1]
+        complete = text[: text.rfind("\n") + 1]
         try:
-            begun, *rows = [json.loads(line) for line in whole.splitlines()]
+            begun, *rows = [json.loads(line) for line in complete.splitlines()]
             differing = [key for key in head if begun.get(key) != head[key]]
             for row in () if differing else rows:
                 self._found[row["point"], row["task"]] = Scored(row["values"], row["stderrs"])
@@ -52,14 +45,14 @@ class Record:
                 f"{path} holds scores of another tuning ({listed(differing)} differ): name another "
                 "--out, or delete that folder"
             )
-        if whole != text:
-            os.truncate(path, len(whole.encode()))
+        if complete != text:
+            os.truncate(path, len(complete.encode()))
 
     def get(self, point: float, task: str) -> Scored | None:
         return self._found.get((point, task))
 
     def add(self, point: float, task: str, scored: Scored) -> None:
-        """Keep one score: on the disk when this returns."""
+        """Keep one score; it is on the disk when this returns."""
         row = {"point": point, "task": task, **asdict(scored)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,11 +1,11 @@
-"""`tvb tune` in order: what can be wrong first, then the search, then the files."""
+"""`tvb tune`: checks first, then the search."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,21 +23,21 @@ from tvb_mergekit.store.store import lock
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
 from tvb_mergekit.tune import harness, search
-from tvb_mergekit.tune.harness import Choice, LmEval, Scored
+from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
-from tvb_mergekit.tune.model import Model, check_memory
+from tvb_mergekit.tune.model import MovingModel, check_memory
 from tvb_mergekit.tune.objective import Estimate, Objective, objective
-from tvb_mergekit.tune.record import POINTS, Record
+from tvb_mergekit.tune.record import POINTS, ScoreFile
 
 LOG = logging.getLogger(__name__)
 DISK = 5  # merged models of 16 bits: the first, and start and direction in float32
-DECIDING = ("device", "batch_size", "model_args", "chat_template")  # of lm-eval's options
-WORK = ".work"  # below OUT: the merged model that is loaded, and the line
+DECIDING = ("device", "batch_size", "model_args", "chat_template")  # lm-eval's options
+WORK = ".work"  # below OUT, for the loaded model and the line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(LmEval):
-    """What a user asks for; see `tvb tune --help`."""
+class TuneRequest(LmEval):
+    """The words of a command; see `tvb tune --help`."""
 
     recipe: str
     tasks: Sequence[str]
@@ -60,10 +60,10 @@ class Request(LmEval):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One point: its scores by entry, and their means."""
+class Point:
+    """A coefficient with its scores by task, and their means."""
 
-    point: float
+    value: float
     scored: Mapping[str, Scored]
     target: Estimate
     control: Estimate | None
@@ -71,115 +71,87 @@ class Row:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came out.
+    """The result of a search."""
 
-    Attributes:
-        goals: "target", and for negation "control", to the objective over its entries.
-        best: the row that was chosen.
-        rows: all points that were asked for, in their order.
-        facts: what decides the scores.
-    """
-
-    request: Request
+    request: TuneRequest
     recipe: TunedRecipe
-    goals: Mapping[str, Objective]
-    choice: Choice
-    best: Row
-    rows: Sequence[Row]
+    goals: Mapping[str, Objective]  # "target", and for negation "control"
+    choice: ItemChoice
+    best: Point
+    points: Sequence[Point]  # in the order of the search
     notes: Sequence[str]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # facts that decide the scores
 
 
-def tune(request: Request) -> Tuned:
-    """Find the coefficient. The files are `report.write`'s, but for OUT/points.jsonl; the merged
-    model is the caller's to write.
-
-    Raises:
-        UserError, MergeRefused: a mistake in what was asked for, or what stops a merge.
-    """
+def tune(request: TuneRequest) -> Tuned:
+    """Find the coefficient. The only file that stays is OUT/points.jsonl."""
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
     if request.grid is None:
         around_one = recipe.document.get("merge_method") in MATRIX_METHODS
         request = replace(request, grid="0:2:0.1" if around_one else "0:1:0.05")
-    assert request.grid is not None
-    points = search.grid_points(request.grid)
-    _check(request, recipe, points)
+    points = search.grid_points(str(request.grid))
+    for mistake in _mistakes(request, recipe, points):
+        raise UserError(mistake)
     recipe.check(points)
     if request.write is not None:
         check_output_folder(request.write)
     share = recipe.share if request.subsample else 1.0
-    choice = Choice(request.limit, share, request.test_share, request.seed)
+    choice = ItemChoice(request.limit, share, request.test_share, request.seed)
     size = recipe.output_bytes()
     check_memory(size, request.device)
     check_disk(request.out, (DISK if recipe.linear else 1) * size)
     goals = _objectives(request, choice, recipe.base())
-    entries = [entry for goal in goals.values() for entry in goal.entries]
-    notes = harness.without_split(entries)
+    tasks = [task for goal in goals.values() for task in goal.tasks]
+    notes = harness.without_split(tasks)
     for note in notes:
         LOG.warning("%s", note)
-    request.out.mkdir(parents=True, exist_ok=True)
     facts = {
         **recipe.identity(),
-        "tasks": {entry.name: [*entry.metrics, entry.content] for entry in entries},
+        "tasks": {task.name: [*task.metrics, task.content] for task in tasks},
         **{name: getattr(request, name) for name in DECIDING},
         "versions": {"tvb_mergekit": __version__, **harness.versions()},
     }
-    begin = min((abs(value), value) for value in (*points, 1.0) if value)[1]
-    load = partial(harness.load_model, request, request.options.trust_remote_code)
-    with ExitStack() as stack:
-        stack.callback(lock(request.out, lambda text: LOG.warning("%s", text)).release)
-        record = Record(request.out / POINTS, facts)
-        model = Model(recipe, request.out / WORK, load, request.quiet, begin)
-        stack.enter_context(closing(model))
-        bar = stack.enter_context(Bar(desc="Tune", unit="task", disable=request.quiet))
-        scorer = Scorer(goals, record, model, bar, request.chat_template)
-        best = _search(request, points, scorer)
-    rows = list(scorer.rows.values())
-    return Tuned(request, recipe, goals, choice, scorer.row(best), rows, notes, facts)
+    best, found = _searched(request, recipe, goals, points, facts)
+    return Tuned(request, recipe, goals, choice, best, found, notes, facts)
 
 
-def _check(request: Request, recipe: TunedRecipe, points: Sequence[float]) -> None:
-    """Raise UserError for what is wrong without lm-eval's or the models' help."""
+def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]) -> Iterator[str]:
+    """Yield mistakes that show without lm-eval and without the models."""
     negation, golden = recipe.key == "alpha", request.search == "golden"
-    limit, out = request.limit, request.out
+    limit, out, write = request.limit, request.out, request.write
+    if negation and not request.controls:
+        yield (
+            "basis_negate needs --control TASK, a task that must not be forgotten: else the "
+            "largest alpha would be the best"
+        )
+    if negation and golden:
+        yield "basis_negate is tuned on a grid: leave out --search"
+    if negation and request.reference:
+        yield "--reference goes with addition: leave it out"
+    if request.controls and not negation:
+        yield f"--control goes with basis_negate, and the recipe's method is {recipe.method}"
+    if not request.tasks:
+        yield "--tasks names none: give tasks or groups of lm-eval, as copa,rte"
+    if limit is not None and not (limit > 0 and (limit < 1 or limit.is_integer())):
+        yield f"--limit is {limit}: expected a number of items, or a share below 1"
+    if golden and len(points) < 2:
+        yield "--search golden needs a --grid with two ends"
+    if request.tolerance and not golden:
+        yield "--tolerance goes with --search golden"
+    if out.is_file():
+        yield f"--out {out} is a file; name a folder"
     others = set(os.listdir(out)) - {WORK} if out.is_dir() else set()
-    inside = request.write is not None and out.resolve().is_relative_to(
-        Path(request.write).resolve()
-    )
-    mistakes = [
-        (
-            negation and not request.controls,
-            "basis_negate needs --control TASK: what must not be forgotten, or the largest alpha "
-            "would be the best",
-        ),
-        (negation and golden, "basis_negate is tuned on a grid: leave out --search"),
-        (negation and request.reference, "--reference goes with addition: leave it out"),
-        (
-            request.controls and not negation,
-            f"--control goes with basis_negate, and the recipe's is {recipe.method}",
-        ),
-        (not request.tasks, "--tasks names none: give tasks or groups of lm-eval, as copa,rte"),
-        (
-            limit is not None and not (limit > 0 and (limit < 1 or limit.is_integer())),
-            f"--limit is {limit}: expected a number of items, or a share below 1",
-        ),
-        (golden and len(points) < 2, "--search golden needs a --grid with two ends"),
-        (request.tolerance and not golden, "--tolerance goes with --search golden"),
-        (out.is_file(), f"--out {out} is a file; name a folder"),
-        (
-            others and POINTS not in others,
-            f"--out {out} holds other files ({min(others, default='')}): name another folder",
-        ),
-        (inside, f"--write {request.write}: --out {out} lies there; name another folder"),
-    ]
-    for wrong, told in mistakes:
-        if wrong:
-            raise UserError(told)
+    if others and POINTS not in others:
+        yield f"--out {out} holds other files ({min(others)}): name another folder"
+    if write is not None and out.resolve().is_relative_to(Path(write).resolve()):
+        yield f"--write {write}: --out {out} lies there; name another folder"
 
 
-def _objectives(request: Request, choice: Choice, base: Path | None) -> dict[str, Objective]:
-    """The objectives "target", and for negation "control"."""
+def _objectives(
+    request: TuneRequest, choice: ItemChoice, base: Path | None
+) -> dict[str, Objective]:
+    """Make the objectives "target", and for negation "control"."""
     reference = None if request.reference is None else read_results(request.reference)
     metrics: dict[str, list[str]] = {}
     for text in request.metrics:
@@ -187,12 +159,12 @@ def _objectives(request: Request, choice: Choice, base: Path | None) -> dict[str
         if not name or not metric:
             raise UserError(f"--metric {text}: expected TASK:METRIC, as in gsm8k:exact_match,none")
         metrics.setdefault(name, []).append(metric)
-    manager = harness.manager(request.include_path, harness.told(request, base))
+    manager = harness.manager(request.include_path, harness.full_metadata(request, base))
     targets, controls = (
-        harness.load_entries(manager, names, metrics, choice, request)
+        harness.load_tasks(manager, names, metrics, choice, request)
         for names in (request.tasks, request.controls)
     )
-    names = [entry.name for entry in (*targets, *controls)]
+    names = [task.name for task in (*targets, *controls)]
     for name in metrics:
         check_known(name, names, f"--metric {name}: no such task here")
     if twice := repeated(names):
@@ -202,63 +174,84 @@ def _objectives(request: Request, choice: Choice, base: Path | None) -> dict[str
     return goals | ({"control": objective(controls, rising="--control")} if controls else {})
 
 
+@dataclass
 class Scorer:
-    """Scores of points, each asked of the record before the model.
+    """Scores of points, from the file or from the model."""
 
-    Attributes:
-        rows: point -> all that is known of it, in the order in which they were asked for.
-    """
+    goals: Mapping[str, Objective]
+    file: ScoreFile
+    model: MovingModel
+    bar: Bar
+    chat_template: bool
+    points: dict[float, Point] = field(default_factory=dict)  # in the order of the search
 
-    def __init__(
-        self, goals: Mapping[str, Objective], record: Record, model: Model, bar: Bar, chat: bool
-    ) -> None:
-        self.goals, self.record, self.model, self.bar, self.chat = goals, record, model, bar, chat
-        self.entries = [entry for goal in goals.values() for entry in goal.entries]
-        self.rows: dict[float, Row] = {}
+    @property
+    def tasks(self) -> list[EvalTask]:
+        return [task for goal in self.goals.values() for task in goal.tasks]
 
-    def row(self, point: float) -> Row:
-        """All scores of a point."""
-        if point not in self.rows:
+    def point(self, value: float) -> Point:
+        """Return all scores of a point."""
+        if value not in self.points:
             lm, found = None, {}
-            for entry in self.entries:
-                scored = self.record.get(point, entry.name)
+            for task in self.tasks:
+                scored = self.file.get(value, task.name)
                 if scored is None:
-                    self.bar.set_postfix_str(f"{point:g}: {entry.name}")
-                    lm = lm or self.model.at(point)
-                    scored = harness.score(lm, entry, self.chat)
-                    self.record.add(point, entry.name, scored)
-                found[entry.name] = scored
+                    self.bar.set_postfix_str(f"{value:g}: {task.name}")
+                    lm = lm or self.model.at(value)
+                    scored = harness.score(lm, task, self.chat_template)
+                    self.file.add(value, task.name, scored)
+                found[task.name] = scored
                 self.bar.update()
             means = {role: goal.mean(found) for role, goal in self.goals.items()}
-            self.rows[point] = Row(point, found, means["target"], means.get("control"))
-        return self.rows[point]
+            self.points[value] = Point(value, found, means["target"], means.get("control"))
+        return self.points[value]
 
 
-def _search(request: Request, points: Sequence[float], scorer: Scorer) -> float:
-    """The best point."""
+def _searched(
+    request: TuneRequest,
+    recipe: TunedRecipe,
+    goals: Mapping[str, Objective],
+    points: Sequence[float],
+    facts: Mapping[str, Any],
+) -> tuple[Point, list[Point]]:
+    """Search with a model in OUT's work folder; return the best point, and all."""
+    request.out.mkdir(parents=True, exist_ok=True)
+    begin = min((abs(value), value) for value in (*points, 1.0) if value)[1]
+    load = partial(harness.load_model, request, request.options.trust_remote_code)
+    with ExitStack() as stack:
+        stack.callback(lock(request.out, lambda text: LOG.warning("%s", text)).release)
+        file = ScoreFile(request.out / POINTS, facts)
+        model = MovingModel(recipe, request.out / WORK, load, request.quiet, begin)
+        stack.enter_context(closing(model))
+        bar = stack.enter_context(Bar(desc="Tune", unit="task", disable=request.quiet))
+        scorer = Scorer(goals, file, model, bar, request.chat_template)
+        best = _search(request, points, scorer)
+    return scorer.point(best), list(scorer.points.values())
 
-    def target(point: float) -> float:
-        return scorer.row(point).target.value
 
-    def control(point: float) -> float:
-        found = scorer.row(point).control
+def _search(request: TuneRequest, points: Sequence[float], scorer: Scorer) -> float:
+    def target(value: float) -> float:
+        return scorer.point(value).target.value
+
+    def control(value: float) -> float:
+        found = scorer.point(value).control
         assert found is not None
         return found.value
 
-    def score(point: float) -> float:
-        return -target(point) if scorer.goals["target"].lower else target(point)
+    def score(value: float) -> float:
+        return -target(value) if scorer.goals["target"].lower else target(value)
 
     if "control" in scorer.goals:
         every = sorted({0.0, *points})
-        scorer.bar.reset(len(every) * len(scorer.entries))
+        scorer.bar.reset(len(every) * len(scorer.tasks))
         if control(0.0) <= 0:
             raise UserError("--control: the score is 0 at alpha 0 already: nothing to keep")
-        for point in every:
-            scorer.row(point)
+        for value in every:
+            scorer.point(value)
         return search.most_forgotten(points, target, control, request.keep)
     if request.search == "golden":
         step = min(b - a for a, b in itertools.pairwise(points))
         return search.golden(points[0], points[-1], request.tolerance or step / 2, score)
-    scorer.bar.reset(len(points) * len(scorer.entries))
+    scorer.bar.reset(len(points) * len(scorer.tasks))
     best, _ = search.grid(points, score)
     return best

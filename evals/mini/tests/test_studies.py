@@ -130,7 +130,7 @@ def test_controls(mini: SimpleNamespace, run: Any) -> None:
     path = mini.controls.measure_path(run, cells["learned_path", "labels"])
     losses = [each["loss"] for each in path["seen"]]
     assert len(losses) == len(path["held"]) == 11
-    assert mini.controls.descents.entropy is mini.controls.entropy  # put back
+    assert mini.controls.gradients.entropy is mini.controls.entropy  # put back
     assert path["held"][path["best"]] == min(path["held"])
 
 

@@ -1,0 +1,167 @@
+"""The common part of methods by gradients: schedules, the model, finished files, passes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.learn import kept
+from tvb_mergekit.learn.batches import Split, amount, entropy, held_out, response_loss
+from tvb_mergekit.learn.descent import Descent, History, Schedule
+from tvb_mergekit.learn.mixtures import bases_of
+from tvb_mergekit.learn.models import load_model
+from tvb_mergekit.learn.moving import Moving
+from tvb_mergekit.learn.request import Request
+from tvb_mergekit.learn.work import Work
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.progress import bars
+
+LOG = logging.getLogger(__name__)
+
+SCHEDULES = {
+    "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
+    "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
+    "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
+}
+# Options of all methods by gradients that shape the result, in a file's facts.
+SHAPING = ("method", "mixture", "seed", "subsample", "held_out", "precision")
+
+
+class GradientMethod(Work):
+    """A method that moves the base's model in steps.
+
+    Attributes:
+        histories: of the finished files.
+        learned: the facts in the last finished file.
+    """
+
+    folder = "learned"
+    by_gradient = True
+
+    def __init__(self, request: Request, plan: Plan) -> None:
+        super().__init__(request, plan)
+        given = {
+            "epochs": request.epochs,
+            "rate": request.learning_rate,
+            "batch": request.batch_size,
+            "patience": request.patience,
+        }
+        changes: Any = {key: value for key, value in given.items() if value is not None}
+        self.schedule = replace(SCHEDULES[request.method], **changes)
+        self.histories: list[History] = []
+        self.learned: dict[str, Any] = {}
+        every = self.models.named(self.models.empty)
+        first = {id(parameter): name for name, parameter in reversed(every.items())}
+        if twice := [name for name, p in every.items() if first[id(p)] != name]:
+            other = first[id(every[twice[0]])]
+            raise UserError(
+                f"tensors `{other}` and `{twice[0]}` are tied in the base's model, and two in "
+                "others: they cannot be learned apart; set `exclude` to one of them"
+            )
+
+    def _passes(self, runs: int) -> tuple[int, int]:
+        """Forward and backward passes of all runs, if none ends early."""
+        used = [file.count(self.share) for file in self.files]
+        if not used:
+            return 0, 0
+        held = [held_out(some, self.request.held_out) for some in used]
+        train = [some - apart for some, apart in zip(used, held, strict=True)]
+        factor, epochs = len(used) / runs, self.schedule.epochs
+        steps, apart = amount(factor, train), amount(factor, held) if any(held) else 0
+        last = apart or min(self.schedule.batch, steps)
+        return runs * (epochs * (steps + apart) + last), runs * epochs * steps
+
+    def _memory(self, bases: int) -> int:
+        """Bytes of bases, theta, theta_0, and the temporaries of one tensor."""
+        sizes = [item.numel for item in self.plan.items()]
+        models = 2 * self.model_bytes if self.files else 0
+        return 4 * bases * sum(sizes) + models + 24 * max(sizes)
+
+    @abstractmethod
+    def _own_facts(self) -> dict[str, Any]:
+        """The method's own facts about a file."""
+
+    def _wanted(self, scale: float | None = None) -> dict[str, Any]:
+        """The facts that a finished file must have.
+
+        Args:
+            scale: of the bases, if the file depends on it.
+        """
+        request, plan = self.request, self.plan
+        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.items()])
+        return {
+            "bases": {
+                "fingerprints": list(plan.fingerprints.values()),
+                "encoder": bases_of(plan).tolist(),
+                "scale": scale,
+                "tensors": hashlib.sha256(tensors.encode()).hexdigest(),
+            },
+            "data": [[file.task, file.sha256] for file in self.files],
+            **{key: getattr(request, key) for key in SHAPING},
+            "schedule": asdict(self.schedule),
+            **self._own_facts(),
+        }
+
+    def _model(self) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Tensor]]:
+        """The base's model, its parameters that move, and theta_0 of each, flattened."""
+        model = load_model(self.models.folder(None), self.device, self.models.trust)
+        if self.request.checkpointing:
+            layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+            if not layers:
+                raise UserError("--checkpointing: this model's code has no layers for it")
+            for layer in layers:  # transformers' own switch works in training mode alone
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        parameters = self.models.named(model)
+        base = {name: p.detach().clone().view(-1) for name, p in parameters.items()}
+        return model, parameters, base
+
+    def _splits(self) -> list[Split]:
+        request = self.request
+        return [
+            Split.of(examples, request.held_out, f"{request.seed} {task}")
+            for task, examples in self.examples.items()
+        ]
+
+    def _bar(self, runs: int) -> Any:
+        return bars(self.request.options.quiet)(self.method, self._passes(runs)[0], "example")
+
+    def _descent(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], moving: Moving, update: Any
+    ) -> Descent:
+        loss = entropy if self.method == "adamerging" else response_loss
+        return Descent(model, parameters, moving, loss, self.schedule, self.dtype, update)
+
+    def _is_finished(self, file: Path, wanted: Mapping[str, Any]) -> bool:
+        """Whether an interrupted run has finished a file."""
+        if not file.is_file():
+            return False
+        kept.check_same(file, kept.LEARNED, wanted)
+        facts = kept.facts_in(file, kept.LEARNED)
+        assert facts is not None
+        LOG.warning("--resume: %s is complete", file.stem)
+        self._note(History(**facts["history"]), facts)
+        return True
+
+    def _note(self, history: History, facts: dict[str, Any]) -> None:
+        self.histories.append(history)
+        self.learned = facts
+        self.passes = self.passes[0] + history.forward, self.passes[1] + history.backward
+
+    def facts(self) -> dict[str, Any]:
+        left = ("bases", "data", "history", "rows", "basis", "method", "dtype")
+        found = {key: value for key, value in self.learned.items() if key not in left}
+        return {**found, "history": [asdict(history) for history in self.histories]}

@@ -1,0 +1,132 @@
+"""Localize-and-Stitch: a mask of each basis, and the merge of the masked bases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tvb_mergekit.core.learned import Stitch
+from tvb_mergekit.core.merge import Step
+from tvb_mergekit.learn import kept
+from tvb_mergekit.learn.batches import Split, drawn
+from tvb_mergekit.learn.descent import History
+from tvb_mergekit.learn.gradients import GradientMethod
+from tvb_mergekit.learn.mixtures import base_names, bases_of, check_mixture, mixtures_of
+from tvb_mergekit.learn.moving import Mask
+from tvb_mergekit.learn.request import Request
+from tvb_mergekit.learn.work import CostEstimate
+from tvb_mergekit.plugin.inputs import dense_of
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.store.sparse import sparse_store
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.sparse import DTYPES, Sparse, write_sparse
+from tvb_mergekit.tensors.stream import Item, Part, Sink
+
+
+class Localize(GradientMethod):
+    """Learns masks one after another. The merge is theta_0 and their mean where masks overlap."""
+
+    def __init__(self, request: Request, plan: Plan) -> None:
+        if not request.dataless:
+            check_mixture(plan, request.mixture)
+        super().__init__(request, plan)
+
+    def costs(self) -> CostEstimate:
+        bases, numel = self.most_bases, sum(item.numel for item in self.plan.items())
+        # S, its gradient, the best S, a copy to compare, and the masks.
+        memory = self._memory(1) + 20 * numel
+        size = 2 / 256 + self.request.density * (1 + self._dtype.itemsize)  # counts and places
+        return self.estimate(*self._passes(bases), memory, int(bases * size * numel))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype of masked bases: that of the output, if it has one."""
+        wanted = getattr(torch, self.plan.out_dtype or "float32")
+        return wanted if wanted in DTYPES else torch.float32
+
+    @property
+    def outputs(self) -> list[Path]:
+        count = bases_of(self.plan).shape[1]
+        return [self.place / f"basis-{number:03d}.safetensors" for number in range(count)]
+
+    def _own_facts(self) -> dict[str, Any]:
+        names = ("density", "penalty", "dataless")
+        own = {name: getattr(self.request, name) for name in names}
+        return {**own, "dtype": str(self._dtype)}
+
+    def learn(self) -> None:
+        request, plan, basis = self.request, self.plan, self.plan.basis
+        assert basis is not None
+        matrix, wanted = bases_of(plan) * basis.scale, self._wanted(basis.scale)
+        weights, splits = torch.zeros(0), list[Split]()
+        if not request.dataless:
+            weights, splits = mixtures_of(plan, request.mixture), self._splits()
+            weights = weights / weights.sum(0)
+        if request.store is not None:
+            dense_of(request.document, plan)  # refuses tensors that a store cannot hold
+        model, parameters, base = self._model() if splits else (nn.Module(), {}, {})
+        factor = len(self.tasks) / matrix.shape[1]
+        update = self._bar(matrix.shape[1]) if splits else None
+
+        def descend(mask: Mask, number: int) -> History:
+            column: list[float] = weights[:, number].tolist()
+            train, held = [split.train for split in splits], [split.held for split in splits]
+            seed = f"{request.seed} {number}"
+            return self._descent(model, parameters, mask, update).run(
+                lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),
+                drawn(column, held, factor, seed),
+            )
+
+        def learn_one(number: int, file: Path, own: Mapping[str, Any]) -> None:
+            bases = self.models.stacked(matrix[:, number : number + 1])
+            mask = Mask(base, bases, request.density, penalty=request.penalty)
+            history = descend(mask, number) if splits else History()
+            facts = {**own, "history": asdict(history), "tasks": self.data_facts()}
+            self._note(history, facts)
+            if ranks.world().leads:
+                self._write(file, mask.kept(), bases, facts)
+            ranks.world().share(lambda: None)
+
+        for number, file in enumerate(self.outputs):
+            own = {**wanted, "basis": number}
+            if not self._is_finished(file, own):
+                learn_one(number, file, own)  # its memory is free before the next basis is read
+
+    def _write(
+        self,
+        file: Path,
+        masks: Mapping[str, Tensor],
+        bases: Mapping[str, Tensor],
+        facts: dict[str, Any],
+    ) -> None:
+        names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.items()}
+        masked = (
+            (names[name], (bases[name][0] * mask).view(shapes[name]).cpu())
+            for name, mask in masks.items()
+        )
+        write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(facts)})
+
+    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
+        masked = [Sparse.open(file) for file in self.outputs]
+        jobs, means, names = plan.jobs(), plan.means, base_names(plan)
+
+        def of_masked(item: Item) -> Item:
+            name = names[jobs[item.name].counted_as]
+            return replace(item, inputs=tuple(Part.of(each, name, "delta") for each in masked))
+
+        stitched = [of_masked(item) if item.name in jobs else item for item in items]
+        step: Step = Stitch(len(masked))
+        update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
+        combine_pass(stitched, dict.fromkeys(jobs, step), sink, **means, progress=update)
+
+    def write(self, folder: Path) -> None:
+        super().write(folder)
+        if self.request.store is not None:  # before the model is published: --resume can do both
+            dense = dense_of(self.request.document, self.plan)
+            sparse_store(dense, self.outputs, self.request.store, **self.plan.means)

@@ -1,0 +1,291 @@
+"""The frame of all methods: data, costs, the folder of finished files, and `learned.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mergekit.common import dtype_from_name
+
+from tvb_mergekit import __version__
+from tvb_mergekit.atomic import is_left_over
+from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.learn import kept
+from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
+from tvb_mergekit.learn.models import TaskModels
+from tvb_mergekit.learn.request import Request
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.store.facts import FOLDER
+from tvb_mergekit.store.store import record_of
+from tvb_mergekit.store.undo import link
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.merging import most_bases
+from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.passes import LEAST
+from tvb_mergekit.tensors.stream import Item, Sink
+
+LOG = logging.getLogger(__name__)
+LEARNED = "learned.json"  # in basis/ of a merged model
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEstimate:
+    """Passes of one example, and bytes.
+
+    Attributes:
+        at_most: `bases` is an upper bound; the exact number needs the Gram matrix.
+        early: the passes are an upper bound; learning may end early.
+        examples: for each task the number of used examples, and of all.
+        memory: without activations.
+        disk: of the finished files and the merged model.
+    """
+
+    method: str
+    bases: int
+    at_most: bool
+    early: bool
+    examples: Mapping[str, tuple[int, int]]
+    forward: int
+    backward: int
+    memory: int
+    disk: int
+
+    def lines(self) -> list[str]:
+        used = [f"{task} {some} of {every}" for task, (some, every) in self.examples.items()]
+        passes = "at most " * (self.at_most or self.early)
+        return [
+            f"{self.method} over {'at most ' * self.at_most}{counted(self.bases, 'basis')}",
+            f"Examples: {', '.join(used) or 'none'}",
+            f"Passes of one example: {passes}{self.forward} forward, {self.backward} backward",
+            f"Memory: {megabytes(self.memory)}, without activations",
+            f"Disk: {megabytes(self.disk)}",
+        ]
+
+
+class Work(ABC):
+    """One method on one planned merge; after `learn` a `plan.Learned`.
+
+    Attributes:
+        models: the models of the tasks and of the base.
+        files: the data.
+        encoded: for each task its examples as tokens.
+        passes: forward and backward passes of one example so far.
+    """
+
+    folder: str  # of the finished files, in basis/
+    by_gradient = False  # on the base's model, in steps
+
+    def __init__(self, request: Request, plan: Plan) -> None:
+        self.request, self.plan = request, plan
+        if aligned := [p.name for p in plan.counted.values() if p.whole and None not in p.names]:
+            raise UserError(
+                f"tensor `{aligned[0]}` is changed by the recipe's tokenizer, and differs from the "
+                "models that learn; set `tokenizer_source: base`"
+            )
+        self.device = plan.devices[0]
+        self.dtype = dtype_from_name(request.precision)
+        self.models = TaskModels(plan, self.device)
+        self.tasks = self.models.tasks
+        self.files: list[DataFile] = []
+        if request.source is None and not request.dataless:
+            names = None if self.method == "atlas" else self.tasks
+            self.files = read_data(request.data, names, self.method == "adamerging")
+        self.encoded = {file.task: self._encoded(file) for file in self.files}
+        self.seconds = 0.0
+        self.passes = (0, 0)
+
+    @property
+    def method(self) -> str:
+        return self.request.method
+
+    def _encoded(self, file: DataFile) -> list[Example]:
+        models, folders = self.models, [self.models.folder(None)]
+        folders += map(models.folder, self.tasks)
+        if not self.by_gradient:
+            folders.insert(0, models.folder(file.task))
+        tokenizer = open_tokenizer(folders, self.request.options.trust_remote_code)
+        return encode(file, tokenizer, *models.limits(None if self.by_gradient else file.task))
+
+    @property
+    def most_bases(self) -> int:
+        """M, or an upper bound before the bases are built."""
+        recipe, basis = self.plan.recipe, self.plan.basis
+        if recipe.store is not None:
+            return len(recipe.store.order)
+        return most_bases(recipe.settings, len(recipe.tasks)) if basis is None else basis.num_bases
+
+    @property
+    def share(self) -> float:
+        """The fraction of a task's examples in use: M / T (paper, section 3.2)."""
+        return self.most_bases / len(self.tasks) if self.request.subsample else 1.0
+
+    @property
+    def examples(self) -> dict[str, list[Example]]:
+        """The examples of each task that are in use."""
+        seed, share = self.request.seed, self.share
+        return {f.task: [self.encoded[f.task][k] for k in f.drawn(share, seed)] for f in self.files}
+
+    @property
+    def model_bytes(self) -> int:
+        """The size of a model in float32."""
+        base = self.plan.checkpoints[self.plan.recipe.base]
+        return 4 * sum(info.numel for info in base.tensors.values())
+
+    @property
+    def place(self) -> Path:
+        """The folder of the finished files."""
+        return self.request.partial
+
+    @property
+    @abstractmethod
+    def outputs(self) -> list[Path]:
+        """The files to be finished."""
+
+    @abstractmethod
+    def costs(self) -> CostEstimate:
+        """Estimate the costs before the bases are built."""
+
+    @abstractmethod
+    def learn(self) -> None:
+        """Finish `outputs`, for `merge_into` and `write`."""
+
+    @abstractmethod
+    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
+        """Give `sink` the merged tensors."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """The method's own entries of learned.json."""
+
+    def estimate(self, forward: int, backward: int, memory: int, disk: int) -> CostEstimate:
+        recipe = self.plan.recipe
+        return CostEstimate(
+            method=self.method,
+            bases=self.most_bases,
+            at_most=recipe.store is None and recipe.settings.energy is not None,
+            early=self.by_gradient,
+            examples={f.task: (f.count(self.share), len(f.records)) for f in self.files},
+            forward=forward,
+            backward=backward,
+            memory=memory + LEAST,
+            disk=disk + self.plan.output_bytes,
+        )
+
+    def check(self) -> CostEstimate:
+        """Estimate the costs.
+
+        Raises:
+            UserError: too little memory or disk, or foreign files in OUT.partial.
+        """
+        request, costs = self.request, self.costs()
+        if costs.memory > request.memory:
+            raise UserError(
+                f"{megabytes(request.memory)} of memory are too little for {self.method}, which "
+                f"needs {megabytes(costs.memory)} without activations; raise --memory"
+            )
+        check_disk(request.out, costs.disk)
+        self.check_place()
+        return costs
+
+    def check_place(self) -> None:
+        """Raise UserError if OUT.partial holds other files than finished ones."""
+        self._left()
+
+    def _left(self) -> list[Path]:
+        """The finished files in OUT.partial; ignores remains of `atomic.beside`."""
+        partial = self.request.partial
+        if os.path.lexists(partial) and not partial.is_dir():
+            raise UserError(
+                f"{partial} is in the way: not a folder, and a folder of this name holds finished "
+                "files until OUT is complete; move it, or name another --out"
+            )
+        left = [file for file in partial.glob("*") if not is_left_over(file)]
+        for file in left:
+            if not kept.is_ours(file):
+                raise UserError(
+                    f"{file} is in the way: damaged, or not of an unfinished run; move it, or "
+                    "delete it (--resume learns its content again)"
+                )
+        return left
+
+    def begin(self) -> None:
+        """Make OUT.partial; with --resume keep its files, else replace it."""
+        partial, resume = self.request.partial, self.request.resume
+        if ranks.world().leads:
+            left = self._left()
+            if left and not resume:
+                LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", partial)
+                shutil.rmtree(partial)
+            other = sorted({f.name for f in left} - {f.name for f in self.outputs})
+            if other and resume:
+                raise UserError(
+                    f"--resume: {partial} is of another run ({listed(other)}): repeat the options "
+                    "of that run, or leave out --resume to begin again"
+                )
+            partial.mkdir(parents=True, exist_ok=True)
+        ranks.world().share(lambda: None)
+
+    def write(self, folder: Path) -> None:
+        """Write `learned.json`, the finished files, and a line in the model card."""
+        place = folder / FOLDER / self.folder
+        place.mkdir()
+        files = {}
+        for file in self.outputs:
+            link(file, place / file.name)
+            files[file.name] = record_of(place / file.name).model_dump()
+        found = {
+            "format_version": 1,
+            "version": __version__,
+            "method": self.method,
+            "from": self.request.source,
+            **self.facts(),
+            "files": files,
+            "passes": dict(zip(("forward", "backward"), self.passes, strict=True)),
+            "seconds": round(self.seconds, 3),
+            "peak_memory": peak_memory(),
+        }
+        text = json.dumps(found, indent=2) + "\n"
+        (folder / FOLDER / LEARNED).write_text(text, encoding="utf-8")
+        card = folder / "README.md"
+        if card.exists():
+            line = (
+                f"\nThe bases were merged by `tvb learn {self.method}` instead of the recipe's "
+                f"addition: see `{FOLDER}/{LEARNED}`.\n"
+            )
+            with card.open("a", encoding="utf-8") as stream:
+                stream.write(line)
+
+    def data_facts(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "task": file.task,
+                "file": os.path.abspath(file.path),
+                "sha256": file.sha256,
+                "lines": len(file.records),
+                "examples": file.count(self.share),
+            }
+            for file in self.files
+        ]
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes that the process has had in memory, and on an accelerator."""
+    found = {}
+    with suppress(ImportError):  # on Windows
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.max_memory_allocated()
+    return found

@@ -1,0 +1,236 @@
+"""Decisions of an addition, which bases and task vectors as codes share: does the model belong?"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
+from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.progress import Progress
+from tvb_mergekit.settings import check_tasks
+from tvb_mergekit.store.bits import Quantize
+from tvb_mergekit.store.build import finish_vectors, writers_of
+from tvb_mergekit.store.facts import FileRecord
+from tvb_mergekit.store.inputs import Inputs
+from tvb_mergekit.store.report import local_path, versions
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.passes import combine_pass, gram_pass
+from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.writing import FoldersSink
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Choices of an addition; None: the store's own.
+
+    Attributes:
+        budget: the most bases that the store may hold; a store of all tasks then becomes bases.
+        compress: `ae` or `balanced`.
+        dtype: of a new store.
+        bits: of the new task in a store of all tasks.
+        doubt: called with each doubt, such as a model unlike the base; may raise to refuse.
+        tell: called with the effect on the tasks that are there, before anything is written.
+
+    Raises:
+        UserError: bits together with a budget or a compression.
+    """
+
+    budget: int | None = None
+    compress: str | None = None
+    dtype: torch.dtype = torch.float32
+    bits: Quantize | None = None
+    doubt: Callable[[str], object] = LOG.warning
+    tell: Callable[[str], object] = LOG.info
+
+    def __post_init__(self) -> None:
+        if self.bits and (self.budget or self.compress):
+            raise UserError("--bits goes with none of --budget, --compress, --dtype")
+
+    def keeps_all(self, bases: Bases) -> bool:
+        """Whether the new task joins the task vectors of a store, which stay as they are.
+
+        Raises:
+            UserError: choices that do not fit the store.
+        """
+        if bases.is_zoo and self.budget is None:
+            if self.compress:
+                raise UserError(
+                    f"--compress: {place_of(bases)} keeps all tasks as codes; --budget M makes "
+                    "bases of them"
+                )
+            return True
+        if self.bits:
+            raise UserError(
+                f"{place_of(bases)}: --bits is for stores of all tasks (`tvb build --bits`), not "
+                "of bases"
+            )
+        return False
+
+
+def place_of(bases: Bases) -> str:
+    """The name of bases in messages."""
+    return str(bases.path or "these bases")
+
+
+def check_new(bases: Bases, inputs: Inputs) -> None:
+    """Raise UserError unless the one model of `inputs` is a new task for the base of `bases`."""
+    (task,) = inputs.tasks
+    if task in bases.tasks:
+        raise UserError(
+            f"the task {task!r} is in {place_of(bases)} already: give another name with --task"
+        )
+    check_tasks([*bases.tasks, task], [*bases.facts.models, task])
+    bases.check_base(inputs.base, inputs.base_model)
+
+
+def given_items(bases: Bases, inputs: Inputs) -> list[Item]:
+    """The store's tensors, with the new model as input.
+
+    Raises:
+        UserError: the model lacks a tensor, or trained a tensor that takes no part.
+    """
+    given, left_out = {item.name: item for item in inputs.items}, bases.facts.left_out
+    where, (model,) = place_of(bases), inputs.models
+    for name in given:
+        if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
+            raise UserError(
+                f"tensor `{name}` of model {model} takes no part in {where} "
+                f"({left_out.get(name, 'not in the store')}), so that what was trained there "
+                "would be lost: build a store with it"
+            )
+    for name in bases.names:
+        if name not in given:
+            reason = inputs.left_out.get(name, "not in it")
+            raise UserError(
+                f"tensor `{name}` is in {where}, and model {model} does not give it ({reason}): a "
+                "store holds one set of tensors"
+            )
+    return [given[name] for name in bases.names]
+
+
+def with_vectors(vectors: Sequence[Weights], items: Sequence[Item]) -> list[Item]:
+    """The items with the vectors of a store as inputs before their own."""
+    made = []
+    for item in items:
+        parts = (Part.of(vector, item.name, "delta") for vector in vectors)
+        made.append(replace(item, inputs=(*parts, *item.inputs)))
+    return made
+
+
+def new_sums(
+    bases: Bases,
+    inputs: Inputs,
+    items: Sequence[Item],
+    doubt: Callable[[str], object],
+    progress: Progress,
+    **passes: Any,
+) -> GramSums:
+    """Compute the Gram matrix of the items' vectors, the new task vector weighted and last.
+
+    Args:
+        doubt: as of `Growth`, for a task vector unlike the others.
+
+    Raises:
+        UserError: the new task vector is zero.
+    """
+    (task,), (model,), (weight,) = inputs.tasks, inputs.models, inputs.weights
+    others = len(items[0].inputs) - 1
+    sums = None if others else inputs.sums
+    if sums is None:
+        names = [*bases.facts.store.folders[:others], task]
+        sums, _cached = gram_pass(lambda: items, names, progress=progress, **passes)
+    if float(sums.gram[-1, -1]) == 0.0:
+        raise UserError(
+            f"task `{task}`: its task vector is zero: the model is identical to the base"
+        )
+    base, *sizes = sums.sizes
+    known = bases.tensors["matrix_norms"] / bases.weights.abs()
+    if reason := unlike(sizes[-1], base, known.tolist(), UNRELATED_RATIO):
+        more = (
+            "" if bases.is_zoo else "? A task that was added cannot be taken out of the bases later"
+        )
+        doubt(f"model {model}: {reason}: is it fine-tuned from this base{more or '?'}")
+    return sums.scaled([*[1.0] * others, weight])
+
+
+def config_of(bases: Bases) -> Path | None:
+    """The folder of a store with the configuration of its vectors."""
+    assert bases.path is not None
+    folder = bases.path / bases.facts.store.folders[0]
+    return folder if (folder / "config.json").is_file() else None
+
+
+def write_vectors(
+    folders: Sequence[Path],
+    items: Sequence[Item],
+    matrix: Tensor,
+    config: Path | None,
+    first: int,
+    progress: Progress,
+    coding: Coding | None = None,
+    **passes: Any,
+) -> tuple[dict[str, FileRecord], Sequence[Sequence[float]]]:
+    """Write new vectors; returns their files, and the numbers that `coding` measured.
+
+    Args:
+        matrix: the factors of the items' inputs in each vector.
+        config: the folder of the configuration that the vectors get.
+        first: the index of the first new vector in the store.
+    """
+    work, outputs = folders[0].parent, range(len(folders))
+    check_disk(str(work), sum(item.written(item.numel, k) for item in items for k in outputs))
+    writers = writers_of(work, [folder.name for folder in folders], items, config, coding=coding)
+    sink = FoldersSink(writers, coding=coding)
+    steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
+    update = progress("Codes" if coding else "Bases", sum(item.nbytes for item in items))
+    combine_pass(items, steps, sink, coding=coding, **passes, progress=update)
+    return finish_vectors(writers, config, first=first), sink.measured
+
+
+def grown_facts(
+    bases: Bases, inputs: Inputs, sums: GramSums, started: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of basis.json, and of its `store`, that an addition to any store changes.
+
+    Args:
+        sums: of `new_sums`.
+        started: when the addition began, by `time.perf_counter`.
+    """
+    facts, (task,), (weight,) = bases.facts, inputs.tasks, inputs.weights
+    norm, base_norm = float(sums.gram[-1, -1]) ** 0.5, sums.base_norm_squared**0.5
+    base_size, *sizes = sums.sizes
+    changed = {
+        "versions": versions(),
+        "parameters": {
+            **facts.parameters,
+            "weights": {**facts.parameters["weights"], task: weight},
+        },
+        "tasks": [*facts.tasks, task],
+        "models": [*facts.models, *inputs.models],
+        "norms": {"base": base_norm, **facts.norms, task: norm},
+        "matrix_norms": {"base": base_size, **facts.matrix_norms, task: sizes[-1]},
+        "fingerprints": {**facts.fingerprints, **inputs.fingerprints},
+        "gram_cached": False,
+        "seconds": {"add": round(time.perf_counter() - started, 3)},
+    }
+    stored = {
+        "base_path": local_path(inputs.base_model) or facts.store.base_path,
+        "model_bytes": facts.store.model_bytes + inputs.model_bytes,
+        "added": facts.store.added + 1,
+    }
+    return changed, stored
