@@ -8,9 +8,8 @@ from typing import Any
 import sheets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plan import DTYPES, HALF, T
+from plan import HALF, T
 from sheets import (
-    COOLEST_FIRST,
     MAIN,
     MERGES,
     NEGATION,
@@ -21,15 +20,12 @@ from sheets import (
     Runs,
     at_half,
     forgotten,
-    gap,
     name,
     tested,
 )
 from study import pictures as parts
 from study.pictures import Points, bar, legend, page
-from study.tables import Spread, Value, over, spread, value_of
-
-from tvb_mergekit.figures import DARK, PALE
+from study.tables import Spread, Value, over, spread
 
 # Okabe and Ito's colours, and darker ones of Tol's; markers differ as well
 LOOKS = {
@@ -55,7 +51,7 @@ def draw(runs: Runs) -> dict[str, Figure]:
     """name -> picture; a picture without records is left out."""
     figures = {}
     with parts.styled():
-        for make in (radar, by_m, temperature, precision, cost, negation, online, why):
+        for make in (radar, by_m, negation, online, why):
             figure = make(runs)
             if figure is not None:
                 title = f"{TITLES[make.__name__]} ({runs.what})"
@@ -66,9 +62,6 @@ def draw(runs: Runs) -> dict[str, Figure]:
 TITLES = {
     "radar": f"Normalized accuracy of each task, M = {HALF}, {SCALES['tasks']}",
     "by_m": "Addition: normalized accuracy against M",
-    "temperature": f"Temperature of ae's softmax, M = {HALF}",
-    "precision": f"Bases in three precisions, M = {HALF}",
-    "cost": f"Addition, {SCALES['bases']}: accuracy against time; area: bytes stored",
     "negation": "Forgetting one task out of the sum of ten",
     "online": "Tasks that arrive one by one, lambda tuned",
     "why": f"Row sums of the encoder against what addition reaches, M = {HALF}",
@@ -132,72 +125,6 @@ def by_m(runs: Runs) -> Figure | None:
     for each in axes[:: len(SCALES)]:
         each.set_ylabel("normalized accuracy")
     legend(figure, axes)
-    return figure
-
-
-def temperature(runs: Runs) -> Figure | None:
-    labels = [b for b in COOLEST_FIRST if runs.find("addition", basis=b, num_bases=HALF)]
-    if not any(label.startswith("ae_adam") for label in labels):
-        return None
-    figure, axes = page(1, 2, 3.4)
-    axes[0].set_title("The encoder's loss over the least possible")
-    axes[1].set_title("Task arithmetic: normalized accuracy")
-    panels: list[Any] = [(axes[0], gap, DARK, "o", 0.0, "")]
-    for scale, colour, marker, shift in (("bases", PALE, "s", -0.1), ("tasks", DARK, "o", 0.1)):
-        value = runs.normal(*tested("ta", scale))
-        panels.append((axes[1], value, colour, marker, shift, SCALES[scale]))
-    for each, value, colour, marker, shift, text in panels:
-        for place, label in enumerate(labels):
-            cell = addition(runs, value, basis=label, num_bases=HALF)
-            if cell:
-                each.errorbar(place + shift, cell.mean, cell.sd, color=colour, fmt=marker,
-                              capsize=2, label=text)  # fmt: skip
-    ticks = [name(b).split(", ")[-1].replace("annealed ", "ann.\n") for b in labels]
-    for each in axes:
-        each.set_xticks(range(len(labels)), ticks, size=7.5)
-    legend(figure, axes[1:])
-    return figure
-
-
-def precision(runs: Runs) -> Figure | None:
-    made = sheets.precision(runs)
-    if not made:
-        return None
-    rows, colours = made[0].rows, {name(label): LOOKS[label][0] for label in MAIN}
-    figure, axes = page(1, 2, 3.4)
-    for place, (row, cells) in enumerate(rows.items()):
-        for i, cell in enumerate(cells):  # of each precision its size, then its accuracy
-            shift = i // 2
-            how = {"color": colours[row], "alpha": (1, 0.65, 0.35)[shift], "width": 0.27}
-            bar(axes[1 - i % 2], place + 0.29 * (shift - 1), cell, **how)
-    for each, text in zip(axes, ("Normalized accuracy, task arithmetic", "MB"), strict=True):
-        each.set_title(text)
-        each.set_xticks(range(len(rows)), [row.replace(", ", ",\n") for row in rows])
-    figure.supxlabel("left to right: " + ", ".join(DTYPES), size=9)
-    return figure
-
-
-def cost(runs: Runs) -> Figure | None:
-    figure, axes = page(1, 2, 4.2, sharey=True)
-    for each, merge in zip(axes, MERGES, strict=True):
-        each.set_title(MERGES[merge])
-        seconds = value_of("merges", merge, "scales", "bases", "seconds")
-        for label in ("none", "ae_exact", "ae_adam_5", "balanced", "pca", "rand_select"):
-            found = []
-            for size in runs.having("addition", "num_bases", basis=label):
-                of = {"basis": label, "num_bases": size}
-                values = (seconds, runs.normal(*tested(merge, "bases")), runs.stored)
-                cells = [addition(runs, value, **of) for value in values]
-                found += [[cell.mean for cell in cells if cell]] if all(cells) else []
-            if found:
-                x, y, share = zip(*found, strict=True)
-                each.scatter(x, y, s=[260 * part for part in share], color=LOOKS[label][0],
-                             alpha=0.65, linewidths=0, label=name(label))  # fmt: skip
-        each.set_xlabel("search for lambda, seconds")
-    if not any(each.has_data() for each in axes):
-        return None
-    axes[0].set_ylabel("normalized accuracy")
-    legend(figure, axes, 6)
     return figure
 
 

@@ -113,7 +113,7 @@ def row_sums(record: Record) -> list[float]:
 def variation(record: Record) -> float | None:
     """The coefficient of variation of the row sums, which are all there are, not a sample.
 
-    None where their mean is 0 up to the rounding of cells.jsonl, as PCA's is.
+    None where their mean is 0 up to the rounding of shipped cells, as PCA's is.
     """
     sums = row_sums(record)
     middle = abs(statistics.fmean(sums)) if sums else 0.0
@@ -161,22 +161,15 @@ def training(runs: Runs) -> list[Sheet]:
     return found if runs.reference else []
 
 
-def addition(runs: Runs, absolute: bool = False) -> list[Sheet]:
+def addition(runs: Runs) -> list[Sheet]:
     sheets = []
     for merge, way in MERGES.items():
         for scale, text in SCALES.items():
-            value = (runs.mean_of if absolute else runs.normal)(*tested(merge, scale))
-            columns = by_size(runs, "addition", value)
-            caption = (
-                f"Addition, {way}, {text}: {'' if absolute else 'normalized '}accuracy, best bold"
-            )
+            columns = by_size(runs, "addition", runs.normal(*tested(merge, scale)))
+            caption = f"Addition, {way}, {text}: normalized accuracy, best bold"
             rows = {name(basis): {"basis": basis} for basis in MAIN}
             sheets += grid(runs, caption, "addition", columns, rows, best_but=name("none"))
     return sheets
-
-
-def addition_absolute(runs: Runs) -> list[Sheet]:
-    return addition(runs, absolute=True)
 
 
 def per_task(runs: Runs) -> list[Sheet]:
@@ -256,24 +249,6 @@ def negation(runs: Runs) -> list[Sheet]:
     caption = f"Forgetting one task at M = {HALF}: accuracy on it and on the other nine, error of "
     caption += "its vector; means over the ten tasks"
     return grid(runs, caption, "negation", columns, at_half(NEGATION))
-
-
-def negation_per_task(runs: Runs) -> list[Sheet]:
-    def of(task: str, key: str) -> Column:
-        return Column(value_of("tasks", task, key), sd=False)
-
-    sheets = []
-    for key, text in {
-        "target": "on it, afterwards (low is good)",
-        "control": "on the other nine, afterwards",
-        "alpha": "what alpha was chosen (of gradient ascent: steps)",
-    }.items():
-        caption = (
-            f"Forgetting one task at M = {HALF}: {'' if key == 'alpha' else 'accuracy '}{text}"
-        )
-        columns = {task.replace("_", " "): of(task, key) for task in TASKS}
-        sheets += grid(runs, caption, "negation", columns, at_half(NEGATION))
-    return sheets
 
 
 def negation_by_m(runs: Runs) -> list[Sheet]:
@@ -363,6 +338,6 @@ def why(runs: Runs) -> list[Sheet]:
 
 SHEETS = {
     make.__name__: make
-    for make in (training, addition, addition_absolute, per_task, temperature, precision, cost,
-                 negation, negation_per_task, negation_by_m, online, transfer, why)
+    for make in (training, addition, per_task, temperature, precision, cost,
+                 negation, negation_by_m, online, transfer, why)
 }  # fmt: skip

@@ -10,15 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +20,6 @@ import click
 import torch
 import xxhash
 from tqdm import tqdm
-from transformers.utils import logging
 
 import tvb_mergekit
 from tvb_mergekit.atomic import write_file
@@ -41,7 +33,7 @@ VERSION = 1  # of the meaning of cells: results of another version are not used
 
 @dataclass(frozen=True)
 class Source:
-    """The models that cells measure: hashable, and cheap to send to another process.
+    """The models that cells measure, loaded when a cell is missing.
 
     Attributes:
         make: loads the models from `arguments`.
@@ -124,67 +116,23 @@ def measured(
     keys: Sequence[str],
     *,
     as_is: bool = False,
-    pool: ProcessPoolExecutor | None = None,
     skipped: type[Exception] | tuple[()] = (),
 ) -> list[Record]:
     """The records of all cells that have a file, after the missing ones were computed.
+
+    Processes that compute different cells of the same models do not disturb each other.
 
     Args:
         kinds: a cell's `kind` -> the function that measures it.
         keys: the keys of a cell that name its file.
         as_is: compute nothing.
-        pool: the processes that compute; None: this process, one cell after another.
         skipped: errors of a cell that are printed; the other cells are computed.
     """
-    wanted, label = works(source, cells, kinds, keys), source.label
+    wanted = works(source, cells, kinds, keys)
     missing = [] if as_is else [work for work in wanted if not work.file.exists()]
-    if pool is not None:
-        _compute_in(pool, missing, label)
-    else:
-        for work in tqdm(missing, desc=label, unit="cell", disable=as_is):
-            try:
-                compute(work)
-            except skipped as error:
-                click.echo(error, err=True)
+    for work in tqdm(missing, desc=source.label, unit="cell", disable=as_is):
+        try:
+            compute(work)
+        except skipped as error:
+            click.echo(error, err=True)
     return [work.record() for work in wanted if work.file.exists()]
-
-
-def _compute_in(pool: ProcessPoolExecutor, missing: Sequence[Work], label: str) -> None:
-    futures = {pool.submit(compute, work): work for work in missing}
-    try:
-        with tqdm(total=len(futures), desc=label, unit="cell", smoothing=0.05) as bar:
-            for future in as_completed(futures):
-                work = futures[future]
-                try:
-                    future.result()
-                except BrokenProcessPool as error:
-                    raise click.ClickException(
-                        f"a worker was killed at {work.file.stem}, perhaps for lack of memory; "
-                        "the same command resumes, with fewer --workers"
-                    ) from error
-                except Exception as error:
-                    raise RuntimeError(f"in the cell {work.cell}") from error
-                bar.set_postfix_str(work.file.stem.rpartition("-")[0])
-                bar.update()
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-
-
-def processes(count: int) -> ProcessPoolExecutor:
-    """Workers with one thread each, which end with their parent."""
-    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start)
-
-
-def _start() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,55 +63,41 @@ def write_study(
     folder: Path,
     page: Path | None = None,
 ) -> list[Path]:
-    """Write STUDY.json and the pictures into FOLDER, and the tables marked STUDY into PAGE."""
+    """Write STUDY.json and the pictures into FOLDER, and the tables marked STUDY into PAGE.
+
+    Without PAGE all tables are in FOLDER/STUDY.md. Nothing is written before everything is known.
+    """
     tables = {name: [each.plain() for each in some] for name, some in sheets.items()}
     numbers = json.dumps({"tables": tables}, indent=1, sort_keys=True).removesuffix("\n}")
     numbers += ',\n "cells": [\n' + ",\n".join(listing(every)) + "\n ]\n}\n"
     files = {folder / f"{study}.json": numbers.encode()}
     files |= {folder / f"{title}.svg": picture for title, picture in drawn.items()}
-    if page is not None:
-        made = {name: markdown(some) for name, some in sheets.items()}
-        files[page] = filled(page, study, made, made.get).encode()
-    return save(folder, files)
-
-
-def save(folder: Path, files: Mapping[Path, bytes]) -> list[Path]:
+    made = {name: markdown(some) for name, some in sheets.items()}
+    text = "\n".join(made.values()) if page is None else filled(page, study, made)
+    files[page or folder / f"{study}.md"] = text.encode()
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         write_file(path, content)
     return list(files)
 
 
-def filled(
-    page: Path, tag: str, names: Collection[str], table: Callable[[str], str | None],
-    words: int = 1,
-) -> str:  # fmt: skip
-    """The text of a page with the tables of a tag between their marks.
-
-    Args:
-        names: the allowed last words of a mark.
-        table: the words of a mark -> Markdown; None leaves the table of the page.
-        words: the number of words in a mark.
-    """
-    lines, inside, keep = [], 0, True
+def filled(page: Path, tag: str, tables: Mapping[str, str]) -> str:
+    """The text of a page with the tables of a tag between their marks."""
+    lines, inside = list[str](), 0
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if line.lstrip().startswith(f"<!-- {tag}:"):
             if inside:
                 break
             mark = re.fullmatch(rf"\s*<!-- {tag}: (.+) -->\s*", line)
-            said = mark[1].split() if mark else []
-            if mark is None or len(said) != words or said[-1] not in names:
+            if mark is None or mark[1] not in tables:
                 raise click.ClickException(
-                    f"{page}, line {number}: {line.strip()} names no table; expected "
-                    f"{words} word{'s' * (words > 1)}, the last one of {', '.join(names)}"
+                    f"{page}, line {number}: {line.strip()} names no table; "
+                    f"expected one of {', '.join(tables)}"
                 )
-            text = table(mark[1])
-            inside, keep = number, text is None
-            lines += [line] if text is None else [line, "\n", text, "\n"]
-            continue
-        if line.strip() == END:
-            inside, keep = 0, True
-        if keep:
+            inside = number
+            lines += [line, "\n", tables[mark[1]], "\n"]
+        elif line.strip() == END or not inside:
+            inside = 0
             lines.append(line)
     if inside:
         raise click.ClickException(f"{page}, line {inside}: no {END} after this table")

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -120,19 +119,6 @@ def test_expressions_are_walked_not_run(mini: SimpleNamespace) -> None:
     doc = {"task": "coding_complete", "prompt": "complete ( 3 , [ 7 , ( 2 =", "answer": ") ] )"}
     verdicts = {") ] )": True, ", 4 ) ] )": True, "] ) ]": False, "": False, ") ] ) + 1": False}
     assert {answer: data.correct(doc, answer) for answer in verdicts} == verdicts
-
-
-def test_tokenizer_round_trip(mini: SimpleNamespace, run: Any) -> None:
-    data = mini.data
-    assert len(set(data.vocabulary())) == len(data.vocabulary())
-    tokenizer = run.tokenizer
-    for task in data.ALL:
-        for doc in data.held_out(task, "train", 50):
-            for text in (doc["prompt"], doc["answer"]):
-                ids = tokenizer(text)["input_ids"]
-                assert len(ids) == len(text.split())
-                assert tokenizer.unk_token_id not in ids
-                assert tokenizer.decode(ids) == text
 
 
 # ---------------------------------------------------------------------------------------- training
