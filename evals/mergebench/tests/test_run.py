@@ -26,10 +26,9 @@ from safety_rows import (
     SCORES,
     TASKS,
     stage_safety,
-    write_files,
 )
-from scripted import MERGEBENCH, lm_eval, module, namespaces, stage
-from text_rows import ANSWERS, IFEVAL, IFEVAL_LIKE, LANGUAGES, MMLU_STEM, members, stage_text
+from scripted import MERGEBENCH, lm_eval, module, namespaces
+from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, members, stage_text
 
 PROMPTS = Path(__file__).with_name("prompts.md")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
@@ -216,23 +215,6 @@ def test_each_of_ten_programs_is_judged(
     assert not Path("/etc/mergebench-test").exists()
 
 
-def test_items_and_what_scores_depend_on_are_kept(out: Path, found: Any) -> None:
-    prompts = [sample["doc"]["prompt"] for sample in samples(out, "mergebench_val_instruction")]
-    assert prompts[:2] == ["Mention a pear (0).", "Mention a plum (4)."]
-    assert len(prompts) == len(set(prompts)) == 541
-    docs = [sample["doc"] for sample in samples(out, "mergebench_math_hendrycks")]
-    assert [doc["config"] for doc in docs] == [
-        "algebra", "algebra", "counting_and_probability", "geometry", "intermediate_algebra",
-        "number_theory", "prealgebra", "precalculus",
-    ]  # fmt: skip
-    assert [doc["answer"] for doc in docs][:3] == [r"\frac12", "(x-1)(x+1)", "4"]
-    judged = found["configs"]["mergebench_xstest"]["metadata"]
-    assert judged["MERGEBENCH_JUDGE"].endswith("judge")
-    assert judged["MERGEBENCH_JUDGE_DTYPE"] == "default"
-    run = found["configs"]["mergebench_mbpp_plus"]["metadata"]
-    assert run["MERGEBENCH_CODE_SECONDS"] == "2" and run["version"] == 1.0
-
-
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
     """The specialists' column from the same file: the model's normalized accuracy is 100. And each
     task has samples that can be paired, with those of a second model that is the same."""
@@ -325,34 +307,6 @@ def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
     assert text == PROMPTS.read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------- other commands
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "told"),
-    [
-        ("mergebench_mbpp_plus", "mergebench_mbpp_plus which is marked as unsafe"),
-        ("mergebench_harmbench", "the judge allenai/wildguard is not in the cache and the Hub is"),
-        ("mergebench_ifeval", "IFEval needs NLTK's `punkt_tab`"),
-        ("mergebench_val_instruction", "IFEval needs NLTK's `punkt_tab`"),
-    ],
-)
-def test_what_is_refused_before_anything_is_generated(tmp_path: Path, task: str, told: str) -> None:
-    stage_coding(tmp_path)
-    write_files(tmp_path)
-    stage(tmp_path, "google/IFEval", train=IFEVAL)
-    stage(tmp_path, "argilla/ifeval-like-data", "filtered", train=IFEVAL_LIKE)
-    done = lm_eval(
-        tmp_path, {}, "--tasks", task, "--include_path", MERGEBENCH, "--output_path",
-        tmp_path / "out", MERGEBENCH_DATA=str(tmp_path), MERGEBENCH_JUDGE_DEVICE="cpu",
-        MERGEBENCH_CACHE=str(tmp_path / "cache"), HOME=str(tmp_path), https_proxy="127.0.0.1:9",
-    )  # fmt: skip
-    assert done.returncode != 0 and told in done.stderr
-    assert task == "mergebench_mbpp_plus" or "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 # -------------------------------------------------------------------------------- answers to GSM8K
 
 GSM8K = [  # reference, response, is it right by lm-eval's flexible reading, and by `flexible`?
@@ -417,25 +371,6 @@ def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -
     assert not answers.equal("1", "(" * 400)
     monkeypatch.undo()
     assert answers.equal("1", "2/2") is True  # and the next comparison is made
-
-
-def test_slow_comparisons_leave_time_for_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """However many are slow, what takes milliseconds is compared, and all time has a bound."""
-    comparer = answers._Comparer()
-    for name, value in (("SECONDS", 0.5), ("ALL_SECONDS", 2.0), ("ALL_SHARE", 0.1)):
-        monkeypatch.setattr(answers, name, value)
-    for n in range(34):
-        assert comparer.ask(["1", f"9^{{9^{{9^{n + 5}}}}}"]) is None
-        assert comparer.ask([rf"\frac{{{n}}}{{7}}", rf"\dfrac{{{3 * n}}}{{21}}"]) is True
-        assert comparer.ask([f"{n} - 5i", f"-5 i + {n}"]) is True
-        assert comparer.spent <= 2.0 + 0.1 * comparer.asked
-    assert comparer.unfinished == 34
-    comparer.close()
-    assert [text.split(" took")[0] for text in caplog.messages] == [
-        "34 of 102 comparisons of answers to MATH"
-    ]
 
 
 ENDLESS = [  # each cost seconds, by its square

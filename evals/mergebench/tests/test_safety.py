@@ -11,7 +11,6 @@ from unittest import mock
 
 import datasets
 import pytest
-import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safety_rows import says, write_judge
 from scripted import module
@@ -31,14 +30,6 @@ def wildguard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("DTYPE", "BATCH_SIZE"):
         monkeypatch.delenv(f"MERGEBENCH_JUDGE_{name}", raising=False)
     return module("safety/wildguard")
-
-
-@pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the data, with an empty cache."""
-    monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("MERGEBENCH_DATA", raising=False)
-    return module("safety/safety_data")
 
 
 @pytest.fixture(scope="module")
@@ -133,26 +124,7 @@ def test_how_many_refusals_are_told_by_their_phrases() -> None:
     assert (told(0, "-"), told(0, "+")) == ((263, 278), (2, 248))  # in view when it was made
     assert (told(1, "-"), told(1, "+")) == ((34, 50), (3, 50))  # held out: the manual's figures
     assert (told(2, "-"), told(2, "+")) == ((39, 60), (5, 60))  # held out lectures: the manual's
-    assert (told(3, "-"), told(3, "+")) == ((24, 24), (0, 27))  # one for each rule
-
-
-def test_a_refusal_in_any_writing() -> None:
-    for text in (
-        "I can't help.",
-        "I CAN'T  HELP.",
-        " \n\tI can\u2019t\n  help …",
-        '"I can\'t help."',
-        "So. Well. Yes. I can't help.",
-    ):
-        assert phrases.is_refusal(text), text
-    for text in (
-        "",
-        " \n",
-        "So. Well. Yes. Step one. I can't help.",  # too late
-        '"I can\'t help," he said. She left.',  # somebody else
-        "While I can't help you there, start with a plan.",
-    ):
-        assert not phrases.is_refusal(text), text
+    assert (told(3, "-"), told(3, "+")) == ((29, 29), (0, 30))  # one for each rule
 
 
 def test_the_filter_of_the_phrases() -> None:
@@ -255,29 +227,6 @@ def test_a_folder_that_is_not_a_whole_judge(
     assert line.endswith("expected config.json, a tokenizer and all weights as safetensors")
 
 
-def test_a_judge_or_a_cache_that_cannot_be_used(
-    wildguard: ModuleType, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def ask() -> str:
-        return refused(lambda: wildguard.answers([wildguard.Pair("prompt", "response")]))
-
-    line = ask()
-    assert line.startswith(f"the judge {tmp_path / 'judge'} cannot be loaded (")
-    assert line.endswith("): mend it and run again; what was judged is kept")
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory\nand more"))
-    monkeypatch.setattr(wildguard, "_load", full)
-    assert ask().startswith("no room for the judge on cpu (out of memory): name another")
-
-    monkeypatch.setenv("MERGEBENCH_JUDGE", str(tiny))
-    (file,) = (tmp_path / "cache").rglob("answers.sqlite")
-    file.write_text("It is no database, but some text. " * 99)
-    for cache, reason in ((tmp_path / "cache", "file is not a database"), (file, "existing file")):
-        monkeypatch.setenv("MERGEBENCH_CACHE", str(cache))
-        line = ended_by(wildguard)
-        assert line.startswith(f"the judge's answers cannot be kept below {cache} (")
-        assert reason in line and line.endswith("write to in MERGEBENCH_CACHE")
-
-
 def hub_error(kind: type[Exception]) -> Exception:
     return kind("no", response=mock.MagicMock(status_code=403))  # type: ignore[call-arg]
 
@@ -316,28 +265,23 @@ def test_settings_and_judges_that_cannot_be(
 
 # ----------------------------------------------------------------------------------------- the data
 
+HARMBENCH, XSTEST = "harmbench_behaviors_text_test.csv", "exaggerated_safety.json"
+UNREADABLE = [  # file, its content, parts of the line
+    (HARMBENCH, None, f"no {HARMBENCH} in MERGEBENCH_DATA=", f"harmbench/{HARMBENCH}"),
+    (HARMBENCH, "behavior,other\nFold.,x\n", " has the columns behavior, other, but no 'Behavior'"),
+    (HARMBENCH, "", " is not what https://raw.githubusercontent.com/nouhadziri/"),
+    (XSTEST, "<html>", f"xstest/{XSTEST} holds ("),
+]
 
-BASE = (
-    "https://raw.githubusercontent.com/nouhadziri/safety-eval-fork/"
-    "2920bb85a8a8390144b9256f697395f81b94822e/evaluation/tasks/generation/"
-)
 
-
-def test_files_that_cannot_be_had_or_read(
-    data: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("name", "text", "parts"), [(n, t, p) for n, t, *p in UNREADABLE])
+def test_files_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str | None, parts: list[str]
 ) -> None:
-    monkeypatch.setattr(data, "is_offline_mode", lambda: True)
-    assert "(HF_HUB_OFFLINE is set)" in refused(data.harmbench)
-
+    monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
-    name = "harmbench_behaviors_text_test.csv"
-    file, url = tmp_path / name, f"{BASE}harmbench/{name}"
-    assert refused(data.harmbench).startswith(f"no {name} in MERGEBENCH_DATA={tmp_path}: put {url}")
-    file.write_text("behavior,other\nFold.,x\n")
-    assert refused(data.harmbench) == (
-        f"{file} has the columns behavior, other, but no 'Behavior': get it again from {url}"
-    )
-    file.write_text("")
-    assert refused(data.harmbench).startswith(f"{file} is not what {url} holds (")
-    (tmp_path / "exaggerated_safety.json").write_text("<html>")
-    assert f"{BASE}xstest/exaggerated_safety.json holds (" in refused(data.xstest)
+    data = module("safety/safety_data")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    line = refused(data.harmbench if name == HARMBENCH else data.xstest)
+    assert all(part in line for part in parts)

@@ -95,12 +95,6 @@ def test_bitdelta(store: SimpleNamespace) -> None:
     assert some.nbytes == 3 * (9 + 4 + 2 * (63 + 11))
 
 
-def test_what_is_not_installed(store: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deltatensors.compress", None)
-    with pytest.raises(store.rivals.Missing, match=r"pip install.*'deltatensors==0\.2\.\*'"):
-        store.rivals.deltatensors(vectors(), "int4")
-
-
 def run_of(store: SimpleNamespace) -> SimpleNamespace:
     """Of ten models; in the second tensor task vectors are small, in the third there are none."""
     torch.manual_seed(1)
@@ -115,26 +109,6 @@ def run_of(store: SimpleNamespace) -> SimpleNamespace:
         return {name: models[task][name] - base[name] for name in base}
 
     return SimpleNamespace(base=base, models=models, task_vector=task_vector)
-
-
-def test_facts(store: SimpleNamespace, tmp_path: Path) -> None:
-    run = run_of(store)
-    zoo = store.bits.zoo(run, 2, tmp_path / "zoo")
-    facts = store.bits.facts(run, zoo, store.bits.code_bytes(zoo))
-    assert facts["bytes"] == 10 * 3 * 100 * (2 + 16)
-    assert facts["bits"] == 2.25 and facts["share"] == 2.25 / 16
-    headers = store.bits.file_bytes(zoo) - facts["bytes"]
-    assert 10 * 100 < headers < 10 * 2000
-
-    off, size = [], []
-    for task, vector in zip(run.models, zoo.vectors, strict=True):
-        true = [tensor.double().numpy() for tensor in run.task_vector(task).values()]
-        held = [vector.tensor(name).double().numpy() for name in run.base]
-        off.append(np.linalg.norm(np.subtract(held, true)))
-        size.append(np.linalg.norm(true))
-        assert facts["errors"][task] == pytest.approx(off[-1] / size[-1])
-    assert facts["mean_error"] == pytest.approx(np.mean(np.divide(off, size)))
-    assert facts["error"] == pytest.approx(np.linalg.norm(off) / np.linalg.norm(size))
 
 
 @pytest.mark.parametrize("most", [30_000, 60_000, 100_000])
