@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -205,81 +204,48 @@ def test_no_process_outlives_its_program(
     assert not running(str(seconds))
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    [["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
-     ["setpriv", "--bounding-set=-sys_admin"]],
-    ids=["another user", "root without CAP_SYS_ADMIN"],
-)  # fmt: skip
-def test_a_user_without_rights_is_locked_in_as_well(prefix: list[str], isolated: None) -> None:
-    python = Path("/usr/bin/python3")
-    if os.geteuid() != 0 or not python.exists() or shutil.which("setpriv") is None:
-        pytest.skip("the other tests run as such a user, or there is no Python that all may read")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        sandbox = shutil.copy(CODING / "sandbox.py", folder)
-        tried = {name: text for name, text in programs.probes(9).items() if "numpy" not in name}
-        tried["be root"] = "import os\nassert os.getuid() != 0 and os.getgroups() in ([], [65534])"
-        command = [*prefix, python, "-I", "-S", sandbox, "--seconds=9", "--memory-gib=4"]
-        for name, text in tried.items():
-            done = subprocess.run(command, input=text, capture_output=True, text=True,
-                                  env={"PATH": os.environ["PATH"]})  # fmt: skip
-            assert '"passed": true' in done.stdout, (name, done.stdout, done.stderr)
-
-
 # ------------------------------------------------------------- a machine that cannot, or need not
 
 
-def left() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("mergebench-*"))
+BARE = {
+    "import os\nassert os.listdir() == []\nopen('a', 'w').close()": "passed",
+    "import os\nassert os.getpgrp() == os.getpid() == os.getsid(0)": "passed",
+    "bytearray(100 * 2**30)": "failed: MemoryError: ",
+    "while True: pass": "failed: timed out",
+    "import os\nos.environ['HF_HOME']": "failed: KeyError: 'HF_HOME'",
+    "import os, time\nos.kill(os.getppid(), 9)": "failed: killed its sandbox by signal 9",
+    "import os, time\nos.kill(os.getppid(), 19)\nos.fork()\ntime.sleep(30)": "failed: timed out",
+}
 
 
 def test_bare_programs_have_limits_and_a_folder(
     bare: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = left()
-    assert verdict("import os\nassert os.listdir() == []\nopen('a', 'w').close()") == "passed"
-    assert verdict("bytearray(100 * 2**30)") == "failed: MemoryError: "
-    assert verdict("while True: pass", 1) == "failed: timed out"
-    assert verdict("import os\nassert os.getpgrp() == os.getpid() == os.getsid(0)") == "passed"
-    assert verdict("import os\nos.environ['HF_HOME']").startswith("failed: KeyError")
-    # one that kills or stops its sandbox
     monkeypatch.setattr(programs, "MORE_SECONDS", 1)
+    before = set(Path(tempfile.gettempdir()).glob("mergebench-*"))
     seconds = 2 + os.getpid() / 1e7
-    kill = "import os, signal, time\nopen('a', 'w').close()\nos.kill(os.getppid(), signal.SIG{})\n"
-    wait = "os.fork()\ntime.sleep(30)"
-    assert verdict(kill.format("KILL"), seconds) == "failed: killed its sandbox by signal 9"
-    assert verdict(kill.format("STOP") + wait, seconds) == "failed: timed out"
+    for program, end in BARE.items():
+        assert verdict(program, seconds) == end, program
     wait_for(0, str(seconds))
-    assert left() <= before
+    assert set(Path(tempfile.gettempdir()).glob("mergebench-*")) <= before
 
 
 def test_machines_that_cannot_isolate_are_told_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def leaky(program: str, seconds: float) -> str:
-        return "failed: AssertionError: /usr" if "mergebench-probe" in program else "passed"
-
-    programs._probe.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "run", leaky)
+        patch.setattr(programs, "run", lambda program, _: (
+            "failed: AssertionError" if "mergebench-probe" in program else "passed"))  # fmt: skip
+        programs._probe.cache_clear()
         line = refusal()
-    assert line.startswith(
-        "in the sandbox, a program can write outside of its folder (failed: AssertionError: /usr). "
-        "Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1"
-    )
+    assert line.startswith("in the sandbox, a program can write outside of its folder (failed: Ass")
     assert "MERGEBENCH_UNSAFE_NO_SANDBOX=1" in line and "\n" not in line
-
     failing = tmp_path / "sandbox.py"
     failing.write_text("import sys; sys.exit('unshare: Operation not permitted')")
     with monkeypatch.context() as patch:
         patch.setattr(programs, "SANDBOX", failing)
-        patch.setattr(programs.time, "sleep", lambda _: None)
-        programs._probe.cache_clear()
-        assert "cannot start Python with numpy (sandbox.py ended with status 1: uns" in refusal()
         with pytest.raises(OSError, match="status 1: unshare: Operation not permitted"):
             programs.judge_mbpp([["x = 1"] * 3], [MBPP[0]])  # never a score of 0
-
     monkeypatch.setattr(programs.sys, "platform", "darwin")
     assert refusal().startswith("MergeBench's code tasks need Linux, this is darwin: ")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
 SPEED = Path(__file__).resolve().parent.parent
-RECIPES = SPEED.parent.parent / "recipes/quickstart/models"
 
 
 def run(script: str, *words: str | Path | float) -> str:
@@ -88,13 +86,3 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert "| addition | cold | `basis_ta` |" in shown
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".gitignore", "models-2x2MB-seed0-v1", "results.json", "results.md"}
-
-
-def test_models_of_two_versions(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    none = "0 models, the largest difference 0.0e+00\n"
-    assert run("outputs.py", "compare", one, two) == none
-    for out, model in ((one, "copy"), (two, "base")):  # theta_0 is as far as the change from it
-        shutil.copytree(RECIPES / model, out / "ta-ae")
-    said = run("outputs.py", "compare", one, two)
-    assert said == "1.0e+00  ta-ae\n1 models, the largest difference 1.0e+00\n"
