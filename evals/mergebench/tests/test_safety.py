@@ -195,35 +195,29 @@ def test_a_real_model_says_the_same_in_any_batch(
 # ------------------------------------------------------------------- what the judge's check refuses
 
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464192\n"
-DAMAGES = {  # what is done to a folder -> the file that the line names
-    "rm config.json": "config.json",
-    "rm tokenizer.json tokenizer_config.json": "tokenizer",
-    "rm model.safetensors": "model.safetensors",
-    "lfs model.safetensors": "model.safetensors",
-    "cut model.safetensors": "model.safetensors",
-    "lfs model.safetensors.index.json": "model.safetensors.index.json",
-}
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464192\n"
+WEIGHTS = "model.safetensors"
+DAMAGES = [  # file, its content (None: it is missing)
+    ("config.json", None), ("tokenizer", None), (WEIGHTS, None), (WEIGHTS, LFS), (WEIGHTS, b"cut"),
+    (f"{WEIGHTS}.index.json", LFS),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("damage", "file"), DAMAGES.items())
+@pytest.mark.parametrize(("name", "content"), DAMAGES)
 def test_a_folder_that_is_not_a_whole_judge(
-    wildguard: ModuleType, tiny: Path, tmp_path: Path, damage: str, file: str
+    wildguard: ModuleType, tiny: Path, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     judge = tmp_path / "judge"
     shutil.copytree(tiny, judge, dirs_exist_ok=True)
     wildguard.ready(NOTHING)
     wildguard._check.cache_clear()
-    how, *names = damage.split()
-    for path in (judge / name for name in names):
-        if how == "rm":
-            path.unlink()
-        elif how == "lfs":
-            path.write_text(LFS)
-        else:
-            path.write_bytes(path.read_bytes()[:-1])
+    for path in judge.glob(f"{name}*" if content is None else "nothing"):
+        path.unlink()
+    if content is not None:
+        whole = (judge / WEIGHTS).read_bytes()
+        (judge / name).write_bytes(whole[:-1] if content == b"cut" else content)
     line = ended_by(wildguard)
-    assert line.startswith(f"MERGEBENCH_JUDGE={judge} cannot be loaded ({file}: ")
+    assert line.startswith(f"MERGEBENCH_JUDGE={judge} cannot be loaded ({name}: ")
     assert line.endswith("expected config.json, a tokenizer and all weights as safetensors")
 
 
