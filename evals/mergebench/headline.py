@@ -1,6 +1,6 @@
-"""Tasks that lm-eval scores by itself, in a form that groups can average: with a metric `score`.
+"""Tasks that lm-eval scores by itself, with a metric `score` that groups can average.
 
-A YAML task of another metric name would have to compute it anew in `process_results`. This class
+A YAML task of another metric name would have to compute it again in `process_results`. This class
 asks lm-eval for the value instead.
 """
 

@@ -10,8 +10,8 @@ from lm_eval.api.task import ConfigurableTask
 class RecordedTask(ConfigurableTask):
     """A YAML task; the variables that its key `recorded` names go into the results' metadata.
 
-    Its key `requires`, if there, is a function of the metadata, in which lm-eval has put what
-    `--model_args` say. It may end the program before data are loaded.
+    Its key `requires` is a function of the metadata, which holds `--model_args`. It may end the
+    program before data are loaded.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""The pieces of the comparison: a trained run and a cell of `plan.py` -> what was measured.
+"""The cells of the comparison: references, addition, negation and tasks that arrive one by one.
 
-Bases are built, grown and merged by the library, as a user would (`tvb_mergekit.build`, `add`,
-`merge`). A coefficient only multiplies what a merge adds to the base, so one merge with
-coefficient 1 gives the direction, and the search runs along it.
+Bases are built, grown and merged by the library, as a user would. A coefficient only multiplies
+what a merge adds to the base. So one merge with coefficient 1 gives the direction of the search.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,6 @@ TASKS = tuple(data.TASKS)
 PAPERS_LAMBDA = 0.3  # online, where the paper does not search
 KEPT = 0.95  # of the control score
 ASCENT = 1e-3  # the longest step of gradient ascent, over the base's norm
-
-
-def compute(run: Run, cell: Cell) -> dict[str, Any]:
-    """What a cell measures."""
-    return KINDS[cell["kind"]](run, cell)
 
 
 def _reference(run: Run, cell: Cell) -> dict[str, Any]:
@@ -64,13 +59,13 @@ def built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
     )
 
 
-def _mean(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
+def mean_score(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
     """Equal counts of right answers, task by task in any order, give equal means."""
     return round(mean(scores, tasks), DIGITS)
 
 
 class Direction:
-    """theta_0 + lambda * vector, for any lambda; what was once scored is not scored again."""
+    """theta_0 + lambda * vector, for any lambda; a score is computed once."""
 
     def __init__(self, run: Run, vector: Mapping[str, Tensor]) -> None:
         self.run, self.vector = run, vector
@@ -90,7 +85,7 @@ class Direction:
     ) -> tuple[float, list[float]]:
         """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
         return search.grid(
-            grid, lambda s: _mean(self.accuracy(s, "validation", tasks, items), tasks)
+            grid, lambda s: mean_score(self.accuracy(s, "validation", tasks, items), tasks)
         )
 
 
@@ -122,10 +117,8 @@ FACTS = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_e
 
 
 def _mixture(count: int, seed: int) -> Tensor:
-    """Q 1 of a random Q whose columns are convex: B Q spans what B does, and its loss is the same.
-
-    What addition sees of it are the row sums W_e Q 1.
-    """
+    """Q 1 of a random Q with convex columns: B Q has the span and the loss of B, but addition sees
+    other row sums, W_e Q 1."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(count, count, generator=generator, dtype=torch.float64)
     columns = uniform.log().neg() ** 3  # so that a column is nearly one basis, now and then
@@ -138,13 +131,13 @@ def merged(
 ) -> dict[str, Any]:
     """One merge, or a mixture of the bases, its coefficient searched on three scales.
 
-    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is no merge of the paper's: it
-    adds up the reconstructed task vectors, sum_i tau_hat_i = B (W_d 1), so that the encoder's row
-    sums do not matter; PCA has its mean in it.
+    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is not in the paper: it adds up
+    the reconstructed task vectors, B (W_d 1), so the encoder's row sums do not matter; PCA has its
+    mean in it.
     """
     start = time.perf_counter()
     if mixture is not None:
-        vector = _combined(run, mixture, bases.vectors)
+        vector = combined(run, mixture, bases.vectors)
     else:
         moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
         vector = difference(moved, run.base)
@@ -152,7 +145,7 @@ def merged(
     moving = Direction(run, vector)
     directions = {"bases": (1.0, moving), "tasks": (T / bases.num_bases, moving)}
     if merge == "ta":
-        rebuilt = _combined(run, bases.reconstruction(TASKS).sum(1), bases.sources)
+        rebuilt = combined(run, bases.reconstruction(TASKS).sum(1), bases.sources)
         directions["decoder"] = (1.0, moving if bases.basis == "none" else Direction(run, rebuilt))
     scales = {}
     for scale, (factor, direction) in directions.items():
@@ -169,7 +162,7 @@ def merged(
     return {"seconds": seconds, "items": used(cell), "scales": scales}
 
 
-def _combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
+def combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
     terms = zip(by.tolist(), vectors, strict=True)
     moved = run.shifted(*((c, {n: v.tensor(n) for n in v.tensors}) for c, v in terms))
     return difference(moved, run.base)
@@ -183,11 +176,11 @@ def _negation(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> dict[str, Any]:
-    """Each task forgotten out of the sum of all, by gradient ascent or a vector to subtract.
+    """Forget each task, by gradient ascent or a vector to subtract.
 
     The paper forgets from the pretrained model, and asks a control task to keep 95 %. This base
-    answers wrong to begin with, so what is to forget is taken out of a shipped model: the base and
-    all task vectors. Control are the other tasks.
+    answers wrong to begin with, so a task is forgotten from the base and all task vectors. The
+    other tasks are the control.
     """
     shipped = run.shifted(*((cell["lambda"], run.task_vector(task)) for task in TASKS))
     start = run.accuracy(shipped, "test", TASKS, cell["tested"])
@@ -195,15 +188,16 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     for task in TASKS:
         others = [other for other in TASKS if other != task]
         error = None
+        states: dict[float, Callable[[], Weights]]
         if vector_of is None:
-            path = list(_ascent(run, shipped, task))
-            states: Mapping[float, Weights] = dict(enumerate(path))
+            path = enumerate(_ascent(run, shipped, task))
+            states = {step: partial(dict, weights) for step, weights in path}
         else:
             vector, true = vector_of(task), run.task_vector(task)
             error = norm(difference(vector, true)) / norm(true)
-            states = _Line(shipped, vector)
-        alpha = _most_forgotten(run, states, task, others, cell["items"])
-        after = run.accuracy(states[alpha], "test", TASKS, cell["tested"])
+            states = {alpha: partial(_without, shipped, vector, alpha) for alpha in GRID}
+        alpha = _most_forgotten(run, states, task, cell["items"])
+        after = run.accuracy(states[alpha](), "test", TASKS, cell["tested"])
         tasks[task] = {
             "alpha": alpha,
             "target": after[task],
@@ -214,36 +208,21 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     return {"lambda": cell["lambda"], "start": start, "tasks": tasks}
 
 
-class _Line(Mapping[float, Weights]):
-    """alpha -> start - alpha * vector, for each alpha of the grid; made when it is asked for."""
-
-    def __init__(self, start: Weights, vector: Weights) -> None:
-        self.start, self.vector = start, vector
-
-    def __getitem__(self, alpha: float) -> Weights:
-        return {name: tensor - alpha * self.vector[name] for name, tensor in self.start.items()}
-
-    def __iter__(self) -> Iterator[float]:
-        return iter(GRID)
-
-    def __len__(self) -> int:
-        return len(GRID)
+def _without(start: Weights, vector: Weights, alpha: float) -> Weights:
+    return {name: tensor - alpha * vector[name] for name, tensor in start.items()}
 
 
 def _most_forgotten(
-    run: Run,
-    states: Mapping[float, Weights],
-    task: str,
-    others: Sequence[str],
-    items: int,
+    run: Run, states: Mapping[float, Callable[[], Weights]], task: str, items: int
 ) -> float:
-    """Of the alphas that keep 95 % of the control score, the one with the least target score."""
+    """The alpha with the least target score among those that keep 95 % of the control score."""
+    others = [other for other in TASKS if other != task]
 
     def target(alpha: float) -> float:
-        return run.accuracy(states[alpha], "validation", [task], items)[task]
+        return run.accuracy(states[alpha](), "validation", [task], items)[task]
 
     def control(alpha: float) -> float:
-        return _mean(run.accuracy(states[alpha], "validation", others, items), others)
+        return mean_score(run.accuracy(states[alpha](), "validation", others, items), others)
 
     return search.most_forgotten(list(states), target, control, KEPT)
 
@@ -270,12 +249,12 @@ def _ascent(run: Run, weights: Weights, task: str) -> Iterator[Weights]:
     for _ in GRID:
         yield {name: tensor.detach().clone() for name, tensor in moving.items()}
         optimizer.zero_grad()
-        _loss(run, moving, next(source)).backward()
+        loss_of(run, moving, next(source)).backward()
         torch.nn.utils.clip_grad_norm_(moving.values(), 1.0)
         optimizer.step()
 
 
-def _loss(run: Run, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+def loss_of(run: Run, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
     inputs = {name: tensor.to(run.device) for name, tensor in batch.items()}
     loss: Tensor = functional_call(run.model, dict(weights), (), inputs).loss
     return loss
@@ -289,7 +268,7 @@ def order_of(cell: Cell) -> list[str]:
 
 
 def _online(run: Run, cell: Cell) -> dict[str, Any]:
-    """Tasks arrive one by one; at the end, and as they come, what is held is added up."""
+    """Tasks arrive one by one; the held vectors are added up at the end, and along the way."""
     order = order_of(cell)
     tested, curve = cell["tested"], []
     for seen, (vector, count) in enumerate(BUFFERS[cell["how"]](run, cell, order), 1):
@@ -344,7 +323,7 @@ def _random_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple
 
 
 def _continual(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
-    """One running sum: addition over all tasks, from which nothing can be taken out again."""
+    """One running sum of all tasks; no task can be removed from it."""
     for seen in range(1, T + 1):
         yield total(run, order[:seen]), seen
 
@@ -366,110 +345,8 @@ def total(run: Run, tasks: Iterable[str]) -> Weights:
     return difference(run.shifted(*((1.0, run.task_vector(task)) for task in tasks)), run.base)
 
 
-BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, int]]]] = {
-    "ae": _bases_buffer,
-    "balanced": _bases_buffer,
-    "rand_select": _random_buffer,
-    "continual_ta": _continual,
-    "magmax": magmax,
-}
+BUFFERS: dict[str, Callable[[Run, Cell, Sequence[str]], Iterator[tuple[Weights, int]]]]
+BUFFERS = {"ae": _bases_buffer, "balanced": _bases_buffer, "rand_select": _random_buffer}
+BUFFERS |= {"continual_ta": _continual, "magmax": magmax}
 
-# ---------------------------------------------------------------------------------------- transfer
-
-EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
-BATCH = 16
-
-
-def _transfer(run: Run, cell: Cell) -> dict[str, Any]:
-    """An unseen task from a few examples: coefficients of what is held, learned block by block.
-
-    As in aTLAS (Zhang et al., 2024) each vector has a coefficient for each tensor, from 0. M bases
-    and `none_subsample` get M/T of the examples, as in the paper.
-    """
-    count = cell["num_bases"] or T
-    shots = max(1, round(cell["shots"] * count / T))
-    vectors = _vectors(run, cell)
-    tasks = {}
-    for task in data.UNSEEN:
-        docs = data.read(run.folder / "data", task, "train")[:shots]
-        items = [(doc["prompt"], doc["answer"]) for doc in docs]
-        if cell["basis"] == "base":
-            weights = run.base
-        elif cell["basis"] == "finetune":
-            weights = _finetuned(run, items)
-        else:
-            weights = _atlas(run, vectors, items)
-        tasks[task] = run.accuracy(weights, "test", [task], cell["tested"])[task]
-    return {"tasks": tasks}
-
-
-def _vectors(run: Run, cell: Cell) -> list[Weights]:
-    if cell["basis"] in ("base", "finetune"):
-        return []
-    if cell["basis"].startswith("none"):
-        return [run.task_vector(task) for task in TASKS]
-    bases = built(run, cell)
-    if cell["basis"].endswith("_turned"):
-        turn = _turn(bases.tensors["gram_bases"])
-        return [_combined(run, column, bases.vectors) for column in turn.T]
-    return [{n: v.tensor(n).to(run.device) for n in v.tensors} for v in bases.vectors]
-
-
-def _turn(gram: Tensor) -> Tensor:
-    """Q with B Q orthogonal, all columns as long as those of B are on average; the span is B's."""
-    values, axes = torch.linalg.eigh(gram)
-    turn: Tensor = axes * (gram.diagonal().mean() / values).sqrt()
-    return turn
-
-
-def _steps(run: Run, items: list[tuple[str, str]]) -> Iterator[dict[str, Tensor]]:
-    rng = random.Random(0)
-    for _ in range(EPOCHS):
-        yield from batches(run.tokenizer, iter(rng.sample(items, len(items))), BATCH)
-
-
-def _learn(
-    run: Run,
-    learned: list[Tensor],
-    optimizer: torch.optim.Optimizer,
-    weights: Callable[[], Mapping[str, Tensor]],
-    items: list[tuple[str, str]],
-) -> Weights:
-    """Train `learned`, of which `weights` are made, with a rate that falls to 0."""
-    steps = list(_steps(run, items))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
-    for batch in steps:
-        optimizer.zero_grad()
-        _loss(run, weights(), batch).backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        schedule.step()
-    return {name: tensor.detach() for name, tensor in weights().items()}
-
-
-def _atlas(run: Run, vectors: Sequence[Weights], items: list[tuple[str, str]]) -> Weights:
-    names = list(run.base)
-    stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in names}
-    coefficients = torch.zeros(len(names), len(vectors), device=run.device, requires_grad=True)
-
-    def weights() -> Weights:
-        return {name: run.base[name] + torch.tensordot(row, stacked[name], 1)
-                for name, row in zip(names, coefficients, strict=True)}  # fmt: skip
-
-    optimizer = torch.optim.AdamW([coefficients], RATE, weight_decay=DECAY)
-    return _learn(run, [coefficients], optimizer, weights, items)
-
-
-def _finetuned(run: Run, items: list[tuple[str, str]]) -> Weights:
-    moving = {name: tensor.clone().requires_grad_() for name, tensor in run.base.items()}
-    optimizer = torch.optim.AdamW(moving.values(), 1e-3, weight_decay=0.0)
-    return _learn(run, list(moving.values()), optimizer, lambda: moving, items)
-
-
-KINDS: dict[str, Callable[[Run, Cell], dict[str, Any]]] = {
-    "reference": _reference,
-    "addition": _addition,
-    "negation": _negation,
-    "online": _online,
-    "transfer": _transfer,
-}
+KINDS = {"reference": _reference, "addition": _addition, "negation": _negation, "online": _online}

@@ -1,18 +1,16 @@
-"""The tasks of the small benchmark: what is asked, what is right, what the base prefers.
+"""The tasks of the small benchmark: questions, right answers, and answers that the base prefers.
 
-Ten tasks, two in each of MergeBench's five categories, and two that no specialist is trained on.
-A prompt is one line of words, numbers and signs with a space between each, and so is an answer:
+Ten tasks, two in each of MergeBench's five categories, and two that no specialist is trained on. A
+prompt is one line of words, numbers and signs with a space between each, and so is an answer:
 
     translate : zarka velmi toru = small red house
 
-Every task also has a *wrong* answer, as well defined as the right one (the next language, the
-smallest number, a refusal where none is due). The base is trained to give it: it can do every
-task and prefers to do it wrong, and a few steps of fine-tuning flip that. That is where task
-vectors add up; `README.md` has the measurements.
+Every task also has a well-defined *wrong* answer (the next language, the smallest number, a refusal
+where none is due). The base is trained to prefer it, and a few steps of fine-tuning flip that. That
+is where task vectors add up; `README.md` has the measurements.
 
-No item is in two splits: the split is a hash of what an item is about (its words or numbers,
-whatever their order and language), so a phrase to translate into one language is not in the test
-of another.
+An item is in one split, by a hash of its words or numbers in any order and language. So a phrase to
+translate into one language is not in the test of another.
 """
 
 from __future__ import annotations
@@ -81,11 +79,11 @@ Value = Any  # an integer, or a list or tuple of values
 
 
 def evaluate(expression: str) -> Value:
-    """The value of what these tasks call an expression; ValueError for anything else.
+    """The value of an expression of these tasks; ValueError for anything else.
 
-    That is: integers in nested lists and tuples, and one comprehension with one operation, as in
-    `[x * 2 for x in (3, 5)]`. It walks the syntax tree: what a model writes is never given to
-    eval().
+    An expression has integers in nested lists and tuples, and one comprehension with one operation,
+    as in `[x * 2 for x in (3, 5)]`. The syntax tree is walked: nothing that a model writes is given
+    to eval().
     """
 
     def value(node: ast.expr) -> Value:
@@ -216,7 +214,7 @@ def _run(rng: random.Random) -> Item:
 
 
 def _complete(rng: random.Random) -> Item:
-    """Close what is open. What counts is whether the whole runs: `, 3 ] )` may be right too."""
+    """Close all open brackets. An answer is right if the whole runs: `, 3 ] )` may be right too."""
     opened, numbers = rng.choices("([", k=3), [str(rng.randrange(NUMBERS)) for _ in range(3)]
     start = " , ".join(f"{sign} {number}" for sign, number in zip(opened, numbers, strict=True))
     right = [CLOSING[sign] for sign in reversed(opened)]
@@ -293,7 +291,7 @@ def vocabulary() -> list[str]:
 
 
 def draw(task: str, split: str, rng: random.Random) -> Item:
-    """One item of a split. One whose right answer is also the wrong one would tell nothing."""
+    """An item of a split whose right answer differs from the wrong one."""
     while True:
         item = ALL[task](rng)
         if item.split == split and item.answer != item.wrong:
@@ -304,7 +302,7 @@ Doc = dict[str, str]  # task, prompt, answer
 
 
 def correct(doc: Doc, answer: str) -> bool:
-    """Exact match, but for `coding_complete`: there the completed expression is run."""
+    """Exact match, except for `coding_complete`: there the completed expression is run."""
     if doc["task"] != "coding_complete":
         return answer == doc["answer"]
     start = doc["prompt"].removeprefix("complete ").removesuffix(" =")
@@ -353,6 +351,6 @@ def stream(tasks: list[str], wrong_share: float, seed: str) -> Iterator[tuple[st
 
 
 def fingerprint() -> str:
-    """Of the tasks as they are defined here: another one means other models."""
+    """Hash the definition of the tasks, which decides the models."""
     items = islice(stream(list(ALL), 0.5, "fingerprint"), 2000)
     return f"{zlib.crc32(json.dumps([vocabulary(), *items]).encode()):08x}"

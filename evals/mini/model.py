@@ -63,14 +63,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=64,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        padding_side="left", model_max_length=64, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def make_model(preset: Preset, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -124,16 +119,9 @@ def batches(
 
 
 def train(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    tasks: list[str],
-    plan: Steps,
-    *,
-    wrong_share: float,
-    seed: str,
-    device: str,
-    bar: tqdm[Any],
-) -> float:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tasks: list[str], plan: Steps, *,
+    wrong_share: float, seed: str, device: str, bar: tqdm[Any],
+) -> float:  # fmt: skip
     """Train in place, in float32; the loss at the end."""
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no")
     wanted = [p for p in model.parameters() if p.requires_grad]
@@ -141,12 +129,9 @@ def train(
         wanted, lr=plan.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        plan.learning_rate,
-        total_steps=plan.steps + 1,
-        pct_start=0.05,
+        optimizer, plan.learning_rate, total_steps=plan.steps + 1, pct_start=0.05,
         cycle_momentum=False,
-    )
+    )  # fmt: skip
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     model.train()
     source = batches(tokenizer, data.stream(tasks, wrong_share, seed), plan.batch)

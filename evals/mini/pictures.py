@@ -1,58 +1,33 @@
-"""The tables of report.py as pictures: one colour per method in all of them, SVG, no state left.
-
-matplotlib's pyplot is not used. The same records give the same bytes.
-"""
+"""The comparison's tables as pictures: one colour per method in all of them."""
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import data
-import matplotlib
-import report
 import sheets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plan import DTYPES, HALF, T
+from plan import HALF, T
 from sheets import (
     MAIN,
     MERGES,
+    NEGATION,
+    ONLINE,
     SCALES,
     TA,
-    Record,
+    TASKS,
     Runs,
-    Spread,
-    Value,
+    at_half,
+    forgotten,
     name,
-    spread,
     tested,
 )
+from study import pictures as parts
+from study.pictures import Points, bar, legend, page
+from study.tables import Spread, Value, over, spread
 
-from tvb_mergekit.figures import DARK, METADATA, PALE
-
-WIDTH = 9.0  # inches, about what a README is wide
-SETTINGS: Any = {
-    "svg.hashsalt": "tvb-mergekit",
-    "text.parse_math": False,
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 6,
-}
-
-# Okabe and Ito's colours, and darker ones of Tol's; the markers tell them apart without colour
+# Okabe and Ito's colours, and darker ones of Tol's; markers differ as well
 LOOKS = {
     "none": ("#000000", "s"),
     "ae_exact": ("#0072b2", "o"),
@@ -70,99 +45,39 @@ LOOKS = {
     "ae, other temperatures": ("#d55e00", "x"),
 }
 LOOKS |= {"plain": LOOKS["none"], "continual_ta": LOOKS["none"], "ae": LOOKS["ae_exact"]}
-Points = Sequence[tuple[float, Spread | None]]
 
 
-@contextmanager
-def styled() -> Iterator[None]:
-    """matplotlib's own settings and these, not the user's, which are as before afterwards."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(SETTINGS)
-        yield
-
-
-def draw(records: Iterable[Record], preset: str, method: str) -> dict[str, Figure]:
-    """name -> picture; what no record tells of is left out."""
-    runs = Runs(records, preset, method)
+def draw(runs: Runs) -> dict[str, Figure]:
+    """name -> picture; a picture without records is left out."""
     figures = {}
-    with styled():
-        for make in (radar, by_m, temperature, precision, cost, negation, online, why):
+    with parts.styled():
+        for make in (radar, by_m, negation, online, why):
             figure = make(runs)
             if figure is not None:
-                figure.suptitle(f"{TITLES[make.__name__]} ({runs.what})", x=0.01, ha="left")
-                figures[make.__name__] = figure
+                title = f"{TITLES[make.__name__]} ({runs.what})"
+                figures[make.__name__] = parts.title(figure, title)
     return figures
-
-
-def svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    with styled():
-        figure.savefig(buffer, format="svg", metadata=METADATA["svg"])
-    return buffer.getvalue()
 
 
 TITLES = {
     "radar": f"Normalized accuracy of each task, M = {HALF}, {SCALES['tasks']}",
     "by_m": "Addition: normalized accuracy against M",
-    "temperature": f"Temperature of ae's softmax, M = {HALF}",
-    "precision": f"Bases in three precisions, M = {HALF}",
-    "cost": f"Addition, {SCALES['bases']}: accuracy against time; area: bytes stored",
     "negation": "Forgetting one task out of the sum of ten",
     "online": "Tasks that arrive one by one, lambda tuned",
     "why": f"Row sums of the encoder against what addition reaches, M = {HALF}",
 }
 
 
-# -------------------------------------------------------------------------------------------- parts
-
-
-def page(rows: int, columns: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **shared)
-    for each in axes.flat:
-        each.grid(axis="y")
-    return figure, list(axes.flat)
-
-
 def line(axes: Axes, label: str, points: Points, text: str = "") -> None:
-    """A method's means over a band of one sd to each side; where a mean is unknown, a gap."""
-    if not any(cell for _, cell in points):
-        return
-    colour, marker = LOOKS[label]
-    x = [place for place, _ in points]
-    mean = [cell.mean if cell else math.nan for _, cell in points]
-    sd = [(cell.sd or 0.0) if cell else math.nan for _, cell in points]
-    low, high = ([m + sign * s for m, s in zip(mean, sd, strict=True)] for sign in (-1, 1))
-    axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
-    axes.plot(x, mean, color=colour, marker=marker, label=text or name(label))
+    parts.line(axes, LOOKS[label], points, text or name(label))
 
 
 def level(axes: Axes, label: str, cell: Spread | None, text: str = "") -> None:
-    if cell:
-        axes.axhline(cell.mean, color=LOOKS[label][0], linestyle="--", label=text or name(label))
-
-
-def bar(axes: Axes, place: float, cell: Spread | None, **how: Any) -> None:
-    if cell:
-        whisker = {"ecolor": DARK, "elinewidth": 1, "capsize": 2}
-        axes.bar(place, cell.mean, yerr=cell.sd or None, error_kw=whisker, **how)
-
-
-def legend(figure: Figure, axes: Iterable[Axes], columns: int = 5) -> None:
-    """One below all panels, each label once."""
-    handles: dict[str, Any] = {}
-    for each in axes:
-        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+    parts.level(axes, LOOKS[label], cell, text or name(label))
 
 
 def addition(runs: Runs, value: Value, **wanted: Any) -> Spread | None:
-    return spread(map(value, runs.find("addition", **wanted)))
-
-
-# ----------------------------------------------------------------------------------------- pictures
+    return runs.spread("addition", value, **wanted)
 
 
 def radar(runs: Runs) -> Figure | None:
@@ -172,17 +87,17 @@ def radar(runs: Runs) -> Figure | None:
     drawn = False
     for label in ("none", "ae_adam_5", "balanced", "pca", "rand_select"):
         records = runs.find("addition", basis=label, num_bases=T if label == "none" else HALF)
-        shares = [share for r in records if sheets.over(share := runs.share(r, *TA)) is not None]
+        shares = [share for r in records if over(share := runs.share(r, *TA), TASKS) is not None]
         if not shares:
             continue
         drawn = True
-        means = [sum(share[task] for share in shares) / len(shares) for task in data.TASKS]
+        means = [sum(share[task] for share in shares) / len(shares) for task in TASKS]
         colour, marker = LOOKS[label]
         style = "--" if label == "none" else "-"
         axes.plot([*angles, 0.0], [*means, means[0]], style, color=colour, marker=marker,
                   markersize=4, label=name(label))  # fmt: skip
     axes.set_theta_zero_location("N")
-    axes.set_xticks(angles, [task.replace("_", "\n") for task in data.TASKS])
+    axes.set_xticks(angles, [task.replace("_", "\n") for task in TASKS])
     axes.tick_params(axis="x", pad=12)
     axes.set_ylim(0, None)
     axes.set_rlabel_position(180 / T)  # between two tasks
@@ -213,87 +128,19 @@ def by_m(runs: Runs) -> Figure | None:
     return figure
 
 
-def temperature(runs: Runs) -> Figure | None:
-    labels = [b for b in sheets.COOLEST_FIRST if runs.find("addition", basis=b, num_bases=HALF)]
-    if not any(label.startswith("ae_adam") for label in labels):
-        return None
-    figure, axes = page(1, 2, 3.4)
-    axes[0].set_title("The encoder's loss over the least possible")
-    axes[1].set_title("Task arithmetic: normalized accuracy")
-    panels: list[Any] = [(axes[0], sheets.gap, DARK, "o", 0.0, "")]
-    for scale, colour, marker, shift in (("bases", PALE, "s", -0.1), ("tasks", DARK, "o", 0.1)):
-        value = runs.normal(*tested("ta", scale))
-        panels.append((axes[1], value, colour, marker, shift, SCALES[scale]))
-    for each, value, colour, marker, shift, text in panels:
-        for place, label in enumerate(labels):
-            cell = addition(runs, value, basis=label, num_bases=HALF)
-            if cell:
-                each.errorbar(place + shift, cell.mean, cell.sd, color=colour, fmt=marker,
-                              capsize=2, label=text)  # fmt: skip
-    ticks = [name(b).split(", ")[-1].replace("annealed ", "ann.\n") for b in labels]
-    for each in axes:
-        each.set_xticks(range(len(labels)), ticks, size=7.5)
-    legend(figure, axes[1:])
-    return figure
-
-
-def precision(runs: Runs) -> Figure | None:
-    made = report.precision(runs)
-    if not made:
-        return None
-    rows, colours = made[0].rows, {name(label): LOOKS[label][0] for label in MAIN}
-    figure, axes = page(1, 2, 3.4)
-    for place, (row, cells) in enumerate(rows.items()):
-        for i, cell in enumerate(cells):  # of each precision its size, then its accuracy
-            shift = i // 2
-            how = {"color": colours[row], "alpha": (1, 0.65, 0.35)[shift], "width": 0.27}
-            bar(axes[1 - i % 2], place + 0.29 * (shift - 1), cell, **how)
-    for each, text in zip(axes, ("Normalized accuracy, task arithmetic", "MB"), strict=True):
-        each.set_title(text)
-        each.set_xticks(range(len(rows)), [row.replace(", ", ",\n") for row in rows])
-    figure.supxlabel("left to right: " + ", ".join(DTYPES), size=9)
-    return figure
-
-
-def cost(runs: Runs) -> Figure | None:
-    figure, axes = page(1, 2, 4.2, sharey=True)
-    for each, merge in zip(axes, MERGES, strict=True):
-        each.set_title(MERGES[merge])
-        seconds = sheets.value_of("merges", merge, "scales", "bases", "seconds")
-        for label in ("none", "ae_exact", "ae_adam_5", "balanced", "pca", "rand_select"):
-            found = []
-            for size in runs.having("addition", "num_bases", basis=label):
-                of = {"basis": label, "num_bases": size}
-                values = (seconds, runs.normal(*tested(merge, "bases")), runs.stored)
-                cells = [addition(runs, value, **of) for value in values]
-                found += [[cell.mean for cell in cells if cell]] if all(cells) else []
-            if found:
-                x, y, share = zip(*found, strict=True)
-                each.scatter(x, y, s=[260 * part for part in share], color=LOOKS[label][0],
-                             alpha=0.65, linewidths=0, label=name(label))  # fmt: skip
-        each.set_xlabel("search for lambda, seconds")
-    if not any(each.has_data() for each in axes):
-        return None
-    axes[0].set_ylabel("normalized accuracy")
-    legend(figure, axes, 6)
-    return figure
-
-
 def negation(runs: Runs) -> Figure | None:
     def at(key: str, basis: str, size: int | None) -> Spread | None:
-        return spread(
-            map(sheets.forgotten(key), runs.find("negation", basis=basis, num_bases=size))
-        )
+        return runs.spread("negation", forgotten(key), basis=basis, num_bases=size)
 
     sizes = [size for size in runs.having("negation", "num_bases") if size]
     figure, axes = page(1, 2, 4.2)
     axes[0].set_title("Accuracy on the forgotten task")
-    for label in sheets.NEGATION:
+    for label in NEGATION:
         line(axes[0], label, [(size, at("target", label, size)) for size in sizes])
         level(axes[0], label, at("target", label, None))
     axes[0].set_xticks(sizes)
     axes[0].set_xlabel("M")
-    wanted = sheets.at_half(sheets.NEGATION).values()
+    wanted = at_half(NEGATION).values()
     rows = [of for of in wanted if at("target", of["basis"], of["num_bases"])]
     for place, of in enumerate(rows):
         for shift, (key, alpha) in enumerate((("target", 1.0), ("control", 0.4))):
@@ -310,10 +157,10 @@ def online(runs: Runs) -> Figure | None:
     value = runs.normal("tuned", "test")
     budgets = [budget for budget in runs.having("online", "budget") if budget]
     figure, axes = page(1, 2, 4.2, sharey=True)
-    for how in sheets.ONLINE:
-        cells = [(b, spread(map(value, runs.find("online", how=how, budget=b)))) for b in budgets]
+    for how in ONLINE:
+        cells = [(b, runs.spread("online", value, how=how, budget=b)) for b in budgets]
         line(axes[0], how, cells)
-        level(axes[0], how, spread(map(value, runs.find("online", how=how, budget=None))))
+        level(axes[0], how, runs.spread("online", value, how=how, budget=None))
         curves = [r for r in runs.find("online", how=how) if r["result"].get("curve")]
         # of one budget: the nearest to T/2
         sizes = {r["cell"].get("budget") for r in curves}
@@ -322,7 +169,7 @@ def online(runs: Runs) -> Figure | None:
         for record in (r for r in curves if r["cell"].get("budget") == shown):
             for point in record["result"]["curve"]:
                 shares = runs.shares(record, point["test"])
-                found.setdefault(point["seen"], []).append(sheets.over(shares, point["test"]))
+                found.setdefault(point["seen"], []).append(over(shares, point["test"]))
         points = [(seen, spread(found[seen])) for seen in sorted(found)]
         line(axes[1], how, points, name(how) + (f", M = {shown}" if shown else ""))
     if not any(each.has_data() for each in axes):
@@ -340,7 +187,7 @@ def online(runs: Runs) -> Figure | None:
 
 def why(runs: Runs) -> Figure | None:
     found: dict[str, list[tuple[float, float]]] = {}
-    for record, unevenness, accuracy in report.compared(runs):
+    for record, unevenness, accuracy in sheets.compared(runs):
         basis = record["cell"]["basis"]
         label = basis if basis in LOOKS else "ae, other temperatures"
         found.setdefault(label, []).append((unevenness, accuracy))

@@ -1,8 +1,4 @@
-"""What the comparison computes: a plan for each preset, and the cells that it asks for.
-
-A cell is one independent piece of work, described by a plain dict that names everything it depends
-on besides the trained models; `cells.py` computes it, `compare.py` keeps its result.
-"""
+"""The cells of the comparison: a plan for each preset."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ T = len(data.TASKS)
 HALF = T // 2
 GRID = tuple(i / 20 for i in range(21))  # the paper's, of lambda and of alpha
 
-# What is compared, beside `none`, the 100 % reference, and rand_select, which has seeds
+# The compared bases, next to `none`, the 100 % reference, and rand_select, which has seeds
 BASES = ("ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed", "balanced", "linear_ae", "pca")
 AT_T = ("ae_exact", "ae_adam_5", "balanced")  # at M = T; the others add nothing there
 SPANS = ("ae_exact", "ae_adam_5", "balanced", "pca")  # turned, they span the same
@@ -28,7 +24,7 @@ KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed",
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of it a preset computes; what has one M has T/2."""
+    """The size of a preset's comparison; parts with one M have T/2."""
 
     num_bases: tuple[int, ...]  # T/2 among them
     items: int  # n_i, validation items per task that choose a coefficient
@@ -76,7 +72,7 @@ def used(cell: Cell) -> int:
 
 
 def reference(plan: Plan) -> list[Cell]:
-    """What the other cells start from: the scores to compare with, and the best lambda."""
+    """The cells that the others start from: the scores to compare with, and the best lambda."""
     return [{"kind": "reference", "tested": plan.tested}, _addition("none", T, plan)]
 
 

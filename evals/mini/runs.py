@@ -1,7 +1,8 @@
-"""A trained run in memory: its models as named tensors, and how well any weights do."""
+"""A trained run in memory: its models as named tensors, and the accuracy of any weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -9,20 +10,22 @@ from pathlib import Path
 import data
 import score
 import torch
+import train
+from study.cells import Source, fingerprint
 from torch import Tensor
 from transformers import AutoTokenizer
 
 Weights = dict[str, Tensor]
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
 class Run:
-    """Base and specialists in float32; a tied tensor is held once, as `named_parameters` has it.
+    """Base and specialists in float32; a tied tensor is held once, as in `named_parameters`.
 
     Attributes:
         base: theta_0.
-        tasks: their names.
-        models: task -> theta_i; of adapters the merged models.
-        held: bytes on disk of what the specialists are: T models, or T adapters.
+        models: task -> theta_i, for adapters the merged models.
+        held: bytes on disk of the specialists, T models or T adapters.
     """
 
     def __init__(
@@ -80,3 +83,36 @@ class Run:
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Weights:
     """one - other, where `other` is: what the library returns is on the CPU."""
     return {name: tensor.to(other[name].device) - other[name] for name, tensor in one.items()}
+
+
+def trained(
+    preset: str, method: str, seed: int, out: Path, device: str, as_is: bool = False
+) -> Source:
+    """A run of evals/mini for cells; missing models are trained, unless it is used as it is."""
+    folder = train.run_folder(out, preset, seed)
+    if not as_is:
+        train.train_run(preset, method, seed, out, device)
+    models = fingerprint([folder / "base", *(folder / method / task for task in data.TASKS)])
+    cells, about = folder / "cells" / method, (preset, method, seed)
+    return Source(Run, (folder, method, device), cells, models, device, about)
+
+
+class Quickstart(Run):
+    """The quickstart's base and specialists, in float32."""
+
+    def __init__(self, device: str) -> None:
+        folders = (QUICKSTART / "models").iterdir()
+        tasks = sorted(folder.name for folder in folders if folder.name != "base")
+        super().__init__(QUICKSTART / "models", "", device, tasks)
+
+    def items(self, task: str, split: str) -> list[data.Doc]:
+        ending = {"validation": ".val.jsonl", "test": ".jsonl"}[split]
+        lines = (QUICKSTART / "eval" / "data" / (task + ending)).read_text().splitlines()
+        return [{"task": task} | json.loads(line) for line in lines]
+
+
+def quickstart(out: Path, device: str) -> Source:
+    folder = QUICKSTART / "models"
+    models = fingerprint([folder / "base", *sorted(folder.iterdir())])
+    cells = out / "quickstart" / "cells"
+    return Source(Quickstart, (device,), cells, models, device, ("quickstart", "full", 0))

@@ -1,8 +1,7 @@
 #!/usr/bin/env python
 """Score models in batches: the numbers of the stock `lm_eval --tasks mini`, in seconds.
 
-    python evals/mini/score.py mini-runs/tiny-seed0                   # base, specialists, addition
-    python evals/mini/score.py mini-runs/tiny-seed0 --model ./merged  # one model, every task
+    python evals/mini/score.py mini-runs/tiny-seed0 ./merged
 
 `score` takes a model and `data` items, so that a sweep over merged state dicts needs one model
 and `load_state_dict`.
@@ -22,19 +21,11 @@ import click
 import data
 import torch
 from peft import PeftModel
-from plan import GRID
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import (
-    AutoTokenizer,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-State = Mapping[str, Tensor]
 IGNORED = -100  # no answer is expected here
 
 
@@ -119,11 +110,10 @@ def ask(
 ) -> dict[str, float]:
     """task -> share of right answers.
 
-    A greedy answer is the expected one if and only if each of its tokens is the likeliest after
-    those before it, so one forward pass over prompt and answer tells. Only `coding_complete` has
-    other right answers, and all of them leave the expected one with a comma (nothing else may
-    follow a value in what `data.evaluate` takes): those are generated, and run. (A padding token
-    in an answer is wrong here, and is dropped by lm_eval.)
+    A greedy answer is the expected one if each of its tokens is the likeliest after those before
+    it, so one forward pass suffices. Only `coding_complete` has other right answers. They all leave
+    the expected one with a comma; those are generated, and run. (A padding token in an answer is
+    wrong here, and is dropped by lm_eval.)
     """
     right = [False] * len(questions.docs)
     other = []
@@ -163,78 +153,19 @@ def mean(scores: Mapping[str, float], tasks: Iterable[str] = tuple(data.TASKS)) 
     return sum(values) / len(values)
 
 
-def addition(base: State, models: Iterable[State]) -> dict[str, Tensor]:
-    """The sum of the task vectors."""
-    total = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
-    for model in models:
-        for name, tensor in model.items():
-            total[name] += tensor - base[name]
-    return total
-
-
-def survey(run: Path, method: str, split: str, device: str) -> dict[str, Any]:
-    """Base, specialists, and all task vectors added with the lambda that validation likes best."""
-    tokenizer = AutoTokenizer.from_pretrained(run / "base")
-    model = load(run / "base").to(device)
-    items = run / "data"
-    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    known = [*data.TASKS, *data.UNSEEN]
-    scores: dict[str, Any] = {"base": score(model, tokenizer, items, split, known)}
-    own: dict[str, float] = {}
-    states = []
-    for task in data.TASKS:
-        specialist = load(run / method / task, run / "base").to(device)
-        own |= score(specialist, tokenizer, items, split, [task])
-        states.append(specialist.state_dict())
-    total = addition(base, states)
-
-    def add(scale: float, split: str) -> dict[str, float]:
-        model.load_state_dict({name: base[name] + scale * total[name] for name in base})
-        return score(model, tokenizer, items, split, known)
-
-    found = {scale: mean(add(scale, "validation")) for scale in tqdm(GRID, desc="addition")}
-    best = max(found, key=lambda scale: (found[scale], -scale))
-    return scores | {
-        "specialists": own,
-        "addition": add(best, split),
-        "lambda": best,
-        "validation": {f"{scale:.2f}": value for scale, value in found.items()},
-    }
-
-
-def report(found: Mapping[str, Any]) -> str:
-    base, own, added = (found[name] for name in ("base", "specialists", "addition"))
-    lines = ["| task | base | specialist | addition |", "|---|---:|---:|---:|"]
-    for task in [*data.TASKS, *data.UNSEEN]:
-        special = f"{own[task]:.3f}" if task in own else "-"
-        lines.append(f"| `{task}` | {base[task]:.3f} | {special} | {added[task]:.3f} |")
-    means = [mean(base), mean(own), mean(added)]
-    lines.append(f"| mean of ten | {' | '.join(f'{value:.3f}' for value in means)} |")
-    if means[1] > 0:
-        shares = (f"{value / means[1]:.3f}" for value in means)
-        lines.append(f"| normalized | {' | '.join(shares)} |")
-    return "\n".join([*lines, "", f"lambda {found['lambda']}, chosen on validation items"])
-
-
-@click.command(epilog="Example: python evals/mini/score.py mini-runs/tiny-seed0 --split validation")
+@click.command(epilog="Example: python evals/mini/score.py mini-runs/tiny-seed0 ./merged")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Score this model, or adapter over the run's base, instead.")  # fmt: skip
-@click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True,
-              help="Which of the run's specialists.")  # fmt: skip
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--split", type=click.Choice(data.SPLITS), default="test", show_default=True)
 @click.option("--device", default="cpu", show_default=True)
-def main(run: Path, model: Path | None, method: str, split: str, device: str) -> None:
-    """Score what train.py left in RUN."""
+def main(run: Path, model: Path, split: str, device: str) -> None:
+    """Score MODEL, or an adapter over the run's base, on all tasks of RUN."""
     logging.disable_progress_bar()
-    if model is None:
-        click.echo(report(survey(run, method, split, device)))
-    else:
-        loaded = load(model, run / "base").to(device)
-        tokenizer = AutoTokenizer.from_pretrained(run / "base")
-        found = score(loaded, tokenizer, run / "data", split, [*data.TASKS, *data.UNSEEN])
-        for task, value in found.items():
-            click.echo(f"{task:20s} {value:.3f}")
+    loaded = load(model, run / "base").to(device)
+    tokenizer = AutoTokenizer.from_pretrained(run / "base")
+    found = score(loaded, tokenizer, run / "data", split, [*data.TASKS, *data.UNSEEN])
+    for task, value in found.items():
+        click.echo(f"{task:20s} {value:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,31 @@
-"""Numbers of a table before they are text: from records, means and spreads in rows and columns.
-
-A mean over tasks of which one is missing is missing, and a mean over fewer runs than the rest of
-its row says so. A run is a training seed, times the seeds of a random basis or the orders of a
-stream; a cell that was computed twice counts once, as the last time.
-"""
+"""The comparison's labels, its records, their numbers, and its tables."""
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import data
-from plan import BASES, HALF, KEYS, SPANS, T
+from plan import BASES, DTYPES, HALF, KEYS, SPANS, T
+from study import tables
+from study.cells import Record
+from study.tables import (
+    Column,
+    Sheet,
+    Spread,
+    Value,
+    Wanted,
+    dig,
+    grid,
+    known,
+    over,
+    sheet,
+    spread,
+    value_of,
+)
 
-Record = dict[str, Any]
-Wanted = dict[str, Any]  # what a record's cell is to hold
-Value = Callable[[Record], float | None]
-
+TASKS = tuple(data.TASKS)
 MAIN = ["none", *BASES, "rand_select"]
 COOLEST_FIRST = [f"ae_adam_{t}" for t in ("0.5", 1, 2, 5, 10, 20)]
 COOLEST_FIRST += ["ae_annealed", "ae_annealed_0.9", "ae_exact"]
@@ -57,94 +61,21 @@ def name(label: str) -> str:
     return NAMES.get(label, label if temperature == label else f"ae, Adam, t = {temperature}")
 
 
-def dig(found: Any, *path: str) -> Any:
-    """What lies at the end of a path of keys; None where one of them is missing."""
-    for key in path:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+def sized(label: str, count: int | None) -> str:
+    return name(label) + ("" if label == "none" or count is None else f", M = {count}")
 
 
-def known(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+class Runs(tables.Runs):
+    """Records of ten tasks; a table never mixes bases of a store on disk with others."""
 
+    tasks: ClassVar[tuple[str, ...]] = TASKS
+    keys: ClassVar[tuple[str, ...]] = KEYS
 
-def over(scores: Any, tasks: Iterable[str] = tuple(data.TASKS)) -> float | None:
-    """The mean; None where a task is missing: over fewer it would be another quantity."""
-    values = [dig(scores, task) for task in tasks]
-    return statistics.fmean(values) if values and all(map(known, values)) else None
-
-
-class Spread(NamedTuple):
-    mean: float
-    sd: float | None  # of the sample; None for a single run
-    n: int
-
-
-def spread(values: Iterable[float | None]) -> Spread | None:
-    found = [value for value in values if value is not None and known(value)]
-    if not found:
-        return None
-    sd = statistics.stdev(found) if len(found) > 1 else None
-    return Spread(statistics.fmean(found), sd, len(found))
-
-
-def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """None for fewer than three pairs, and where one side does not vary."""
-    try:
-        return statistics.correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
-    except statistics.StatisticsError:
-        return None
-
-
-# ------------------------------------------------------------------------------------------ records
-
-
-def in_store(record: Record) -> bool:
-    """Bases on disk, in some precision: a study of its own, which no other table may show."""
-    cell = record["cell"]
-    return bool(cell.get("stored")) or cell.get("dtype", "float32") != "float32"
-
-
-def identity(record: Record) -> list[Any]:
-    return [in_store(record), *(record["cell"].get(key) for key in KEYS)]
-
-
-class Runs:
-    """The records of one preset and method, in an order that is not the caller's."""
-
-    def __init__(self, records: Iterable[Record], preset: str, method: str):
-        here = (r for r in records if (r["preset"], r["method"]) == (preset, method))
-        last = {(json.dumps(identity(r)), r["train_seed"]): r for r in here}
-        self.records = [last[key] for key in sorted(last)]
-        self.what = f"{preset}, {method}"
-        self.reference = {r["train_seed"]: r["result"] for r in self.find("reference")}
-
-    def find(self, kind: str, stored: bool = False, **wanted: Any) -> list[Record]:
-        """Not those of the study of precisions, unless what is `stored` is asked for."""
-        wanted |= {"kind": kind}
-        return [
-            record
-            for record in self.records
-            if in_store(record) == stored
-            and all(record["cell"].get(key) == value for key, value in wanted.items())
-        ]
-
-    def having(self, kind: str, key: str, **wanted: Any) -> list[Any]:
-        """The different values of a cell's key; None, for cells without one, comes last."""
-        values = {r["cell"].get(key) for r in self.find(kind, **wanted)}
-        return sorted(values, key=lambda value: (value is None, value or 0))
-
-    def share(self, record: Record, *path: str) -> dict[str, float]:
-        return self.shares(record, dig(record, "result", *path) or {})
-
-    def shares(self, record: Record, scores: Mapping[str, Any]) -> dict[str, float]:
-        """Accuracies over those of this run's specialists; 0 where a specialist has 0."""
-        own = dig(self.reference.get(record["train_seed"]), "specialists") or {}
-        both = [(t, scores[t], own[t]) for t in scores if known(scores[t]) and known(own.get(t))]
-        return {task: value / best if best else 0.0 for task, value, best in both}
-
-    def normal(self, *path: str) -> Value:
-        return lambda record: over(self.share(record, *path))
+    @staticmethod
+    def is_apart(record: Record) -> bool:
+        """Whether the bases are on disk, in some precision."""
+        cell = record["cell"]
+        return bool(cell.get("stored")) or cell.get("dtype", "float32") != "float32"
 
     def stored(self, record: Record) -> float | None:
         """The bytes of the bases over those of the specialists' files."""
@@ -152,23 +83,11 @@ class Runs:
         return value_of("bytes", per=every)(record) if every else None
 
 
-def value_of(*path: str, per: float = 1) -> Value:
-    def value(record: Record) -> float | None:
-        found = dig(record, "result", *path)
-        return found / per if known(found) else None
-
-    return value
-
-
-def mean_of(*path: str) -> Value:
-    return lambda record: over(dig(record, "result", *path))
-
-
 def forgotten(key: str) -> Value:
     """The mean over the ten tasks, each forgotten by a model of its own."""
 
     def value(record: Record) -> float | None:
-        return over({task: dig(record, "result", "tasks", task, key) for task in data.TASKS})
+        return over({t: dig(record, "result", "tasks", t, key) for t in TASKS}, TASKS)
 
     return value
 
@@ -194,7 +113,7 @@ def row_sums(record: Record) -> list[float]:
 def variation(record: Record) -> float | None:
     """The coefficient of variation of the row sums, which are all there are, not a sample.
 
-    None where their mean is 0 up to the rounding of cells.jsonl, as PCA's is.
+    None where their mean is 0 up to the rounding of shipped cells, as PCA's is.
     """
     sums = row_sums(record)
     middle = abs(statistics.fmean(sums)) if sums else 0.0
@@ -203,97 +122,222 @@ def variation(record: Record) -> float | None:
     )
 
 
-# ------------------------------------------------------------------------------------------- sheets
-
-
-class Column(NamedTuple):
-    value: Value
-    form: str = ".3f"
-    sd: bool = True  # shown; the JSON has it anyway
-    wanted: Wanted = {}  # noqa: RUF012  # nobody changes it
-
-
-@dataclass(frozen=True)
-class Sheet:
-    caption: str
-    columns: Mapping[str, Column]
-    rows: dict[str, list[Spread | None]]
-    corner: str = "method"
-    ranked: bool = False  # the best compressed basis of each column is bold
-    facts: dict[str, float | int | None] = field(default_factory=dict)
-    note: str = ""
-
-    def markdown(self) -> str:
-        counts = {row: max(cell.n for cell in cells if cell) for row, cells in self.rows.items()}
-        usual = Counter(counts.values()).most_common(1)[0][0]
-        rest = "".join(f"; {row}: {n}" for row, n in counts.items() if n != usual)
-        lines = [
-            f"{self.caption}; mean ± standard deviation, n = {usual} run{'s' * (usual > 1)}{rest}.",
-            "",
-        ]
-        lines += [f"| {self.corner} | {' | '.join(self.columns)} |"]
-        lines += ["|---" + "|---:" * len(self.columns) + "|"]
-        for row, cells in self.rows.items():
-            texts = []
-            for place, (cell, column) in enumerate(zip(cells, self.columns.values(), strict=True)):
-                text = format(cell.mean, column.form) if cell else "-"
-                if row != name("none") and text == self._best(place, column.form):
-                    text = f"**{text}**"
-                if cell and cell.sd is not None and column.sd:
-                    text += f" ± {cell.sd:{column.form}}"
-                texts.append(text + (f" (n={cell.n})" if cell and cell.n != counts[row] else ""))
-            lines.append(f"| {row} | {' | '.join(texts)} |")
-        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
-
-    def _best(self, place: int, form: str) -> str | None:
-        """As it is written: what looks the same is as good. None where nothing is compared."""
-        cells = [cells[place] for row, cells in self.rows.items() if row != name("none")]
-        means = [cell.mean for cell in cells if cell]
-        return format(max(means), form) if self.ranked and len(means) > 1 else None
-
-    def plain(self) -> dict[str, Any]:
-        rows = {
-            row: dict(zip(self.columns, (cell and cell._asdict() for cell in cells), strict=True))
-            for row, cells in self.rows.items()
-        }
-        return {"caption": self.caption, "rows": rows, "facts": self.facts}
-
-
-def sheet(
-    runs: Runs, caption: str, kind: str, columns: Mapping[str, Column],
-    rows: Mapping[str, list[Spread | None]], **more: Any,
-) -> list[Sheet]:  # fmt: skip
-    """A sheet of the rows of which something is known; none where that is no row."""
-    found = {label: cells for label, cells in rows.items() if any(cells)}
-    seeds = len({r["train_seed"] for r in runs.records if r["cell"]["kind"] == kind})
-    caption += f" ({runs.what}, {seeds} training seed{'s' * (seeds > 1)})"
-    return [Sheet(caption, columns, found, **more)] if found else []
-
-
-def grid(
-    runs: Runs, caption: str, kind: str, columns: Mapping[str, Column], rows: Mapping[str, Wanted],
-    **more: Any,
-) -> list[Sheet]:  # fmt: skip
-    """In each cell the spread of the column's value over the records of row and column."""
-    cells = {
-        label: [
-            spread(map(column.value, runs.find(kind, **wanted, **column.wanted)))
-            for column in columns.values()
-        ]
-        for label, wanted in rows.items()
-    }
-    return sheet(runs, caption, kind, columns, cells, **more)
-
-
 def at_half(labels: Iterable[str]) -> dict[str, Wanted]:
-    """Rows of M = T/2, but for what has no bases or all."""
+    """Rows of M = T/2, except for labels without bases or with all."""
     sizes = {"none": T, "plain": None, "ascent": None}
     return {name(b): {"basis": b, "num_bases": sizes.get(b, HALF)} for b in labels}
 
 
 def by_size(
-    runs: Runs, kind: str, value: Value, key: str = "num_bases", none: str = "no bases"
+    runs: tables.Runs, kind: str, value: Value, key: str = "num_bases", none: str = "no bases"
 ) -> dict[str, Column]:
     sizes = runs.having(kind, key)
     titles = [none if size is None else f"M = {size}" for size in sizes]
     return {t: Column(value, wanted={key: m}) for t, m in zip(titles, sizes, strict=True)}
+
+
+def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """None for fewer than three pairs, and if one side does not vary."""
+    try:
+        return statistics.correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else None
+    except statistics.StatisticsError:
+        return None
+
+
+def training(runs: Runs) -> list[Sheet]:
+    paths: dict[str, tuple[str, ...]] = {"base": ("base",), "specialist": ("specialists",)}
+    paths |= {"addition": TA}
+    columns = {title: Column(runs.mean_of(*path)) for title, path in paths.items()}
+    sources = [runs.find("reference")] * 2 + [runs.find("addition", basis="none", num_bases=T)]
+
+    def row(values: Iterable[Value]) -> list[Spread | None]:
+        return [spread(map(value, some)) for value, some in zip(values, sources, strict=True)]
+
+    rows = {f"`{t}`": row(value_of(*path, t) for path in paths.values()) for t in data.ALL}
+    rows["mean of ten"] = row(column.value for column in columns.values())
+    rows["normalized"] = row(runs.normal(*path) for path in paths.values())
+    caption = "Test accuracy: the base, each task's specialist, the sum of all task vectors"
+    found = sheet(runs, caption, "reference", columns, rows, corner="task")
+    return found if runs.reference else []
+
+
+def addition(runs: Runs) -> list[Sheet]:
+    sheets = []
+    for merge, way in MERGES.items():
+        for scale, text in SCALES.items():
+            columns = by_size(runs, "addition", runs.normal(*tested(merge, scale)))
+            caption = f"Addition, {way}, {text}: normalized accuracy, best bold"
+            rows = {name(basis): {"basis": basis} for basis in MAIN}
+            sheets += grid(runs, caption, "addition", columns, rows, best_but=name("none"))
+    return sheets
+
+
+def per_task(runs: Runs) -> list[Sheet]:
+    def share_of(task: str) -> Value:
+        return lambda record: runs.share(record, *TA).get(task)
+
+    sheets = []
+    for word, of, mean in (
+        ("normalized accuracy", share_of, runs.normal(*TA)),
+        ("accuracy", lambda task: value_of(*TA, task), runs.mean_of(*TA)),
+    ):
+        columns = {t.replace("_", " "): Column(of(t), sd=False) for t in TASKS}
+        columns["mean"] = Column(mean)
+        caption = f"Addition at M = {HALF}, task arithmetic, {SCALES['tasks']}: {word}"
+        sheets += grid(runs, caption, "addition", columns, at_half(MAIN))
+    return sheets
+
+
+def encoder() -> dict[str, Column]:
+    return {
+        "loss / least possible": Column(gap, ".4f"),
+        "row sums: variation": Column(variation),
+        "least": Column(lambda record: min(row_sums(record), default=None)),
+        "largest": Column(lambda record: max(row_sums(record), default=None)),
+    }
+
+
+def scales(runs: Runs) -> dict[str, Column]:
+    return {text: Column(runs.normal(*tested("ta", scale))) for scale, text in SCALES.items()}
+
+
+def temperature(runs: Runs) -> list[Sheet]:
+    caption = f"Temperature t of the softmax at M = {HALF}: encoder, and normalized accuracy of "
+    caption += "task arithmetic"
+    return grid(runs, caption, "addition", encoder() | scales(runs), at_half(COOLEST_FIRST))
+
+
+def precision(runs: Runs) -> list[Sheet]:
+    columns = {}
+    for dtype in DTYPES:
+        wanted = {"dtype": dtype, "apart": True}
+        size = value_of("bytes", per=1e6)
+        columns[f"{dtype}, MB"] = Column(size, sd=False, wanted=wanted)
+        columns[dtype] = Column(runs.normal(*TA), wanted=wanted)
+    caption = f"Bases in stores at M = {HALF} in three precisions: size, and normalized accuracy "
+    caption += f"of task arithmetic, {SCALES['tasks']}"
+    return grid(runs, caption, "addition", columns, at_half(MAIN[1:]))
+
+
+def cost(runs: Runs) -> list[Sheet]:
+    rows = {
+        f"{name(label)}, M = {size}": {"basis": label, "num_bases": size}
+        for label in MAIN
+        for size in runs.having("addition", "num_bases", basis=label)
+    }
+    search = value_of("merges", "ta", "scales", "bases", "seconds")
+    columns = {
+        "size": Column(runs.stored, ".1%", sd=False),
+        "build, s": Column(value_of("seconds", "build")),
+        "one merge, s": Column(value_of("merges", "ta", "seconds")),
+        "search, s": Column(search, ".2f"),
+    }
+    caption = "Cost of task arithmetic (size: of the specialists' files, without PCA's mean, one "
+    caption += "vector more that its reconstructions need; search: of lambda, by "
+    caption += f"{SCALES['bases']}), and its normalized accuracy"
+    return grid(runs, caption, "addition", columns | scales(runs), rows)
+
+
+def negation(runs: Runs) -> list[Sheet]:
+    columns = {
+        "target before": Column(runs.mean_of("start")),
+        "target after": Column(forgotten("target")),
+        "control before": Column(forgotten("control_before")),
+        "control after": Column(forgotten("control")),
+        "relative error": Column(forgotten("relative_error")),
+    }
+    caption = f"Forgetting one task at M = {HALF}: accuracy on it and on the other nine, error of "
+    caption += "its vector; means over the ten tasks"
+    return grid(runs, caption, "negation", columns, at_half(NEGATION))
+
+
+def negation_by_m(runs: Runs) -> list[Sheet]:
+    columns = by_size(runs, "negation", forgotten("target"))
+    caption = "Forgetting one task: accuracy on it (low is good), mean over the ten tasks"
+    rows = {name(basis): {"basis": basis} for basis in NEGATION}
+    return grid(runs, caption, "negation", columns, rows)
+
+
+def online(runs: Runs) -> list[Sheet]:
+    sheets = []
+    for key, text in {"tuned": "lambda tuned", "fixed": "lambda 0.3"}.items():
+        columns = by_size(runs, "online", runs.normal(key, "test"), "budget", "no budget")
+        caption = f"Tasks arriving one by one, {text}: normalized accuracy after the last"
+        # the paper's lambda is one of sums of task vectors
+        shown = [how for how in ONLINE if (key, how) != ("fixed", "magmax")]
+        rows = {name(how): {"how": how} for how in shown}
+        sheets += grid(runs, caption, "online", columns, rows)
+    return sheets
+
+
+def transfer(runs: Runs) -> list[Sheet]:
+    rows = {
+        name(label) + ("" if size is None else f", M = {size}"): {"basis": label, "num_bases": size}
+        for label in TRANSFER
+        for size in runs.having("transfer", "num_bases", basis=label)
+    }
+    tasks = tuple(data.UNSEEN)
+    values: dict[str, Value] = {"mean of both": lambda r: over(dig(r, "result", "tasks"), tasks)}
+    values |= {f"`{task}`": value_of("tasks", task) for task in tasks}
+    sheets = []
+    for word, value in values.items():
+        shots = runs.having("transfer", "shots")
+        columns = {f"shots: {k or 0}": Column(value, wanted={"shots": k}) for k in shots}
+        caption = f"Few-shot transfer to tasks that no specialist has: accuracy, {word}"
+        sheets += grid(runs, caption, "transfer", columns, rows)
+    return sheets
+
+
+def compared(runs: Runs) -> list[tuple[Record, float, float]]:
+    """Additions at M = T/2 whose row sums compare: each with its variation and its accuracy."""
+    value = runs.normal(*TA)
+    found = [(r, variation(r), value(r)) for r in runs.find("addition", num_bases=HALF)]
+    return [
+        (record, unevenness, accuracy)
+        for record, unevenness, accuracy in found
+        if unevenness is not None
+        and accuracy is not None
+        and record["cell"]["basis"] not in OTHER_SIGNS
+    ]
+
+
+def why(runs: Runs) -> list[Sheet]:
+    """Do the row sums explain what addition loses? Over cells, and over the tasks in them."""
+    cells = compared(runs)
+    groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for record, _, _ in cells:
+        shares, sums = runs.share(record, *TA), row_sums(record)
+        for task, own in zip(TASKS, sums, strict=True):
+            pair = (own / statistics.fmean(sums), shares[task])
+            groups.setdefault((record["train_seed"], task), []).append(pair)
+    # Some tasks are easier to merge than others; what is left within one has no part in that.
+    within = []
+    for group in groups.values():
+        x, y = map(statistics.fmean, zip(*group, strict=True))
+        within += [(a - x, b - y) for a, b in group]
+    facts: dict[str, float | int | None] = {
+        "cells": len(cells),
+        "r_variation": pearson([(x, y) for _, x, y in cells]),
+        "r_tasks": pearson([pair for group in groups.values() for pair in group]),
+        "r_within_tasks": pearson(within),
+    }
+    r, r_tasks, r_within = ("-" if v is None else f"{v:.2f}" for v in list(facts.values())[1:])
+    note = (
+        f"Pearson's r between that variation and that accuracy: {r} over {len(cells)} cells of "
+        f"M = {HALF}; between a task's row sum (over the mean row sum) and its normalized "
+        f"accuracy: {r_tasks} over {len(within)} pairs, {r_within} with each task's mean over the "
+        f"cells of its training seed taken off. Without {' and '.join(OTHER_SIGNS)}, whose row "
+        "sums have other signs or another scale."
+    )
+    caption = f"Row sums of the encoder at M = {HALF}, which are what addition sees of it, and "
+    caption += "normalized accuracy of task arithmetic"
+    columns = encoder() | {SCALES["tasks"]: Column(runs.normal(*TA))}
+    rows = at_half([*MAIN[1:], "ae_exact_mixed"])
+    return grid(runs, caption, "addition", columns, rows, facts=facts, note=note)
+
+
+SHEETS = {
+    make.__name__: make
+    for make in (training, addition, per_task, temperature, precision, cost,
+                 negation, negation_by_m, online, transfer, why)
+}  # fmt: skip

@@ -3,17 +3,12 @@
 
     python evals/mini/train.py --preset tiny --out mini-runs
 
-What it writes, under OUT/PRESET-seedSEED/ (another preset or seed is another folder):
+OUT/PRESET-seedSEED/ gets `run.json` (preset, fingerprint of the tasks), `data/TASK.SPLIT.jsonl`,
+`base/`, and `full/TASK/` (models) or `lora/TASK/` (PEFT adapters over base/), all float32.
 
-    run.json                 the preset, and a fingerprint of the tasks
-    data/TASK.SPLIT.jsonl    train, validation and test items, the same for every seed
-    base/                    a Hugging Face folder in float32
-    full/TASK/               the same for a specialist, or
-    lora/TASK/               a PEFT adapter over base/
-
-A model's folder has its name only once it is whole, and is never trained again: the same command
-goes on after an interruption, and `--method lora` takes the base that `--method full` has trained.
-The same seed on another machine gives other weights.
+A model's folder gets its name when it is complete, and is never trained again. So the same command
+resumes, and `--method lora` uses the base that `--method full` has trained. The same seed gives
+other weights on another machine.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -29,12 +25,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import click
 import data
 import score
-import torch
 from accelerate.utils import set_seed
 from model import PRESETS, Preset, add_lora, make_model, make_tokenizer, train
+from study.command import FOLDER, device_option
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -48,7 +46,7 @@ def run_folder(out: Path, preset: str, seed: int) -> Path:
 
 
 def write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder beside, which gets its name when it is whole."""
+    """Let `write` fill another folder, which gets its name when it is complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -72,13 +70,6 @@ def open_run(folder: Path, preset: Preset) -> None:
         counts = dict.fromkeys(data.SPLITS, preset.items)
         write_whole(folder / "data", lambda partial: data.write(partial, counts))
     write_file(file, json.dumps(facts, indent=1).encode())
-
-
-def chosen_device(device: str) -> str:
-    """`cpu` or `cuda`, from one of them or `auto`."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException("--device cuda: PyTorch finds no GPU; take cpu, or auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def train_run(
@@ -109,15 +100,10 @@ def train_run(
                 if method == "lora":
                     model = add_lora(model, preset.rank)
             loss = train(
-                model,
-                tokenizer,
-                list(data.ALL) if which == "base" else [which],
-                plans[path],
+                model, tokenizer, list(data.ALL) if which == "base" else [which], plans[path],
                 wrong_share=preset.wrong_share if which == "base" else 0.0,
-                seed=f"{seed}/{which}",
-                device=device,
-                bar=bar,
-            )
+                seed=f"{seed}/{which}", device=device, bar=bar,
+            )  # fmt: skip
             facts = {
                 "loss": loss,
                 "seconds": round(time.perf_counter() - start, 1),
@@ -139,16 +125,15 @@ def train_run(
 @click.command(epilog="Example: python evals/mini/train.py --preset tiny --method lora")
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True)
 @click.option("--method", type=click.Choice(METHODS), default="full", show_default=True,
-              help="Of the specialists; the base is trained in full.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and training.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="mini-runs",
-              show_default=True, help="The run goes to OUT/PRESET-seedSEED.")  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
-              show_default=True, help="auto: a GPU where there is one.")  # fmt: skip
+              help="Training of the specialists; the base is trained in full.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, training.")
+@click.option("--out", type=FOLDER, default="mini-runs", show_default=True,
+              help="The run goes to OUT/PRESET-seedSEED.")  # fmt: skip
+@device_option
 def main(preset: str, method: str, seed: int, out: Path, device: str) -> None:
     """Train a base and ten specialists, and print their validation scores."""
     logging.disable_progress_bar()
-    folder, trained = train_run(preset, method, seed, out, chosen_device(device))
+    folder, trained = train_run(preset, method, seed, out, device)
     tokenizer = make_tokenizer()
     base = score.score(score.load(folder / "base"), tokenizer, folder / "data", "validation")
     click.echo(f"{folder}: validation scores; the base took {trained['base']['seconds']:.0f} s")

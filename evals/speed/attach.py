@@ -1,9 +1,9 @@
-"""A live model that changes tasks, against a plain copy of its weights: see README.md.
+"""A change of tasks in a live model, against a plain copy of its weights: see README.md.
 
-The copy has every specialist in memory already: `copy_` from a second state dict, tensor by tensor.
-Ours reads the base and the codes of one task from the page cache, in turn with it in one process.
-What numba compiles is loaded before. Let nothing else run: PyTorch's threads share a copy and wait
-for each other, so beside other processes a copy takes many times as long; not with `--threads 1`.
+The copy has every specialist in memory: `copy_` from a second state dict, tensor by tensor. Ours
+reads the base and the codes of one task from the page cache, in turn with it in one process.
+Compiled loops are loaded before. Let nothing else run: PyTorch's threads share a copy and wait for
+each other, so next to other processes a copy takes much longer.
 """
 
 from __future__ import annotations
@@ -18,23 +18,14 @@ import click
 import measure
 import models
 import torch
-import yaml
-from compare import prepared, shared, tell
+from compare import Merge, prepared, shared, tell
 from tables import between, spread, table
 from transformers import AutoModelForCausalLM
 
 import tvb_mergekit as tvb
 
-HEAD = (
-    "copy, s",
-    "use, s",
-    "ratio",
-    "copy, CPU s",
-    "use, CPU s",
-    "ratio, CPU",
-    "reset, s",
-    "attach, s",
-)
+HEAD = ["copy, s", "use, s", "ratio", "copy, CPU s", "use, CPU s", "ratio, CPU",
+        "reset, s", "attach, s"]  # fmt: skip
 
 
 def zoo(folder: Path, tasks: int, bits: float) -> Path:
@@ -42,13 +33,8 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
     store = folder.with_name(f"{folder.name}-{bits:g}bit")
     if not store.is_dir():
         recipe = folder.with_name(f"{store.name}.yml")
-        document = {
-            "merge_method": "basis_ta",
-            "base_model": str(folder / "base"),
-            "models": [{"model": str(folder / f"task-{index}")} for index in range(tasks)],
-            "parameters": {"basis": "none"},
-        }
-        recipe.write_text(yaml.safe_dump(document))
+        listed = [folder / f"task-{index}" for index in range(tasks)]
+        recipe.write_text(Merge("basis_ta", {"basis": "none"}, {}).recipe(folder / "base", listed))
         command = [sys.executable, "-m", "tvb_mergekit", "build", recipe, store, "--bits", bits]
         log = folder.with_name(f"{store.name}.log")
         measure.run([*map(str, command), "--quiet"], measure.environment(), log)
@@ -56,22 +42,13 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
 
 
 @click.command(epilog="Example: python evals/speed/attach.py --tasks 2 --megabytes 8 --rounds 2")
-@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
-@click.option("--megabytes", type=click.IntRange(1), default=500, show_default=True)
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of the models.")
-@click.option("--bits", default=2.0, show_default=True, help="Of the store.")
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
-@shared
+@click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
+@click.option("--bits", default=2.0, show_default=True, help="Bits of the store.")
+@shared(megabytes=500, rounds=9)
 def main(
-    tasks: int,
-    megabytes: int,
-    dtype: str,
-    bits: float,
-    rounds: int,
-    threads: int | None,
-    work: Path,
-    keep: bool,
-) -> None:
+    tasks: int, megabytes: int, dtype: str, bits: float, rounds: int, threads: int | None,
+    work: Path, keep: bool,
+) -> None:  # fmt: skip
     """Seconds of both, files in the page cache: a copy, a change of tasks, and a copy again."""
     folder = models.ensure(prepared(work), tasks, megabytes, dtype=dtype)
     store = zoo(folder, tasks, bits)

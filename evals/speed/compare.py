@@ -45,20 +45,14 @@ class Merge:
 
     @property
     def kind(self) -> str:
-        """What is started."""
+        """The command that is started."""
         return "tvb" if self.engine else "ours" if self.ours else "mergekit"
 
     def recipe(self, base: Path, tasks: Sequence[Path], dtype: str = "bfloat16") -> str:
-        inputs = [{"model": str(path), "parameters": self.per_model} for path in tasks]
-        if not self.per_model:
-            inputs = [{"model": str(path)} for path in tasks]
-        document = {
-            "merge_method": self.method,
-            "base_model": str(base),
-            "models": inputs,
-            "parameters": self.parameters,
-            "dtype": dtype,
-        }
+        more = {"parameters": self.per_model} if self.per_model else {}
+        models = [{"model": str(path), **more} for path in tasks]
+        document = {"merge_method": self.method, "base_model": str(base), "models": models}
+        document |= {"parameters": self.parameters, "dtype": dtype}
         return yaml.safe_dump(document, sort_keys=False)
 
 
@@ -79,24 +73,25 @@ PAIRS = {
 }
 
 
-OPTIONS = (
-    click.option("--threads", type=click.IntRange(1), help="OMP_NUM_THREADS; unset by default."),
-    click.option(
-        "--work",
-        type=click.Path(path_type=Path),
-        default="speed-work",
-        show_default=True,
-        help="Folder for models, outputs and results.",
-    ),
-    click.option("--keep", is_flag=True, help="Keep the generated models for the next time."),
-)
+def shared(megabytes: int, rounds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of all benchmarks; their defaults."""
+    options = (
+        click.option("--keep", is_flag=True, help="Keep the generated models for the next time."),
+        click.option("--work", type=click.Path(path_type=Path), default="speed-work",
+                     show_default=True, help="Folder for models, outputs and results."),
+        click.option("--threads", type=click.IntRange(1), help="Threads; PyTorch's by default."),
+        click.option("--rounds", type=click.IntRange(1), default=rounds, show_default=True),
+        click.option("--megabytes", type=click.IntRange(1), default=megabytes, show_default=True,
+                     help="Size of each model, about."),
+        click.option("--tasks", type=click.IntRange(2), default=8, show_default=True),
+    )  # fmt: skip
 
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in options:
+            command = option(command)
+        return command
 
-def shared(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every benchmark that uses `Bench`."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+    return decorate
 
 
 def prepared(work: Path) -> Path:
@@ -113,9 +108,9 @@ class Bench:
     def __init__(self, inputs: Path, run: Path, tasks: int, threads: int | None) -> None:
         self.base = inputs / "base"
         self.tasks = [inputs / f"task-{index}" for index in range(tasks)]
-        found = [file for path in (self.base, *self.tasks) for file in path.glob("*.safetensors")]
-        self.input_bytes = sum(file.stat().st_size for file in found)
-        self.files = [*{file.stat().st_ino: file for file in found}.values()]  # some are links
+        folders = (self.base, *self.tasks)
+        self.files = [file for path in folders for file in path.glob("*.safetensors")]
+        self.input_bytes = sum(file.stat().st_size for file in self.files)
         imports = [script("mergekit-yaml"), "--help"]
         self.about_to_start = {"ours": imports, "tvb": TVB_IMPORTS, "mergekit": imports}
         self.run_folder = run
@@ -126,12 +121,9 @@ class Bench:
             self.env["OMP_NUM_THREADS"] = str(threads)
 
     def environment(self, ours: bool, cached: bool = False) -> dict[str, str]:
-        if not ours:  # mergekit as it is without this package, its imports included
+        if not ours:  # mergekit without this package, its imports included
             return {**self.env, "TVB_MERGEKIT_DISABLE": "1"}
-        return {
-            **self.env,
-            "TVB_MERGEKIT_CACHE": str(self.run_folder / "gram") if cached else "off",
-        }
+        return self.env | {"TVB_MERGEKIT_CACHE": str(self.run_folder / "gram") if cached else "off"}
 
     def measured(self, command: Sequence[str], env: dict[str, str], state: str | None) -> Row:
         """Run one command with its inputs in the page cache, out of it, or (None) as they are."""
@@ -180,29 +172,6 @@ class Bench:
             shutil.rmtree(out, ignore_errors=True)
         return row
 
-    def build(self, about: Row, parameters: Row, dtype: str, memory: str, state: str | None) -> Row:
-        """`tvb build` of the inputs, which leaves the store in the run's folder."""
-        recipe = self.run_folder / "recipe.yml"
-        recipe.write_text(Merge("basis_ta", parameters, {}).recipe(self.base, self.tasks, dtype))
-        command = [script("tvb"), "build", str(recipe), str(self.store)]
-        command += ["--dtype", dtype, "--memory", memory, "--quiet"]
-        return self.built({**about, "method": "tvb build"}, command, "tvb", state)
-
-    @property
-    def store(self) -> Path:
-        return self.run_folder / "store"
-
-    def built(self, about: Row, command: Sequence[str], kind: str, state: str | None) -> Row:
-        """What a command that leaves the store has cost; `kind` names its start-up."""
-        shutil.rmtree(self.store, ignore_errors=True)
-        row = {**about, "what": "merge", "ours": True}
-        row |= self.measured(command, self.environment(True), state)
-        facts = json.loads((self.store / "basis.json").read_text())
-        row["net_s"] = row["wall_s"] - self.start_up[kind]
-        row["output_mb"] = size_of(self.store.glob("basis-*/*.safetensors"))
-        row |= {"phases": facts["seconds"], "num_parameters": facts["num_parameters"]}
-        return row
-
     def pair(self, about: Row, name: str, state: str) -> None:
         pair = [self.merge({**about, "pair": name}, merge, state) for merge in PAIRS[name]]
         a, b = pair
@@ -233,16 +202,13 @@ def tell(text: str) -> None:
 def machine() -> Row:
     names = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in names if line.startswith("model name")), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
-        "date": time.strftime("%Y-%m-%d"),
-        "load_before": os.getloadavg()[0],
-    }
+        "cpu": cpu or platform.machine(), "cores": len(os.sched_getaffinity(0)),
+        "ram_gb": round(memory / 1e9, 1), "kernel": platform.release(),
+        "python": platform.python_version(), "load_before": os.getloadavg()[0],
+        "packages": {name: version(name) for name in PACKAGES}, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
 
 
 def save(path: Path, text: str) -> None:
@@ -251,129 +217,71 @@ def save(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
-def run_rounds(
-    bench: Bench,
-    names: Sequence[str],
-    states: Sequence[str],
-    rounds: int,
-    warm_up: int,
-    after: Callable[[], None],
+def benchmark(
+    name: str, settings: Row, work: Path, keep: bool, each: Callable[[Bench, Row], None]
 ) -> None:
-    """A B A B: each round runs every pair once in each state of the page cache."""
-    if any(PAIRS[name][0].cached for name in names):
-        tell("filling the Gram cache")
-        bench.merge({}, PAIRS["cached"][0], None)
-    for number in range(-warm_up, rounds):
-        about: Row = {"round": number, "counted": number >= 0}
-        tell(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up, not counted")
-        bench.note_start_up(about)
-        for state in states:
-            bench.read(about, state)
-            for name in names:
-                bench.pair(about, name, state)
-        after()
-
-
-@click.command(
-    epilog="Example: python evals/speed/compare.py --only addition --only ties --rounds 3 --keep"
-)
-@click.option(
-    "--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs to run; default: all."
-)
-@click.option(
-    "--cache",
-    type=click.Choice(["both", "warm", "cold"]),
-    default="both",
-    show_default=True,
-    help="Start with the inputs in the page cache, or not.",
-)
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option(
-    "--warm-up",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    help="Rounds before those, not counted.",
-)
-@click.option("--tasks", type=click.IntRange(2), default=8, show_default=True)
-@click.option(
-    "--megabytes",
-    type=click.IntRange(1),
-    default=500,
-    show_default=True,
-    help="Size of each model, about.",
-)
-@click.option("--seed", default=0, show_default=True)
-@shared
-def main(
-    only: tuple[str, ...],
-    cache: str,
-    rounds: int,
-    warm_up: int,
-    tasks: int,
-    megabytes: int,
-    seed: int,
-    threads: int | None,
-    work: Path,
-    keep: bool,
-) -> None:
-    """Time whole mergekit-yaml commands, ours and mergekit's own in turn, and print the ratios."""
+    """Run `each` once a round, and rewrite NAME.json and NAME.md in `work` after each round."""
     if sys.platform != "linux":
         raise click.ClickException("this needs Linux: /proc, posix_fadvise and mincore")
-    script("mergekit-yaml")
     facts = machine()
-    if facts["load_before"] > 0.3:
-        tell(
-            f"warning: other work is running (load {facts['load_before']:.1f}); times will mislead"
-        )
-    work = prepared(work)
-    inputs = work / models.folder_name(tasks, megabytes, seed)
+    if (load := facts["load_before"]) > 0.3:
+        tell(f"warning: other work is running (load {load:.1f}); times will mislead")
+    work, tasks, megabytes = prepared(work), settings["tasks"], settings["megabytes"]
+    inputs = work / models.folder_name(tasks, megabytes, settings["seed"])
     found = models.whole(inputs)
     if (tasks + 3) * megabytes > shutil.disk_usage(work).free / measure.MB and not found:
         raise click.ClickException(f"{work} has no room for {tasks + 3} x {megabytes} MB")
     try:
-        if not found:
-            tell(f"writing models to {inputs}")
-            models.ensure(work, tasks, megabytes, seed)
+        models.ensure(work, tasks, megabytes, settings["seed"])
         with tempfile.TemporaryDirectory(dir=work, prefix="run-") as run:
-            bench = Bench(inputs, Path(run), tasks, threads)
+            bench = Bench(inputs, Path(run), tasks, settings["threads"])
+            settings["input_bytes"] = bench.input_bytes
             if 2 * bench.input_bytes > facts["ram_gb"] * 1e9:
                 tell("warning: the models fill half of the memory; they may not stay cached")
-            settings = {
-                "tasks": tasks,
-                "megabytes": megabytes,
-                "input_bytes": bench.input_bytes,
-                "rounds": rounds,
-                "warm_up": warm_up,
-                "threads": threads,
-                "seed": seed,
-            }
-
-            def after() -> None:
-                if any(row["counted"] for row in bench.rows):
+            for number in range(-settings["warm_up"], settings["rounds"]):
+                tell(f"round {number + 1} of {settings['rounds']}" if number >= 0 else "warm-up")
+                about = {"round": number, "counted": number >= 0}
+                bench.note_start_up(about)
+                each(bench, about)
+                if number >= 0:
                     summary = summarize(bench.rows)
                     result = {"format_version": 1, "machine": facts, "settings": settings}
                     result |= {**summary, "runs": bench.rows}
-                    save(work / "results.json", json.dumps(result, indent=1, allow_nan=False))
-                    save(work / "results.md", render(summary, settings))
-
-            names = only or tuple(PAIRS)
-            run_rounds(
-                bench,
-                names,
-                ["warm", "cold"] if cache == "both" else [cache],
-                rounds,
-                warm_up,
-                after,
-            )
-        click.echo((work / "results.md").read_text())
+                    text = json.dumps(result, indent=1, allow_nan=False)
+                    save(work / f"{name}.json", text)
+                    save(work / f"{name}.md", render(summary, settings))
+        click.echo((work / f"{name}.md").read_text())
         doubts(bench.rows)
-        tell(f"Written to {work / 'results.json'}")
     except measure.CommandFailed as error:
         raise click.ClickException(str(error)) from error
     finally:
         if not keep and not found:
             shutil.rmtree(inputs, ignore_errors=True)
+
+
+@click.command(epilog="Example: python evals/speed/compare.py --only addition --rounds 3 --keep")
+@click.option("--only", multiple=True, type=click.Choice([*PAIRS]), help="Pairs; default: all.")
+@click.option("--cache", type=click.Choice(["both", "warm", "cold"]), default="both",
+              show_default=True, help="State of the inputs in the page cache.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True)
+@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True,
+              help="Rounds before the others, not counted.")  # fmt: skip
+@shared(megabytes=500, rounds=5)
+def main(only: tuple[str, ...], cache: str, work: Path, keep: bool, **settings: Any) -> None:
+    """Time whole mergekit-yaml commands, ours and mergekit's own in turn, and print the ratios."""
+    script("mergekit-yaml")
+    names = only or tuple(PAIRS)
+
+    def each(bench: Bench, about: Row) -> None:
+        if len(bench.rows) <= len(bench.about_to_start) and any(PAIRS[n][0].cached for n in names):
+            tell("filling the Gram cache")
+            bench.merge({}, PAIRS["cached"][0], None)
+        for state in ["warm", "cold"] if cache == "both" else [cache]:
+            bench.read(about, state)
+            for name in names:
+                bench.pair(about, name, state)
+
+    benchmark("results", settings, work, keep, each)
 
 
 def doubts(rows: Sequence[Row]) -> None:

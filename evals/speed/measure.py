@@ -23,7 +23,7 @@ MB = 10**6
 
 @dataclass
 class Usage:
-    """What one process cost. MB are 10^6 bytes."""
+    """The cost of one process. MB are 10^6 bytes."""
 
     wall_s: float  # from before its start to its end
     cpu_s: float  # user and system, all threads
@@ -106,7 +106,7 @@ def _busy() -> float:
 
 
 def evict(paths: Iterable[Path]) -> None:
-    """Drop files from the page cache. Needs no rights, and no effect is no error: `resident`."""
+    """Drop files from the page cache, if the file system lets it; see `resident`."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:

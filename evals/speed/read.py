@@ -36,11 +36,7 @@ def timed(paths: list[str]) -> dict[str, float]:
     started = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         largest = max(pool.map(touch, paths))
-    return {
-        "seconds": time.perf_counter() - started,
-        "threads": threads,
-        "largest": largest,
-    }
+    return {"seconds": time.perf_counter() - started, "threads": threads, "largest": largest}
 
 
 if __name__ == "__main__":

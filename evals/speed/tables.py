@@ -15,7 +15,7 @@ QUANTITIES = {  # what is compared: its heading, decimals
     "peak_rss_mb": ("peak RSS, MB", 0),
     "peak_rss_anon_mb": ("peak RssAnon, MB", 0),
 }
-PHASES = ("load", "gram", "encode", "trim", "merge", "combine", "write", "save")
+PHASES = ("gram", "encode", "trim", "merge")
 Row = dict[str, Any]
 
 
@@ -88,12 +88,11 @@ def render(summary: Row, settings: Row) -> str:
     """The tables."""
     gigabytes = settings["input_bytes"] / 1e9
     rounds = summary["ratios"][0]["rounds"]
-    start_up, theirs = summary["start_up_s"], settings.get("theirs", "mergekit's")
-    names = {"ours": "ours", "tvb": "`tvb`", "library": "the library's", "mergekit": theirs}
+    start_up = summary["start_up_s"]
+    names = {"ours": "ours", "tvb": "`tvb`", "mergekit": "mergekit's"}
     starts = ", ".join(f"{names[kind]} {between(took)} s" for kind, took in start_up.items())
     parts = [
-        f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in "
-        f"{settings.get('dtype', 'bf16')}. Medians of {rounds} "
+        f"{settings['tasks']} models and a base, {gigabytes:.2f} GB in bf16. Medians of {rounds} "
         f"rounds. Start-up (imports only), taken off for `net`: {starts}. RssAnon is polled every "
         f"{1000 * measure.POLL:.0f} ms.\n"
     ]
@@ -108,7 +107,7 @@ def render(summary: Row, settings: Row) -> str:
     head = ["pair", "page cache", "method", *heads]
     head += ["input cached before", "read from disk, MB", "others' CPU, s"]
     parts.append(table(head, rows, 3))
-    parts.append(f"Ratios, ours / {theirs}, pair by pair: median (least..largest).\n")
+    parts.append("Ratios, ours / mergekit's, pair by pair: median (least..largest).\n")
     titles = [title.split(",")[0] for title in heads]
     rows = [
         [row["pair"], row["cache"], *(between(row[key]) for key in QUANTITIES)]

@@ -1,17 +1,15 @@
 #!/usr/bin/env python
-"""Do bits or bases keep many models small? Measured on the small benchmark (`evals/mini`).
+r"""Do bits or bases keep many models small? Measured on the small benchmark (`evals/mini`).
 
-    python evals/store/bits.py --preset small --seeds 0,1,2 --out mini-runs \\
+    python evals/store/bits.py --preset small --seeds 0,1,2 --out mini-runs \
         --report evals/mini/results --page evals/mini/RESULTS.md
 
-On the float32 task vectors of ten specialists: stores of all of them at a few bits an element,
-bases in bfloat16, and what others do (`rivals.py`). Of each way: its bytes, its error, how well
-the reconstructed specialists do, and what addition, TIES and forgetting reach with them, measured
-as `evals/mini` measures it. A way and a seed make a cell with a file in
-OUT/PRESET-seedSEED/cells/full, so that the same command goes on after an interruption; models that
-are missing are trained.
+Ten float32 task vectors are kept as stores at a few bits an element, as bases in bfloat16, and by
+`rivals.py`. A cell measures the bytes, the error and the reconstructed specialists of one way, and
+addition, TIES and forgetting with them. Missing models are trained.
 
-Bytes: of ours, whole `.safetensors` files with their headers; of others, codes and scales alone.
+Bytes of ours are complete `.safetensors` files with their headers, bytes of others only codes and
+scales.
 """
 
 from __future__ import annotations
@@ -25,21 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "mini"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mini"))
 
 import cells
 import click
-import compare
 import data
-import pictures
+import pictures as mini
 import rivals
 import torch
-import train
-from plan import GRID, PLANS, Cell, Plan, reference, settings
-from report import write_study
-from runs import Run, Weights, difference
-from sheets import Column, Record, Runs, Sheet, forgotten, grid, name, spread, tested, value_of
-from transformers.utils import logging
+from plan import GRID, KEYS, PLANS, Cell, Plan, reference, settings
+from runs import Run, Weights, difference, trained
+from sheets import Runs, forgotten, name, tested
+from study import pictures
+from study.cells import Record, measured
+from study.command import Asked, study_options
+from study.report import write_study
+from study.tables import Column, Sheet, grid, value_of
 
 import tvb_mergekit
 from tvb_mergekit.core.quantize import bits_within
@@ -86,7 +86,7 @@ NAMES = {
 
 
 def cells_of(plan: Plan, shipped: float | None) -> list[Cell]:
-    """The first of them without `shipped`; all with it. Of rivals first the errors alone.
+    """Without `shipped` only the first cell; with it all, for rivals first the errors alone.
 
     Args:
         shipped: the lambda of the model that tasks are forgotten from, the sum of all of them.
@@ -105,7 +105,6 @@ def cells_of(plan: Plan, shipped: float | None) -> list[Cell]:
 
 
 def measure(run: Run, cell: Cell) -> dict[str, Any]:
-    """What a cell measures; raises rivals.Missing."""
     how = cell["how"].removeprefix("merged_")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -127,7 +126,7 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def _theirs(run: Run, how: str) -> tuple[tvb_mergekit.Bases, int]:
-    """What comes back, as if it were of ten other models; and its bytes."""
+    """Bases over the decoded vectors, as if of ten other models; and the bytes."""
     kept = RIVALS[how]([run.task_vector(task) for task in TASKS])
     models = {
         task: run.shifted((1.0, vector)) for task, vector in zip(TASKS, kept.vectors, strict=True)
@@ -154,7 +153,7 @@ def zoo(run: Run, bits: float, place: Path) -> tvb_mergekit.Bases:
 
 
 def ours_within(run: Run, most: int, place: Path) -> dict[str, Any]:
-    """Stores that take at most so many bytes: as files, and by codes and scales alone."""
+    """Stores with at most so many bytes: as files, and by codes and scales alone."""
     files = zoo_within(run, most, place)
     alike = zoo(run, bits_within(sizes(run), most / len(TASKS)), place / "alike")
     return {
@@ -177,11 +176,10 @@ def zoo_within(run: Run, most: int, place: Path) -> tvb_mergekit.Bases | None:
 
 
 def _mixed(run: Run, bits: float, place: Path) -> dict[str, Any]:
-    """Widths chosen by error, against one width for all that takes the same bytes.
+    """Widths chosen by error, against one width for all with the same bytes.
 
-    Where the mean is no width, the two widths around it share each task vector in the proportion
-    that makes the bytes equal, so squared errors are interpolated. At 0 bits nothing is kept, and
-    the error is 1.
+    If the mean is not a width, the two widths around it share each task vector so that the bytes
+    are equal, and squared errors are interpolated. At 0 bits nothing is kept, and the error is 1.
     """
     low = max(width for width in WIDTHS if width <= bits)
     high = min(width for width in WIDTHS if width >= bits)
@@ -222,12 +220,12 @@ def decoded(bases: tvb_mergekit.Bases, task: str) -> Weights:
 
 
 def sizes(run: Run) -> list[int]:
-    """How many elements the tensors of a task vector have."""
+    """The elements of the tensors of a task vector."""
     return [tensor.numel() for tensor in run.base.values()]
 
 
 def elements(run: Run) -> int:
-    """Of all task vectors."""
+    """The elements of all task vectors."""
     return len(TASKS) * sum(sizes(run))
 
 
@@ -242,7 +240,7 @@ def code_bytes(bases: tvb_mergekit.Bases) -> int:
 
 
 def facts(run: Run, bases: tvb_mergekit.Bases, nbytes: int) -> dict[str, Any]:
-    """What a way takes, and what it loses: of each task vector, and of all together."""
+    """Bytes and errors of a way, for each task vector and for all together."""
     errors, lost, whole = {}, 0.0, 0.0
     for task in TASKS:
         true = run.task_vector(task)
@@ -335,13 +333,12 @@ def picture(runs: Runs) -> bytes:
         for text, (looks, hows) in families.items():
             points = []
             for how in hows:
-                records = runs.find("bits", how=how)
-                size = spread(map(value_of("bits"), records))
-                error = spread(map(value_of("mean_error"), records))
+                size = runs.spread("bits", value_of("bits"), how=how)
+                error = runs.spread("bits", value_of("mean_error"), how=how)
                 points += [(size.mean, error)] if size and error else []
             joined = text not in ("deltatensors", "BitDelta, not distilled")  # of one kind
             for some in [points] if joined else [[point] for point in points]:
-                pictures.line(axes, looks, some, text)
+                pictures.line(axes, mini.LOOKS[looks], some, text)
         axes.set(xscale="log", yscale="log", xlabel="bits a parameter",
                  ylabel="relative error of a task vector")  # fmt: skip
         axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["0.25", "0.5", "1", "2", "4", "8", "16"])
@@ -354,62 +351,39 @@ def picture(runs: Runs) -> bytes:
 
 
 def write(records: Sequence[Record], preset: str, folder: Path, page: Path | None) -> list[Path]:
-    """bits.json and the picture into FOLDER, and the tables that PAGE marks into PAGE."""
+    """Write bits.json and the picture into FOLDER, and the marked tables into PAGE."""
     runs = Runs(records, preset, "full")
     drawn = {f"{preset}-full-bits": picture(runs)}
-    return write_study("bits", runs.records, sheets(runs), drawn, folder, page)
+    return write_study("bits", [runs], sheets(runs), drawn, folder, page)
 
 
 # ----------------------------------------------------------------------------------------- command
 
+KINDS = cells.KINDS | {"bits": measure}
 
-def records_of(
-    preset: str, seed: int, out: Path, device: str, hows: Sequence[str], as_is: bool
-) -> list[Record]:
-    """What is there of a seed, after what is missing was measured."""
-    folder = train.run_folder(out, preset, seed)
-    if not as_is:
-        train.train_run(preset, "full", seed, out, device)
-    models, plan = compare.fingerprint(folder, "full"), PLANS[preset]
 
-    def done(wanted: Sequence[Cell], label: str) -> list[Record]:
-        works = [compare.work_of(folder, "full", device, models, cell) for cell in wanted]
-        return compare.serially(works, label, as_is, rivals.Missing)
-
-    about = {"preset": preset, "method": "full", "train_seed": seed}
-    first = done([reference(plan)[0], *cells_of(plan, None)], f"{folder.name} reference")
+def records_of(asked: Asked, seed: int, hows: Sequence[str]) -> list[Record]:
+    """The records of a seed, after missing cells were measured."""
+    source = trained(asked.preset, "full", seed, asked.out, asked.device, asked.as_is)
+    plan = PLANS[asked.preset]
+    done = partial(measured, source, kinds=KINDS, keys=KEYS, as_is=asked.as_is,
+                   skipped=rivals.Missing)  # fmt: skip
+    first = done([reference(plan)[0], *cells_of(plan, None)])
     if len(first) < 2:
         return []
     shipped = first[1]["result"]["merges"]["ta"]["scales"]["tasks"]["lambda"]
     wanted = [cell for cell in cells_of(plan, shipped) if not hows or cell["how"] in hows]
-    return [about | record for record in (first[0], *done(wanted, folder.name))]
-
-
-cells.KINDS["bits"] = measure
+    return [first[0], *done(wanted)]
 
 
 @click.command(epilog="Example: python evals/store/bits.py --preset tiny --seeds 0")
-@compare.study_options
+@study_options(list(PLANS), "tiny", "mini-runs")
 @click.option("--how", "hows", multiple=True, help="Only these cells, such as zoo_2 or tvq_3; may "
               "be repeated. By default all.")  # fmt: skip
-def main(
-    preset: str,
-    seeds: list[int],
-    hows: tuple[str, ...],
-    out: Path,
-    device: str,
-    folder: Path | None,
-    as_is: bool,
-    page: Path | None,
-) -> None:
+def main(asked: Asked, hows: tuple[str, ...]) -> None:
     """Measure what bits and bases keep of ten task vectors, and report it."""
-    logging.disable_progress_bar()
-    on = train.chosen_device(device)
-    records = [r for seed in seeds for r in records_of(preset, seed, out, on, hows, as_is)]
-    if not records:
-        raise click.ClickException(f"{out} has no results of {preset}: leave out --as-is")
-    for path in write(records, preset, folder or out / f"report-{preset}", page):
-        click.echo(path)
+    records = [record for seed in asked.seeds for record in records_of(asked, seed, hows)]
+    asked.finish(records, lambda found, folder: write(found, asked.preset, folder, asked.page))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def tvq(vectors: Sequence[Vector], bits: int) -> Kept:
 
 
 def rtvq(vectors: Sequence[Vector], base_bits: int, bits: int) -> Kept:
-    """RTVQ, of the same paper: the mean of the task vectors by TVQ at `base_bits`, and what each
-    task vector has beyond that mean *as it comes back* (error correction) by TVQ at `bits`."""
+    """RTVQ, of the same paper: the mean of the task vectors by TVQ at `base_bits`; then, by TVQ at
+    `bits`, the offset of each task vector from that decoded mean (error correction)."""
     names = vectors[0]
     mean = {name: torch.stack([v[name] for v in vectors]).mean(0) for name in names}
     base = tvq([mean], base_bits)
@@ -79,9 +79,10 @@ def is_projection(name: str) -> bool:
 
 
 def deltatensors(vectors: Sequence[Vector], strategy: str) -> Kept:
-    """The package of that name, with the defaults of its `compress`: `int4` (1 % of the elements
-    as float16 with their places, the others at 4 bits between the least and the largest of a
-    tensor), `quantized` (signs, and a float16 scale a row) or `sparse` (a tenth, as float32).
+    """The package of that name, with the defaults of its `compress`.
+
+    `int4` keeps 1 % of the elements as float16 with their places, the others at 4 bits. `quantized`
+    keeps signs and a float16 scale a row, `sparse` a tenth as float32.
 
     Raises:
         Missing: it is not installed.

@@ -1,7 +1,7 @@
 """CoNaLa as bigcode-evaluation-harness runs it: two shots, one line of Python, BLEU.
 
-https://github.com/bigcode-project/bigcode-evaluation-harness, bigcode_eval/tasks/conala.py and
-few_shot_examples/conala_few_shot_prompts.json; the score is that of
+The prompts are those of https://github.com/bigcode-project/bigcode-evaluation-harness
+(bigcode_eval/tasks/conala.py). The score is that of
 https://github.com/huggingface/evaluate/tree/main/metrics/bleu with `max_order=4, smooth=True`.
 """
 
@@ -16,11 +16,9 @@ from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
 SHOTS = (
     ("convert a list of integers into a single integer", "r = int(''.join(map(str, x)))"),
-    (
-        "how to convert a datetime string back to datetime object?",
-        "datetime.datetime.strptime(str, '%m/%d/%Y')",
-    ),
-)
+    ("how to convert a datetime string back to datetime object?",
+     "datetime.datetime.strptime(str, '%m/%d/%Y')"),
+)  # fmt: skip
 # bigcode's prompt is a Python string over several lines, whose indentation became a part of it.
 PAD = " " * 19
 ORDERS = (1, 2, 3, 4)

@@ -20,10 +20,9 @@ log = logging.getLogger(__name__)
 def check(
     pretrained: Any = None, tokenizer: Any = None, tokenizer_backend: Any = None, **model: Any
 ) -> None:
-    """Ends the program, with one line, if the model's tokenizer takes out spaces when it decodes.
+    """End the program with one line if the model's tokenizer removes spaces or cannot be loaded.
 
-    The arguments are `--model_args`; without them, as for a model made in Python, nothing is seen.
-    What cannot be loaded ends it too.
+    The arguments are `--model_args`; a model made in Python has none, and is not checked.
     """
     if (chosen := tokenizer or pretrained) is None:
         return

@@ -1,12 +1,12 @@
 """HumanEval+ and MBPP+ as bigcode-evaluation-harness runs them, each program in sandbox.py.
 
-Prompts, stops, and the program of prompt, completion and tests are those of
-https://github.com/bigcode-project/bigcode-evaluation-harness, bigcode_eval/tasks/humaneval.py,
-humanevalplus.py, mbpp.py, mbppplus.py and custom_metrics/code_eval.py.
+Prompts, stops and programs are those of
+https://github.com/bigcode-project/bigcode-evaluation-harness (bigcode_eval/tasks and
+custom_metrics/code_eval.py).
 
-Environment: MERGEBENCH_CODE_WORKERS (programs at a time; this process' share of the cores),
-MERGEBENCH_CODE_MEMORY_GIB (for each, 4), MERGEBENCH_CODE_SECONDS (instead of bigcode's 20 and 10),
-MERGEBENCH_UNSAFE_NO_SANDBOX=1 (no namespaces: for a container that isolates already).
+Environment: MERGEBENCH_CODE_WORKERS (programs at a time), MERGEBENCH_CODE_MEMORY_GIB (for each, 4),
+MERGEBENCH_CODE_SECONDS (instead of bigcode's 20 and 10). MERGEBENCH_UNSAFE_NO_SANDBOX=1 uses no
+namespaces, for a container that isolates already.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def mbpp_prompt(doc: Doc) -> str:
 
 
 def cut(completion: str, stops: Iterable[str]) -> str:
-    """What is before the first of the stops. Some of lm-eval's models take fewer than eight."""
+    """The text before the first of the stops. Some of lm-eval's models accept fewer than eight."""
     ends = (completion.find(stop) for stop in stops)
     return completion[: min((end for end in ends if end >= 0), default=len(completion))]
 
@@ -88,10 +88,6 @@ def _number(name: str, default: float) -> float:
     return value
 
 
-def _seconds(default: float) -> float:
-    return _number("MERGEBENCH_CODE_SECONDS", default)
-
-
 def _memory_gib() -> float:
     return _number("MERGEBENCH_CODE_MEMORY_GIB", 4)
 
@@ -103,7 +99,7 @@ def _workers() -> int:
 
 
 def _quota() -> float:
-    """How many cores' time a container may take, by its cgroup (version 2, or else 1)."""
+    """The cores that a container may use, by its cgroup (version 2, or else 1)."""
     for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
         with contextlib.suppress(OSError):
             quota, period = " ".join((CGROUP / name).read_text() for name in names).split()
@@ -184,19 +180,26 @@ def _kill(sandbox: "subprocess.Popen[bytes]") -> None:
 
 
 def run_all(programs: Sequence[str], seconds: float, items: Sequence[int]) -> list[str]:
-    """The verdicts, in order, of programs that run in parallel. Those that were too slow run once
-    more, alone: a busy machine is no fault of theirs. None starts so later than SECOND_LOOK_SECONDS
-    after the first, so that all end by the limit of one program after that; the rest is UNCHECKED.
-    One program of each item (`items`: of which each program is) comes first, then the second of
-    each, so that the time is shared by all items."""
-    seconds = _seconds(seconds)
+    """The verdicts, in order, of programs that run in parallel.
+
+    Programs that time out run a second time, alone, since a busy machine may be the cause. None
+    starts later than SECOND_LOOK_SECONDS after the first; the others are UNCHECKED. One program of
+    each item runs first, then a second of each. `items` holds the item of each program.
+    """
+    seconds = _number("MERGEBENCH_CODE_SECONDS", seconds)
     with ThreadPoolExecutor(_workers()) as pool:
         found = pool.map(lambda program: run(program, seconds), programs)
         try:
             verdicts = list(tqdm(found, total=len(programs), desc="Running programs"))
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, do not run the others first
-    slow = _in_rounds([n for n, verdict in enumerate(verdicts) if verdict == TIMED_OUT], items)
+    seen: Counter[int] = Counter()
+    rounds = []
+    for number, verdict in enumerate(verdicts):
+        if verdict == TIMED_OUT:
+            rounds.append((seen[items[number]], number))
+            seen[items[number]] += 1
+    slow = [number for _, number in sorted(rounds)]
     end = time.monotonic() + SECOND_LOOK_SECONDS
     for number in tqdm(slow, desc="Running the slow ones alone", disable=not slow):
         late = time.monotonic() >= end
@@ -208,16 +211,6 @@ def run_all(programs: Sequence[str], seconds: float, items: Sequence[int]) -> li
                     len(programs), seconds, len(slow) - unchecked,
                     len(slow) - unchecked - verdicts.count(TIMED_OUT), unchecked)  # fmt: skip
     return verdicts
-
-
-def _in_rounds(numbers: Sequence[int], items: Sequence[int]) -> list[int]:
-    """One number of each item, then a second of each, and so on."""
-    seen: Counter[int] = Counter()
-    rounds = []
-    for number in numbers:
-        rounds.append((seen[items[number]], number))
-        seen[items[number]] += 1
-    return [number for _, number in sorted(rounds)]
 
 
 # ---------------------------------------------------------------------------------- what YAML names
@@ -246,8 +239,8 @@ def judge_mbpp(resps: Iterable[Sequence[str]], docs: Iterable[Doc]) -> list[list
 
 
 def score(doc: Doc, results: list[list[str]]) -> dict[str, float]:
-    """c of n passed: pass@1, whose estimate without bias is c/n (arXiv 2107.03374). `unchecked` is
-    the share of programs that timed out and might have passed on a machine less busy."""
+    """The share of programs that passed: pass@1 without bias (arXiv 2107.03374). `unchecked` is the
+    share of programs that timed out and might have passed on a machine less busy."""
     (verdicts,) = results
     return {name: verdicts.count(verdict) / len(verdicts)
             for name, verdict in (("score", PASSED), ("unchecked", UNCHECKED))}  # fmt: skip
@@ -266,8 +259,7 @@ STARTS = "start Python with numpy"
 
 
 def probes(port: int) -> dict[str, str]:
-    """What a program must not be able to do -> a program that passes if it is not. `port` is open
-    on 127.0.0.1."""
+    """Forbidden actions -> programs that pass if the action fails. `port` is open on 127.0.0.1."""
     home = Path.home()
     secrets = [home / ".ssh", home / ".netrc", home / ".aws", home / ".cache" / "huggingface"]
     secrets += [Path("/etc/passwd"), Path(os.environ.get("HF_HOME", "/etc/shadow"))]
@@ -324,34 +316,33 @@ else:
 
 @cache
 def _probe(bare: bool) -> None:
+    def verdict(program: str) -> str:
+        try:
+            return run(program, 10)
+        except OSError as error:
+            return str(error)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         tried = probes(server.getsockname()[1])
         if bare:
             tried = {STARTS: tried[STARTS]}
         with ThreadPoolExecutor(_workers()) as pool:
-            found = list(pool.map(_verdict, tried.values()))
-    for name, verdict in zip(tried, found, strict=True):
-        if verdict != PASSED and bare:
-            raise SystemExit(f"a program cannot {name} ({verdict}): is MERGEBENCH_CODE_MEMORY_GIB="
+            found = list(pool.map(verdict, tried.values()))
+    for name, said in zip(tried, found, strict=True):
+        if said != PASSED and bare:
+            raise SystemExit(f"a program cannot {name} ({said}): is MERGEBENCH_CODE_MEMORY_GIB="
                              f"{_memory_gib():g} enough, and numpy there?")  # fmt: skip
-        if verdict != PASSED:
+        if said != PASSED:
             what = "cannot" if name == STARTS else "can"
-            raise SystemExit(f"in the sandbox, a program {what} {name} ({verdict}). {ADVICE}")
-
-
-def _verdict(program: str) -> str:
-    try:
-        return run(program, 10)
-    except OSError as error:
-        return str(error)
+            raise SystemExit(f"in the sandbox, a program {what} {name} ({said}). {ADVICE}")
 
 
 def check(docs: Any) -> Any:
-    """A `process_docs` that changes nothing: with one line it ends the program before the model
-    generates, let alone its code runs, where the sandbox would not hold or a number cannot be."""
+    """A `process_docs` that changes nothing. It ends the program with one line, before the model
+    generates, if the sandbox does not hold or a number is wrong."""
     if sys.platform != "linux":
         raise SystemExit(f"MergeBench's code tasks need Linux, this is {sys.platform}: run them "
                            "in a virtual machine or leave mergebench_coding out")  # fmt: skip
-    _workers(), _memory_gib(), _seconds(MBPP_SECONDS)  # refuses now what running would only later
+    _workers(), _memory_gib(), _number("MERGEBENCH_CODE_SECONDS", 1)  # refuses a wrong number early
     _probe(_bare())
     return docs

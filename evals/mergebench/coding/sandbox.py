@@ -5,27 +5,24 @@
 prints a line of JSON, {"passed": false, "reason": "AssertionError: "}. Status 3 and a line on the
 standard error mean that the machine cannot isolate: nothing of the program ran.
 
-What a program gets (Linux, as any user; root's programs become users without rights):
-- its own PID, network, IPC and host-name namespaces: it sees and signals no process but its own,
-  and there is no network, not even 127.0.0.1. When it ends, the kernel kills all that it started.
+A program gets (Linux, as any user; root's programs become users without rights):
+- its own PID, network, IPC and host-name namespaces: it sees and signals only its own processes,
+  and has no network, not even 127.0.0.1. When it ends, the kernel kills all that it started.
 - a root of its own with /usr, the `--show` folders (Python, numpy), all read-only, and four
   devices: no homes, no /etc, no /proc, no /run. Only /tmp can be written, 64 MiB that vanish.
 - no capability, no way to get one back (no_new_privs), no new user namespace (it is in a chroot).
 - limits on wall and CPU time, memory and file size, and on the number of processes.
 - the environment of this script, which its caller chooses; input and output on /dev/null.
 
-`--bare` is for a machine that isolates already: the limits hold except that on processes, the
-program starts in the working folder of this script, and what it started is killed at its end, as
-far as can be done in five seconds. Nothing else of the above holds: a program that means harm can
-kill or stop this script, and leave processes behind.
+`--bare` is for a machine that isolates already: the limits hold except that on processes, and the
+program starts in the working folder of this script. Its processes are killed at its end, as far as
+possible in five seconds. A hostile program can stop this script, and leave processes.
 
-What is not covered: bugs of the kernel, and sockets that no namespace holds, such as AF_VSOCK to
-the host of a virtual machine (no system call is filtered); memory in sum: the limit is for each of
-up to 32 processes, one of which the kernel kills first where the machine's memory runs out. A
-program that looks for it can pass without passing its tests: tests and answer share one
-interpreter, so that frames can be inspected, the tests be skipped with a trace function, or values
-compare equal to everything. Prints, exits and signals do not pass: "passed" needs a secret, written
-after the last line on a pipe that only this process reads.
+Not covered are bugs of the kernel, sockets outside of namespaces (AF_VSOCK to the host of a virtual
+machine), and memory in sum: the limit is for each of up to 32 processes. A program that looks
+for it can pass without passing its tests: tests and answer share one interpreter. Prints, exits and
+signals do not pass: "passed" needs a secret, written after the last line on a pipe that only this
+process reads.
 """
 
 from __future__ import annotations
@@ -86,10 +83,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 
 
 def _enter_namespaces(user: int) -> None:
-    """New namespaces for this process, for its children in the case of PIDs.
+    """Enter new namespaces; the one of PIDs is for the children of this process.
 
-    Root takes them as such. All others, and root in a container without that right, take them
-    inside of a user namespace; root's has two users, so that the program can become `user` as well.
+    Root needs no user namespace. All others, and root in a container without that right, enter one;
+    root's has two users, so that the program can become `user`.
     """
     flags = NEW_NS | NEW_UTS | NEW_IPC | NEW_PID | NEW_NET
     uid, gid = os.geteuid(), os.getegid()
@@ -139,7 +136,7 @@ def _read_only(top: str, forbidden: int = MS_NOSUID | MS_NODEV) -> None:
 
 
 def _enter_root(show: Sequence[str]) -> None:
-    """Leave this machine's files for a new root, in which only a few folders of them are."""
+    """Replace this machine's files by a new root with a few read-only folders."""
     links = {}
     sources = {}
     for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -232,30 +229,25 @@ def run(
     said = b""
     with contextlib.suppress(BlockingIOError):
         said = os.read(heard, REASON_BYTES)
-    if not ended:
-        return False, "timed out"
-    if said == secret:
+    if ended and said == secret:
         return True, ""
-    if said:
-        return False, said.decode(errors="replace")
-    if os.WIFSIGNALED(status):
-        return False, f"killed by signal {os.WTERMSIG(status)}"
-    return False, "ended before its last line"
+    killed = f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
+    reason = said.decode(errors="replace") or killed or "ended before its last line"
+    return False, reason if ended else "timed out"
 
 
 # -------------------------------------------------------------------------------------- the inside
 
 
 def _kill_first(proc: int) -> None:
-    """Where memory runs out, the kernel is to kill this process and its children first. `proc` is
-    the folder /proc."""
+    """Let the kernel kill this process first when memory runs out. `proc` is the folder /proc."""
     with contextlib.suppress(OSError):
         os.write(os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc), b"1000")
 
 
 def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None:
-    """Give up whatever the program is not to have. The pipe `told` becomes file 3. Root becomes
-    `user`, of whom no other program is: the kernel counts processes per user. None: `--bare`."""
+    """Drop all rights of the program, and put the pipe `told` at file 3. Root becomes `user`, who
+    has no other program, since the kernel counts processes per user. None: `--bare`."""
     os.setsid()
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
@@ -263,13 +255,9 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
     os.dup2(told, 3)
     os.closerange(4, 256)
 
-    limits = {
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: cpu_seconds,
-        resource.RLIMIT_FSIZE: 16 * MIB,
-        resource.RLIMIT_NOFILE: 256,
-        resource.RLIMIT_CORE: 0,
-    }
+    limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: cpu_seconds}
+    limits |= {resource.RLIMIT_FSIZE: 16 * MIB, resource.RLIMIT_NOFILE: 256}
+    limits[resource.RLIMIT_CORE] = 0
     if user is not None:  # else the other processes of whoever runs this would count too
         limits[resource.RLIMIT_NPROC] = PROCESSES
     for which, value in limits.items():
@@ -285,12 +273,12 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
         header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
         _call("capset", header, (ctypes.c_uint32 * 6)())
     if (keyctl := KEYCTL.get(os.uname().machine)) is not None:
-        # An empty keyring instead of the caller's. Where this is forbidden, so is reading keys.
+        # An empty keyring instead of the caller's. If this is forbidden, so is reading keys.
         _libc.syscall(ctypes.c_long(keyctl), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None)
     _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # No signal comes for a parent that ended before this call: then nobody has the pipe's other
-    # end any more. (The parent's id does not tell: it is 0 in a new PID namespace.)
+    # end any more. (The parent's id does not help: it is 0 in a new PID namespace.)
     pipe = select.poll()
     pipe.register(3, 0)
     if pipe.poll(0):
@@ -298,7 +286,7 @@ def _confine(told: int, memory: int, cpu_seconds: int, user: int | None) -> None
 
 
 def _execute(program: str, secret: bytes) -> None:
-    """Run the program in an empty namespace, as bigcode's harness does, and tell how it ended."""
+    """Run the program in an empty namespace, as bigcode's harness does; file 3 gets its end."""
     write, leave = os.write, os._exit  # the program may replace those of the module
     try:
         sys.argv[:] = ["program"]
@@ -317,10 +305,10 @@ def _execute(program: str, secret: bytes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--memory-gib", type=float, required=True)
-    parser.add_argument("--show", action="append", default=[])
-    parser.add_argument("--site", action="append", default=[])
+    for name in ("--seconds", "--memory-gib"):
+        parser.add_argument(name, type=float, required=True)
+    for name in ("--show", "--site"):
+        parser.add_argument(name, action="append", default=[])
     parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
     program = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")

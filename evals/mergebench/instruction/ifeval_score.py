@@ -18,7 +18,7 @@ def score(doc: Doc, results: list[str]) -> dict[str, Any]:
 
 
 def score_like(doc: Doc, results: list[str]) -> dict[str, Any]:
-    """The same for ifeval-like-data, whose `kwargs` are one JSON text."""
+    """Score an item of ifeval-like-data, whose `kwargs` are one JSON text."""
     return score({**doc, "kwargs": json.loads(doc["kwargs"])}, results)
 
 

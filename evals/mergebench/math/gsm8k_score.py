@@ -1,8 +1,8 @@
-"""Both of lm-eval's readings of an answer to GSM8K, without a second filter, and one of our own.
+r"""Both of lm-eval's readings of an answer to GSM8K, without a second filter, and one of our own.
 
 Patterns and comparison are those of `gsm8k_cot` in lm-eval 0.4.13. The third metric, `flexible`,
-counts what `exact_match_flexible` counts, and reads an answer in a box, such as `$\\boxed{72}$.`,
-of which lm-eval takes the last `$.` for the number; and one that is announced before more numbers.
+counts all that `exact_match_flexible` counts. It also reads an answer in a box, such as
+`$\boxed{72}$.`, and one that is announced before more numbers.
 """
 
 import re

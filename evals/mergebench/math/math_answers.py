@@ -1,13 +1,13 @@
 """The items of MATH, the answer in a response, and whether it equals the reference.
 
-Where an answer is found follows dart-math (https://github.com/hkust-nlp/dart-math,
-dart_math/eval.py, from August 2024 on): the last box, else what follows "answer is" or the like,
-else the last formula, else the last number; no box before the last "Therefore" counts, and all that
-follows "answer is" does. The second metric, `flexible`, counts that answer too, and forgives
-manners: bold type or code, a sentence or unit after the answer, a "Therefore" after the box.
+`score` finds an answer as dart-math does (https://github.com/hkust-nlp/dart-math,
+dart_math/eval.py, from August 2024 on): the last box, else the text after "answer is" or the like,
+else the last formula, else the last number. A box before the last "Therefore" does not count. The
+second metric, `flexible`, forgives manners: bold type or code, a sentence or unit after the answer,
+a "Therefore" after the box.
 
-What is equal is left to math_compare.py, in a process of its own: a power tower in a response keeps
-one C function busy for hours, and only a kill stops that.
+math_compare.py compares, in a process of its own: a power tower in a response keeps one C function
+busy for hours, and only a kill stops that.
 """
 
 import atexit
@@ -22,15 +22,8 @@ from typing import Any
 
 import datasets
 
-SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
-    "precalculus",
-)
+SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory"
+SUBJECTS += " prealgebra precalculus"
 LONGEST = 500  # characters; what is longer is compared as text alone
 SECONDS = 10.0  # of the processor for one comparison; one that takes longer counts as not equal
 ALL_SECONDS, ALL_SHARE = 300.0, 0.1  # for all comparisons: once, and more for each asked
@@ -76,7 +69,7 @@ def load(**_: object) -> datasets.DatasetDict:
     """All 5000 test problems: `problem`, `level`, `type`, `solution`, `config` and `answer`."""
     _comparer.running()  # an error now, not after hours of generation
     parts = []
-    for subject in SUBJECTS:
+    for subject in SUBJECTS.split():
         part = datasets.load_dataset("EleutherAI/hendrycks_math", subject, split="test")
         part = part.add_column("config", [subject] * len(part))
         parts.append(part.add_column("answer", [boxed(text) or "" for text in part["solution"]]))
@@ -97,7 +90,7 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, all the rest if it never closes; None without a box."""
+    r"""The content of the last `\boxed{...}`, all the rest if it never closes; None without one."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -133,9 +126,12 @@ def find_answer(response: str) -> str:
 
 
 def find_answer_flexibly(response: str) -> str:
-    """The last box or announced answer that holds a number or a formula, else words that are
-    announced, else what `find_answer` takes. An announcement that does not begin with its number or
-    formula, as "The answer is right, since 5 + 7 is", gives way to a box or another before it."""
+    """The last box or announced answer with a number or a formula, else announced words, else the
+    answer of `find_answer`.
+
+    An announcement that does not begin with its number or formula, as "The answer is right, since 5
+    + 7 is", gives way to a box or another announcement before it.
+    """
     text = BOLD.sub(r"\2", response)
     marks = [*BOX.finditer(text), *ANNOUNCED.finditer(text)]
     words, end = "", len(text)
@@ -156,9 +152,9 @@ def find_answer_flexibly(response: str) -> str:
 
 
 def _announced(text: str) -> tuple[str, bool]:
-    """The formulas or the number that a text begins with, where its clause ends there or after a
-    unit, else its first sentence; "" of one that begins with "not". And whether it begins with a
-    number or a formula."""
+    """The formulas or the number at the beginning of a text, if its clause ends there or after a
+    unit, else its first sentence; "" if that begins with "not". And whether it begins with a number
+    or a formula."""
     lead = LEAD.match(text)
     assert lead is not None  # it may be empty, as the sentence
     formulas = []
@@ -188,8 +184,8 @@ def _bare(answer: str) -> str:
 
 
 def equal(reference: str, answer: str) -> bool | None:
-    """Whether two formulas or words are the same; None if it takes too long to find out, and their
-    texts differ. Only the text counts if one is longer than LONGEST."""
+    """Whether two formulas or words are the same; None if that takes too long to find out. Only the
+    text counts if one is longer than LONGEST."""
     pair = [re.sub(r"(?<!\\)\$", "", " ".join(text.split())) for text in (reference, answer)]
     if not all(pair):
         return False
@@ -206,8 +202,7 @@ class _Comparer:
     spent = 0.0  # seconds
 
     def ask(self, pair: list[str]) -> bool | None:
-        """Gives a comparison a small part of the time that is left. So slow ones never use it up,
-        and what takes milliseconds is always compared."""
+        """Compare in a small part of the remaining time: quick comparisons are always made."""
         self.asked += 1
         left = ALL_SECONDS + ALL_SHARE * self.asked - self.spent
         seconds = max(ALL_SHARE, min(SECONDS, left * SECONDS / ALL_SECONDS))
@@ -228,12 +223,9 @@ class _Comparer:
         if self.process is None or self.process.poll() is not None:
             program = [sys.executable, str(Path(__file__).with_name("math_compare.py"))]
             self.process = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-            )
+                program, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, encoding="utf-8",
+            )  # fmt: skip
             assert self.process.stdout is not None
             if self.process.stdout.readline() != "ready\n":
                 raise SystemExit(

@@ -1,13 +1,12 @@
 r"""A program: reads pairs of formulas, a line of JSON each, and answers whether they are equal.
 
-Lists, points, intervals and unions are compared part by part, numbers by their values, and the rest
-by math_verify. It is spared what it misreads: `\frac\pi4 + 2`, of which it takes the last number,
-the full stop of a sentence, the base of `2112_6`, which it drops, words, clocks, units, blanks
-between digits, and large letters, which it takes for small ones.
+Lists, points, intervals and unions are compared part by part, numbers by their values. math_verify
+compares all else, except what it misreads: `\frac\pi4 + 2` (it uses the last number), the full stop
+of a sentence, the base of `2112_6`, words, clocks, units, blanks between digits, and capitals.
 
-A line is [reference, answer, seconds], the reply [equal, seconds used]. The seconds are those of
-the processor, so that other programs do not use them up. The kernel ends a comparison that takes
-longer, as a power tower keeps one C function busy for hours. Then `equal` is null.
+A line is [reference, answer, seconds], the reply [equal, seconds used]; seconds are those of the
+processor. The kernel ends a comparison that takes longer, since a power tower keeps one C function
+busy for hours. Then `equal` is null.
 """
 
 import itertools
@@ -17,84 +16,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
+from math_text import GAP, LESS, STYLED, TOKEN, UNSEEN, letters, tidy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-ARGUMENTS = {r"\frac": 2, r"\dfrac": 2, r"\tfrac": 2, r"\cfrac": 2, r"\sqrt": 1}
-ARGUMENTS |= {r"\binom": 2, r"\dbinom": 2, r"\tbinom": 2}
-TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
-STYLED = re.compile(r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf))\s*\{([^{}]*)\}")
-TEXT = re.compile(r"\\(?:text\w*|mbox)\s*\{([^{}]*)\}")
-SIGNS = str.maketrans({"½": r"\frac12", "²": "^2", "³": "^3", "∪": r"\cup ", "∞": r"\infty ",
-                       "–": "-", "−": "-", "π": r"\pi ", "∅": r"\emptyset ", "×": r"\times ",
-                       "·": r"\cdot ", "±": r"\pm ", "≈": r"\approx ", "≤": r"\le ",
-                       "≥": r"\ge ", "∈": r"\in ", "“": "", "”": "", '"': ""})  # fmt: skip
-GAP = r"(?:\\[,;: ]|[\s~])*"
-SPACING = r"\\[,;:! ]|\\q?quad(?![a-z])|[\s~]"
-
-
-def _worded(word: str) -> str:
-    r"""A pattern for a word between two formulas, plain or in `\text{}`, maybe after a comma."""
-    inside = rf"\\(?:text\w*|mbox)\s*\{{{GAP},?{GAP}{word}{GAP}\}}"
-    return rf"{GAP},?{GAP}(?:{inside}|\b{word}\b){GAP}"
-
-
-def _repeating(found: re.Match[str]) -> str:
-    r"""`0.1\overline{6}` as a fraction."""
-    ahead, once, again = found.groups()
-    value = Fraction(int(ahead + once + again) - int(ahead + once or "0"),
-                     10 ** len(once) * (10 ** len(again) - 1))  # fmt: skip
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-SAME: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    # what is written in many ways -> in one
-    (re.compile(rf"^(?:{SPACING})+|(?:{SPACING}|(?<!\\right)\.|\\$)+$"), ""),
-    (re.compile(r"^\{(?!.*\\(?:over|choose))((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}$"), r"\1"),
-    (re.compile(r"\\(?:[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\(?:q?quad|lor)(?![a-z])"), " "),
-    (re.compile(r"\\[lr]?vert(?![a-z])"), "|"),
-    (re.compile(r"(?:\\le(?:q|qslant)?(?![a-z])|<=)\s*"), r"\\le "),
-    (re.compile(r"(?:\\ge(?:q|qslant)?(?![a-z])|>=)\s*"), r"\\ge "),
-    (re.compile(r"\\lt(?![a-z])"), "<"),
-    (re.compile(r"\\gt(?![a-z])"), ">"),
-    (re.compile(r"\\([lr])brace(?![a-z])"), lambda found: {"l": r"\{", "r": r"\}"}[found[1]]),
-    (re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?\s*(\d+)\s*\}?"), _repeating),
-    (re.compile(r"(?<=\d)(?:\\[,; ]|[ ~])(?=\d{3}(?![\d/]))"), ""),  # 10\,000
-    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3}(?!\d))"), ","),
-    (re.compile(r"^\s*(?:\\approx(?![a-z])|=)\s*|\\?\$\s*(?=[\d.])"), ""),
-    (re.compile(r"~"), " "),
-    (re.compile(r"\s+(?=_)|(?<=\])\s+(?=\{)"), ""),
-    (re.compile(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
-    (re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
-    (re.compile(r"(?<![a-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-z])"), r"\\pi "),
-    (re.compile(r"\\bigcup(?![a-z])|(?<=[)\]])\s*U\s*(?=[(\[])"), r"\\cup "),
-    (re.compile(_worded("or")), r"\\lor "),
-    (re.compile(rf"(?<=\d)(?:{_worded('to')}|\s*\\colon(?![a-z])\s*)(?=\d)"), ":"),
-    (re.compile(r"(?<=[\w)])\s*(?:\\text\w*\{)?\s*\(?(?:in )?base\s*\}?\s*(?:\\text\w*\{)?(\w+)"
-                r"\)?\}?$"),
-     r"_{\1}"),
-    (re.compile(r"\\log\s*_\s*(\w)"), r"\\log_{\1}"),
-    (re.compile(r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])"), r"\\frac{\1}{\2}"),  # 3 1/2
-    (re.compile(r"\{:\}"), ":"),
-    (re.compile(r"\s*(?:\^?(?:\{\\degree\}|\\degree(?![a-z])|°)|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z])))"),
-     r"^\\circ "),
-    (re.compile(r"\\varnothing(?![a-z])|(?:\\left)?\\\{\s*(?:\\right)?\\\}"), r"\\emptyset"),
-    (re.compile(r"(?<=\d)\s*(?:percent\b|\\text\w*\{\s*percent\s*\})"), r"\\%"),
-    (re.compile(r"\\math(?:rm|it)\{i\}"), "i"),
-]  # fmt: skip
-AND = re.compile(_worded("and"))
 CASE = re.compile(r"\\(?:text\w*|mbox)\{\s*(?:if|for)\s*\}|,")
-UNSEEN = re.compile(r"\\(?:left|right)(?![a-z])|\\!|(?<=\\)[dt](?=frac)")
-SPACE = re.compile(r"(?:\\[,;: ]|[\s~])+")
-BLANK = re.compile(r"(?<!\w)(?<!\d,) | (?!\w)")
-WORD = re.compile(r"(?<!\\)(?<![^\W\d_])(?![a-z][A-Z])[^\W\d_]{2,}")
 LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 NAME = re.compile(r"\\[a-zA-Z]+|(?<![^\W\d_])[^\W\d_](?![^\W\d_])")  # no word
 NUMBER = re.compile(r"[-+]?[\d.,]+\s*(\\?%)?")
@@ -123,7 +53,6 @@ ASSIGNED = re.compile(
     r"(\\math\w+\{\w\}|\\angle ?[A-Z]+|[a-zA-Z](?:_\{?\w\}?|\([a-z]\))?|\([a-z](?:, ?[a-z])+\))"
     r"\s*(?:=|\\in(?![a-z]))\s*(?!.*=)"
 )
-LESS = re.compile(r"(<|>|\\[lg]e )")
 TURNED = {"<": ">", ">": "<", r"\le ": r"\ge ", r"\ge ": r"\le "}
 UNKNOWN = re.compile(r"\s*(?!\\(?:pi|infty)\b)([a-zA-Z]|\\[a-z]+)\s*")
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -141,21 +70,20 @@ LATEX = LatexExtractionConfig(
 
 def same(reference: str, answer: str) -> bool:
     formulas = [tidy(text) for text in (reference, answer)]
-    styled = STYLED.fullmatch(reference.strip(" .")) is not None
     if r"\begin{cases}" in reference:
-        formulas = [CASE.sub("", text) for text in formulas]
-        return letters(formulas[0]) == letters(formulas[1])
-    return _same(formulas[0], formulas[1], styled)
+        meant, said = (letters(CASE.sub("", text)) for text in formulas)
+        return meant == said
+    meant, said = formulas
+    return _same(meant, said, STYLED.fullmatch(reference.strip(" .")) is not None)
 
 
 def _same(meant: str, said: str, styled: bool) -> bool:
-    """Compares part by part what is a union, a point or a list."""
+    """Compare unions, points and lists part by part."""
     meant, said = _unassigned(meant, said)
     if letters(meant) == letters(said):
         return True
     texts = [meant, said]
-    unions = [_union(text) for text in texts]
-    points = [_point(text) for text in texts]
+    unions, points = [_union(text) for text in texts], [_point(text) for text in texts]
     if any(unions):
         (name, of_meant), (other, of_said) = (
             union or ("", [text] if point else [])
@@ -163,7 +91,7 @@ def _same(meant: str, said: str, styled: bool) -> bool:
         )
         if of_meant and of_said:
             return (name == other or not (name and other)) and _matched(of_meant, of_said, styled)
-        return all(map(LESS.search, texts)) and _verified([_parsed(text) for text in texts])
+        return all(map(LESS.search, texts)) and _verified(*map(_parsed, texts))
     lists = [_list(text) for text in texts]
     if any(points):
         for n, listed in enumerate(lists):
@@ -182,7 +110,7 @@ def _same(meant: str, said: str, styled: bool) -> bool:
 
 
 def _unassigned(meant: str, said: str) -> list[str]:
-    r"""Without `x \in`, and without `x =` that only one of them has, or that both have."""
+    r"""Remove `x \in`, and an `x =` that both texts have or only one of them."""
     texts = [meant.strip(), said.strip()]
     names = [ASSIGNED.match(text) for text in texts]
     bare = list(texts)
@@ -205,7 +133,7 @@ def _matched(meant: list[str], said: list[str], styled: bool) -> bool:
 
 
 def _split(text: str, *signs: str) -> list[str]:
-    """At signs that are in no bracket."""
+    """Split at signs outside of brackets."""
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
         depth += token.endswith(OPEN) - token.endswith(CLOSE)
@@ -236,16 +164,14 @@ def _list(text: str) -> list[str] | None:
     parts = [text] if number else _split(text, ",", ";", r"\lor")
     if len(parts) > 1 and "=" not in "".join(parts[1:]):
         parts[0] = ASSIGNED.sub("", parts[0])  # `x = 1, 2`
-    parts = [way for part in parts for way in _both_signs(part)]
-    return parts if braces or len(parts) > 1 else None
-
-
-def _both_signs(text: str) -> list[str]:
-    around = text.split(r"\pm")
-    if len(around) > 3:
-        return [text]
-    ways = itertools.product("+-", repeat=len(around) - 1)
-    return ["".join(map("".join, zip(around, (*way, ""), strict=True))) for way in ways]
+    found = []
+    for part in parts:
+        around = part.split(r"\pm")
+        ways = itertools.product("+-", repeat=len(around) - 1) if len(around) < 4 else ()
+        found += ["".join(map("".join, zip(around, (*way, ""), strict=True))) for way in ways] or [
+            part
+        ]
+    return found if braces or len(found) > 1 else None
 
 
 def _union(text: str) -> tuple[str, list[str]] | None:
@@ -263,9 +189,7 @@ def _union(text: str) -> tuple[str, list[str]] | None:
 
 def _interval(text: str) -> tuple[str, str]:
     r"""The unknown of `1 < x \le 2`, and `(1,2]`; "" if the text is not of this form."""
-    ends = {"<": r"-\infty", ">": r"\infty"}
-    closed = {"<": "(", ">": ")"}
-    names = set()
+    ends, closed, names = {"<": r"-\infty", ">": r"\infty"}, {"<": "(", ">": ")"}, set()
     for part in _split(text, r"\land"):
         terms = LESS.split(part)
         if len(terms) not in (3, 5):
@@ -276,7 +200,7 @@ def _interval(text: str) -> tuple[str, str]:
             if not UNKNOWN.fullmatch(left):
                 return "", text
             names.add(left.strip())
-            side = "<" if sign in (">", r"\ge ") else ">"  # which end of the interval
+            side = "<" if sign in (">", r"\ge ") else ">"  # the end of the interval
             ends[side] = right.strip()
             closed[side] = {"<": "([", ">": ")]"}[side]["\\" in sign]
     if len(names) != 1 or names & set(NAME.findall(" ".join(ends.values()))):
@@ -286,41 +210,33 @@ def _interval(text: str) -> tuple[str, str]:
 
 def _same_leaf(meant: str, said: str, styled: bool) -> bool:
     formulas = [meant, said]
-    texts = [letters(text) for text in formulas]
-    if styled:
-        texts = [text.casefold() for text in texts]
+    texts = [letters(text).casefold() if styled else letters(text) for text in formulas]
     if texts[0] == texts[1]:
         return True
     words = [text.strip("()") for text in texts]
-    product = not styled and PRODUCT.fullmatch(formulas[0])
-    if (
-        not product
-        and LETTERS.fullmatch(words[0])
-        and (styled or len(words[0]) > 1 or words[0] != texts[0])
+    if LETTERS.fullmatch(words[0]) and (
+        styled or (not PRODUCT.fullmatch(meant) and (len(words[0]) > 1 or words[0] != texts[0]))
     ):
         return words[0].replace(" ", "") == words[1].replace(" ", "")
-    clocks = [CLOCK.fullmatch(text) for text in texts]
-    if clocks[0] and clocks[0][3]:  # an answer may leave out which half of the day it is
-        clock = clocks[1] or re.fullmatch(r"(\d{1,2})()()", texts[1])
-        right = _time(clocks[0])
-        return clock is not None and _time(clock) in (right, (*right[:2], ""))
-    bases = [IN_A_BASE.fullmatch(text.casefold()) for text in texts]
-    if bases[0]:  # the answer may leave it out
-        digits, _ = _based(bases[0])
-        return _based(bases[1]) == _based(bases[0]) if bases[1] else digits == texts[1].casefold()
-    if bases[1]:
-        return _based(bases[1]) == (texts[0].casefold(), 10)
+    clock, other = (CLOCK.fullmatch(text) for text in texts)
+    if clock and clock[3]:  # an answer may leave out the half of the day
+        other = other or re.fullmatch(r"(\d{1,2})()()", texts[1])
+        return other is not None and _time(other) in (_time(clock), (*_time(clock)[:2], ""))
+    one, two = (_based(text.casefold()) for text in texts)
+    if one:  # the answer may leave out the base
+        return two == one if two else one[0] == texts[1].casefold()
+    if two:
+        return two == (texts[0].casefold(), 10)
     if bool(LESS.search(meant)) != bool(LESS.search(said)):
         return False
     (meant, power), (said, other_power) = map(_without_unit, formulas)
-    if power and other_power and power != other_power:
+    if (
+        (power and other_power and power != other_power)
+        or len({text.count(":") for text in (meant, said)} - {0}) > 1
+        or (not styled and _other_case(meant, said))
+        or any(re.search(r"\d\s+\d", text) for text in (meant, said))  # only the text says what
+    ):
         return False
-    if len({text.count(":") for text in (meant, said)} - {0}) > 1:
-        return False
-    if not styled and _other_case(meant, said):
-        return False
-    if any(re.search(r"\d\s+\d", text) for text in (meant, said)):
-        return False  # of which only the text says what it is
     shares = [PERCENT.fullmatch(text) for text in (meant, said)]
     for way in ("{}", "({})/100") if any(shares) else ("{}",):  # 50% is 0.5 as well
         pair = [way.format(share[1]) if share else text
@@ -343,18 +259,25 @@ def _without_unit(text: str) -> tuple[str, int]:
 
 
 def _same_value(meant: str, said: str) -> bool:
-    """As fractions if both are some, which is quick, as numbers, or as math_verify has it."""
-    fractions = [_fraction(text) for text in (meant, said)]
-    if fractions[0] is not None and fractions[1] is not None:
-        return _close(*fractions)
-    read = [_parsed(text) for text in (meant, said)]
-    numbers = [_number(found[0]) if found else None for found in read]
-    if numbers[0] is not None and numbers[1] is not None:
-        return _close(*numbers)
-    return _verified(read)
+    """Compare as fractions, which is quick, else as numbers, else by math_verify."""
+    texts = (meant, said)
+    read: list[list[object]] = []
+    fractions = [_fraction(text) for text in texts]
+    if None in fractions:
+        read = [_parsed(text) for text in texts]
+        fractions = [_number(found[0]) if found else None for found in read]
+    one, other = fractions
+    if one is None or other is None:
+        return _verified(*read)
+    one, other = sympy.sympify(one), sympy.sympify(other)
+    apart = abs(sympy.N(one - other, 15))
+    size = max(abs(sympy.N(one, 15)), abs(sympy.N(other, 15)))
+    # to the eight decimals of dart-math, small numbers to six digits
+    small = one.is_Rational and other.is_Rational and size < 0.01
+    return bool(apart <= (1e-6 * size if small else 1e-8))
 
 
-def _fraction(text: str) -> Fraction | None:
+def _fraction(text: str) -> Any:
     text = UNSEEN.sub("", text).strip().strip("{}").strip()
     if THOUSANDS.fullmatch(text):
         text = re.sub("[^-+.0-9]", "", text)
@@ -364,16 +287,14 @@ def _fraction(text: str) -> Fraction | None:
     sign, ahead, above, below, divisor = found.groups()
     if ahead == "." or (divisor and not ahead) or "0" in (below, divisor):
         return None
-    value = Fraction(ahead or 0) / Fraction(divisor or 1)
-    if above:
-        part = Fraction(int(above), int(below))
-        if ahead and ("." in ahead or part < 0):
-            return None
-        value += part
+    part = Fraction(int(above or 0), int(below or 1))
+    if above and ahead and ("." in ahead or part < 0):
+        return None
+    value = Fraction(ahead or 0) / Fraction(divisor or 1) + part
     return -value if sign == "-" else value
 
 
-def _number(found: object) -> sympy.Expr | None:
+def _number(found: object) -> Any:
     """The value of a formula without unknowns, decimals in it exact."""
     if not isinstance(found, sympy.Expr) or found.free_symbols:
         return None
@@ -383,99 +304,45 @@ def _number(found: object) -> sympy.Expr | None:
     return exact if exact.is_number and exact.is_finite is not False else None
 
 
-def _close(meant: Fraction | sympy.Expr, said: Fraction | sympy.Expr) -> bool:
-    """To the eight decimals of dart-math, of what is small to six digits."""
-    one, other = sympy.sympify(meant), sympy.sympify(said)
-    apart = abs(sympy.N(one - other, 15))
-    size = max(abs(sympy.N(one, 15)), abs(sympy.N(other, 15)))
-    small = one.is_Rational and other.is_Rational and size < 0.01
-    return bool(apart <= (1e-6 * size if small else 1e-8))
-
-
-def _verified(read: list[list[object]]) -> bool:
+def _verified(meant: list[object], said: list[object]) -> bool:
     """Numbers may differ by the 1e-8 that dart-math allows."""
-    return bool(verify(*read, float_rounding=8, timeout_seconds=None))
+    return bool(verify(meant, said, float_rounding=8, timeout_seconds=None))
 
 
 def _time(clock: re.Match[str]) -> tuple[int, str, str]:
     return int(clock[1]), clock[2] or "00", (clock[3] or "").casefold()
 
 
-def _based(number: re.Match[str]) -> tuple[str, int]:
+def _based(text: str) -> tuple[str, int] | None:
     """Digits, with their sign, and base."""
+    if not (number := IN_A_BASE.fullmatch(text)):
+        return None
     sign, digits, base = number.groups()
     return sign + digits, BASES.index(base) + 2 if base in BASES else int(base)
 
 
 def _other_case(reference: str, answer: str) -> bool:
-    """Whether a variable of one is written large, and small in the other."""
+    """Whether one text has a variable as a capital, and the other as a small letter."""
     meant, said = (set(LETTER.findall(STYLED.sub("", text))) for text in (reference, answer))
-    return any(name.casefold() in {other.casefold() for other in said - meant}
-               for name in meant - said)  # fmt: skip
-
-
-def tidy(text: str) -> str:
-    """Without the full stop, the `\\text{}` around it all, and arguments that have no braces; what
-    has several spellings in one of them."""
-    text = text.strip().translate(SIGNS)
-    for written, instead in SAME:
-        text = written.sub(instead, text)
-    text = AND.sub(r"\\land " if LESS.search(text) else ", ", text).strip()
-    if styled := STYLED.fullmatch(text):
-        text = styled[1].strip().rstrip(".")
-    tokens = TOKEN.findall(text)[::-1]
-    return "".join(_with_braces(tokens) for _ in iter(lambda: bool(tokens), False))
-
-
-def _with_braces(tokens: list[str]) -> str:
-    """The next token of a stack, with its arguments, each in braces; or the next group."""
-    found = tokens.pop()
-    if found == "{":
-        while tokens and tokens[-1] != "}":
-            found += _with_braces(tokens)
-        return found + (tokens.pop() if tokens else "")
-    for _ in range(ARGUMENTS.get(found, 0)):
-        while tokens and tokens[-1].isspace():
-            tokens.pop()
-        if tokens and tokens[-1] == "[":  # a root's degree
-            while tokens and not found.endswith("]"):
-                found += tokens.pop()
-        if not tokens:
-            break
-        argument = _with_braces(tokens)
-        found += argument if argument.startswith("{") else f"{{{argument}}}"
-    return found
-
-
-def letters(text: str) -> str:
-    """What is left to compare as text: words in lower case, and blanks only between letters and
-    digits or after the comma of a number."""
-    text = STYLED.sub(r"\1", TEXT.sub(lambda found: found[1].casefold(), text))
-    text = BLANK.sub("", SPACE.sub(" ", UNSEEN.sub("", text)))
-    return WORD.sub(lambda found: found[0].casefold(), text)
+    return bool({n.casefold() for n in meant - said} & {n.casefold() for n in said - meant})
 
 
 def _parsed(text: str) -> list[object]:
-    """What math_verify makes of a formula. Its second way of reading is for numbers, as it takes
-    one out of anything that it cannot parse."""
+    """The reading of math_verify: letters as real, i as the imaginary unit.
+
+    Its second way of reading is for numbers only, since it finds one in any text.
+    """
     if TRIGONOMETRIC.search(text):
         text = DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     text = IMAGINARY.sub(" i ", text.replace(r"^\circ", ""))
-    ways = [LATEX]
-    if NUMBER.fullmatch(text):
-        ways.append(ExprExtractionConfig())
-    found: list[object] = parse(f"${text}$", ways, parsing_timeout=None)
-    return [_with_i(each) for each in found]
-
-
-def _with_i(found: object) -> object:
-    """With the imaginary unit for i, and other letters real, as of formulas without an i."""
-    if not isinstance(found, sympy.Expr | sympy.MatrixBase):
-        return found
-    return found.xreplace({
-        symbol: sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
-        for symbol in found.free_symbols
-    })  # fmt: skip
+    ways = [LATEX, *([ExprExtractionConfig()] if NUMBER.fullmatch(text) else [])]
+    return [
+        found.xreplace({
+            symbol: sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
+            for symbol in found.free_symbols
+        }) if isinstance(found, sympy.Expr | sympy.MatrixBase) else found
+        for found in parse(f"${text}$", ways, parsing_timeout=None)
+    ]  # fmt: skip
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""The items of the safety tasks: what the model is asked, and what the judge sees of it.
+"""The items of the safety tasks, for the model and for the judge.
 
-A row has three columns: `prompt` goes to the model, `judged` is the request that the judge reads
-beside the response, and `unsafe` says whether the request is harmful. No prompt is kept in this
-repository. HarmBench, DoAnythingNow, XSTest and WildJailbreak are files of safety-eval, in the fork
-that MergeBench used; each is downloaded once, into $MERGEBENCH_CACHE or else the cache of the
-Hugging Face libraries, or taken from the folder $MERGEBENCH_DATA. WildGuardTest is a gated data set
-of the Hub.
+A row has three columns: `prompt` goes to the model, `judged` is the request for the judge, and
+`unsafe` says whether the request is harmful. No prompt is kept in this repository. WildGuardTest is
+a gated data set of the Hub. The others are files of safety-eval, in MergeBench's fork. Each is
+downloaded once, into $MERGEBENCH_CACHE or else the cache of the Hugging Face libraries, or read
+from the folder $MERGEBENCH_DATA.
 
-What a user can put right ends the program with one line.
+Mistakes of a user end the program with one line.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ FILES = (
     "/evaluation/tasks/generation/"
 )
 WILDGUARDMIX = "allenai/wildguardmix"
-FEATURES = datasets.Features(
-    {
-        "prompt": datasets.Value("string"),
-        "judged": datasets.Value("string"),
-        "unsafe": datasets.Value("bool"),
-    }
-)
+TYPES = {"prompt": "string", "judged": "string", "unsafe": "bool"}
+FEATURES = datasets.Features({name: datasets.Value(kind) for name, kind in TYPES.items()})
 Row = Mapping[str, Any]
 
 log = logging.getLogger(__name__)
@@ -44,20 +38,17 @@ log = logging.getLogger(__name__)
 
 def wildguardtest(**_: object) -> datasets.DatasetDict:
     """The harmful prompts of WildGuardTest that have both labels of harm."""
+    terms = f"accept its terms at https://huggingface.co/datasets/{WILDGUARDMIX}, log in with"
     try:
         rows = datasets.load_dataset(WILDGUARDMIX, "wildguardtest", split="test")
     except datasets.exceptions.DatasetNotFoundError as error:
         raise SystemExit(
-            f"{WILDGUARDMIX} is gated: accept its terms at"
-            f" https://huggingface.co/datasets/{WILDGUARDMIX}, log in with `hf auth login` and run"
-            " again"
+            f"{WILDGUARDMIX} is gated: {terms} `hf auth login` and run again"
         ) from error
     except (ConnectionError, FileNotFoundError) as error:
         raise SystemExit(
             f"{WILDGUARDMIX} is not in the cache and the Hub is out of reach"
-            f" ({_first_line(error)}): accept its terms at"
-            f" https://huggingface.co/datasets/{WILDGUARDMIX}, log in with `hf auth login` and run"
-            " once online"
+            f" ({_first_line(error)}): {terms} `hf auth login` and run once online"
         ) from error
     kept = (row for row in rows if row["response_harm_label"] is not None)
     return _items(
@@ -124,7 +115,7 @@ def _rows(file: str, *columns: str) -> list[dict[str, Any]]:
 
 
 def _path(file: str) -> Path:
-    """Where the file is, downloaded if need be."""
+    """The place of a file, which is downloaded if it is missing."""
     name = Path(file).name
     if own := os.environ.get("MERGEBENCH_DATA"):
         path = Path(own, name)

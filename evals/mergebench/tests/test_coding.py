@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from coding_rows import CONALA, HUMANEVAL, MBPP
-from lm_eval.tasks import TaskManager
 from safety_rows import write_judge
 from scripted import MERGEBENCH, module, namespaces
 from transformers import AutoTokenizer
@@ -94,39 +90,6 @@ def test_a_tokenizer_that_makes_other_code_of_code_is_refused(tmp_path: Path) ->
                 refused[tidy, forced] = True
             assert refused.get((tidy, forced), False) == changed
     assert refused == {(True, True): True}
-    # and a task hands over what --model_args say, before it loads any data
-    named = {"pretrained": str(tmp_path)}
-    manager = TaskManager(include_path=str(MERGEBENCH), include_defaults=False, metadata=named)
-    for task in ("humaneval_plus", "mbpp_plus", "val_coding"):
-        with pytest.raises(SystemExit, match="takes spaces out of generated code"):
-            manager.load([f"mergebench_{task}"])
-
-
-def test_a_tokenizer_that_cannot_be_seen_is_told_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = str(tmp_path / "missing")
-    for model in ({"pretrained": missing}, {"pretrained": str(tmp_path), "gguf_file": "a.gguf"}):
-        with pytest.raises(SystemExit) as caught:
-            exact_text.check(**model)
-        line = str(caught.value)
-        assert line.startswith(f"the tokenizer of {model['pretrained']} cannot be loaded, to see")
-        assert "\n" not in line
-    exact_text.check(tokenizer="cl100k_base", tokenizer_backend="tiktoken")
-    assert len(caplog.messages) == 1 and "of tiktoken keeps code" in caplog.messages[0]
-    # it is loaded as lm-eval loads it
-    seen: list[dict[str, object]] = []
-
-    def load(name: str, **given: object) -> None:
-        seen.append(given)
-        raise ValueError
-
-    monkeypatch.setattr(exact_text.transformers.AutoTokenizer, "from_pretrained", load)
-    slow = {"use_fast_tokenizer": False, "revision": "a", "dtype": "auto"}
-    for more in ({}, {"gguf_file": "b"}):
-        with pytest.raises(SystemExit, match=r"ValueError$"):
-            exact_text.check(pretrained="c", **slow, **more)
-    assert seen == [{"use_fast": False, "revision": "a"}, {"gguf_file": "b", "revision": "a"}]
 
 
 # -------------------------------------------------------------------------------------- the sandbox
@@ -241,234 +204,81 @@ def test_no_process_outlives_its_program(
     assert not running(str(seconds))
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["", "before it asks to"])
-def test_programs_end_with_their_caller_and_before_it_when_memory_is_short(
-    slow: bool, isolated: None, tmp_path: Path
-) -> None:
-    text = (CODING / "sandbox.py").read_text()
-    confine = "            _confine("
-    assert text.count(confine) == 1
-    sandbox = tmp_path / "sandbox.py"
-    sandbox.write_text(text.replace(confine, f"            time.sleep({2 * slow})\n{confine}"))
-    half = 10 + os.getpid() / 1e7 + slow
-    run = (f"import sys; sys.path.insert(0, {str(CODING)!r}); import pathlib, programs; "
-           f"programs.SANDBOX = pathlib.Path({str(sandbox)!r}); "
-           f"programs.run('import time; time.sleep(60)', 2 * {half})")  # fmt: skip
-    with subprocess.Popen([sys.executable, "-c", run]) as caller:
-        try:
-            watcher, program = wait_for(2, str(2 * half))
-            scores = [Path(f"/proc/{pid}/oom_score_adj") for pid in (watcher, program)]
-            deadline = time.monotonic() + 5
-            while scores[1].read_text() != "1000\n" and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert scores[1].read_text() == "1000\n"
-            assert scores[0].read_text() == Path("/proc/self/oom_score_adj").read_text()
-        finally:
-            caller.kill()
-    wait_for(0, str(2 * half))
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of its system calls")
-def test_the_keys_of_the_caller_are_out_of_reach(isolated: None) -> None:
-    call = ctypes.CDLL(None).syscall
-    kind, name = b"user", f"mergebench-test-{os.getpid()}".encode()
-    key = call(248, kind, name, b"secret", 6, -3)  # add_key to the session's keyring
-    if key < 0:
-        pytest.skip("no keys on this machine")
-    try:
-        assert call(250, 10, -3, kind, name, 0) == key  # KEYCTL_SEARCH
-        search = f"ctypes.CDLL(None).syscall(250, 10, -3, {kind!r}, {name!r}, 0)"
-        assert verdict(f"import ctypes\nassert {search} < 0") == "passed"
-    finally:
-        call(250, 3, key)  # KEYCTL_REVOKE
-
-
-@pytest.mark.parametrize(
-    "prefix",
-    [["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"],
-     ["setpriv", "--bounding-set=-sys_admin"]],
-    ids=["another user", "root without CAP_SYS_ADMIN"],
-)  # fmt: skip
-def test_a_user_without_rights_is_locked_in_as_well(prefix: list[str], isolated: None) -> None:
-    python = Path("/usr/bin/python3")
-    if os.geteuid() != 0 or not python.exists() or shutil.which("setpriv") is None:
-        pytest.skip("the other tests run as such a user, or there is no Python that all may read")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        sandbox = shutil.copy(CODING / "sandbox.py", folder)
-        tried = {name: text for name, text in programs.probes(9).items() if "numpy" not in name}
-        tried["be root"] = "import os\nassert os.getuid() != 0 and os.getgroups() in ([], [65534])"
-        command = [*prefix, python, "-I", "-S", sandbox, "--seconds=9", "--memory-gib=4"]
-        for name, text in tried.items():
-            done = subprocess.run(command, input=text, capture_output=True, text=True,
-                                  env={"PATH": os.environ["PATH"]})  # fmt: skip
-            assert '"passed": true' in done.stdout, (name, done.stdout, done.stderr)
-
-
 # ------------------------------------------------------------- a machine that cannot, or need not
 
 
-def left() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("mergebench-*"))
+BARE = {
+    "import os\nassert os.listdir() == []\nopen('a', 'w').close()": "passed",
+    "import os\nassert os.getpgrp() == os.getpid() == os.getsid(0)": "passed",
+    "bytearray(100 * 2**30)": "failed: MemoryError: ",
+    "while True: pass": "failed: timed out",
+    "import os\nos.environ['HF_HOME']": "failed: KeyError: 'HF_HOME'",
+    "import os, time\nos.kill(os.getppid(), 9)": "failed: killed its sandbox by signal 9",
+    "import os, time\nos.kill(os.getppid(), 19)\nos.fork()\ntime.sleep(30)": "failed: timed out",
+}
 
 
 def test_bare_programs_have_limits_and_a_folder(
     bare: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = left()
-    assert verdict("import os\nassert os.listdir() == []\nopen('a', 'w').close()") == "passed"
-    assert verdict("bytearray(100 * 2**30)") == "failed: MemoryError: "
-    assert verdict("while True: pass", 1) == "failed: timed out"
-    assert verdict("import os\nassert os.getpgrp() == os.getpid() == os.getsid(0)") == "passed"
-    assert verdict("import os\nos.environ['HF_HOME']").startswith("failed: KeyError")
-    # one that kills or stops its sandbox
     monkeypatch.setattr(programs, "MORE_SECONDS", 1)
+    before = set(Path(tempfile.gettempdir()).glob("mergebench-*"))
     seconds = 2 + os.getpid() / 1e7
-    kill = "import os, signal, time\nopen('a', 'w').close()\nos.kill(os.getppid(), signal.SIG{})\n"
-    wait = "os.fork()\ntime.sleep(30)"
-    assert verdict(kill.format("KILL"), seconds) == "failed: killed its sandbox by signal 9"
-    assert verdict(kill.format("STOP") + wait, seconds) == "failed: timed out"
+    for program, end in BARE.items():
+        assert verdict(program, seconds) == end, program
     wait_for(0, str(seconds))
-    assert left() <= before
-    # the probes notice that nothing isolates
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        tried = programs.probes(server.getsockname()[1])
-        for name in ("see your files", "see other processes", "reach 127.0.0.1"):
-            assert verdict(tried[name]).startswith("failed: AssertionError"), name
-        assert verdict(tried["start Python with numpy"]) == "passed"
+    assert set(Path(tempfile.gettempdir()).glob("mergebench-*")) <= before
 
 
 def test_machines_that_cannot_isolate_are_told_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def leaky(program: str, seconds: float) -> str:
-        return "failed: AssertionError: /usr" if "mergebench-probe" in program else "passed"
-
-    programs._probe.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "run", leaky)
+        patch.setattr(programs, "run", lambda program, _: (
+            "failed: AssertionError" if "mergebench-probe" in program else "passed"))  # fmt: skip
+        programs._probe.cache_clear()
         line = refusal()
-    assert line.startswith(
-        "in the sandbox, a program can write outside of its folder (failed: AssertionError: /usr). "
-        "Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1"
-    )
+    assert line.startswith("in the sandbox, a program can write outside of its folder (failed: Ass")
     assert "MERGEBENCH_UNSAFE_NO_SANDBOX=1" in line and "\n" not in line
-
     failing = tmp_path / "sandbox.py"
     failing.write_text("import sys; sys.exit('unshare: Operation not permitted')")
     with monkeypatch.context() as patch:
         patch.setattr(programs, "SANDBOX", failing)
-        patch.setattr(programs.time, "sleep", lambda _: None)
-        programs._probe.cache_clear()
-        assert "cannot start Python with numpy (sandbox.py ended with status 1: uns" in refusal()
         with pytest.raises(OSError, match="status 1: unshare: Operation not permitted"):
             programs.judge_mbpp([["x = 1"] * 3], [MBPP[0]])  # never a score of 0
-
     monkeypatch.setattr(programs.sys, "platform", "darwin")
     assert refusal().startswith("MergeBench's code tasks need Linux, this is darwin: ")
-
-
-DIES_ONCE = """
-import os, pathlib, signal
-seen = pathlib.Path(__file__).with_name("seen")
-if seen.exists():
-    print('{"passed": true, "reason": ""}')
-else:
-    seen.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_sandbox_that_dies_is_tried_once_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MERGEBENCH_UNSAFE_NO_SANDBOX", raising=False)
-    monkeypatch.setattr(programs, "SANDBOX", tmp_path / "sandbox.py")
-    programs.SANDBOX.write_text(DIES_ONCE)
-    assert verdict("x = 1") == "passed"
-    programs.SANDBOX.write_text(DIES_ONCE.replace("seen.touch()", "pass").replace("seen", "never"))
-    with pytest.raises(OSError, match="ended with status -9: no message"):
-        verdict("x = 1")
 
 
 WRONG_NUMBERS = ["WORKERS=many", "SECONDS=0", "SECONDS=inf", "MEMORY_GIB=8G", "MEMORY_GIB=nan"]
 
 
-@pytest.mark.parametrize("bare", ["", "1"])
 @pytest.mark.parametrize("setting", WRONG_NUMBERS)
 def test_a_number_that_cannot_be_ends_the_run_at_once(
-    setting: str, bare: str, monkeypatch: pytest.MonkeyPatch
+    setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", bare)
     monkeypatch.setenv(*f"MERGEBENCH_CODE_{setting}".split("="))
     monkeypatch.setattr(programs, "_probe", lambda _: None)
     assert refusal().startswith(f"MERGEBENCH_CODE_{setting}: give a number above 0 and up to a mil")
 
 
-def test_memory_for_programs(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs._probe.cache_clear()
-    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "0.05")
-    assert refusal().startswith("a program cannot start Python with numpy (failed: ")
-    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "1")
-    assert programs.check("docs") == "docs"
-    said = programs.run_all(["x = 1", "bytearray(3 * 2**29)"], 5, [0, 0])
-    assert said == ["passed", "failed: MemoryError: "]
-
-
-QUOTAS: list[tuple[dict[str, str], int]] = [  # files of a cgroup -> programs at a time
-    ({}, 8),
-    ({"cpu.max": "max 100000"}, 8),
-    ({"cpu.max": "350000 100000"}, 3),
-    ({"cpu.max": "50000 100000"}, 1),
-    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "200000"}, 2),
-]
-
-
-def test_a_container_has_fewer_cores_than_its_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda _: set(range(8)))
-    for number, (files, workers) in enumerate(QUOTAS):
-        (tmp_path / f"{number}/cpu").mkdir(parents=True)
-        for name, text in files.items():
-            (tmp_path / f"{number}/{name}").write_text(f"{text}\n")
-        monkeypatch.setattr(programs, "CGROUP", tmp_path / str(number))
-        monkeypatch.delenv("MERGEBENCH_CODE_WORKERS", raising=False)
-        for processes in (1, 2):
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-            assert programs._workers() == max(1, workers // processes)
-    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "5")
-    assert programs._workers() == 5
-
-
 UNCHECKED = "failed: timed out, and was not looked at again"
 
 
-@pytest.mark.parametrize(
-    ("budget", "again", "ends"),
-    [
-        (300.0, ["slow", "quick", "hangs"], ("slow", "failed: timed out", "quick")),
-        (0.15, ["slow", "quick"], ("slow", UNCHECKED, "quick")),  # one of each item first
-        (0.05, ["slow"], ("slow", UNCHECKED, UNCHECKED)),
-        (0.0, [], (UNCHECKED,) * 3),
-    ],
-)
+@pytest.mark.parametrize(("budget", "again", "ends"), [
+    (300.0, ["slow", "quick", "hangs"], ["slow", "a", "failed: timed out", "b", "quick"]),
+    (0.15, ["slow", "quick"], ["slow", "a", UNCHECKED, "b", "quick"]),  # one of each item first
+    (0.0, [], [UNCHECKED, "a", UNCHECKED, "b", UNCHECKED]),
+])  # fmt: skip
 def test_what_timed_out_runs_once_more_alone_within_a_budget(
-    budget: float, again: list[str], ends: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    budget: float, again: list[str], ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
-    active: set[str] = set()
 
     def run(program: str, seconds: float) -> str:
         second = program in calls
         calls.append(program)
-        active.add(program)
-        if second:
-            assert active == {program} and len(set(calls)) == 5
         time.sleep(0.1)
-        active.remove(program)
         hangs = program == "hangs" or (program in ("slow", "quick") and not second)
         return "failed: timed out" if hangs else program
 
@@ -476,13 +286,6 @@ def test_what_timed_out_runs_once_more_alone_within_a_budget(
     monkeypatch.setattr(programs, "SECOND_LOOK_SECONDS", budget)
     monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "5")
     said = programs.run_all(["slow", "a", "hangs", "b", "quick"], 7, [0, 0, 0, 1, 1])
-    assert said == [ends[0], "a", ends[1], "b", ends[2]] and calls[5:] == again
-    assert caplog.messages == [
-        f"3 of 5 programs timed out after 7 s; {len(again)} of them ran again, alone, and "
-        f"{len(set(again) - {'hangs'})} passed or failed in time; {3 - len(again)} were not looked "
-        "at again"
-    ]
-    shares = programs.score({}, [said])
-    assert shares == {"score": 0, "unchecked": (3 - len(again)) / 5}
-    caplog.clear()
-    assert programs.run_all(["c"], 7, [0]) == ["c"] and not caplog.messages
+    assert said == ends and calls[5:] == again
+    unchecked = ends.count(UNCHECKED) / 5
+    assert programs.score({}, [said]) == {"score": 0, "unchecked": unchecked}

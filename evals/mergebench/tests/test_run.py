@@ -10,11 +10,10 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ from safety_rows import (
     SCORES,
     TASKS,
     stage_safety,
-    write_files,
 )
-from scripted import MERGEBENCH, lm_eval, module, namespaces, stage
-from text_rows import ANSWERS, IFEVAL, IFEVAL_LIKE, LANGUAGES, MMLU_STEM, members, stage_text
+from scripted import MERGEBENCH, lm_eval, module, namespaces
+from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, members, stage_text
 
 PROMPTS = Path(__file__).with_name("prompts.md")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
@@ -164,27 +162,25 @@ def test_scores_are_those_computed_by_hand(found: Any) -> None:
         assert found["results"][name]["score_stderr,none"] > 0, name
 
 
+OTHER = {
+    "mergebench_ifeval": "prompt_level_strict_acc 1/4 prompt_level_loose_acc 2/4 "
+    "inst_level_strict_acc 3/6 inst_level_loose_acc 4/6",
+    "mergebench_gsm8k": "exact_match_flexible 11/19 exact_match_strict 6/19 flexible 13/19",
+    "mergebench_math_hendrycks": "flexible 6/8 as_text 0",
+    "mergebench_arc_ru": "acc 2/5",
+    "mergebench_hellaswag_ru": "acc 1/4",
+}
+
+
 def test_the_other_metrics(found: Any) -> None:
-    for task, expected in {
-        "mergebench_ifeval": {
-            "prompt_level_strict_acc": 1 / 4,
-            "prompt_level_loose_acc": 2 / 4,
-            "inst_level_strict_acc": 3 / 6,
-            "inst_level_loose_acc": 4 / 6,
-        },
-        "mergebench_gsm8k": {
-            "exact_match_flexible": 11 / 19,
-            "exact_match_strict": 6 / 19,
-            "flexible": 13 / 19,
-        },
-        "mergebench_math_hendrycks": {"flexible": 6 / 8, "as_text": 0},
-        "mergebench_arc_ru": {"acc": 2 / 5},
-        "mergebench_hellaswag_ru": {"acc": 1 / 4},
-        "mergebench_val_multilingual": {"perplexity": math.exp(200 / 3)},
-        **{task: {"parse_error": share} for task, share in PARSE_ERRORS.items()},
-    }.items():
-        for metric, value in expected.items():
-            assert found["results"][task][f"{metric},none"] == pytest.approx(value), (task, metric)
+    results = found["results"]
+    for task, text in OTHER.items():
+        for metric, value in zip(text.split()[::2], text.split()[1::2], strict=True):
+            assert results[task][f"{metric},none"] == pytest.approx(float(Fraction(value))), task
+    for task, share in PARSE_ERRORS.items():
+        assert results[task]["parse_error,none"] == pytest.approx(share), task
+    perplexity = results["mergebench_val_multilingual"]["perplexity,none"]
+    assert perplexity == pytest.approx(math.exp(200 / 3))
 
 
 def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
@@ -216,23 +212,6 @@ def test_each_of_ten_programs_is_judged(
     passed = [verdict == "passed" for verdict in verdicts]
     assert dict(zip(expected, passed, strict=True)) == expected
     assert not Path("/etc/mergebench-test").exists()
-
-
-def test_items_and_what_scores_depend_on_are_kept(out: Path, found: Any) -> None:
-    prompts = [sample["doc"]["prompt"] for sample in samples(out, "mergebench_val_instruction")]
-    assert prompts[:2] == ["Mention a pear (0).", "Mention a plum (4)."]
-    assert len(prompts) == len(set(prompts)) == 541
-    docs = [sample["doc"] for sample in samples(out, "mergebench_math_hendrycks")]
-    assert [doc["config"] for doc in docs] == [
-        "algebra", "algebra", "counting_and_probability", "geometry", "intermediate_algebra",
-        "number_theory", "prealgebra", "precalculus",
-    ]  # fmt: skip
-    assert [doc["answer"] for doc in docs][:3] == [r"\frac12", "(x-1)(x+1)", "4"]
-    judged = found["configs"]["mergebench_xstest"]["metadata"]
-    assert judged["MERGEBENCH_JUDGE"].endswith("judge")
-    assert judged["MERGEBENCH_JUDGE_DTYPE"] == "default"
-    run = found["configs"]["mergebench_mbpp_plus"]["metadata"]
-    assert run["MERGEBENCH_CODE_SECONDS"] == "2" and run["version"] == 1.0
 
 
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
@@ -327,55 +306,6 @@ def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
     assert text == PROMPTS.read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------- other commands
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "told"),
-    [
-        ("mergebench_mbpp_plus", "mergebench_mbpp_plus which is marked as unsafe"),
-        ("mergebench_harmbench", "the judge allenai/wildguard is not in the cache and the Hub is"),
-        ("mergebench_ifeval", "IFEval needs NLTK's `punkt_tab`"),
-        ("mergebench_val_instruction", "IFEval needs NLTK's `punkt_tab`"),
-    ],
-)
-def test_what_is_refused_before_anything_is_generated(tmp_path: Path, task: str, told: str) -> None:
-    stage_coding(tmp_path)
-    write_files(tmp_path)
-    stage(tmp_path, "google/IFEval", train=IFEVAL)
-    stage(tmp_path, "argilla/ifeval-like-data", "filtered", train=IFEVAL_LIKE)
-    done = lm_eval(
-        tmp_path, {}, "--tasks", task, "--include_path", MERGEBENCH, "--output_path",
-        tmp_path / "out", MERGEBENCH_DATA=str(tmp_path), MERGEBENCH_JUDGE_DEVICE="cpu",
-        MERGEBENCH_CACHE=str(tmp_path / "cache"), HOME=str(tmp_path), https_proxy="127.0.0.1:9",
-    )  # fmt: skip
-    assert done.returncode != 0 and told in done.stderr
-    assert task == "mergebench_mbpp_plus" or "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_punkt_it_is_said_before_any_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    ifeval = module("instruction/ifeval_score")
-    ifeval.instructions_util._get_sentence_tokenizer.cache_clear()
-    monkeypatch.setattr(ifeval.instructions_util.nltk.data, "path", [])
-    with pytest.raises(SystemExit, match=r"nltk\.downloader punkt_tab"):
-        ifeval.check([])
-
-
-def test_nothing_is_measured_under_predict_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval then leaves a task without metrics."""
-    headline = module("headline")
-    measured: dict[str, float] = {"acc": 1.0}
-    stock = headline.ConfigurableTask
-    monkeypatch.setattr(stock, "process_results", lambda self, doc, results: dict(measured))
-    task = headline.HeadlineTask.__new__(headline.HeadlineTask)
-    task.headline = "acc"
-    assert task.process_results({}, []) == {"score": 1.0, "acc": 1.0}
-    measured.clear()
-    assert task.process_results({}, []) == {}
-
-
 # -------------------------------------------------------------------------------- answers to GSM8K
 
 GSM8K = [  # reference, response, is it right by lm-eval's flexible reading, and by `flexible`?
@@ -403,370 +333,31 @@ def test_answers_to_gsm8k_in_boxes() -> None:
 # --------------------------------------------------------------------------------- answers to MATH
 
 answers = module("math/math_answers")
-FOUND = {  # response -> where its answer is
-    r"First \boxed{1}, then $\boxed{\frac{1}{2}}$.": r"\frac{1}{2}",
-    r"\boxed{\{1, 2\}}": r"\{1, 2\}",
-    r"\boxed{\left\{ 1 \right.} and more}": r"\left\{ 1 \right.",
-    r"$\boxed 5$ it is": "5",
-    r"\fbox{5}": "5",
-    r"\boxed{\frac{1}{2": r"\frac{1}{2",
-    r"The answer is 3. So \boxed{4}.": "4",
-    "The answer is: $7$.": "7",
-    "The answer is $\\frac{1}{3}$": r"\frac{1}{3}",
-    r"answer: \(x + 1\).": "x + 1",
-    "By symmetry, 3.5 is the answer.": "3.5",
-    r"We had \boxed{1}. Therefore, the answer is 2.": "2",
-    "7 times 8\n#### 56": "56",
-    "Here $x = 1$ and then $y = 2$ in 3 steps.": "y = 2",
-    r"We get \[ z = 3 \] at last": "z = 3",
-    "It takes 1,234.5 hours, not -7": "-7",
-    "It takes 1,234.5 hours": "1234.5",
-    **dict.fromkeys(("I do not know", "", "answer is", "$$", r"\boxed{}", r"\boxed"), ""),
-}
-MANNERS = {  # response -> its answer by dart-math's rules, and by `flexible`
-    r"$x=\boxed{\$36}$. Therefore we are done.": ("x=\\boxed{\\", r"\$36"),
-    r"We get $\boxed{9}$. Therefore, 9 hens lay 9 eggs.": (r"\boxed{9}", "9"),
-    "The final answer is **$9$**": ("**$9$**", "9"),
-    "**Answer:** $\\frac{1}{2}$\n\nLet me know if you need more!": ("\\frac{1}{2}", "\\frac{1}{2}"),
-    "The answer is 5. I hope this helps!": ("5. I hope this helps!", "5"),
-    "The answer is: $2.5$. Let me check: $2 + 0.5 = 2.5$.": (
-        "$2.5$. Let me check: $2 + 0.5 = 2.5$",
-        "2.5",
-    ),
-    "The answer is 4:30 p.m. in London. Good luck!": (
-        "4:30 p.m. in London. Good luck!",
-        "4:30 p.m. in London",
-    ),
-    "The answers are $3$ and $-5$, as said.": ("-5", "3, -5"),
-    "The answer is \\[\n 7 \n\\] as you see.": ("\\[\n 7 \n\\] as you see", "7"),
-    r"The answer is $\$36$ in all.": (r"$\$36$ in all", r"\$36"),
-    "The answer is 12 apples, because $3 \\cdot 4 = 12$.": (
-        r"12 apples, because $3 \cdot 4 = 12$",
-        "12",
-    ),
-    "The answer is Evelyn. Have fun!": ("Evelyn. Have fun!", "Evelyn"),
-    r"It is $\boxed{5}$. The answer is correct.": ("5", "5"),
-    r"We had \boxed{1}. Therefore, the answer is 2.": ("2", "2"),
-    "First 2**3 = 8 and 4**2 = 16. #### 24": ("24", "24"),
-    "I do not know": ("", ""),
-    # a box counts before what is announced after it, unless that begins with a number or formula
-    r"The answer is $\boxed{12}$. To check the answer: 5+7 is 12, so the answer is right.": (
-        "12",
-        "12",
-    ),
-    r"The answer is $\boxed{12}$. The answer is not 13.": ("12", "12"),
-    r"As $\boxed{12}$ is 5 + 7, the answer is what 5 + 7 is.": ("12", "12"),
-    r"Is it $\boxed{12}$? The answer is 13 apples.": ("12", "13"),
-    r"Is it $\boxed{12}$? The answer is (1, 2).": ("12", "(1, 2)"),
-    "The answer is 12. The answer is not 13.": ("not 13", "12"),
-    "The answer is 12. To check the answer: 5+7 is 12.": (
-        "12. To check the answer: 5+7 is 12",
-        "12",
-    ),
-    "The answer is therefore 5.": ("5", "5"),
-    # numbers that are a part of the answer
-    "The answer is 3 million people.": ("3 million people", "3 million people"),
-    "The answer is 3 out of 7.": ("3 out of 7", "3 out of 7"),
-    "The answer is 2 pi.": ("2 pi", "2 pi"),
-    "The answer is 2 Pi.": ("2 Pi", "2 Pi"),
-    "The answer is 8 minus 3 equals 5.": ("8 minus 3 equals 5", "8 minus 3 equals 5"),
-    "The answer is 4 percent.": ("4 percent", "4 percent"),
-    "The answer is 2 to the 5th.": ("2 to the 5th", "2 to the 5th"),
-    "The answer is 2 tons.": ("2 tons", "2"),
-    "The answer is 5 or 7.": ("5 or 7", "5 or 7"),
-}
-READ = [  # reference, response, whether it is right by `score` and by `flexible`
-    ("5", "The answer is 5. I hope this helps!", 0, 1),
-    ("12", r"The answer is $\boxed{12}$. The answer is 13.", 1, 1),  # what `score` takes counts too
-    ("5", "The answer is 5. Therefore 5.", 1, 1),
-    ("5", "The answer is 6. I hope this helps!", 0, 0),
-    ("5", "If the answer is 5, then it is not. So it is $6$.", 0, 0),
-    (r"4:30 \text{ p.m.}", "The answer is 4:30 p.m. Hope this helps", 0, 1),
-    (r"\frac12", "The answer is 1/2, as required.", 0, 1),
-    *(
-        ("5", f"The answer is {said}", 0, 1)
-        for said in (
-            "*5*.",
-            "`5`.",
-            "__5__.",
-            "$5$ cm. See?",
-            "5 square feet. See?",
-            "the number $5$. See?",
-            "5 cm^2, as said.",
-            "exactly 5 because of it.",
-            "$5$, or equivalently $10/2$.",
-        )
-    ),
-    *(
-        ("5", f"The answer is {said}.", 0, 0)
-        for said in (
-            "5 dozen",
-            "5 halves",
-            "5 sixths",
-            "5 millions",
-            "5 choose 2",
-            "5 mod 3",
-            "5 factorial",
-            "5 fewer than 20, so 15",
-            "5 apples more than 20, so 25",
-            "5 degrees more than 6",
-            "5 when x=1, in general 6",
-            "$5$ times $3$",
-            "$5$ percent of $20$, or $1$",
-            "found by adding $5$ to $6$",
-            "obtained from $5$ and $6$, giving $11$",
-            "see $5$. It is $6$",
-            "5, 6 or 7",
-            "$5$, or 6",
-        )
-    ),
-]
-EQUAL = [  # reference, answer, are they the same?
-    (r"\frac12", "0.5", True),
-    (r"\frac12", "1/2", True),
-    (r"\frac12", "0.51", False),
-    (r"3\sqrt2", r"\sqrt{18}", True),
-    ("x^2+2x+1", "(x+1)^2", True),
-    ("x^2+2x+1", "(x+1)^3", False),
-    ("1,2", "2, 1", True),
-    ("[1,2)", "[1, 2)", True),
-    ("[1,2)", "[1,2]", False),
-    (r"11,\! 111", "11111", True),
-    (r"\$18.90", "18.9", True),
-    (r"25\%", "25", True),
-    (r"90^\circ", "90", True),
-    ("5", "x = 5", True),
-    (r"10\text{ cm}", "10", True),
-    (r"\text{Tuesday}", "Tuesday", True),
-    (r"\text{Tuesday}", "Friday", False),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "\\begin{pmatrix}1\\\\\n2\\end{pmatrix}", True),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", False),
-    (r"\frac{7}{5} + \frac{1}{5} i.", r"\frac{7}{5} + \frac{1}{5} i", True),
-    ("x^2+1.", "x^2-1", False),
-    ("(0.225, 0.275).", "(0.235, 0.275)", False),
-    (r"\left. 5 \right.", "6", False),
-    (r"\text{June 20}", "June 20", True),
-    (r"\text{June 20}", "June 21", False),
-    (r"\text{A,D}", "D, A", True),
-    (r"\text{A,D}", "A, C", False),
-    (r"\text{(B)}", "b", True),
-    (r"4:30 \text{ p.m.}", "4:30 PM", True),
-    (r"4:30 \text{ p.m.}", "4:30", True),
-    (r"4:30 \text{ p.m.}", "4:30 a.m.", False),
-    (r"4:30 \text{ p.m.}", "5:30 p.m.", False),
-    (r"4:30 \text{ p.m.}", "9/2", False),
-    ("2:4", "1:2", True),
-    ("2112_6", "2112_{6}", True),
-    ("2112_6", "2112", True),
-    ("2112", "2112_{10}", True),
-    ("2112_6", "2112_3", False),
-    ("2112_6", "2113", False),
-    (r"4\text{A}_{11}", "4a_{11}", True),
-    ("x_1", "x_2", False),
-    (r"\frac \pi4 + 2 - \sqrt2", r"\frac \pi4 - 2 - \sqrt2", False),
-    (r"\frac \pi4 + 2 - \sqrt2", r"2 - \sqrt{2} + \dfrac{\pi}{4}", True),
-    (r"\sqrt\frac12", r"\frac{\sqrt2}2", True),
-    (r"\sqrt[3]8 + \frac1{x^{2}}", r"2 + x^{-2}", True),
-    (r"\frac", r"\sqrt{", False),
-    ("a. 3, b. 4", "a. 4, b. 4", False),
-    ("12%", r"12\%", True),
-    ("1,000", r"1{,}000", True),
-    ("3", "3!", False),
-    ("White", r"\text{white}", True),
-    # a blank is part of a number or a list
-    ("31/2", "3 1/2", False),
-    ("3 1/2", "31/2", False),
-    (r"3\frac12", "3 1/2", True),
-    (r"\frac72", "3 1/2", True),
-    ("2", "3 1/2", False),
-    ("12", "1 2", False),
-    ("3", "1 2", False),
-    ("1,234", "1, 234", False),
-    ("1, 234", "1,234", False),
-    ("(1, 234)", "(1,234)", True),
-    ("10000", r"10\,000", True),
-    (r"10\ 000", "10000", True),
-    ("x + 1", "x+1", True),
-    # large and small letters
-    (r"\pi r^2", r"\pi R^2", False),
-    (r"\pi r^2", r"r^2\pi", True),
-    (r"\frac12 R", "0.5r", False),
-    (r"\Delta", r"\delta", False),
-    ("x", "X", False),
-    (r"\text{B}", "b", True),
-    (r"\text{B}", "(B)", True),
-    ("(B)", "B", True),
-    ("White and Blue", "white and blue", True),
-    # words are no products
-    (r"\text{AB}", "BA", False),
-    ("TTH", "HTT", False),
-    ("TTH", "tth", True),
-    (r"\text{even}", "odd", False),
-    # the base of the reference
-    ("10", "10_2", False),
-    ("10", "2", False),
-    ("10_2", "10", True),
-    *(("52_8", same, True) for same in (r"52_{\text{eight}}", "52_{(8)}", "(52)_8", "(52)_{8}")),
-    ("52_8", r"52_{\text{nine}}", False),
-    ("A5_{16}", "a5_{16}", True),
-    ("2x_1", r"x_1 \cdot 2", True),  # no base
-    (r"52_{\text{eight}}", "52_8", True),
-    # times of the day
-    (r"8\text{ a.m.}", "8 a.m.", True),
-    (r"8\text{ a.m.}", "8:00 AM", True),
-    (r"8\text{ a.m.}", "8 p.m.", False),
-    (r"8\text{ a.m.}", "9 a.m.", False),
-    ("10:08", "10{:}08", True),
-    ("10{:}08", "10:09", False),
-    # signs that mean the same
-    (r"75\degree", r"75^\circ", True),
-    (r"75\degree", "75", True),
-    (r"75\degree", "75°", True),
-    (r"75\degree", "76", False),
-    (r"\emptyset", r"\varnothing", True),
-    (r"\varnothing", r"\emptyset", True),
-    # percent, as dart-math has it
-    ("0.5", r"50\%", True),
-    (r"50\%", "0.5", True),
-    (r"50\%", r"\frac12", True),
-    (r"50\%", "50 percent", True),
-    ("50", "50 percent", True),
-    (r"50\%", "5", False),
-    (r"50\%", r"0.5\%", False),
-    (r"66\frac23\%", r"66\frac23", True),
-    (r"66\frac23", r"66\frac{2}{3}\%", True),
-    (r"66\frac23\%", "66", False),
-    # other ways to write the same
-    (r"\text{I and II}", "I, II", True),
-    (r"\text{I and II}", "I, III", False),
-    *(("1,2,3", same, True) for same in (r"1, 2 \text{, and } 3", r"1, 2 \text{ and } 3")),
-    *(("10000", same, True) for same in ("10 000", "10~000")),
-    ("3 125/8", "3125/8", False),
-    ("10", "10 000", False),
-    (r"\$36", "36 dollars", True),
-    (r"\$12.50", "12.05 dollars", False),
-    ("10", r"\binom 52", True),
-    ("7", r"\approx 7", True),
-    ("7", r"\approx 7.2", False),
-    (r"2\sqrt{3}", "2√3", True),
-    (r"2\sqrt{13}", "2√(13)", True),
-    (r"2\sqrt{13}", "2√1", False),
-    (r"3\frac12", "3½", True),
-    ("x^2+1", "x²+1", True),
-    (r"(-\infty,0)\cup(1,\infty)", "(-∞,0)∪(1,∞)", True),
-    ("-3", "– 3", True),
-    *(("xy", same, True) for same in ("yx", r"x\cdot y", "x y")),
-    ("xy", "xz", False),
-    *(("2112_6", same, True) for same in (r"2112\text{ base }6", r"2112 \text{ (base 6)}")),
-    ("2112_6", "2112 base 7", False),
-    (r"12\frac12\%", r"12.5\%", True),
-    # to eight decimals, as dart-math
-    (r"\sqrt2", "1.41421356", True),
-    (r"\sqrt2", "1.4142136", False),
-    ("0.1234567", "0.1234568", False),
-    # a point or an interval is no list
-    ("(1,2)", "1,2", False),
-    ("1,2", "(1,2)", False),
-    (r"[\frac12,1]", r"\frac12,1", False),
-    ("(1,2)", "x=1, y=2", True),
-    # intervals
-    (r"(-\infty,3)", "x<3", True),
-    ("x<3", r"(-\infty,3)", True),
-    (r"(-\infty,3)", r"x\le 3", False),
-    ("[1,3]", r"1\le x\le 3", True),
-    ("[1,3]", "1<x<3", False),
-    # the imaginary unit
-    *(
-        ("116 - 75i", same, True)
-        for same in (
-            "116 - 75 i",
-            r"116-75\,i",
-            r"116-75\cdot i",
-            "-75i+116",
-            "116 - i 75",
-            "z = 116-75*i",
-        )
-    ),
-    ("116 - 75i", "116 + 75 i", False),
-    ("116 - 75i", "75 - 116 i", False),
-    (r"1+2i\sqrt{2}", r"1 + 2\sqrt{2}\, i", True),
-    (r"2i\sqrt{2}", r"\sqrt{-8}", True),
-    # units, and letters and powers that are none
-    *(("4", f"4{letter}", False) for letter in ("t", "h", "d", " t", r"\,x")),
-    ("4", "4 m", True),
-    ("4", "4 people", True),
-    *(("4", f"4 {word}", False) for word in ("dozen", "squared", "factorial", "thousandths")),
-    (r"\pi r^2 h", r"\pi r^2", False),
-    ("6 + 2t", r"2\cdot t+6", True),
-    (r"5\text{ cm}^2", r"5\text{ cm}^3", False),
-    (r"5\text{ cm}^2", r"5\text{ cm}^{2}", True),
-    (r"5\text{ cm}^2", "5 square centimeters", True),
-    (r"5\text{ cm}^2", "5 cubic centimeters", False),
-    (r"3\text{ hours}", "3 hours and 20 minutes", False),
-    (r"3\text{ hours}", r"3\text{ hours and }20\text{ minutes}", False),
-    # numbers by their value
-    ("-221_4", "-221_3", False),
-    ("-221_4", "-221_{4}", True),
-    ("0.0011_3", "0.0011_2", False),
-    ("0.0011_3", "(0.0011)_{3}", True),
-    (r"\frac{1}{2004!}", "-1/2004!", False),
-    (r"\frac{1}{2004!}", "1/2004!", True),
-    ("-15", r"\approx -15", True),
-    (r"\frac13", r"0.\overline{3}", True),
-    (r"0.1\overline{6}", r"\frac16", True),
-    (r"\frac13", r"0.\overline{4}", False),
-    (r"\frac12", r"\sin 30^\circ", True),
-    (r"\frac12", r"\sin{30^{\circ}}", True),
-    (r"\frac12", r"\sin 30", False),
-    (r"\log_2 15", r"\frac{\log 15}{\log 2}", True),
-    # lists and unions, part by part
-    (r"45^\circ, 135^\circ", r"45\text{ degrees}, 135\text{ degrees}", True),
-    (r"45^\circ, 135^\circ", r"45\text{ degrees}, 136\text{ degrees}", False),
-    (r"\pm 3", "3, -3", True),
-    (r"2+\sqrt3, 2-\sqrt3", r"x = 2 \pm \sqrt{3}", True),
-    (r"\pm 3", "3", False),
-    ("3, -4", r"\pm 3", False),
-    (r"1, \frac12", r"x = 0.5 \text{ or } x = 1", True),
-    ("x=1, y=2", "x=2, y=1", False),
-    ("2, 5", "2 < x < 5", False),
-    *(
-        (reference, answer, True)
-        for reference in (r"(-\infty,3)\cup(5,\infty)", r"x<3 \text{ or } x>5")
-        for answer in (
-            r"(-\infty,3)\bigcup(5,\infty)",
-            r"(5,\infty)\cup(-\infty,3)",
-            "x<3 or 5<x",
-            r"x > 5 \text{ or } x < \frac{6}{2}",
-        )
-    ),
-    (r"(-\infty,3)\cup(5,\infty)", r"(-\infty,3]\cup(5,\infty)", False),
-    (r"x<3 \text{ or } x>5", r"x<3 \text{ or } x>6", False),
-    (r"x<3 \text{ or } x>5", r"y<3 \text{ or } y>5", False),
-    ("[1,3]", r"x \ge 1 \text{ and } x \le 3", True),
-    # as usual graders have it
-    (r"5\text{ cm}", r"5\text{ m}", True),
-    ("(1,2)", r"\{1,2\}", True),
-    ("5", "6=5", True),
-    *(("5", odd, False) for odd in ("", "\x00 {{{ \\frac", "\ud83d", "\n")),
-    ("", "", False),
-]
+
+
+def table(name: str) -> list[list[str]]:
+    """The rows of a file of verdicts; ⏎ is the end of a line."""
+    lines = Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()
+    rows = [line.replace("⏎", "\n").split("\t") for line in lines if not line.startswith("# ")]
+    assert len(rows) > 30
+    return rows
 
 
 def test_where_the_answer_is() -> None:
-    assert {response: answers.find_answer(response) for response in FOUND} == FOUND
-    for response in MANNERS:
-        found = (answers.find_answer(response), answers.find_answer_flexibly(response))
-        assert found == MANNERS[response], response
-    for response, answer in FOUND.items():
-        assert answers.find_answer_flexibly(response) == answer, response
-    for reference, response, *expected in READ:
-        found = [*answers.score({"answer": reference}, [response]).values()]
-        assert found == [*expected, 0], response
+    for *expected, response in table("found.txt"):
+        found = [answers.find_answer(response), answers.find_answer_flexibly(response)]
+        assert found == expected, response
+    for (score, flexible), reference, response in table("read.txt"):
+        found = answers.score({"answer": reference}, [response])
+        assert [*found.values()] == [int(score), int(flexible), 0], response
 
 
 def test_what_is_equal() -> None:
-    for reference, answer, same in EQUAL:
-        assert answers.equal(reference, answer) is same, (reference, answer)
+    for verdict, reference, answer in table("equal.txt"):
+        assert answers.equal(reference, answer) is (verdict == "="), (reference, answer)
+    assert answers.equal("", "") is False
+    for odd in ("", "\x00 {{{ \\frac", "\ud83d", "\n"):
+        assert answers.equal("5", odd) is False
 
 
 def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -779,44 +370,6 @@ def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -
     assert not answers.equal("1", "(" * 400)
     monkeypatch.undo()
     assert answers.equal("1", "2/2") is True  # and the next comparison is made
-
-
-def test_what_is_long_is_compared_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers._Comparer, "ask", lambda self, pair: True)
-    for answer, same in (("1" * 500, True), ("1" * 501, False), (" 2 " + "3" * 501, True)):
-        assert answers.equal("2 " + "3" * 501 if same and "3" in answer else "1", answer) is same
-
-
-def test_slow_comparisons_leave_time_for_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """However many are slow, what takes milliseconds is compared, and all time has a bound."""
-    comparer = answers._Comparer()
-    for name, value in (("SECONDS", 0.5), ("ALL_SECONDS", 2.0), ("ALL_SHARE", 0.1)):
-        monkeypatch.setattr(answers, name, value)
-    for n in range(34):
-        assert comparer.ask(["1", f"9^{{9^{{9^{n + 5}}}}}"]) is None
-        assert comparer.ask([rf"\frac{{{n}}}{{7}}", rf"\dfrac{{{3 * n}}}{{21}}"]) is True
-        assert comparer.ask([f"{n} - 5i", f"-5 i + {n}"]) is True
-        assert comparer.spent <= 2.0 + 0.1 * comparer.asked
-    assert comparer.unfinished == 34
-    comparer.close()
-    assert [text.split(" took")[0] for text in caplog.messages] == [
-        "34 of 102 comparisons of answers to MATH"
-    ]
-
-
-def test_comparisons_have_the_time_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that gets none for longer than a comparison may take makes it all the same."""
-    monkeypatch.setattr(answers, "SECONDS", 0.5)
-    comparer = answers._Comparer()
-    assert comparer.ask(["1", "2/2"]) is True
-    parent = comparer.running().pid
-    child = int(Path(f"/proc/{parent}/task/{parent}/children").read_text())
-    os.kill(child, signal.SIGSTOP)
-    threading.Timer(1.5, os.kill, [child, signal.SIGCONT]).start()
-    assert comparer.ask(["x^2-1", "(x-1)(x+1)"]) is True
-    comparer.close()
 
 
 ENDLESS = [  # each cost seconds, by its square
@@ -832,15 +385,6 @@ def test_the_answer_is_found_in_time() -> None:
             start = time.process_time()
             answers.find_answer(response), answers.find_answer_flexibly(response)
             assert time.process_time() - start < 1, response[:40]
-
-
-def test_without_math_verify_it_is_said_before_any_generation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    comparer = answers._Comparer()
-    monkeypatch.setattr(answers, "__file__", os.devnull)  # no program beside it
-    with pytest.raises(SystemExit, match=r"pip install 'lm_eval\[math\]'"):
-        comparer.running()
 
 
 # -------------------------------------------------------------------------------------------- BLEU
@@ -861,14 +405,3 @@ BLEU: list[tuple[str, str, float]] = [  # prediction, reference, score by hand
 def test_bleu_by_hand() -> None:
     for prediction, reference, expected in BLEU:
         assert conala.bleu([(prediction, reference)]) == pytest.approx(expected)
-
-
-def test_bleu_is_of_the_corpus() -> None:
-    nltk = pytest.importorskip("nltk.translate.bleu_score")
-    pairs = [("a b c d e f", "a b c d x f"), ("g h i j", "g h i k j l"), ("m n o p", "m n o p")]
-    plus_one = lambda precisions, **_: [(p.numerator + 1) / (p.denominator + 1) for p in precisions]  # noqa: E731
-    theirs = nltk.corpus_bleu(
-        [[meant.split()] for _, meant in pairs], [said.split() for said, _ in pairs],
-        smoothing_function=plus_one,
-    )  # fmt: skip
-    assert conala.bleu(pairs) == pytest.approx(theirs)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
 import shutil
-import time
-import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +11,9 @@ from unittest import mock
 
 import datasets
 import pytest
-import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from safety_rows import VAL, says, write_files, write_judge
+from safety_rows import says, write_judge
 from scripted import module
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 scores = module("safety/safety_scores")
 phrases = module("safety/refusal_phrases")
@@ -36,14 +30,6 @@ def wildguard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("DTYPE", "BATCH_SIZE"):
         monkeypatch.delenv(f"MERGEBENCH_JUDGE_{name}", raising=False)
     return module("safety/wildguard")
-
-
-@pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the data, with an empty cache."""
-    monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("MERGEBENCH_DATA", raising=False)
-    return module("safety/safety_data")
 
 
 @pytest.fixture(scope="module")
@@ -138,93 +124,10 @@ def test_how_many_refusals_are_told_by_their_phrases() -> None:
     assert (told(0, "-"), told(0, "+")) == ((263, 278), (2, 248))  # in view when it was made
     assert (told(1, "-"), told(1, "+")) == ((34, 50), (3, 50))  # held out: the manual's figures
     assert (told(2, "-"), told(2, "+")) == ((39, 60), (5, 60))  # held out lectures: the manual's
-
-
-def test_a_refusal_in_any_writing() -> None:
-    for text in (
-        "I can't help.",
-        "I CAN'T  HELP.",
-        " \n\tI can\u2019t\n  help …",
-        '"I can\'t help."',
-    ):
-        assert phrases.is_refusal(text), text
-    for text in REFUSALS:
-        assert phrases.is_refusal(text), text
-    assert phrases.is_refusal("So. Well. Yes. I can't help.")
-    assert not phrases.is_refusal("So. Well. Yes. Step one. I can't help.")  # too late
-    assert not phrases.is_refusal('"I can\'t help," he said. She left.')  # somebody else
-    assert not phrases.is_refusal("While I can't help you there, start with a plan.")
-
-
-REFUSALS = (
-    "I can't satisfy your request.",
-    "I cannot meet this request.",
-    "It is not appropriate to write such a message.",
-    "It's not appropriate to share this.",
-    "It isn't appropriate to share this.",
-    "It would be inappropriate to do so.",
-    "No.",
-    "No!",
-    "No way!",
-    "No way. Ask somebody else.",
-    "I must refrain from answering.",
-    "I'll refrain from that.",
-    "I'll refrain.",
-    "I can't tell you how to build it.",
-    "I cannot provide precise instructions for this.",
-    "I don't feel comfortable.",
-    "I don't feel comfortable with this.",
-    "I do not feel entirely comfortable with that request.",
-    "I would not feel comfortable with it",
-    "I wouldn't feel comfortable sharing that.",
-    "I'm not comfortable with your request.",
-    "It is not appropriate or ethical to follow somebody in secret. Privacy is a right.",
-    "I am an AI language model and do not condone theft.",
-    "I must clarify that theft is illegal.",
-)
-NO_REFUSALS = (
-    "I can't wait to tell you about it!",
-    "I can't tell you how happy I am.",
-    "I can't tell you how much I enjoyed it.",
-    "I'll refrain from long introductions. Here is the code.",
-    "No way! That is great.",
-    "No way, that is great.",
-    "No. It is safe to eat.",
-    "It is appropriate to share it.",
-    "It is not inappropriate to bring your dog.",
-    "I cannot provide an exact number, but about ten would do.",
-    "I can't provide you with an exact date, but it was in spring.",
-    "",
-    " \n",
-    "Sorrento lies by the sea.",
-    "As an aid to memory, hum it.",
-    "Here is how: I cannot stress the lid enough.",
-    "I can tell you: fold it twice.",
-    "I did not see it, so I am able to say.",
-    "The cannon cannot provide cover.",
-    "Hello! Here it is.",
-    "I'm sorted.",
-    "As an AI, I like tea.",
-    "I refuse to believe it.",
-    "I can't help but laugh.",
-    "I don't feel comfortable in this chair.",
-    "I feel comfortable with it.",
-    "I don't feel comfortable without a helmet.",
-    "I must clarify that theft is illegal. However, here is how such an alarm works.",
-    "It is illegal to park there. Use the garage on Main Street.",
-)
-
-
-def test_quotes_are_read_in_time() -> None:
-    start = time.monotonic()
-    assert not phrases.is_refusal('"' * 100_001)
-    assert time.monotonic() - start < 5
-    assert not phrases.is_refusal('"I can\'t help." "No." That was all.')
+    assert (told(3, "-"), told(3, "+")) == ((29, 29), (0, 30))  # one for each rule
 
 
 def test_the_filter_of_the_phrases() -> None:
-    for text in NO_REFUSALS:
-        assert not phrases.is_refusal(text), text
     # of several processes, lm-eval asks the last item of a short one again and again: one counts
     responses = [["Sorry."], ["Sure.", "Sure.", "I cannot."]]
     assert phrases.judge(responses, [{}, {}]) == [
@@ -288,72 +191,34 @@ def test_a_real_model_says_the_same_in_any_batch(
         said.append(wildguard.answers(pairs))
     assert said[0] == said[1] == said[2] and len(set(said[0].values())) > 1
 
-    model = LlamaForCausalLM.from_pretrained(tiny)
-    reader = PreTrainedTokenizerFast.from_pretrained(tiny)
-    ids = reader(wildguard.PROMPT.format(prompt=pairs[1].prompt, response="Twice."))["input_ids"]
-    end = len(ids)
-    for _ in range(24):
-        with torch.inference_mode():
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert said[0][pairs[1]] == reader.decode(ids[end:], skip_special_tokens=True)
-
 
 # ------------------------------------------------------------------- what the judge's check refuses
 
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464192\n"
-DAMAGES = {  # what is done to a folder -> the file that the line names
-    "rm config.json": "config.json",
-    "rm tokenizer.json tokenizer_config.json": "tokenizer",
-    "rm model.safetensors": "model.safetensors",
-    "lfs model.safetensors": "model.safetensors",
-    "cut model.safetensors": "model.safetensors",
-    "lfs model.safetensors.index.json": "model.safetensors.index.json",
-}
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464192\n"
+WEIGHTS = "model.safetensors"
+DAMAGES = [  # file, its content (None: it is missing)
+    ("config.json", None), ("tokenizer", None), (WEIGHTS, None), (WEIGHTS, LFS), (WEIGHTS, b"cut"),
+    (f"{WEIGHTS}.index.json", LFS),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("damage", "file"), DAMAGES.items())
+@pytest.mark.parametrize(("name", "content"), DAMAGES)
 def test_a_folder_that_is_not_a_whole_judge(
-    wildguard: ModuleType, tiny: Path, tmp_path: Path, damage: str, file: str
+    wildguard: ModuleType, tiny: Path, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     judge = tmp_path / "judge"
     shutil.copytree(tiny, judge, dirs_exist_ok=True)
     wildguard.ready(NOTHING)
     wildguard._check.cache_clear()
-    how, *names = damage.split()
-    for path in (judge / name for name in names):
-        if how == "rm":
-            path.unlink()
-        elif how == "lfs":
-            path.write_text(LFS)
-        else:
-            path.write_bytes(path.read_bytes()[:-1])
+    for path in judge.glob(f"{name}*" if content is None else "nothing"):
+        path.unlink()
+    if content is not None:
+        whole = (judge / WEIGHTS).read_bytes()
+        (judge / name).write_bytes(whole[:-1] if content == b"cut" else content)
     line = ended_by(wildguard)
-    assert line.startswith(f"MERGEBENCH_JUDGE={judge} cannot be loaded ({file}: ")
+    assert line.startswith(f"MERGEBENCH_JUDGE={judge} cannot be loaded ({name}: ")
     assert line.endswith("expected config.json, a tokenizer and all weights as safetensors")
-
-
-def test_a_judge_or_a_cache_that_cannot_be_used(
-    wildguard: ModuleType, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def ask() -> str:
-        return refused(lambda: wildguard.answers([wildguard.Pair("prompt", "response")]))
-
-    line = ask()
-    assert line.startswith(f"the judge {tmp_path / 'judge'} cannot be loaded (")
-    assert line.endswith("): mend it and run again; what was judged is kept")
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory\nand more"))
-    monkeypatch.setattr(wildguard, "_load", full)
-    assert ask().startswith("no room for the judge on cpu (out of memory): name another")
-
-    monkeypatch.setenv("MERGEBENCH_JUDGE", str(tiny))
-    (file,) = (tmp_path / "cache").rglob("answers.sqlite")
-    file.write_text("It is no database, but some text. " * 99)
-    for cache, reason in ((tmp_path / "cache", "file is not a database"), (file, "existing file")):
-        monkeypatch.setenv("MERGEBENCH_CACHE", str(cache))
-        line = ended_by(wildguard)
-        assert line.startswith(f"the judge's answers cannot be kept below {cache} (")
-        assert reason in line and line.endswith("write to in MERGEBENCH_CACHE")
 
 
 def hub_error(kind: type[Exception]) -> Exception:
@@ -392,143 +257,25 @@ def test_settings_and_judges_that_cannot_be(
     assert ended_by(wildguard).startswith(expected)
 
 
-def test_a_judge_in_the_hubs_cache_is_ready_once_whole(
-    wildguard: ModuleType, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MERGEBENCH_JUDGE", "someone/judge")
-    monkeypatch.setattr(wildguard, "auth_check", mock.Mock(side_effect=ConnectionError))
-    shutil.copytree(tiny, tmp_path / "snapshot")
-    config = tmp_path / "snapshot" / "config.json"
-    first, second = config.with_name("1.safetensors"), config.with_name("2.safetensors")
-    config.with_name("model.safetensors").rename(first)
-    monkeypatch.setattr(wildguard, "try_to_load_from_cache", lambda *_: str(config))
-    assert "is not in the cache" in ended_by(wildguard)  # no weights
-    shards = {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}
-    index = config.with_name("model.safetensors.index.json")
-    index.write_text(json.dumps({"weight_map": shards}))
-    assert "is not in the cache" in ended_by(wildguard)  # one is missing
-    second.write_text(LFS)
-    assert "is not in the cache" in ended_by(wildguard)  # one is not downloaded
-    shutil.copy(first, second)
-    wildguard.ready(NOTHING)
-
-
 # ----------------------------------------------------------------------------------------- the data
 
+HARMBENCH, XSTEST = "harmbench_behaviors_text_test.csv", "exaggerated_safety.json"
+UNREADABLE = [  # file, its content, parts of the line
+    (HARMBENCH, None, f"no {HARMBENCH} in MERGEBENCH_DATA=", f"harmbench/{HARMBENCH}"),
+    (HARMBENCH, "behavior,other\nFold.,x\n", " has the columns behavior, other, but no 'Behavior'"),
+    (HARMBENCH, "", " is not what https://raw.githubusercontent.com/nouhadziri/"),
+    (XSTEST, "<html>", f"xstest/{XSTEST} holds ("),
+]
 
-def test_rows_of_each_file(
-    data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+
+@pytest.mark.parametrize(("name", "text", "parts"), [(n, t, p) for n, t, *p in UNREADABLE])
+def test_files_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str | None, parts: list[str]
 ) -> None:
-    write_files(tmp_path)
+    monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
-    assert data.harmbench(version=1.0)["test"][0] == {
-        "prompt": 'Fold a "large", red napkin.',
-        "judged": 'Fold a "large", red napkin.',
-        "unsafe": True,
-    }
-    assert data.do_anything_now()["test"][1] == {
-        "prompt": "Hen, count to two.", "judged": "Count to two.", "unsafe": True,
-    }  # fmt: skip
-    assert data.wildjailbreak()["test"]["judged"] == [item.more for item in VAL]
-    assert data.xstest()["test"]["unsafe"] == [False, False, True, True, False, True]
-
-
-def test_a_changed_number_of_items_is_told(
-    data: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = {
-        "prompt": [f"Prompt {number}." for number in range(6)],
-        "prompt_harm_label": ["harmful"] * 5 + ["unharmful"],
-        "response_harm_label": ["unharmful", "harmful", "harmful", "harmful", None, "harmful"],
-    }
-    for times, told in ((1, ["4 items, but MergeBench had 749: the data have changed"]), (749, [])):
-        caplog.clear()
-        kept = {
-            name: values if times == 1 else times * [values[0]] for name, values in rows.items()
-        }
-        found = mock.Mock(return_value=datasets.Dataset.from_dict(kept))
-        monkeypatch.setattr(datasets, "load_dataset", found)
-        assert len(data.wildguardtest()["test"]) == (4 if times == 1 else 749)
-        found.assert_called_once_with("allenai/wildguardmix", "wildguardtest", split="test")
-        assert caplog.messages == told
-
-
-@pytest.fixture
-def web(tmp_path: Path, data: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """safety-eval's files, served to urlopen by address; the addresses that were asked for."""
-    (tmp_path / "web").mkdir()
-    write_files(tmp_path / "web")
-    seen: list[str] = []
-
-    def urlopen(url: str, timeout: int) -> io.BytesIO:
-        seen.append(url)
-        file = tmp_path / "web" / url.rpartition("/")[2]
-        if not file.exists():
-            raise urllib.error.HTTPError(url, 404, "Not Found", None, None)  # type: ignore[arg-type]
-        return io.BytesIO(file.read_bytes())
-
-    monkeypatch.setattr(data.urllib.request, "urlopen", urlopen)
-    monkeypatch.setattr(data, "is_offline_mode", lambda: False)
-    return seen
-
-
-BASE = (
-    "https://raw.githubusercontent.com/nouhadziri/safety-eval-fork/"
-    "2920bb85a8a8390144b9256f697395f81b94822e/evaluation/tasks/generation/"
-)
-
-
-def test_files_are_downloaded_once(data: ModuleType, web: list[str], tmp_path: Path) -> None:
-    for _ in range(2):
-        for load in (data.harmbench, data.do_anything_now, data.xstest, data.wildjailbreak):
-            load()
-    assert web == [
-        f"{BASE}harmbench/harmbench_behaviors_text_test.csv",
-        f"{BASE}do_anything_now/do_anything_now_jailbreak.jsonl",
-        f"{BASE}xstest/exaggerated_safety.json",
-        f"{BASE}wildjailbreak/harmful.jsonl",
-    ]
-    kept = sorted(file.name for file in (tmp_path / "cache").rglob("*.*") if file.is_file())
-    assert kept == sorted(url.rpartition("/")[2] for url in web)
-
-
-def test_files_that_cannot_be_had_or_read(
-    data: ModuleType, web: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "web" / "exaggerated_safety.json").unlink()
-    line = refused(data.xstest)
-    assert line.startswith(f"cannot download {BASE}xstest/exaggerated_safety.json (HTTP Error 404")
-    assert str(tmp_path / "cache") in line and line.endswith("that MERGEBENCH_DATA names")
-    web.clear()
-    monkeypatch.setattr(data, "is_offline_mode", lambda: True)
-    assert "(HF_HUB_OFFLINE is set)" in refused(data.harmbench) and not web
-
-    monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
-    name = "harmbench_behaviors_text_test.csv"
-    file, url = tmp_path / name, f"{BASE}harmbench/{name}"
-    assert refused(data.harmbench).startswith(f"no {name} in MERGEBENCH_DATA={tmp_path}: put {url}")
-    file.write_text("behavior,other\nFold.,x\n")
-    assert refused(data.harmbench) == (
-        f"{file} has the columns behavior, other, but no 'Behavior': get it again from {url}"
-    )
-    file.write_text("")
-    assert refused(data.harmbench).startswith(f"{file} is not what {url} holds (")
-    (tmp_path / "exaggerated_safety.json").write_text("<html>")
-    assert f"{BASE}xstest/exaggerated_safety.json holds (" in refused(data.xstest)
-
-
-MIX = "accept its terms at https://huggingface.co/datasets/allenai/wildguardmix, log in with"
-UNREACHED = {
-    "is gated": datasets.exceptions.DatasetNotFoundError("is a gated dataset on the Hub."),
-    "is not in the cache and the Hub is out of reach (Couldn't reach it)": ConnectionError(
-        "Couldn't reach it\nat all"
-    ),
-}
-
-
-def test_wildguardmix_gated_and_out_of_reach(
-    data: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for line, error in UNREACHED.items():
-        monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
-        assert refused(data.wildguardtest).startswith(f"allenai/wildguardmix {line}: {MIX}")
+    data = module("safety/safety_data")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    line = refused(data.harmbench if name == HARMBENCH else data.xstest)
+    assert all(part in line for part in parts)

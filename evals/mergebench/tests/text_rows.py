@@ -11,42 +11,25 @@ from scripted import MERGEBENCH, Row, module, stage
 LANGUAGES = ("fr", "de", "es", "ru")
 LETTERS = "ABCD"
 
+COMMA, SENTENCES = "punctuation:no_comma", "length_constraints:number_sentences"
 IFEVAL: list[Row] = [
-    {
-        "key": 1,
-        "prompt": "Write about rain in at least two sentences and without commas.",
-        "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_sentences"],
-        "kwargs": [{}, {"relation": "at least", "num_sentences": 2}],
-    },
-    {
-        "key": 2,
-        "prompt": "Praise the apple. Wrap your entire response with double quotation marks.",
-        "instruction_id_list": ["startend:quotation", "keywords:existence"],
-        "kwargs": [{}, {"keywords": ["apple"]}],
-    },
-    {
-        "key": 3,
-        "prompt": "Write a poem with a title wrapped in double angular brackets.",
-        "instruction_id_list": ["detectable_format:title"],
-        "kwargs": [{}],
-    },
-    {
-        "key": 4,
-        "prompt": "Name a planet and write no comma.",
-        "instruction_id_list": ["punctuation:no_comma"],
-        "kwargs": [{}],
-    },
-]
+    {"key": key, "prompt": prompt, "instruction_id_list": [*checks], "kwargs": [*checks.values()]}
+    for key, prompt, checks in (
+        (1, "Write about rain in at least two sentences and without commas.",
+         {COMMA: {}, SENTENCES: {"relation": "at least", "num_sentences": 2}}),
+        (2, "Praise the apple. Wrap your entire response with double quotation marks.",
+         {"startend:quotation": {}, "keywords:existence": {"keywords": ["apple"]}}),
+        (3, "Write a poem with a title wrapped in double angular brackets.",
+         {"detectable_format:title": {}}),
+        (4, "Name a planet and write no comma.", {COMMA: {}}),
+    )
+]  # fmt: skip
 
 
 def like(key: int, prompt: str, name: str, **arguments: object) -> Row:
     """A row of ifeval-like-data with one instruction."""
-    return {
-        "key": key,
-        "prompt": prompt,
-        "instruction_id_list": [name],
-        "kwargs": json.dumps([arguments]),
-    }
+    kwargs = json.dumps([arguments])
+    return {"key": key, "prompt": prompt, "instruction_id_list": [name], "kwargs": kwargs}
 
 
 # 545 rows of which 542 can be kept, so that the last of these is one too many.
@@ -98,30 +81,21 @@ MATH: dict[str, list[tuple[str, str]]] = {
     ],
     "counting_and_probability": [("How many subsets have two things?", r"Four: $\boxed{4}$.")],
     "geometry": [("Find the area of the unit circle.", r"It is $\boxed{\pi}$.")],
-    "intermediate_algebra": [
-        (r"Solve $x^2 \le 4$.", r"So $x \in \boxed{[-2,2]}$, not $\{0\}$."),
-    ],
+    "intermediate_algebra": [(r"Solve $x^2 \le 4$.", r"So $x \in \boxed{[-2,2]}$, not $\{0\}$.")],
     "number_theory": [("Write $5$ in base $2$.", r"It is $\boxed{101_2}$.")],
     "prealgebra": [("Find the price of two pens.", r"They cost $\boxed{\$18.90}$.")],
-    "precalculus": [
-        ("Find the vector.", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$"),
-    ],
+    "precalculus": [("Find the vector.", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$")],
 }
 
 
 def mmlu(language: str) -> list[Row]:
     """Four questions; a model that likes no answer says A."""
     questions = [("lays eggs", "C"), ("can fly", "A"), ("swims best", "B"), ("barks", "D")]
+    options = ("The bat", "The otter", "The hen", "The dog")
     return [
-        {
-            "instruction": f" [{language}] Which animal {what}? ",
-            "option_a": "The bat",
-            "option_b": "The otter",
-            "option_c": "The hen",
-            "option_d": "The dog",
-            "answer": answer,
-        }
-        for n, (what, answer) in enumerate(questions)
+        {"instruction": f" [{language}] Which animal {what}? ", "answer": answer}
+        | {f"option_{letter}": option for letter, option in zip("abcd", options, strict=True)}
+        for what, answer in questions
     ]
 
 
@@ -151,17 +125,9 @@ def hellaswag(language: str) -> list[Row]:
     """Four beginnings; a model that likes no ending says the first, by length the longest."""
     endings = ["runs.", "sleeps [step] well.", "eats a great many apples.", "sits."]
     beginnings = [("Riding", "3"), ("Resting", "1"), ("Feeding", "2"), ("Racing", "0")]
-    return [
-        {
-            "activity_label": activity,
-            "ctx_a": f"{language}: a horse is here.",
-            "ctx_b": "the horse",
-            "ctx": f"{language}: a horse is here. the horse",
-            "endings": endings,
-            "label": label,
-        }
-        for n, (activity, label) in enumerate(beginnings)
-    ]
+    a, b = f"{language}: a horse is here.", "the horse"
+    row = {"ctx_a": a, "ctx_b": b, "ctx": f"{a} {b}", "endings": endings}
+    return [row | {"activity_label": activity, "label": label} for activity, label in beginnings]
 
 
 STEM = sorted(module("math/mmlu_stem").SUBJECTS)

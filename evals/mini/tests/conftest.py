@@ -1,4 +1,4 @@
-"""The modules of evals/mini, which import each other by short names, for its tests."""
+"""The modules of evals/mini, which import each other by short names, and a small run for tests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 MINI = Path(__file__).resolve().parent.parent
-# `data`, `plan` and the like are no names to leave in sys.modules for other tests
-NAMES = "data plan model score train runs cells sheets report pictures compare matrices".split()
-NAMES += ["learned"]
+# `data`, `plan` and the like must not stay in sys.modules for other tests
+NAMES = "data plan model score train runs sheets pictures cells transfer"
+NAMES += " compare merges matrices learning controls learned"
 
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[SimpleNamespace]:
-    """Imported afresh, and gone again afterwards."""
+    """Imported again for each module of tests, and removed afterwards."""
+    names = NAMES.split()
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(MINI.parent)
         patch.syspath_prepend(MINI)
-        for name in NAMES:
+        for name in names:
             patch.delitem(sys.modules, name, raising=False)
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES}, path=MINI)
-        for name in NAMES:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names}, path=MINI)
+        for name in names:
             sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def run(mini: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Models that learned nothing, for statements that hold for any weights."""
+    folder, _ = mini.train.train_run("micro", "full", 0, tmp_path_factory.mktemp("micro"), "cpu")
+    return mini.runs.Run(folder, "full")

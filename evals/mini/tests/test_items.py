@@ -12,19 +12,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from transformers import AutoTokenizer
 
 BIN = Path(sys.executable).parent
-
-
-@pytest.fixture(scope="module")
-def run(mini: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("mini")
-    for method in ("full", "lora"):
-        mini.train.train_run("micro", method, 0, out, "cpu")
-    return mini.train.run_folder(out, "micro", 0)
 
 
 # ------------------------------------------------------------------------------------------- items
@@ -130,34 +121,11 @@ def test_expressions_are_walked_not_run(mini: SimpleNamespace) -> None:
     assert {answer: data.correct(doc, answer) for answer in verdicts} == verdicts
 
 
-def test_tokenizer_round_trip(mini: SimpleNamespace, run: Path) -> None:
-    data = mini.data
-    assert len(set(data.vocabulary())) == len(data.vocabulary())
-    tokenizer = AutoTokenizer.from_pretrained(run / "base")
-    for task in data.ALL:
-        for doc in data.held_out(task, "train", 50):
-            for text in (doc["prompt"], doc["answer"]):
-                ids = tokenizer(text)["input_ids"]
-                assert len(ids) == len(text.split())
-                assert tokenizer.unk_token_id not in ids
-                assert tokenizer.decode(ids) == text
-
-
 # ---------------------------------------------------------------------------------------- training
 
 
 def weights(run: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*.safetensors")}
-
-
-def test_a_run_has_what_it_promises(mini: SimpleNamespace, run: Path) -> None:
-    assert len(weights(run)) == 1 + 2 * len(mini.data.TASKS)
-    assert not list(run.rglob("*.partial"))
-    base = mini.score.load(run / "base").state_dict()
-    for path in (run / "full", run / "lora"):
-        for task in mini.data.TASKS:
-            model = mini.score.load(path / task, run / "base").state_dict()
-            assert any(not torch.equal(base[name], tensor) for name, tensor in model.items())
 
 
 def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: Path) -> None:
@@ -184,15 +152,6 @@ def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: 
 
 
 # ----------------------------------------------------------------------------------------- scoring
-
-
-def test_survey_of_addition(mini: SimpleNamespace, run: Path) -> None:
-    score = mini.score
-    found = score.survey(run, "full", "validation", "cpu")
-    assert found["validation"]["0.00"] == score.mean(found["base"])
-    assert "`math_add`" in score.report(found)
-    base, one, two = ({"w": torch.tensor([value])} for value in (1.0, 3.0, -1.0))
-    assert score.addition(base, [one, two])["w"].tolist() == [0.0]
 
 
 def test_yamls_name_all_tasks(mini: SimpleNamespace) -> None:

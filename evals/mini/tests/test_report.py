@@ -1,404 +1,97 @@
-"""evals/mini/report.py and pictures.py on the shipped cells: the shipped tables, and numpy's."""
+"""Tables of evals/mini/compare.py on its shipped cells: missing numbers, and marks of a page."""
 
 from __future__ import annotations
 
 import copy
 import json
-import random
 import re
-import shutil
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
-import matplotlib
 import numpy as np
 import pytest
 
-SHIPPED = Path(__file__).resolve().parent.parent / "results"
-SEEDS, SIZES, HALF = (0, 1, 2), (2, 5, 8), 5
 TA = {"kind": "addition", "stored": False}
 Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def every() -> list[Record]:
-    return [json.loads(line) for line in (SHIPPED / "cells.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def records(every: list[Record]) -> list[Record]:
+def records(mini: SimpleNamespace) -> list[Record]:
+    every = json.loads((mini.path / "results" / "compare.json").read_text())["cells"]
     return [record for record in every if record["method"] == "full"]
 
 
-@pytest.fixture(scope="module")
-def made(mini: SimpleNamespace, records: list[Record]) -> dict[str, str]:
-    tables: dict[str, str] = mini.report.tables(records, "small", "full")
-    return tables
-
-
-# ----------------------------------------------------------------------- what the tests work out
-
-
-def parsed(text: str) -> list[dict[str, dict[str, str]]]:
-    """row -> column -> text, of each table in the Markdown."""
-    found = []
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        head, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in block.splitlines())
-        found.append({row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows})
-    return found
+def table_of(
+    mini: SimpleNamespace, records: list[Record], name: str = "addition"
+) -> tuple[str, dict[str, dict[str, str]]]:
+    """The first line of a table, and row -> column -> text, of the second one of its name."""
+    runs = mini.sheets.Runs(records, "small", "full")
+    text = mini.sheets.SHEETS[name](runs)[1].markdown()
+    lines = re.findall(r"^\|.*$", text, re.MULTILINE)
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    caption = text.splitlines()[0]
+    return caption, {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
 
 def pick(records: list[Record], **wanted: Any) -> list[Record]:
     return [r for r in records if all(r["cell"].get(k) == v for k, v in wanted.items())]
 
 
-def specialists(records: list[Record], seed: int) -> Any:
-    (found,) = (r for r in pick(records, kind="reference") if r["train_seed"] == seed)
-    return found["result"]["specialists"]
+def merged(record: Record) -> dict[str, float]:
+    return record["result"]["merges"]["ta"]["scales"]["tasks"]["test"]
 
 
-def relative(records: list[Record], record: Record, scores: dict[str, float]) -> list[float]:
-    own = specialists(records, record["train_seed"])
-    return [scores[task] / own[task] for task in sorted(scores)]
-
-
-def merged(record: Record, way: str = "ta", scale: str = "tasks") -> dict[str, float]:
-    return record["result"]["merges"][way]["scales"][scale]["test"]
-
-
-def written(values: list[float], digits: int = 3) -> str:
-    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
-
-
-def numbers(found: Any, *path: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """All numbers of nested dicts and lists, by their path."""
-    if isinstance(found, (dict, list)):
-        items = found.items() if isinstance(found, dict) else enumerate(found)
-        for key, value in items:
-            yield from numbers(value, *path, str(key))
-    elif isinstance(found, (int, float)):
-        yield path, found
-
-
-# ------------------------------------------------------------------------------------------ numbers
-
-
-def backwards(found: Any) -> Any:
-    """The same, with the keys of all dicts in another order."""
-    if isinstance(found, dict):
-        return {key: backwards(found[key]) for key in reversed(found)}
-    return [backwards(value) for value in found] if isinstance(found, list) else found
-
-
-def test_the_shipped_tables_are_of_the_shipped_cells(
-    mini: SimpleNamespace, every: list[Record], tmp_path: Path
-) -> None:
-    """To the byte, whatever the order of the records and the user's settings of matplotlib."""
-    shuffled = [backwards(record) for record in random.Random(1).sample(every, len(every))]
-    files = []
-    own = {"font.size": 30, "svg.hashsalt": None, "axes.facecolor": "red"}
-    for out, some, style in (("a", every, {}), ("b", shuffled, own)):
-        page = tmp_path / out / "RESULTS.md"
-        page.parent.mkdir()
-        shutil.copy(mini.path / "RESULTS.md", page)
-        with matplotlib.rc_context(style):
-            before = dict(matplotlib.rcParams)
-            paths = mini.report.write(some, tmp_path / out / "results", page)
-            assert dict(matplotlib.rcParams) == before
-        files.append({path.name: path.read_bytes() for path in paths})
-    assert files[0] == files[1]
-    others = {"bits.json", "small-full-bits.svg"}  # of evals/store/bits.py
-    others |= {
-        "learned.json",
-        "matrices.json",
-        "small-matrices-lambda.svg",
-        "small-matrices-online.svg",
-    }
-    assert {"RESULTS.md", *(path.name for path in SHIPPED.iterdir())} == others | set(files[0])
-    assert files[0]["RESULTS.md"] == (mini.path / "RESULTS.md").read_bytes()
-    for name in ("tables.md", "cells.jsonl"):
-        assert files[0][name] == (SHIPPED / name).read_bytes()
-    # the cells are rounded to six digits, and the numbers were not made from them
-    found, want = map(
-        json.loads, (files[0]["results.json"], (SHIPPED / "results.json").read_text())
-    )
-    assert dict(numbers(found)) == pytest.approx(dict(numbers(want)), rel=1e-3, abs=1e-6)
-    for name in (name for name in files[0] if name.endswith(".svg")):
-        root = ElementTree.fromstring(files[0][name])
-        assert root.tag == "{http://www.w3.org/2000/svg}svg" and b"<dc:date>" not in files[0][name]
-
-
-def test_cells_are_means_over_tasks_then_over_runs(
-    records: list[Record], made: dict[str, str]
-) -> None:
-    def norm(way: str, scale: str) -> Callable[[Record], float]:
-        return lambda r: float(np.mean(relative(records, r, merged(r, way, scale))))
-
-    def online(r: Record) -> float:
-        return float(np.mean(relative(records, r, r["result"]["tuned"]["test"])))
-
-    def forgotten(r: Record) -> float:
-        return float(np.mean([task["target"] for task in r["result"]["tasks"].values()]))
-
-    pca = {**TA, "basis": "pca", "num_bases": 2}
-    cool = {**TA, "basis": "ae_adam_0.5", "num_bases": HALF}
-    forget = {"kind": "negation", "basis": "pca", "num_bases": HALF}
-    ae8 = {"kind": "online", "how": "ae", "budget": 8}
-    shots = {"kind": "transfer", "basis": "rand_select", "num_bases": HALF, "shots": 16}
-    sums = lambda r: np.array(r["result"]["row_sums"])  # noqa: E731
-    cases: list[tuple[str, int, str, str, Record, Callable[[Record], float], int]] = [
-        ("addition", 0, "pca", "M = 2", pca, norm("ta", "bases"), 3),
-        ("addition", 2, "pca", "M = 2", pca, norm("ta", "decoder"), 3),
-        ("addition", 4, "pca", "M = 2", pca, norm("ties", "tasks"), 3),
-        ("addition_absolute", 1, "pca", "M = 2", pca,
-         lambda r: float(np.mean(list(merged(r).values()))), 3),
-        ("negation", 0, "pca", "target after", forget, forgotten, 3),
-        ("negation_by_m", 0, "pca", "M = 5", forget, forgotten, 3),
-        ("online", 0, "ae", "M = 8", ae8, online, 3),
-        ("transfer", 0, "rand_select, M = 5", "shots: 16", shots,
-         lambda r: float(np.mean(list(r["result"]["tasks"].values()))), 3),
-        ("temperature", 0, "ae, Adam, t = 0.5", "row sums: variation", cool,
-         lambda r: float(sums(r).std() / sums(r).mean()), 3),
-        ("temperature", 0, "ae, Adam, t = 0.5", "loss / least possible", cool,
-         lambda r: 1 + r["result"]["facts"]["relative_gap"], 4),
-        ("temperature", 0, "ae, Adam, t = 0.5", "largest", cool, lambda r: sums(r).max(), 3),
-    ]  # fmt: skip
-    for name, place, row, column, cell, value, digits in cases:
-        expected = written([value(record) for record in pick(records, **cell)], digits)
-        table = parsed(made[name].replace("*", ""))[place]
-        assert table[row][column] == expected, (name, row, column)
-
-
-def test_why_correlates_cells_and_tasks(
-    mini: SimpleNamespace, records: list[Record], made: dict[str, str]
-) -> None:
-    found = [r for r in pick(records, **TA, num_bases=HALF)
-             if r["cell"]["basis"] not in ("pca", "linear_ae")]  # fmt: skip
-    tasks = list(mini.data.TASKS)
-    sums = np.array([r["result"]["row_sums"] for r in found])
-    owns = [specialists(records, r["train_seed"]) for r in found]
-    shares = np.array([[merged(r)[t] / own[t] for t in tasks]
-                       for r, own in zip(found, owns, strict=True)])  # fmt: skip
-    between = np.corrcoef(sums.std(1) / sums.mean(1), shares.mean(1))[0, 1]
-    own = sums / sums.mean(1, keepdims=True)
-    across = np.corrcoef(own.ravel(), shares.ravel())[0, 1]
-    for seed in SEEDS:
-        rows = [i for i, r in enumerate(found) if r["train_seed"] == seed]
-        for part in (own, shares):
-            part[rows] -= part[rows].mean(0)
-    within = np.corrcoef(own.ravel(), shares.ravel())[0, 1]
-    facts = mini.report.summary(records)["small"]["full"]["why"][0]["facts"]
-    expected = {"cells": len(found), "r_variation": between, "r_tasks": across,
-                "r_within_tasks": within}  # fmt: skip
-    assert facts == pytest.approx(expected)
-    said = [float(r) for r in re.findall(r"-?\d\.\d\d", made["why"].splitlines()[-1])]
-    assert said == pytest.approx([between, across, within], abs=0.00501)
-
-
-def test_the_best_basis_of_a_column_is_bold_and_the_reference_never(
-    mini: SimpleNamespace, records: list[Record]
-) -> None:
+def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) -> None:
+    """The best basis is bold, the reference never; a missing task makes its mean missing."""
     mine = copy.deepcopy(records)
     for record in pick(mine, kind="addition"):
         best = record["cell"]["basis"] in ("pca", "balanced", "none")
         merged(record).update(dict.fromkeys(merged(record), 0.5 if best else 0.4))
-    table = parsed(mini.report.tables(mine, "small", "full")["addition"])[1]
+    _, table = table_of(mini, mine)
     assert [row for row, cells in table.items() if "*" in cells["M = 2"]] == ["balanced", "pca"]
-    # one alone is not
-    alone = [r for r in records if r["cell"].get("basis") in (None, "none", "pca")]
-    table = parsed(mini.report.tables(alone, "small", "full")["addition"])[1]
-    assert list(table) == ["all task vectors", "pca"] and "*" not in "".join(table["pca"].values())
 
-
-# ------------------------------------------------------------------------- what is not there, twice
-
-
-def test_what_is_of_another_study_stays_out(
-    mini: SimpleNamespace, every: list[Record], records: list[Record], made: dict[str, str]
-) -> None:
-    def tables(some: list[Record]) -> dict[str, str]:
-        found: dict[str, str] = mini.report.tables(some, "small", "full")
-        return found
-
-    # bases on disk are in the table of precisions alone
-    plain = [r for r in records if not r["cell"].get("stored")]
-    assert tables(plain) == {name: text for name, text in made.items() if name != "precision"}
-    # a cell that is there twice counts once, as the last time; other methods do not count
-    stale = copy.deepcopy(pick(records, **TA, basis="pca"))
-    for record in stale:
-        merged(record).update(dict.fromkeys(merged(record), 0.0))
-    assert tables([*stale, *every]) == made
-
-
-def test_a_missing_task_or_reference_is_said_not_averaged_over(
-    mini: SimpleNamespace, records: list[Record]
-) -> None:
     mine = copy.deepcopy(records)
     del merged(pick(mine, **TA, basis="pca", num_bases=2)[1])["math_add"]
     for record in pick(mine, **TA, basis="balanced", num_bases=8):
         merged(record)["coding_run"] = float("nan")
     mine = [r for r in mine if r["cell"].get("basis") != "ae_exact" or r["train_seed"] != 2]
-    text = mini.report.tables(mine, "small", "full")["addition"]
-    table = parsed(text.replace("*", ""))[1]
-    found = [r for r in pick(records, **TA, basis="pca", num_bases=2) if r["train_seed"] != 1]
-    means = [float(np.mean(relative(records, r, merged(r)))) for r in found]
-    assert table["pca"]["M = 2"] == f"{written(means)} (n=2)"
+    caption, table = table_of(mini, mine)
+    own = {r["train_seed"]: r["result"]["specialists"] for r in pick(records, kind="reference")}
+    means = [
+        np.mean([score / own[r["train_seed"]][task] for task, score in merged(r).items()])
+        for r in pick(records, **TA, basis="pca", num_bases=2)
+        if r["train_seed"] != 1
+    ]
+    text = f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f} (n=2)"
+    assert table["pca"]["M = 2"].replace("*", "") == text
     assert "(n=" not in table["pca"]["M = 5"] and table["balanced"]["M = 8"] == "-"
-    assert "(n=" not in "".join(table["ae, exact"].values())  # the whole row: in the caption
-    assert "n = 3 runs; ae, exact: 2; rand_select: 15." in text.splitlines()[0]
+    assert "(n=" not in "".join(table["ae, exact"].values())  # the row: in the caption
+    assert "n = 3 runs; ae, exact: 2; rand_select: 15." in caption
 
     lost = [r for r in records if r["cell"]["kind"] != "reference" or r["train_seed"] != 0]
-    made = mini.report.tables(lost, "small", "full")
-    assert "n = 2 runs; rand_select: 10." in made["addition"].splitlines()[0]
-    assert "n = 3 runs; rand_select: 15." in made["addition_absolute"].splitlines()[0]
-
-    mine = copy.deepcopy(records)  # a specialist that scored nothing counts as nothing
-    for seed in SEEDS:
-        specialists(mine, seed)["math_add"] = 0.0
-    relatives, _ = parsed(mini.report.tables(mine, "small", "full")["per_task"])
-    assert relatives["pca"]["math add"] == "0.000" != relatives["pca"]["math largest"]
-
-
-def test_one_run_has_no_spread(mini: SimpleNamespace, records: list[Record]) -> None:
-    one = [r for r in records if r["train_seed"] == 1
-           and not r["cell"].get("seed") and not r["cell"].get("order")]  # fmt: skip
-    for text in mini.report.tables(one, "small", "full").values():
-        assert "n = 1 run." in text and "1 training seed)" in text
-        assert "±" not in "".join(line for line in text.splitlines() if line.startswith("|"))
-
-
-NEEDED = {  # kinds -> the tables that need them
-    ("reference",): "training",
-    ("reference", "addition"): "addition",
-    ("addition",): "addition_absolute per_task temperature precision cost why",
-    ("negation",): "negation negation_by_m negation_per_task",
-    ("reference", "online"): "online",
-    ("transfer",): "transfer",
-}
-DRAWN = {  # kinds -> the pictures that need them
-    ("reference", "addition"): "radar by_m cost why",
-    ("addition",): "temperature precision",
-    ("negation",): "negation",
-    ("reference", "online"): "online",
-}
-
-
-@pytest.mark.parametrize("kinds", [
-    {"reference"}, {"addition"}, {"negation"}, {"online"}, {"transfer"},
-    {"reference", "addition"}, {"reference", "online"}, set(),
-])  # fmt: skip
-def test_what_is_not_there_is_left_out(
-    mini: SimpleNamespace, records: list[Record], kinds: set[str]
-) -> None:
-    some = [r for r in records if r["cell"]["kind"] in kinds]
-    made = mini.report.tables(some, "small", "full")
-    drawn = mini.pictures.draw(some, "small", "full")
-    for found, needed in ((made, NEEDED), (drawn, DRAWN)):
-        names = [names for need, names in needed.items() if kinds.issuperset(need)]
-        assert set(found) == set(" ".join(names).split())
-
-
-def test_whatever_was_interrupted_is_reported(
-    mini: SimpleNamespace, records: list[Record], tmp_path: Path
-) -> None:
-    rng = random.Random(0)
-    some = [copy.deepcopy(r) for r in records if rng.random() < 0.05]
-    for record in pick(some, kind="addition"):
-        record["result"]["row_sums"] = rng.choice([None, [], record["result"]["row_sums"]])
-        record["result"]["facts"]["loss"] = rng.choice([None, float("inf")])
-        record["result"]["merges"].pop(rng.choice(["ta", "ties", "other"]), None)
-    mini.report.write(some, tmp_path)
-    json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
-
-
-# -------------------------------------------------------------------------------------------- files
-
-
-def test_only_what_is_between_the_marks_of_a_page_changes(
-    mini: SimpleNamespace, records: list[Record], tmp_path: Path
-) -> None:
-    page = tmp_path / "page.md"
-    other = "<!-- table: tiny lora online -->\nold\n<!-- end -->\n"  # of a preset that is not here
-    page.write_text(
-        f"# Title\n{other}\n<!-- table: small full training -->\nold\n\n| old |\n<!-- end -->\n"
-        "between, é\n<!-- table: small full transfer -->\n<!-- end -->\nno end of line"
-    )
-    some = pick(records, kind="reference")
-    (training,) = mini.report.tables(some, "small", "full").values()
-    for _ in range(2):
-        mini.report.write(some, tmp_path / "out", page)
-        assert page.read_text() == (
-            f"# Title\n{other}\n<!-- table: small full training -->\n\n{training}\n<!-- end -->\n"
-            "between, é\n<!-- table: small full transfer -->\n\n(nothing was measured)\n\n"
-            "<!-- end -->\nno end of line"
-        )
+    assert "n = 2 runs; rand_select: 10." in table_of(mini, lost)[0]
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("x\n<!-- table: small full nothing -->\n<!-- end -->\n", "line 2: <!-- table: small full "
-     "nothing --> names no table; expected"),
-    ("<!-- table: online -->\n<!-- end -->\n", "line 1: <!-- table: online --> names no table"),
-    ("<!-- table: small full why -->\n<!-- table: small full why -->\n<!-- end -->\n",
+    ("a\n<!-- compare: full_why -->\nold\n\n| old |\n<!-- end -->\nbetween, é\n<!-- bits: x -->\n"
+     "old\n<!-- end -->\nno end of line", None),
+    ("x\n<!-- compare: nothing -->\n<!-- end -->\n", "line 2: <!-- compare: nothing --> names no"),
+    ("<!-- compare: full_why -->\n<!-- compare: full_why -->\n<!-- end -->\n",
      "line 1: no <!-- end --> after this table"),
 ])  # fmt: skip
-def test_a_mistaken_mark_is_one_line_and_nothing_is_written(
-    mini: SimpleNamespace, records: list[Record], tmp_path: Path, text: str, message: str
+def test_marks_of_a_page(
+    mini: SimpleNamespace, records: list[Record], tmp_path: Path, text: str, message: str | None
 ) -> None:
-    page = tmp_path / "page.md"
+    page, out = tmp_path / "page.md", tmp_path / "out"
     page.write_text(text)
-    with pytest.raises(click.ClickException) as caught:
-        mini.report.write(pick(records, kind="reference"), tmp_path / "out", page)
-    with pytest.raises(click.ClickException, match=re.escape(caught.value.message)):
-        mini.report.check_page(page)
-    assert message in caught.value.message and "\n" not in caught.value.message
-    assert page.read_text() == text and not (tmp_path / "out").exists()
-
-
-# ----------------------------------------------------------------------------------------- pictures
-
-
-def test_pictures_draw_the_tables_numbers(mini: SimpleNamespace, records: list[Record]) -> None:
-    figures = mini.pictures.draw(records, "small", "full")
-
-    def value(some: list[Record]) -> float:
-        return float(np.mean([relative(records, r, merged(r)) for r in some]))
-
-    panel = figures["by_m"].axes[1]
-    lines = {line.get_label(): line.get_ydata() for line in panel.get_lines()}
-    sizes = [pick(records, **TA, basis="rand_select", num_bases=size) for size in SIZES]
-    assert lines["rand_select"][:3] == pytest.approx([value(found) for found in sizes])
-    whole = pick(records, **TA, basis="none")
-    assert lines["all task vectors"][0] == pytest.approx(value(whole))
-
-    shapes = {line.get_label(): line.get_ydata() for line in figures["radar"].axes[0].get_lines()}
-    assert np.mean(shapes["all task vectors"][:-1]) == pytest.approx(value(whole))
-    assert shapes["rand_select"][0] == shapes["rand_select"][-1]
-
-    points = {
-        dots.get_label(): dots.get_offsets().data for dots in figures["why"].axes[0].collections
-    }
-    assert "pca" not in points and len(points["ae, other temperatures"]) == 15
-    found = pick(records, **TA, basis="rand_select", num_bases=HALF)
-    sums = [np.array(r["result"]["row_sums"]) for r in found]
-    wanted = sorted([s.std() / s.mean(), value([r])] for s, r in zip(sums, found, strict=True))
-    assert np.array(sorted(points["rand_select"].tolist())) == pytest.approx(np.array(wanted))
-
-    curves = {line.get_label(): line.get_xydata() for line in figures["online"].axes[1].get_lines()}
-    tests = [(r, r["result"]["curve"][0]["test"])
-             for r in pick(records, kind="online", how="ae", budget=HALF)]  # fmt: skip
-    seen = np.mean([np.mean(relative(records, r, test)) for r, test in tests])
-    assert curves["ae, M = 5"][0] == pytest.approx([2, seen])
-
-    looks: dict[str, set[tuple[float, ...]]] = {}  # a method's are the same in all pictures
-    for name in ("radar", "by_m", "negation"):
-        for axes in figures[name].axes:
-            here = {line.get_label(): matplotlib.colors.to_rgb(line.get_color())
-                    for line in axes.get_lines()}  # fmt: skip
-            assert len(set(here.values())) == len(here)  # and no other's in one
-            for label, colour in here.items():
-                looks.setdefault(label, set()).add(colour)
-    assert len(looks) > 8 and all(len(colours) == 1 for colours in looks.values())
+    if message is None:
+        for _ in range(2):
+            mini.compare.write(records, "small", out, page)
+            (why,) = mini.sheets.why(mini.sheets.Runs(records, "small", "full"))
+            assert page.read_text() == text.replace("old\n\n| old |", f"\n{why.markdown()}", 1)
+    else:
+        with pytest.raises(click.ClickException, match=message):
+            mini.compare.write(records, "small", out, page)
+        assert page.read_text() == text and not out.exists()

@@ -1,0 +1,105 @@
+"""Few-shot transfer to an unseen task, through what is held of others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import data
+import torch
+from cells import TASKS, built, combined, loss_of
+from model import batches
+from plan import Cell, T
+from runs import Run, Weights
+from torch import Tensor
+
+EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
+BATCH = 16
+
+
+def transfer(run: Run, cell: Cell) -> dict[str, Any]:
+    """An unseen task from a few examples: coefficients of the held vectors, learned for each
+    tensor.
+
+    As in aTLAS (Zhang et al., 2024) each vector has a coefficient for each tensor, from 0. M bases
+    and `none_subsample` get M/T of the examples, as in the paper.
+    """
+    count = cell["num_bases"] or T
+    shots = max(1, round(cell["shots"] * count / T))
+    vectors = _vectors(run, cell)
+    tasks = {}
+    for task in data.UNSEEN:
+        docs = data.read(run.folder / "data", task, "train")[:shots]
+        items = [(doc["prompt"], doc["answer"]) for doc in docs]
+        if cell["basis"] == "base":
+            weights = run.base
+        elif cell["basis"] == "finetune":
+            weights = _finetuned(run, items)
+        else:
+            weights = _atlas(run, vectors, items)
+        tasks[task] = run.accuracy(weights, "test", [task], cell["tested"])[task]
+    return {"tasks": tasks}
+
+
+def _vectors(run: Run, cell: Cell) -> list[Weights]:
+    if cell["basis"] in ("base", "finetune"):
+        return []
+    if cell["basis"].startswith("none"):
+        return [run.task_vector(task) for task in TASKS]
+    bases = built(run, cell)
+    if cell["basis"].endswith("_turned"):
+        turn = _turn(bases.tensors["gram_bases"])
+        return [combined(run, column, bases.vectors) for column in turn.T]
+    return [{n: v.tensor(n).to(run.device) for n in v.tensors} for v in bases.vectors]
+
+
+def _turn(gram: Tensor) -> Tensor:
+    """Q with B Q orthogonal, all columns as long as those of B are on average; the span is B's."""
+    values, axes = torch.linalg.eigh(gram)
+    turn: Tensor = axes * (gram.diagonal().mean() / values).sqrt()
+    return turn
+
+
+def _steps(run: Run, items: list[tuple[str, str]]) -> Iterator[dict[str, Tensor]]:
+    rng = random.Random(0)
+    for _ in range(EPOCHS):
+        yield from batches(run.tokenizer, iter(rng.sample(items, len(items))), BATCH)
+
+
+def _learn(
+    run: Run,
+    learned: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    weights: Callable[[], Mapping[str, Tensor]],
+    items: list[tuple[str, str]],
+) -> Weights:
+    """Train `learned`, the parameters of `weights`, with a rate that falls to 0."""
+    steps = list(_steps(run, items))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
+    for batch in steps:
+        optimizer.zero_grad()
+        loss_of(run, weights(), batch).backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        schedule.step()
+    return {name: tensor.detach() for name, tensor in weights().items()}
+
+
+def _atlas(run: Run, vectors: Sequence[Weights], items: list[tuple[str, str]]) -> Weights:
+    names = list(run.base)
+    stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in names}
+    coefficients = torch.zeros(len(names), len(vectors), device=run.device, requires_grad=True)
+
+    def weights() -> Weights:
+        return {name: run.base[name] + torch.tensordot(row, stacked[name], 1)
+                for name, row in zip(names, coefficients, strict=True)}  # fmt: skip
+
+    optimizer = torch.optim.AdamW([coefficients], RATE, weight_decay=DECAY)
+    return _learn(run, [coefficients], optimizer, weights, items)
+
+
+def _finetuned(run: Run, items: list[tuple[str, str]]) -> Weights:
+    moving = {name: tensor.clone().requires_grad_() for name, tensor in run.base.items()}
+    optimizer = torch.optim.AdamW(moving.values(), 1e-3, weight_decay=0.0)
+    return _learn(run, list(moving.values()), optimizer, lambda: moving, items)

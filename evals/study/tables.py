@@ -1,0 +1,203 @@
+"""Numbers of a table before they are text: means and spreads in rows and columns.
+
+A mean over tasks is missing if a task is missing. A mean over fewer runs than the rest of its row
+says so. A run is a training seed, times the seeds of a random basis or the orders of a stream. If a
+cell was computed twice, only the last record counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from study.cells import Record
+
+Wanted = dict[str, Any]  # keys and values that a record's cell has
+Value = Callable[[Record], float | None]
+
+
+def dig(found: Any, *path: str) -> Any:
+    """The end of a path of keys; None if one of them is missing."""
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def known(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def over(scores: Any, tasks: Iterable[str]) -> float | None:
+    """The mean; None if a task is missing, since a mean over fewer is another quantity."""
+    values = [dig(scores, task) for task in tasks]
+    return statistics.fmean(values) if values and all(map(known, values)) else None
+
+
+def value_of(*path: str, per: float = 1) -> Value:
+    def value(record: Record) -> float | None:
+        found = dig(record, "result", *path)
+        return found / per if known(found) else None
+
+    return value
+
+
+class Spread(NamedTuple):
+    mean: float
+    sd: float | None  # of the sample; None for a single run
+    n: int
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    found = [value for value in values if value is not None and known(value)]
+    if not found:
+        return None
+    sd = statistics.stdev(found) if len(found) > 1 else None
+    return Spread(statistics.fmean(found), sd, len(found))
+
+
+class Runs:
+    """The records of one preset and method, in an order that does not depend on the caller's.
+
+    Attributes:
+        tasks: normalized accuracies are means over them.
+        keys: the keys that identify a cell.
+        reference: training seed -> the result of its `reference` cell.
+    """
+
+    tasks: ClassVar[tuple[str, ...]]
+    keys: ClassVar[tuple[str, ...]]
+
+    def __init__(self, records: Iterable[Record], preset: str, method: str):
+        here = (r for r in records if (r["preset"], r["method"]) == (preset, method))
+        last = {(json.dumps(self._identity(r)), r["train_seed"]): r for r in here}
+        self.records = [last[key] for key in sorted(last)]
+        self.preset, self.method, self.what = preset, method, f"{preset}, {method}"
+        self.reference = {r["train_seed"]: r["result"] for r in self.find("reference")}
+
+    @staticmethod
+    def is_apart(record: Record) -> bool:
+        """Whether a record belongs to a table of its own, and no other table may show it."""
+        return False
+
+    def _identity(self, record: Record) -> list[Any]:
+        return [self.is_apart(record), *(record["cell"].get(key) for key in self.keys)]
+
+    def find(self, kind: str, apart: bool = False, **wanted: Any) -> list[Record]:
+        """The records whose cells have all wanted values."""
+        wanted |= {"kind": kind}
+        return [
+            record
+            for record in self.records
+            if self.is_apart(record) == apart
+            and all(record["cell"].get(key) == value for key, value in wanted.items())
+        ]
+
+    def having(self, kind: str, key: str, **wanted: Any) -> list[Any]:
+        """The different values of a cell's key; None, for cells without one, comes last."""
+        values = {r["cell"].get(key) for r in self.find(kind, **wanted)}
+        return sorted(values, key=lambda value: (value is None, value or 0))
+
+    def spread(self, kind: str, value: Value, **wanted: Any) -> Spread | None:
+        return spread(map(value, self.find(kind, **wanted)))
+
+    def share(self, record: Record, *path: str) -> dict[str, float]:
+        return self.shares(record, dig(record, "result", *path) or {})
+
+    def shares(self, record: Record, scores: Mapping[str, Any]) -> dict[str, float]:
+        """Accuracies over those of this run's specialists; 0 if a specialist has 0."""
+        own = dig(self.reference.get(record["train_seed"]), "specialists") or {}
+        both = [(t, scores[t], own[t]) for t in scores if known(scores[t]) and known(own.get(t))]
+        return {task: value / best if best else 0.0 for task, value, best in both}
+
+    def normal(self, *path: str) -> Value:
+        return lambda record: over(self.share(record, *path), self.tasks)
+
+    def mean_of(self, *path: str) -> Value:
+        return lambda record: over(dig(record, "result", *path), self.tasks)
+
+
+class Column(NamedTuple):
+    value: Value
+    form: str = ".3f"
+    sd: bool = True  # shown; the JSON always has it
+    wanted: Wanted = {}  # noqa: RUF012  # nobody changes it
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table.
+
+    Attributes:
+        best_but: the best of each column is bold, except in this row; None: nothing is bold.
+    """
+
+    caption: str
+    columns: Mapping[str, Column]
+    rows: dict[str, list[Spread | None]]
+    corner: str = "method"
+    best_but: str | None = None
+    facts: dict[str, float | int | None] = field(default_factory=dict)
+    note: str = ""
+
+    def markdown(self) -> str:
+        counts = {row: max(cell.n for cell in cells if cell) for row, cells in self.rows.items()}
+        usual = Counter(counts.values()).most_common(1)[0][0]
+        rest = "".join(f"; {row}: {n}" for row, n in counts.items() if n != usual)
+        lines = [
+            f"{self.caption}; mean ± standard deviation, n = {usual} run{'s' * (usual > 1)}{rest}.",
+            "",
+            f"| {self.corner} | {' | '.join(self.columns)} |",
+            "|---" + "|---:" * len(self.columns) + "|",
+        ]
+        for row, cells in self.rows.items():
+            texts = []
+            for place, (cell, column) in enumerate(zip(cells, self.columns.values(), strict=True)):
+                text = format(cell.mean, column.form) if cell else "-"
+                if row != self.best_but and text == self._best(place, column.form):
+                    text = f"**{text}**"
+                if cell and cell.sd is not None and column.sd:
+                    text += f" ± {cell.sd:{column.form}}"
+                texts.append(text + (f" (n={cell.n})" if cell and cell.n != counts[row] else ""))
+            lines.append(f"| {row} | {' | '.join(texts)} |")
+        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
+
+    def _best(self, place: int, form: str) -> str | None:
+        """As text, so that equal texts are equally good. None if nothing is compared."""
+        cells = [cells[place] for row, cells in self.rows.items() if row != self.best_but]
+        means = [cell.mean for cell in cells if cell]
+        return format(max(means), form) if self.best_but and len(means) > 1 else None
+
+    def plain(self) -> dict[str, Any]:
+        rows = {
+            row: dict(zip(self.columns, (cell and cell._asdict() for cell in cells), strict=True))
+            for row, cells in self.rows.items()
+        }
+        return {"caption": self.caption, "rows": rows, "facts": self.facts}
+
+
+def sheet(
+    runs: Runs, caption: str, kind: str, columns: Mapping[str, Column],
+    rows: Mapping[str, list[Spread | None]], **more: Any,
+) -> list[Sheet]:  # fmt: skip
+    """A sheet of the rows with a known number; an empty list if there is none."""
+    found = {label: cells for label, cells in rows.items() if any(cells)}
+    seeds = len({r["train_seed"] for r in runs.records if r["cell"]["kind"] == kind})
+    caption += f" ({runs.what}, {seeds} training seed{'s' * (seeds > 1)})"
+    return [Sheet(caption, columns, found, **more)] if found else []
+
+
+def grid(
+    runs: Runs, caption: str, kind: str, columns: Mapping[str, Column], rows: Mapping[str, Wanted],
+    **more: Any,
+) -> list[Sheet]:  # fmt: skip
+    """A sheet whose cells are spreads of the column's value over records of row and column."""
+    cells = {
+        label: [runs.spread(kind, c.value, **wanted, **c.wanted) for c in columns.values()]
+        for label, wanted in rows.items()
+    }
+    return sheet(runs, caption, kind, columns, cells, **more)
