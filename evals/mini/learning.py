@@ -17,7 +17,6 @@ import cells
 import data
 import score
 import torch
-import yaml
 from merges import LAMBDAS
 from plan import HALF, Cell, Plan, T, settings
 from runs import Quickstart, Run, Weights, difference
@@ -189,7 +188,7 @@ def learned(
     """The merged model, and its learned.json."""
     written = recipe(run, cell, by)
     learn(
-        Request(document=from_mapping(written), text=yaml.safe_dump(written), out=str(out),
+        Request(document=from_mapping(written), out=str(out),
                 method=cell["method"], data=given, **options)
     )  # fmt: skip
     model = score.load(out).to(run.device)

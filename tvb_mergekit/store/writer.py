@@ -105,7 +105,7 @@ def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
     try:
         if store.is_dir() and is_store(store):
             _check_own(store, read_store_facts(store))
-        elif next_to(store, "new").is_dir():
+        elif writer.folder.is_dir() and next_to(store, "previous").is_dir():
             read_store_facts(store)  # names the command that completes the change
         shutil.rmtree(writer.folder, ignore_errors=True)
         writer.folder.mkdir()
