@@ -230,8 +230,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/online.py", "torch.maximum(one[0] - two[1], two[0] - one[1])", "one[0] - two[1]"),
     ],
     "test_merges.py -k dtypes": [
-        ("plugin/plan.py", "promote_types, weights, base", "promote_types, weights[:0], base"),
-        ("plugin/plan.py", "wanted if base.dtype.is_floating_point else", "saved or"),
+        ("plugin/items.py", "promote_types, weights, base", "promote_types, weights[:0], base"),
+        ("plugin/items.py", "wanted if base.dtype.is_floating_point else", "saved or"),
     ],
     "test_store_recipes.py": [
         ("plugin/plan.py", "bases.shares[order] *", "bases.shares[order] + 0 *"),

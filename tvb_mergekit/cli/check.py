@@ -14,8 +14,9 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.inputs import Options, by_factors, plan_only, read_inputs
+from tvb_mergekit.plugin.inputs import Options, by_factors, read_inputs
 from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.planner import plan_only
 from tvb_mergekit.plugin.preflight import input_folders
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings
@@ -120,7 +121,9 @@ def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
 def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
     """A recipe of which only mergekit's planner knows the tensors."""
     tasks, settings = plan.tasks, plan.recipe.settings
-    yield from _taking_part(len(tasks.items), sum(i.numel for i in tasks.items), plan.left_out)
+    yield from _taking_part(
+        len(tasks.items), sum(i.numel for i in tasks.items), plan.tensors.left_out
+    )
     yield _disk(plan.output_bytes, out)
     yield _reading(_passes(settings), tasks.nbytes)
     yield from _matrices(settings, tasks.items, most_bases(settings, len(tasks.tasks)))

@@ -47,7 +47,7 @@ class Localize(GradientMethod):
     @property
     def _dtype(self) -> torch.dtype:
         """The dtype of masked bases: that of the output, if it has one."""
-        wanted = getattr(torch, self.plan.out_dtype or "float32")
+        wanted = getattr(torch, self.plan.tensors.out_dtype or "float32")
         return wanted if wanted in DTYPES else torch.float32
 
     @property

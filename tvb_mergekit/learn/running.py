@@ -14,13 +14,18 @@ from tvb_mergekit.learn.fisher_regmean import StatisticsMethod
 from tvb_mergekit.learn.localize import Localize
 from tvb_mergekit.learn.request import Request
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Work
-from tvb_mergekit.plugin.inputs import check_for_store, planned
+from tvb_mergekit.plugin.inputs import check_for_store
+from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.plugin.preflight import input_folders
-from tvb_mergekit.plugin.run import staged, warn_of_stale_parts, write_model
+from tvb_mergekit.plugin.run import staged, write_model
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.output import check_new_folder, check_output_folder
+from tvb_mergekit.tensors.output import (
+    check_new_folder,
+    check_output_folder,
+    warn_of_stale_parts,
+)
 
 LOG = logging.getLogger(__name__)
 METHODS: dict[str, type[Work]] = {
@@ -46,8 +51,7 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
     if request.store is not None:
         check_for_store(request.document)
     with ExitStack() as stack:
-        made = planned(request.document, request.options, request.memory)
-        plan = world.first(lambda: stack.enter_context(made))
+        plan = stack.enter_context(planned(request.document, request.options, request.memory))
         work = METHODS[request.method](request, plan)
         if dry:
             return work.costs()
@@ -67,7 +71,7 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
         plan.learned = work
         work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
         with staged(request.out) as stage:
-            write_model(plan, request.document.config, stage, request.document.text, started)
+            write_model(plan, request.document, stage, started)
         if request.source is None:
             shutil.rmtree(request.partial, ignore_errors=True)
     return costs

@@ -87,10 +87,10 @@ class Work(ABC):
 
     def __init__(self, request: Request, plan: Plan) -> None:
         self.request, self.plan = request, plan
-        if plan.changed:
+        if plan.tensors.changed:
             raise UserError(
-                f"tensor `{next(iter(plan.changed))}` is changed by the recipe's tokenizer, and "
-                "differs from the models that learn; set `tokenizer_source: base`"
+                f"tensor `{next(iter(plan.tensors.changed))}` is changed by the recipe's "
+                "tokenizer, and differs from the models that learn; set `tokenizer_source: base`"
             )
         self.device = plan.devices[0]
         self.dtype = dtype_from_name(request.precision)

@@ -35,8 +35,14 @@ class Document:
     config: Any
     recipe: Recipe
     raw: bool  # models are weight files, as for mergekit-pytorch
-    text: str  # for the output folder
+    text: str = ""  # for the output folder
     varying: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the merged model."""
+        dtype: str | None = self.config.out_dtype or self.config.dtype
+        return dtype
 
     def whole_tasks(self) -> None:
         """Take the task vectors themselves, unless the recipe says something of bases."""

@@ -20,13 +20,15 @@ from mergekit.options import MergeOptions
 from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.plugin.document import RecipeFile, check_unknown_keys, parse
+from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
+from tvb_mergekit.plugin.files import plan_files
 from tvb_mergekit.plugin.recipe import read_recipe
-from tvb_mergekit.plugin.run import merge, merge_files, plan_files
+from tvb_mergekit.plugin.run import check_place, merge, merge_files
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.settings import METHODS
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.output import check_disk
 
 
 def run_merge(original: Callable[..., None]) -> Callable[..., None]:
@@ -40,8 +42,9 @@ def run_merge(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if merge_config.merge_method in METHODS:
             with refusing(planning=True):
-                recipe = read_recipe(merge_config)
-            merge(recipe, merge_config, out_path, options, config_source)
+                text = config_source or merge_config.to_yaml()
+                document = Document(merge_config, read_recipe(merge_config), False, text)
+            merge(document, out_path, options)
             return
         with refusing():
             models = [model.model.path for model in merge_config.referenced_models()]
@@ -79,8 +82,10 @@ def plan_flat_merge(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(config, out_path, tensor_union, tensor_intersection, options)
         started = time.perf_counter()
         with refusing(planning=True):
-            recipe = read_recipe(config)
-            plan = plan_files(recipe, config, out_path, options, tensor_union, tensor_intersection)
+            document = Document(config, read_recipe(config), True)
+            check_place(out_path, document.recipe, options)
+            plan = plan_files(document, options, tensor_union, tensor_intersection)
+            check_disk(out_path, plan.output_bytes)
         return [RunMerge(run=lambda: merge_files(plan, out_path, started))]
 
     return replacement

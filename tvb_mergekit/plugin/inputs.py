@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,23 +16,17 @@ from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.loaders import fresh_loaders
-from tvb_mergekit.plugin.plan import Plan, plan_merge, vectors_of
-from tvb_mergekit.plugin.preflight import (
-    check_adapter_place,
-    check_local_files,
-    check_tokenizer_source,
-    may_be_on_the_hub,
-)
-from tvb_mergekit.plugin.run import open_file
+from tvb_mergekit.plugin.files import open_file
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.planner import plan_only
+from tvb_mergekit.plugin.preflight import check_adapter_place, may_be_on_the_hub
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
-from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Holds, Item, Part
-from tvb_mergekit.tensors.taskset import Matched, TaskSet, match
+from tvb_mergekit.tensors.taskset import TaskSet, match
 
 LOG = logging.getLogger(__name__)
 FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
@@ -85,35 +78,14 @@ def by_factors(document: Document, options: Options) -> bool:
 
 
 def _raw_inputs(document: Document) -> TaskSet:
-    recipe, vectors = document.recipe, document.recipe.vectors
-    base = open_file(recipe.base)
-    sources: list[Weights] = [*vectors_of(recipe).values()]
-    sources = sources or [open_file(model) for model in recipe.models]
-    holds: Holds = "weight" if vectors is None else "delta"
-    matched = match(base, sources, recipe.tasks, recipe.settings, holds)
-    for note in matched.notes:
-        LOG.warning("%s", note)
-    return _task_set(document, base, sources, matched)
-
-
-def _task_set(
-    document: Document, base: Checkpoint, sources: Sequence[Weights], matched: Matched
-) -> TaskSet:
     recipe = document.recipe
-    return TaskSet(
-        recipe.settings,
-        recipe.tasks,
-        recipe.weights,
-        matched.items,
-        base,
-        str(recipe.base),
-        [str(model) for model in recipe.models],
-        sources,
-        matched.left_out,
-        matched.tied,
-        dtype=document.config.out_dtype or document.config.dtype,
-        built=recipe.vectors.built if recipe.vectors else (),
-    )
+    base = open_file(recipe.base)
+    sources = [*recipe.opened.values()] or [open_file(model) for model in recipe.models]
+    holds: Holds = "weight" if recipe.vectors is None else "delta"
+    found = match(base, sources, recipe.tasks, recipe.settings, holds)
+    for note in found.notes:
+        LOG.warning("%s", note)
+    return recipe.task_set(found.items, base, sources, found.left_out, found.tied, document.dtype)
 
 
 def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> TaskSet:
@@ -149,12 +121,10 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
         Item(name, info.shape, None, tuple(Part.of(source, name, "delta") for source in sources))
         for name, info in targets.items()
     ]
-    return replace(
-        _task_set(document, base, sources, Matched(items, left_out, {})),
-        adapters=sources,
-        sums=factor_gram([source.factors for source in sources]),
-        folder=base.folder,
-    )
+    tasks = recipe.task_set(items, base, sources, left_out, {}, document.dtype)
+    tasks.adapters, tasks.folder = sources, base.folder
+    tasks.sums = factor_gram([source.factors for source in sources])
+    return tasks
 
 
 def open_base(text: str) -> tuple[Checkpoint, Path | None]:
@@ -247,27 +217,3 @@ def tasks_for_store(document: Document, plan: Plan) -> TaskSet:
             )
         items.append(replace(item, name=name, counted_as=name))
     return replace(plan.tasks, items=items, varying=document.varying)
-
-
-def plan_only(document: Document, options: Options) -> Plan:
-    """The plan of a merge that nothing will run; see `planned`."""
-    with planned(document, options) as plan:
-        return plan
-
-
-@contextmanager
-def planned(document: Document, options: Options, memory: int | None = None) -> Iterator[Plan]:
-    """The plan of a merge, which may be run within the context.
-
-    The document is used up: mergekit rewrites its configuration.
-
-    Raises:
-        UserError, MergeRefused: what would refuse the merge before it starts.
-    """
-    with fresh_loaders():
-        with refusing(planning=True):
-            opened = check_local_files(document.recipe, options)
-            check_tokenizer_source(document.config)
-            plan = plan_merge(document.recipe, document.config, options, memory, opened)
-            plan.open()
-        yield plan

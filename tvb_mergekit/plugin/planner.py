@@ -1,9 +1,14 @@
-"""mergekit's planner: where each tensor of the merged model comes from, and its parameters."""
+"""The plan of a merge of model folders, by mergekit's own planner.
+
+mergekit's planner knows the place of each merged tensor in each model, and resolves `lambda`,
+`alpha` and `density` for the tensor. Our passes replace mergekit's own tasks.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mergekit.architecture import get_architecture_info
@@ -14,7 +19,83 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 
+from tvb_mergekit.plugin.document import Document
+from tvb_mergekit.plugin.items import MergedTensors
+from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, install_loader
 from tvb_mergekit.plugin.names import replaced
+from tvb_mergekit.plugin.plan import Plan, devices_of
+from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source
+from tvb_mergekit.plugin.sources import candidate
+from tvb_mergekit.progress import phase
+from tvb_mergekit.refusals import refusing
+from tvb_mergekit.tensors import ranks
+
+
+@contextmanager
+def planned(document: Document, options: MergeOptions, memory: int | None = None) -> Iterator[Plan]:
+    """The plan of a merge, which may be run within the context.
+
+    The document is used up: mergekit rewrites its configuration.
+
+    Args:
+        memory: Bytes that the passes may allocate. None: TVB_MERGEKIT_BLOCK_MB.
+
+    Raises:
+        UserError, MergeRefused: a reason that stops the merge before its first pass.
+    """
+    with fresh_loaders():
+        with refusing(planning=True):
+            plan = _plan(document, options, memory)
+        yield plan
+
+
+def plan_only(document: Document, options: MergeOptions) -> Plan:
+    """The plan of a merge that nothing will run; see `planned`."""
+    with planned(document, options) as plan:
+        return plan
+
+
+def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan:
+    devices, trust = devices_of(options), options.trust_remote_code
+    recipe, world = document.recipe, ranks.world()
+    loaders, planner = world.first(lambda: _opened(document, options))
+    task = planner._tokenizer_task
+    # mergekit orders new tokens by a set, whose order differs between processes.
+    tokenizer = None if task is None else world.share(task.execute)
+    tensors = MergedTensors(
+        recipe,
+        {model: loader.checkpoint for model, loader in loaders.items()},
+        document.dtype,
+        document.config.out_dtype,
+        options.safe_serialization,
+        tied=all(
+            getattr(model.config(trust_remote_code=trust), "tie_word_embeddings", False)
+            for model in loaders
+        ),
+    )
+    tensors.fill(
+        candidate(tensors.checkpoints, weight, task, tokenizer, options)
+        for weight, task in planner._tensors
+    )
+    plan = Plan(recipe, options, devices, loaders, tensors, memory=memory)
+    plan.tokenizer = tokenizer
+    plan.architecture, plan.config = planner.arch_info, planner.out_model_config
+    return plan
+
+
+@phase("Planning")
+def _opened(
+    document: Document, options: MergeOptions
+) -> tuple[dict[ModelReference, MappedLoader], MergePlanner]:
+    """The open models, and mergekit's plan; local files are checked before any download."""
+    recipe = document.recipe
+    opened = check_local_files(recipe, options)
+    check_tokenizer_source(document.config)
+    LoaderCache().setup(options=options)
+    opened |= recipe.opened
+    loaders = {model: install_loader(model, opened.get(model)) for model in recipe.every}
+    recipe.check_base(loaders[recipe.base].checkpoint)
+    return loaders, planned_by_mergekit(document.config, options)
 
 
 def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> MergePlanner:

@@ -13,7 +13,7 @@ from mergekit.common import ModelReference
 from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.plugin.stores import StoreVectors, find_store
+from tvb_mergekit.plugin.stores import StoreVectors, find_store, refuse_bases
 from tvb_mergekit.settings import (
     GLOBAL_KEYS,
     MODEL_KEYS,
@@ -26,6 +26,10 @@ from tvb_mergekit.settings import (
     shown,
     unknown_key,
 )
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.taskset import TaskSet
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -53,6 +57,14 @@ class Recipe:
         return None if self.vectors is None or self.vectors.keeps_tasks else self.vectors
 
     @property
+    def opened(self) -> dict[ModelReference, Any]:
+        """The models that are vectors of a store, as the store has opened them."""
+        if self.vectors is None:
+            return {}
+        vectors = (self.vectors.bases.vectors[index] for index in self.vectors.order)
+        return dict(zip(self.models, vectors, strict=True))
+
+    @property
     def every(self) -> tuple[ModelReference, ...]:
         """The base and the models."""
         return self.base, *self.models
@@ -61,6 +73,37 @@ class Recipe:
     def model_names(self) -> dict[str, str]:
         """Task -> model, as the recipe writes it."""
         return {task: str(model) for task, model in zip(self.tasks, self.models, strict=True)}
+
+    def check_base(self, opened: Weights) -> None:
+        """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""
+        refuse_bases([self.base.model.path], "`base_model`")
+        if self.vectors is not None:
+            self.vectors.bases.check_base(opened, str(self.base))
+
+    def task_set(
+        self,
+        items: Sequence[Item],
+        base: Checkpoint,
+        sources: Sequence[Weights],
+        left_out: Mapping[str, str],
+        tied: Mapping[str, str],
+        dtype: str | None,
+    ) -> TaskSet:
+        """The task vectors with these tensors; see `TaskSet`."""
+        return TaskSet(
+            self.settings,
+            self.tasks,
+            self.weights,
+            items,
+            base,
+            str(self.base),
+            [str(model) for model in self.models],
+            sources,
+            left_out,
+            tied,
+            dtype=dtype,
+            built=self.vectors.built if self.vectors else (),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """A merge by our passes: early checks, a staged output folder, the weights, the report.
 
-The tensors go through `plan.Plan` in one pass and are written in the same order. mergekit's own
-functions write configuration, tokenizer and model card. Several processes all plan the whole merge.
-Each reads and writes its share, and the leader writes the rest.
+mergekit's own functions write configuration, tokenizer and model card. Several processes all plan
+the complete merge. Each reads and writes its share, and the leader writes the rest.
 """
 
 from __future__ import annotations
@@ -12,39 +11,34 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
-from mergekit import merge_methods
-from mergekit.architecture import WeightInfo
 from mergekit.card import generate_card
-from mergekit.common import ModelReference, parse_kmb
-from mergekit.config import MergeConfiguration
+from mergekit.common import parse_kmb
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model
 from tvb_mergekit.plugin.names import replaced
-from tvb_mergekit.plugin.plan import Plan, check_base, devices_of, plan_merge, vectors_of
-from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
+from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.planner import planned
+from tvb_mergekit.plugin.preflight import input_folders
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Candidate, part_of
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.output import (
     StagedFolder,
     check_disk,
     check_output_folder,
-    stale_parts,
+    warn_of_stale_parts,
 )
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.writing import (
@@ -94,72 +88,68 @@ def merge_recipe(
             f"--out-shard-size {out_shard_size}: expected a size such as 500M or 5B"
         ) from error
     settings = MergeOptions(out_shard_size=shard, **options)
-    merge(document.recipe, document.config, out, settings, document.text, memory)
+    merge(document, out, settings, memory)
 
 
-def merge(
-    recipe: Recipe,
-    config: MergeConfiguration,
-    out: str,
-    options: MergeOptions,
-    source: str | None = None,
-    memory: int | None = None,
-) -> None:
+def merge(document: Document, out: str, options: MergeOptions, memory: int | None = None) -> None:
     """Merge model folders into the folder `out`, which appears when it is complete.
 
     Args:
-        config: the configuration of `recipe`; used up, since mergekit rewrites it.
-        source: the recipe as a text, for the output folder.
+        document: used up, since mergekit rewrites its configuration.
         memory: bytes that the passes may allocate; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
         MergeRefused: what refuses the merge.
     """
     started = time.perf_counter()
-    world = ranks.world()
-    _tell_options_without_effect(options)
     if options.random_seed is not None:
         transformers.trainer_utils.set_seed(options.random_seed)
     with logging_above_bars(), unwinding(), refusing(out=out):
-        opened = None
-        with refusing(planning=True):
-            if world.leads:
-                check_output_folder(out, input_folders(recipe))
-                opened = check_local_files(recipe, options)
-                check_tokenizer_source(config)
-                warn_of_stale_parts(out)
-        with staged(out) as stage, fresh_loaders():
-            with refusing(planning=True):
-                plan = world.first(lambda: plan_merge(recipe, config, options, memory, opened))
-                plan.open()
-                check_disk(out, plan.output_bytes)
+        if ranks.world().leads:
+            check_place(out, document.recipe, options)
+        with planned(document, options, memory) as plan, staged(out) as stage:
+            check_disk(out, plan.output_bytes)
             plan.build()
-            write_model(plan, config, stage, source, started)
+            write_model(plan, document, stage, started)
 
 
-def write_model(
-    plan: Plan,
-    config: MergeConfiguration,
-    stage: StagedFolder,
-    source: str | None,
-    started: float,
-) -> None:
+def merge_files(plan: Plan, out: str, started: float) -> None:
+    """Merge weight files by their plan into the folder `out`."""
+    with refusing(out=out), staged(out) as stage:
+        plan.build()
+        write_tensors(plan, stage.path)
+        finish(stage, plan, started, card=False)
+
+
+def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
+    """Check the output folder, and warn of stale folders and of options without effect.
+
+    Raises:
+        UserError: see `check_output_folder`.
+    """
+    check_output_folder(out, input_folders(recipe))
+    warn_of_stale_parts(out)
+    given = options.model_dump(include=set(WITHOUT_EFFECT), exclude_defaults=True)
+    if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        LOG.warning("%s: without effect on our methods, which stream tensors", names)
+
+
+def write_model(plan: Plan, document: Document, stage: StagedFolder, started: float) -> None:
     """Write the merged model of a plan whose basis is built, and publish it.
 
     Args:
         started: when the work began, by `time.perf_counter`.
     """
-    with _local_cards():
+
+    def local(original: Callable[[str], bool]) -> Callable[[str], bool]:
+        return lambda path: not os.path.exists(path) and original(path)
+
+    # mergekit asks the Hub whether a folder is a repository, which fails offline.
+    with replaced("mergekit.card:is_hf", local):
         write_tensors(plan, stage.path)
-        _write_companions(plan, config, stage.path, source)
+        _write_companions(plan, document, stage.path)
         finish(stage, plan, started, card=plan.options.write_model_card)
-
-
-def _tell_options_without_effect(options: MergeOptions) -> None:
-    given = options.model_dump(include=set(WITHOUT_EFFECT), exclude_defaults=True)
-    if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        LOG.warning("%s: without effect on our methods, which stream tensors", names)
 
 
 @contextmanager
@@ -212,32 +202,31 @@ def write_tensors(plan: Plan, folder: Path) -> None:
     files.finish(records)
 
 
-def _write_companions(
-    plan: Plan, config: MergeConfiguration, folder: Path, source: str | None
-) -> None:
+def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
     """Configuration, model card and tokenizer, as mergekit's `run_merge` writes them."""
-    from mergekit.merge import (  # not above: our hook on it needs this module
+    from mergekit.merge import (  # an import above would call our hook, which needs this module
         _copy_tagalong_files,
         _copy_tokenizer,
         _set_chat_template,
         _update_config_vocab,
     )
 
-    options = plan.options
-    tokenizer = next((made.tokenizer for made in plan.tokenizers.values()), None)
+    config, options = document.config, plan.options
+    tokenizer = plan.tokenizer and plan.tokenizer.tokenizer
     if tokenizer is not None:
         multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
         _update_config_vocab(plan.config, plan.architecture, tokenizer, pad_to_multiple_of=multiple)
     plan.config.save_pretrained(folder)
-    if plan.untied:  # let loaders read the model's own output embedding, which the base ties
+    if (
+        plan.tensors.untied
+    ):  # let loaders read the model's own output embedding, which the base ties
         path = folder / "config.json"
         values = json.loads(path.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if options.write_model_card:
-        source = source or config.to_yaml()
-        card = generate_card(config=config, config_yaml=source, name=folder.name)
+        card = generate_card(config=config, config_yaml=document.text, name=folder.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        (folder / "mergekit_config.yml").write_text(source, encoding="utf-8")
+        (folder / "mergekit_config.yml").write_text(document.text, encoding="utf-8")
     if tokenizer is not None:
         _set_chat_template(tokenizer, config)
         tokenizer.save_pretrained(folder)
@@ -251,15 +240,6 @@ def _write_companions(
         LOG.warning("`chat_template` is not saved: there is no tokenizer")
     files = plan.architecture.tagalong_files or []
     _copy_tagalong_files(config, str(folder), files=files, options=options)
-
-
-def _local_cards() -> AbstractContextManager[None]:
-    """Keep mergekit from asking the Hub whether an existing folder is a repository, which fails
-    offline after the weights are written."""
-    return replaced(
-        "mergekit.card:is_hf",
-        lambda original: lambda path: not os.path.exists(path) and original(path),
-    )
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
@@ -280,94 +260,3 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
             report.print_summary(facts, tensors, str(stage.out))
         except Exception as error:  # a closed pipe, a terminal without the characters
             LOG.warning("the merge is whole, but its summary cannot be printed: %s", error)
-
-
-def warn_of_stale_parts(out: str) -> None:
-    """Name the folders that killed merges into `out` left behind."""
-    for path in stale_parts(out):
-        LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
-
-
-def plan_files(
-    recipe: Recipe,
-    config: Any,
-    out: str,
-    options: MergeOptions,
-    union: bool,
-    intersection: bool,
-) -> Plan:
-    """The plan of a merge of weight files into the folder `out`.
-
-    Raises:
-        UserError: a reason that stops the merge, before anything of a tensor is read.
-    """
-    check_output_folder(out, input_folders(recipe))
-    _tell_options_without_effect(options)
-    plan = _planned_files(recipe, config, options, union, intersection)
-    check_disk(out, plan.output_bytes)
-    warn_of_stale_parts(out)
-    return plan
-
-
-def merge_files(plan: Plan, out: str, started: float) -> None:
-    """Merge weight files by their plan, and publish the folder `out`."""
-    with refusing(out=out), staged(out) as stage:
-        plan.build()
-        write_tensors(plan, stage.path)
-        finish(stage, plan, started, card=False)
-
-
-def _planned_files(
-    recipe: Recipe,
-    config: Any,
-    options: MergeOptions,
-    union: bool,
-    intersection: bool,
-) -> Plan:
-    # Not above: the import calls our hook, which needs this module.
-    from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
-
-    devices = devices_of(options)
-    known = vectors_of(recipe)
-    files = {model: known.get(model) or open_file(model) for model in recipe.every}
-    base, stored = files[recipe.base], recipe.vectors is not None
-    check_base(recipe, base)
-    if not stored and not (union or intersection):
-        _check_same_tensors(files)
-    loaders = {model: MappedLoader(file) for model, file in files.items()}
-    plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype)
-    method = merge_methods.get(config.merge_method)
-    # A store may hold a tensor under another name, which the plan looks up.
-    theirs = [base.tensors if stored else files[model].tensors for model in recipe.models]
-    names = sorted(set(base.tensors).union(*theirs))
-    if intersection:
-        names = [n for n in names if all(n in tensors for tensors in (base.tensors, *theirs))]
-    plan.candidates = [
-        Candidate(
-            WeightInfo(name=name),
-            dict(construct_param_dicts(config, method, name)[0].items()),
-            {model: part_of(file, name) for model, file in files.items()},
-        )
-        for name in names
-    ]
-    plan.open()
-    return plan
-
-
-def open_file(model: ModelReference) -> Checkpoint:
-    """The weight file that a recipe of mergekit-pytorch names."""
-    path = model.model.path
-    if not os.path.isfile(path):
-        found = "is a folder" if os.path.isdir(path) else "no such file"
-        raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
-    return open_model(path)
-
-
-def _check_same_tensors(files: dict[ModelReference, Checkpoint]) -> None:
-    every = {name for file in files.values() for name in file.tensors}
-    for model, file in files.items():
-        for name in sorted(every - set(file.tensors)):
-            raise UserError(
-                f"tensor `{name}` is not in {model}, but in others; merge what all have with "
-                "--tensor-intersection, or keep the base's with --tensor-union"
-            )

@@ -1,4 +1,4 @@
-"""Where the tensors of mergekit's plan come from, and how mergekit changes them on the way."""
+"""The places of mergekit's planned tensors, and mergekit's changes of them at loading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from mergekit.architecture import WeightInfo
@@ -24,30 +24,20 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Part
 
 
-class Whole(Protocol):
-    """Tensors that are known only when they are loaded, all at once."""
-
-    def load(self, base_alone: bool) -> Sequence[Tensor]:
-        """The base's tensor and, unless it is wanted alone, the models'; in any thread."""
-
-    def identity(self) -> str | None:
-        """A checksum of what changes the tensors besides the checkpoints; None for nothing."""
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One tensor of the merged model as mergekit plans it, before anything of it is read.
 
     Attributes:
         values: The values of the recipe's keys for this tensor.
-        parts: Where it lies in each model, the base first; None: the model lacks it.
-        whole: Loads the tensor where mergekit changes it or makes it of others.
+        parts: Its part of each model, the base first; None: the model lacks it.
+        whole: Loads the tensor if mergekit changes it or makes it of others.
     """
 
     weight: WeightInfo
     values: Mapping[str, Any]
     parts: Mapping[ModelReference, Part | None]
-    whole: Whole | None = None
+    whole: Changed | Made | None = None
 
 
 def part_of(checkpoint: Checkpoint, name: str) -> Part | None:
@@ -58,15 +48,15 @@ def candidate(
     checkpoints: Mapping[ModelReference, Checkpoint],
     weight: WeightInfo,
     task: Any,
-    tokenizers: dict[Any, Any],
+    tokenizer: Any,
     options: MergeOptions,
 ) -> Candidate:
     """A tensor planned by mergekit; its parts are found by the rules of mergekit's `LoadTensor`.
 
     Args:
-        checkpoints: Of the base first.
+        checkpoints: The base's first.
         task: mergekit's task that would merge the tensor.
-        tokenizers: mergekit's task that makes a tokenizer -> the result. Making one takes seconds.
+        tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
     """
     inputs = task.gather_tensors
     gather = inputs if isinstance(inputs, GatherTensors) else inputs.gather_tensors
@@ -89,10 +79,10 @@ def candidate(
         loads.append(LoadTensor(model=model, tensor=info.name, aliases=info.aliases).execute)
         converted |= able
     values = dict(task.parameters.items())
-    whole: Whole | None = None
+    whole: Changed | Made | None = None
     if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
         parts = {m: part and replace(part, shape=None) for m, part in parts.items()}
-        whole = Changed(weight.name, _stored_dtypes(inputs), list(parts), tokenizers, options)
+        whole = Changed(weight.name, _stored_dtypes(inputs), list(parts), tokenizer, options)
     elif converted:
         whole = Made(loads, options)
     return Candidate(weight, values, parts, whole)
@@ -110,11 +100,12 @@ class Made:
     options: MergeOptions
 
     def load(self, base_alone: bool) -> Sequence[Tensor]:
+        """The base's tensor and, unless it is wanted alone, the models'; in any thread."""
         LoaderCache().setup(options=self.options)  # mergekit has one for each thread
         return [load() for load in (self.loads[:1] if base_alone else self.loads)]
 
-    def identity(self) -> str | None:
-        return None
+    def identity(self) -> None:
+        """No checksum: the checkpoints decide."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +115,14 @@ class Changed:
     name: str
     inputs: Any
     models: Sequence[ModelReference]
-    tokenizers: dict[Any, Any]
+    tokenizer: Any
     options: MergeOptions
 
-    def identity(self) -> str | None:
+    def identity(self) -> str:
+        """A checksum of the change, which the checkpoints do not show."""
         if not isinstance(self.inputs, PermutedVocabulary):
             return f"{self.name}: truncated"
-        info = self._tokenizer(self.inputs.tokenizer_task)
+        info = self.tokenizer
         digest = hashlib.sha256(repr(sorted(info.tokenizer.get_vocab().items())).encode())
         for model in self.models:
             digest.update(repr(sorted(info.permutations[model].items())).encode())
@@ -138,30 +130,23 @@ class Changed:
         tokens = sorted(rest[0].items()) if rest[0] else []
         return f"{self.name}: {digest.hexdigest()} {tokens!r} {rest[1]}"
 
-    def _tokenizer(self, task: Any) -> Any:
-        if task not in self.tokenizers:
-            self.tokenizers[task] = task.execute()
-        return self.tokenizers[task]
-
     def load(self, base_alone: bool) -> Sequence[Tensor]:
+        """The changed tensors, as `Made.load` gives them."""
         LoaderCache().setup(options=self.options)  # mergekit has one for each thread
         universe = TaskUniverse()
         wanted = universe.add_task(self.inputs)
         known = {}
         if isinstance(self.inputs, PermutedVocabulary):
-            task = self.inputs.tokenizer_task
-            info = self._tokenizer(task)
             if not base_alone:  # else rows for new tokens may be made up
-                self._check_tokens(info)
-            known[universe.add_task(task)] = info
+                self._check_tokens()
+            known[universe.add_task(self.inputs.tokenizer_task)] = self.tokenizer
         ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
         return [tensors[model] for model in (self.models[:1] if base_alone else self.models)]
 
-    def _check_tokens(self, info: Any) -> None:
-        rows = info.permutations[self.models[0]]
-        added = [
-            token for token, new in info.tokenizer.get_vocab().items() if rows.get(new, -1) < 0
-        ]
+    def _check_tokens(self) -> None:
+        rows = self.tokenizer.permutations[self.models[0]]
+        vocabulary = self.tokenizer.tokenizer.get_vocab()
+        added = [token for token, new in vocabulary.items() if rows.get(new, -1) < 0]
         if added:
             raise UserError(
                 f"tensor `{self.name}`: the recipe's tokenizer has {len(added):,} tokens that the "

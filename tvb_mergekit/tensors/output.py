@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import glob
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from tvb_mergekit.errors import UserError, check_names, listed, megabytes
 from tvb_mergekit.tensors.checkpoint import weight_files
 
+LOG = logging.getLogger(__name__)
 # Files of a merge besides weights, which an existing output folder must not have.
 WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
 
@@ -110,8 +112,9 @@ class StagedFolder:
         atexit.unregister(self.discard)
 
 
-def stale_parts(out: str | os.PathLike[str]) -> list[str]:
-    """Folders that killed merges left next to `out` or in it."""
+def warn_of_stale_parts(out: str | os.PathLike[str]) -> None:
+    """Name the folders that killed merges left next to `out` or in it."""
     target = Path(os.path.realpath(out))
     beside = target.parent.glob(f"{glob.escape(target.name)}.partial-*")
-    return sorted(map(str, [*beside, *target.glob(".partial-*")]))
+    for path in sorted(map(str, [*beside, *target.glob(".partial-*")])):
+        LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)

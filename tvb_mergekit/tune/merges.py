@@ -41,10 +41,10 @@ from tvb_mergekit.plugin.document import (
     registered,
     unknown_method,
 )
-from tvb_mergekit.plugin.inputs import Options, planned
+from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import planned_by_mergekit
+from tvb_mergekit.plugin.planner import planned, planned_by_mergekit
 from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
@@ -188,8 +188,7 @@ class TunedRecipe:
             config = MergeConfiguration.model_validate(document)
             mergekit.merge.run_merge(config, os.fspath(out), options, config_source=source)
             return
-        found = from_mapping(document)
-        merge(found.recipe, found.config, os.fspath(out), options, source, self.memory)
+        merge(from_mapping(document, source), os.fspath(out), options, self.memory)
 
     def draw(self, start: Path, direction: Path, progress: Progress = silent) -> float:
         """Write start and direction of every tensor that moves as two models; needs `linear`.

@@ -1,0 +1,224 @@
+"""The tensors of the merged model: mergekit's candidates, checked, as items of our passes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from mergekit.common import ModelReference, dtype_from_name
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.sources import Candidate
+from tvb_mergekit.settings import VARYING_KEYS
+from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
+from tvb_mergekit.tensors.stream import Item, Part, whole_parts
+from tvb_mergekit.tensors.taskset import why_left_out
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class MergedTensors:
+    """The tensors of the merged model, and the facts found while they are made.
+
+    Attributes:
+        checkpoints: The base's first.
+        saved_dtype: The dtype to which mergekit casts everything that it writes.
+        safe: Weight files are safetensors.
+        tied: All configurations say that the output embedding is the input embedding.
+        items: In the order of the base's files.
+        left_out: Tensor -> reason why it stays the base's, or is not written.
+        same_as: The base's second names of tensors -> the name that counts.
+        untied: The base ties its output embedding, a model does not.
+        tunables: `lambda`, `alpha`, `density` -> all values of it.
+        changed: A tensor that counts and that a tokenizer changes -> a checksum of the change.
+    """
+
+    recipe: Recipe
+    checkpoints: Mapping[ModelReference, Checkpoint]
+    out_dtype: str | None
+    saved_dtype: str | None = None
+    safe: bool = True
+    tied: bool = False
+    items: Sequence[Item] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    same_as: dict[str, str] = field(default_factory=dict)
+    untied: bool = False
+    tunables: dict[str, set[float]] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+    _fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
+    _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
+
+    def fill(self, candidates: Iterable[Candidate]) -> None:
+        """Make an item of each candidate that the base has.
+
+        Raises:
+            UserError: Shapes differ, or the base lacks a tensor that the model must have.
+        """
+        base, exclude = self.recipe.base, self.recipe.settings.exclude
+        tensors = self.checkpoints[base].tensors
+        made = []
+        for each in candidates:
+            name = each.weight.name
+            if each.parts[base] is not None:
+                made.append(self._item(each))
+            elif each.weight.optional:
+                self.left_out[name] = "not in the base; not written"
+            else:
+                raise UserError(f"tensor `{name}` is not in the base {base}; it cannot be merged")
+
+        def place(item: Item) -> tuple[str, int]:
+            name = item.base.name if item.base else None
+            return ("", 0) if name is None else (tensors[name].shard, tensors[name].offset or 0)
+
+        self.items = sorted(made, key=place)
+        if exclude and "excluded by the recipe" not in self.left_out.values():
+            LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
+
+    def fresh(self) -> list[Item]:
+        """The items for one pass: tensors that are loaded whole stay in memory until read."""
+        return [self._fresh[i.name]() if i.name in self._fresh else i for i in self.items]
+
+    def _item(self, given: Candidate) -> Item:
+        """One tensor in the dtype that is written."""
+        recipe, name, whole = self.recipe, given.weight.name, given.whole
+        base, *models = _parts(recipe, given)
+        assert base is not None
+        absent = recipe.vectors.why_absent(base.name, name) if recipe.vectors else None
+        rule = functools.partial(why_left_out, name, recipe.settings, recipe.tasks, absent=absent)
+        reason = rule(base, models)
+        fresh: Callable[[], Sequence[Part]] | None = None
+        if whole is not None and not (reason and base.shape):
+            load = functools.partial(whole.load, reason is not None)
+            fresh = _loaded_whole(load, [base] if reason else [base, *(p for p in models if p)])
+            base, *rest = fresh()
+            models = [*rest]
+            reason = reason or rule(base, models)
+        if reason is not None:
+            if recipe.vectors is None and reason.startswith("missing"):
+                LOG.warning("tensor `%s` is not in %s: it stays the base's", name, reason[11:])
+            self.left_out[name] = reason
+            models = []
+        assert base.shape is not None
+        inputs = [part for part in models if part is not None]
+        mean = _mean(recipe, name, base.shape, inputs)
+        item = Item(name, base.shape, base, (*inputs, *mean), self._dtype(given, base, inputs))
+        if reason is None:
+            counted, tunables = self._count_once(given, item), self._tunables(given)
+            item = replace(item, counted_as=counted, tunables=tunables)
+            if counted == name and whole is not None and (change := whole.identity()):
+                self.changed[name] = change
+        if fresh is not None:
+            self._fresh[name] = lambda: _refreshed(item, *fresh())
+        return item
+
+    def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
+        wanted, saved = (
+            dtype_from_name(given.weight.force_dtype or dtype)
+            for dtype in (self.out_dtype, self.saved_dtype)
+        )
+        # A store's dtype is not the output's, and integers are never cast to a float.
+        weights = [part.dtype for part in inputs if part.holds == "weight"]
+        out = saved or (wanted if base.dtype.is_floating_point else None)
+        out = out or functools.reduce(torch.promote_types, weights, base.dtype)
+        if self.safe and out not in DTYPES.values():
+            raise UserError(
+                f"tensor `{given.weight.name}`: safetensors hold no {out}; write .bin files with "
+                "--no-safe-serialization"
+            )
+        return out
+
+    def _tunables(self, given: Candidate) -> Tunables:
+        """The keys that may vary, resolved for this tensor, and noted for the report."""
+        for key in VARYING_KEYS:
+            value = given.values.get(key)
+            if value is not None:
+                self.tunables.setdefault(key, set()).add(value)
+            elif key in given.values:
+                raise UserError(
+                    f"`{key}` has no value for tensor `{given.weight.name}`, which matches none of "
+                    "its filters; add an entry without `filter`"
+                )
+        return Tunables.of(given.values)
+
+    def _count_once(self, given: Candidate, item: Item) -> str:
+        """The name under which a tensor counts in the Gram matrix: its own, or that of the first
+        tensor with the same stored names."""
+        weight, order = given.weight, self.recipe.every
+        names = [part.name for part in item.parts[: len(order)]]
+        if weight.tied_names and not self.tied and names[0] != weight.name:
+            self.untied |= weight.name in names
+        place = tuple(
+            None if name is None else self.checkpoints[model].canonical(name)
+            for model, name in zip(order, names, strict=True)
+        )
+        if self.tied and weight.tied_names:
+            place = (weight.tied_names[0],) * len(order)
+        if None in place:
+            place = (weight.name, *place)
+        other = self._first.setdefault(place, item)
+        if other is not item:
+            assert other.base is not None
+            if place[0] is not None and names[0] is not None and other.base.name is not None:
+                self.same_as[names[0]] = other.base.name
+            reason = f"the same tensor as {other.name}: merged with it, counted once"
+            self.left_out[item.name] = reason
+        return other.name
+
+
+def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
+    """The tensor's parts in the base and the models; vectors of a store have their own names."""
+    parts = [given.parts[model] for model in recipe.every]
+    vectors, base = recipe.vectors, parts[0]
+    if vectors is None or base is None:
+        return parts
+    if (name := vectors.bases.stored_name(base.name)) is None:
+        return [base, *[None] * len(recipe.models)]
+    shape = None if given.whole else base.shape
+    stored = (Part.of(vectors.bases.vectors[index], name, "delta") for index in vectors.order)
+    return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
+
+
+def _loaded_whole(
+    load: Callable[[], Sequence[Tensor]], parts: Sequence[Part]
+) -> Callable[[], Sequence[Part]]:
+    """A function that makes new parts of a tensor; the shapes come from loading it once now."""
+    found = [(tensor.dtype, tensor.shape) for tensor in load()]
+    dtypes, numel = [dtype for dtype, _ in found], found[0][1].numel()
+
+    def fresh() -> list[Part]:
+        every = zip(whole_parts(load, dtypes, numel), parts, found, strict=True)
+        return [
+            replace(new, holds=old.holds, name=old.name, shape=tuple(shape))
+            for new, old, (_, shape) in every
+        ]
+
+    return fresh
+
+
+def _refreshed(item: Item, base: Part, *models: Part) -> Item:
+    inputs = (*models, *item.inputs[len(models) :]) if item.inputs else ()
+    return replace(item, base=base, inputs=inputs)
+
+
+def _mean(
+    recipe: Recipe, name: str, shape: tuple[int, ...], inputs: Sequence[Part]
+) -> Sequence[Part]:
+    """PCA's mean, an input that is not a model of the recipe."""
+    mean = recipe.store.mean(recipe.settings) if recipe.store else None
+    if mean is None or not inputs or inputs[0].name is None:
+        return ()
+    part = Part.of(mean, inputs[0].name, "delta")
+    if part.shape != shape:
+        raise UserError(
+            f"tensor `{name}`: the recipe's tokenizer gives it the shape {list(shape)}, the "
+            f"store's mean has {list(part.shape or ())}: use the base's tokenizer as it is, or "
+            "leave the tensor out with `exclude`"
+        )
+    return (part,)
