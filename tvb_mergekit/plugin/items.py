@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.names import note_untested
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate
 from tvb_mergekit.settings import VARYING_KEYS
@@ -61,6 +62,7 @@ class MergedTensors:
         Raises:
             UserError: Shapes differ, or the base lacks a tensor that the model must have.
         """
+        note_untested()
         base, exclude = self.recipe.base, self.recipe.settings.exclude
         tensors = self.checkpoints[base].tensors
         made = []

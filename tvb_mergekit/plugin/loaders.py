@@ -1,13 +1,13 @@
-"""Our mapped checkpoints in the place of mergekit's loaders, for the time of one merge.
+"""Mapped checkpoints instead of mergekit's loaders, during one merge.
 
-mergekit's own cache of loaders lives as long as the process and would show old weights of a
-rewritten file; its loader for `.bin` shards holds a whole shard per model.
+mergekit's own cache of loaders lives as long as the process, and would show old weights of a
+rewritten file. mergekit's loader for `.bin` shards holds a complete shard of each model.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -26,12 +26,8 @@ from tvb_mergekit.tensors.sparse import Sparse
 class MappedLoader(LazyTensorLoader):
     """mergekit's loader interface over a `Checkpoint`: all shards open, nothing read ahead."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, names: Mapping[str, str | None] | None = None
-    ) -> None:
-        """`names`: what else the index lists -> the checkpoint's name for it, if it has one."""
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.names = names or {}
         self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
         shards = [
@@ -41,7 +37,6 @@ class MappedLoader(LazyTensorLoader):
         safe = checkpoint.shards[0].endswith(".safetensors")
         index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
         super().__init__(index, lazy_unpickle=False)
-        paths |= {name: checkpoint.shards[0] for name in self.names if name not in paths}
         self.lock = threading.Lock()
 
     def get_tensor(
@@ -52,10 +47,9 @@ class MappedLoader(LazyTensorLoader):
         raise_on_missing: bool = True,
     ) -> Tensor | None:
         for name in (key, *(aliases or ())):
-            stored = self.names.get(name) or name
-            if stored in self.checkpoint.tensors:
-                self.read.add(stored)
-                return self.checkpoint.tensor(stored).to(torch.device(device))
+            if name in self.checkpoint.tensors:
+                self.read.add(name)
+                return self.checkpoint.tensor(name).to(torch.device(device))
         if raise_on_missing:
             raise KeyError(key)
         return None
@@ -65,7 +59,7 @@ class MappedLoader(LazyTensorLoader):
 
 
 def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> MappedLoader:
-    """Map `model`, if it is not open yet: download it, or fuse its adapter, as mergekit does."""
+    """Map a model. Unless it is open, download it or fuse its adapter, as mergekit does."""
     LoaderCache.loaders.pop(model, None)
     if opened is None:
         stock = LoaderCache()
@@ -81,13 +75,13 @@ def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> M
 
 
 def open_model(path: str) -> Checkpoint:
-    """The weights at `path`, a folder or a file; a vector of a store as what it stands for."""
-    # Codes and sparse vectors have all of a checkpoint that a merge asks for.
+    """The weights at `path`, a folder or a file: a model, or a vector of a store."""
     opened = Checkpoint.open(path)
-    said = metadata_of(opened.folder / opened.shards[0])
-    if KEY in said:
+    metadata = metadata_of(opened.folder / opened.shards[0])
+    # Codes and sparse vectors have all attributes of a checkpoint that a merge needs.
+    if KEY in metadata:
         return cast(Checkpoint, Codes.open(path))
-    return cast(Checkpoint, Sparse.open(path)) if SPARSE in said else opened
+    return cast(Checkpoint, Sparse.open(path)) if SPARSE in metadata else opened
 
 
 @contextmanager

@@ -44,7 +44,7 @@ PAPER_URL = "https://openreview.net/forum?id=zkc7u3mIaE"
 
 
 class Parameter(ParameterSpec):
-    """A parameter whose complaint names the key, which mergekit's own does not."""
+    """A parameter whose complaint names the key, unlike mergekit's own."""
 
     def validate(self, value: Any) -> Any:
         return None if value is None else check_value(self.name, value)
@@ -53,30 +53,22 @@ class Parameter(ParameterSpec):
 class BasisMethod(MergeMethod):
     """One of METHODS.
 
-    Merging models uses the name and the parameters alone (see `plan`). Called in memory
-    (`merge_state_dicts`, `merge_tensors`), the tensors given in one call are the whole task vector;
-    the inputs' ids, as text, are the tasks' names.
+    Merges of models use only the name and the parameters (see `planner`). In memory
+    (`merge_state_dicts`, `merge_tensors`), the tensors of one call are the complete task vectors,
+    and the inputs' ids, as text, are the names of the tasks.
     """
 
     def __init__(self, name: str) -> None:
-        # A global key that is not given must look so: `resolve_settings` applies its default.
-        specs = [
-            Parameter(key.name, Any, ParameterScope.SHARED, None, key.help)
-            for key in GLOBAL_KEYS.values()
-            if name in key.methods
-        ]
-        specs += [
-            Parameter(key.name, Any, ParameterScope.SHARED, key.default_for(name), key.help)
-            for key in VARYING_KEYS.values()
-            if name in key.methods
-        ]
-        specs += [
-            Parameter(key.name, Any, ParameterScope.NON_BASE, key.default, key.help)
-            for key in MODEL_KEYS.values()
-        ]
+        # A global key that is not given has no value: `resolve_settings` applies its default.
+        rows = [(key, ParameterScope.SHARED, None) for key in GLOBAL_KEYS.values()]
+        rows += [(k, ParameterScope.SHARED, k.default_for(name)) for k in VARYING_KEYS.values()]
+        rows = [row for row in rows if name in row[0].methods]
+        rows += [(key, ParameterScope.NON_BASE, key.default) for key in MODEL_KEYS.values()]
         self.spec = MergeMethodSpec(
             name=name,
-            parameters=tuple(specs),
+            parameters=tuple(
+                Parameter(key.name, Any, scope, default, key.help) for key, scope, default in rows
+            ),
             contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
             pretty_name=TITLES[name],
             reference_url=PAPER_URL,
@@ -84,8 +76,7 @@ class BasisMethod(MergeMethod):
         )
 
     def _execute_resolved(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        # Reached from a task graph of mergekit's: one tensor at a time, of which
-        # each would get a basis of its own.
+        # A task graph of mergekit's calls this for one tensor, which would get its own basis.
         raise RuntimeError(
             f"{self.spec.name} needs all tensors at once, and this command's planner is not known "
             "to tvb-mergekit; use mergekit-yaml, mergekit-multi or mergekit-pytorch"
@@ -101,8 +92,10 @@ class BasisMethod(MergeMethod):
         out_dtype: torch.dtype | None = None,
         batch_options: BatchOptions | None = None,
     ) -> tuple[Tensor, ...]:
-        """Merge tensors held in memory; see `MergeMethod.__call__`. `dtype` is the dtype of the
-        result unless `out_dtype` is given; computing is always in float32 from the stored dtypes.
+        """Merge tensors held in memory, in float32; see `MergeMethod.__call__`.
+
+        Args:
+            dtype: The dtype of the result unless `out_dtype` is given.
         """
         groups = tuple(groups)
         bound = self._bind_parameters(groups, parameters or {})
@@ -111,9 +104,7 @@ class BasisMethod(MergeMethod):
             if [entry.id for entry in group.non_base] != ids:
                 raise UserError("every tensor must have the same inputs in the same order")
         given = {key: value for key, value in (parameters or {}).items() if key not in MODEL_KEYS}
-        tasks = [str(key) for key in ids]
-        if groups and any(bound[0]["task"].values()):
-            tasks = [bound[0]["task"][key] or str(key) for key in ids]
+        tasks = [bound[0]["task"][key] or str(key) for key in ids]
         settings = resolve_settings(self.spec.name, given, tasks)
         weights = [bound[0]["weight"][key] for key in ids]
         labels = [group.metadata.name or f"tensor {i}" for i, group in enumerate(groups)]
@@ -121,15 +112,14 @@ class BasisMethod(MergeMethod):
         items = []
         for label, group, values in zip(labels, groups, bound, strict=True):
             assert group.base is not None
-            models = [entry.tensor for entry in group.non_base]
+            excluded = settings.excludes(label)
+            models = [] if excluded else [entry.tensor for entry in group.non_base]
             to = out_dtype or dtype or promoted_dtype(group)
-            if settings.excludes(label):
-                items.append(held_item(label, group.base.tensor, (), to))
-                continue
-            check_shapes(label, group.base.tensor, models, tasks)
             item = held_item(label, group.base.tensor, models, to)
-            tunables = Tunables.of(values)
-            items.append(replace(item, counted_as=counted[label], tunables=tunables))
+            if not excluded:
+                check_shapes(label, group.base.tensor, models, tasks)
+                item = replace(item, counted_as=counted[label], tunables=Tunables.of(values))
+            items.append(item)
         devices, budget = [groups[0].entries[0].tensor.device], block_budget()
         sink = MemorySink(1)
         with torch.no_grad():

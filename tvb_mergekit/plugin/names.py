@@ -46,48 +46,49 @@ class Name(NamedTuple):
         return self.place.replace(":", ".")
 
 
-def _of(module: str, *rows: tuple[str | None, ...]) -> tuple[Name, ...]:
-    return tuple(Name(f"{module}:{place}", *rest) for place, *rest in rows)  # type: ignore[arg-type]
+Rows = dict[str, list[tuple[Any, ...]]]  # a module -> the rest of its rows
 
 
-IN_MEMORY = (
-    *_of(
-        "mergekit.merge_methods.registry",
+def _names(rows: Rows) -> tuple[Name, ...]:
+    return tuple(
+        Name(f"{module}:{place}", *rest) for module in rows for place, *rest in rows[module]
+    )
+
+
+IN_MEMORY: Rows = {
+    "mergekit.merge_methods.registry": [
         ("register", "method ...", "adds our methods"),
         ("registered_methods", "...", "lists all methods"),
         ("_METHODS", None, "loses our methods again after a problem"),
-    ),
-    *_of(
-        "mergekit.merge_methods.base",
+    ],
+    "mergekit.merge_methods.base": [
         ("MergeMethodSpec", "name parameters contract ...", "describes our methods"),
         ("ParameterSpec", "name value_type scope default description ...", "describes keys"),
         ("ParameterSpec.validate", "self value", "overridden: names the key"),
         (
             "MergeMethod.__call__",
             "self groups parameters dtype out_dtype batch_options",
-            "overridden: merges in memory",
+            "merges in memory",
         ),
         ("MergeMethod._execute", None, "overridden: never reached"),
         ("MergeMethod._execute_resolved", None, "overridden: refuses"),
         ("MergeMethod._bind_parameters", "self groups parameters ...", "checks inputs and keys"),
-    ),
-)
-MERGES = (
-    *_of(
-        "mergekit.merge",
+    ],
+}
+MERGES: Rows = {
+    "mergekit.merge": [
         ("run_merge", "merge_config out_path options config_source", "ours run here", "run_merge"),
         ("_model_out_config", "config arch_info trust_remote_code ...", "makes config.json"),
         (
             "_update_config_vocab",
             "config arch_info tokenizer pad_to_multiple_of ...",
-            "fits config.json to the tokenizer",
+            "fits config.json",
         ),
         ("_set_chat_template", "tokenizer merge_config ...", "writes the tokenizer"),
         ("_copy_tokenizer", "merge_config out_path options ...", "writes the tokenizer"),
         ("_copy_tagalong_files", "merge_config out_path files options ...", "copies other files"),
-    ),
-    *_of(
-        "mergekit.plan",
+    ],
+    "mergekit.plan": [
         ("ConfigReader", "config t slice_out module", "replaced while planning"),
         ("ConfigReader.parameter_sources", "self model", "overridden: finds settings by hash"),
         ("MergePlanner", "config arch_info options out_model_config ...", "plans the model"),
@@ -95,74 +96,72 @@ MERGES = (
         ("MergePlanner._tensors", None, "the plan: a task for each tensor"),
         ("MergePlanner._tokenizer_task", None, "makes the tokenizer"),
         ("MergePlanner._model_arch.__wrapped__", "self model", "overridden: a larger cache"),
-    ),
-    *_of(
-        "mergekit.merge_methods.task_adapter",
+    ],
+    "mergekit.merge_methods.task_adapter": [
         ("ExecuteMergeMethodTask.gather_tensors", None, "the inputs of a tensor"),
         ("ExecuteMergeMethodTask.parameters", None, "lambda, alpha and density of a tensor"),
-    ),
-    *_of(
-        "mergekit.io.tasks",
+    ],
+    "mergekit.io.tasks": [
         ("GatherTensors.weight_info", None, "the names of a tensor in each model"),
         ("LoadTensor", "model tensor aliases ...", "loads converted experts"),
         ("LoaderCache.loaders", None, "holds our loaders during a merge"),
         ("LoaderCache.setup", "self options ...", "receives the options"),
-    ),
-    *_of(
-        "mergekit.io.lazy_tensor_loader",
+    ],
+    "mergekit.io.lazy_tensor_loader": [
         (
             "LazyTensorLoader.get_tensor",
             "self key device aliases raise_on_missing",
-            "overridden: reads mapped checkpoints",
+            "reads mapped files",
         ),
         (
             "ShardedTensorIndex",
             "base_path is_safetensors tensor_paths shards ...",
-            "describes mapped checkpoints",
+            "describes files",
         ),
-    ),
-    *_of(
-        "mergekit.tokenizer",
+    ],
+    "mergekit.tokenizer": [
         ("PermutedVocabulary", "gather_tensors tokenizer_task tokens *", "aligns vocabularies"),
         ("truncate.TruncatedVocabulary", "gather_tensors *", "truncates vocabularies"),
-    ),
-    *_of(
-        "mergekit.graph",
+    ],
+    "mergekit.graph": [
         ("Executor", "targets cached_values ...", "runs the tasks of vocabularies"),
         ("Executor.run", "self quiet ...", "runs the tasks of vocabularies"),
-    ),
-    *_of(
-        "mergekit.card",
+    ],
+    "mergekit.card": [
         ("is_hf", "path", "replaced while writing: it asks the Hub about folders"),
         ("generate_card", "config config_yaml name ...", "writes the model card"),
-    ),
-    *_of(
-        "mergekit.io.tensor_writer",
+    ],
+    "mergekit.io.tensor_writer": [
         ("TensorWriter", "out_path max_shard_size safe_serialization ...", "writes .bin files"),
-    ),
-)
-RAW = _of(
-    "mergekit.scripts.merge_raw_pytorch",
-    (
-        "plan_flat_merge",
-        "config out_path tensor_union tensor_intersection options",
-        "ours are planned here",
-        "plan_flat_merge",
-    ),
-    ("construct_param_dicts", "config merge_method tensor_name ...", "lambda, alpha and density"),
-    ("main.callback", "config_path out_path *", "checks the recipe's text", "raw_callback"),
-)
+    ],
+}
+RAW: Rows = {
+    "mergekit.scripts.merge_raw_pytorch": [
+        (
+            "plan_flat_merge",
+            "config out_path tensor_union tensor_intersection options",
+            "ours are planned here",
+            "plan_flat_merge",
+        ),
+        (
+            "construct_param_dicts",
+            "config merge_method tensor_name ...",
+            "lambda, alpha and density",
+        ),
+        ("main.callback", "config_path out_path *", "checks the recipe's text", "raw_callback"),
+    ],
+}
 COMMAND = ("main.callback", "config_file out_path *", "checks the recipe's text", "callback")
 
 # An imported module of mergekit -> the names to be compared when its import ends. By then mergekit
 # has imported their modules as well. Each command needs `mergekit.merge`, wherever it may be.
 PROBED = {
-    "mergekit.merge_methods.registry": IN_MEMORY,
-    "mergekit.merge_methods": IN_MEMORY,
-    "mergekit.merge": MERGES,
-    "mergekit.scripts.merge_raw_pytorch": MERGES + RAW,
-    "mergekit.scripts.run_yaml": MERGES + _of("mergekit.scripts.run_yaml", COMMAND),
-    "mergekit.scripts.multimerge": MERGES + _of("mergekit.scripts.multimerge", COMMAND),
+    "mergekit.merge_methods.registry": _names(IN_MEMORY),
+    "mergekit.merge_methods": _names(IN_MEMORY),
+    "mergekit.merge": _names(MERGES),
+    "mergekit.scripts.merge_raw_pytorch": _names(MERGES | RAW),
+    "mergekit.scripts.run_yaml": _names(MERGES | {"mergekit.scripts.run_yaml": [COMMAND]}),
+    "mergekit.scripts.multimerge": _names(MERGES | {"mergekit.scripts.multimerge": [COMMAND]}),
 }
 PLACES = {name.place for names in PROBED.values() for name in names}
 

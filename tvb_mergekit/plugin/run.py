@@ -217,9 +217,7 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
         multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
         _update_config_vocab(plan.config, plan.architecture, tokenizer, pad_to_multiple_of=multiple)
     plan.config.save_pretrained(folder)
-    if (
-        plan.tensors.untied
-    ):  # let loaders read the model's own output embedding, which the base ties
+    if plan.tensors.untied:  # loaders must read the model's own output embedding
         path = folder / "config.json"
         values = json.loads(path.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
