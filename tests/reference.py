@@ -258,7 +258,7 @@ def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array
 
 
 def svd(matrix: Array, largest: float = 0.0) -> tuple[Array, Array, Array]:
-    """Without the directions of what is zero up to float32's rounding."""
+    """The triples of singular values above float32's rounding."""
     u, s, vt = np.linalg.svd(matrix, full_matrices=False)
     there = s > 1e-6 * s.max(initial=largest)
     return u * there, s * there, vt * there[:, None]

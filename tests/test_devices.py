@@ -1,4 +1,4 @@
-"""What can be shown of accelerators without one: placement, partition, and clear refusals."""
+"""Properties of accelerators on a CPU: placement, partition, and clear refusals."""
 
 from __future__ import annotations
 

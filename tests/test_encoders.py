@@ -1,5 +1,4 @@
-"""Encoders: the closed forms meet their bounds, the training is the authors', and the exact solver
-is at the spectral bound where Theorem 3.4 allows it."""
+"""Encoders: closed forms meet their bounds, training is the authors', the exact solver is exact."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def task_vectors(draw: st.DrawFn, low: int = 1, high: int = 12) -> Array:
 
 
 def some_gram(seed: int, size: int, shared: float | None = None) -> Array:
-    """Of correlated, nearly orthogonal or opposed task vectors."""
+    """The Gram matrix of correlated, nearly orthogonal or opposed task vectors."""
     random = np.random.default_rng(seed)
     vectors = random.standard_normal((int(random.integers(size, 50 * size)), size))
     shared = random.uniform(-0.9, 1.5) if shared is None else shared
@@ -298,7 +297,7 @@ def test_exact_reaches_the_spectral_bound_where_it_is_attainable(
     frame[:, 0] = random.uniform(0.2, 1.0, size)
     vectors = np.linalg.qr(frame)[0]
     turn = np.linalg.qr(random.standard_normal((count, count)))[0]
-    vectors[:, :count] = vectors[:, :count] @ turn  # the positive vector is no eigenvector
+    vectors[:, :count] = vectors[:, :count] @ turn  # the positive vector is not an eigenvector
     values = 10.0 ** (-decay * np.arange(size))
     gram = (vectors * values) @ vectors.T
     found = solve((gram + gram.T) / 2, num_bases=count, solver="exact")
@@ -322,7 +321,7 @@ def test_exact_is_never_above_adam(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_search_over_whole_encoders_finds_less(seed: int) -> None:
-    """Variable projection over all T M entries of W_e; and the order of the tasks is no matter."""
+    """Variable projection over all T M entries of W_e; the order of the tasks does not count."""
     size, count = 6, 1 + seed % 5
     gram = some_gram(seed + 100, size)
     root, random = np.linalg.cholesky(gram).T, np.random.default_rng(seed)

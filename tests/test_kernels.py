@@ -127,12 +127,10 @@ def test_every_16_bit_number_is_read_and_written_as_it_is(dtype: torch.dtype) ->
 
 def test_a_coefficient_multiplies_a_finished_direction() -> None:
     """fl(theta_0 + fl(scale * direction)): what `tvb tune` computes of a direction it keeps."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(3000, generator=generator) for _ in range(6)]
-    weights = torch.randn(5, generator=generator)
-    made = torch.empty(2, 3000)
+    torch.manual_seed(0)
+    given, weights = list(torch.randn(6, 3000)), torch.randn(5)
     steps = [[(1.0, weights)], [(0.7, weights), (-0.3, weights.flip(0))]]
-    alone, other = torch.empty(2, 3000), torch.empty(1, 3000)
+    made, alone, other = (torch.empty(count, 3000) for count in (2, 2, 1))
     assert combined(Linear(steps, add_base=False), given, alone)
     assert combined(Linear(steps), given, made)
     assert combined(Linear.of(weights.flip(0)[:, None]), given, other)
@@ -149,10 +147,9 @@ def both(items: list[Item]) -> list[Tensor]:
 @pytest.mark.parametrize("shift", range(4))
 def test_files_give_the_bits_of_tensors_in_memory(shift: int, tmp_path: Path) -> None:
     """Also where a header of an odd length puts numbers at odd places."""
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(300_001, generator=generator) for _ in range(4)]
-    made = [t.to(dtype) for t, dtype in zip(made, [*DTYPES, torch.bfloat16], strict=True)]
-    models = []
+    torch.manual_seed(1)
+    kinds = [*DTYPES, torch.bfloat16]
+    made, models = [torch.randn(300_001).to(dtype) for dtype in kinds], []
     for number, tensor in enumerate(made):
         path = tmp_path / f"{number}.safetensors"
         save_file({"w": tensor}, path)

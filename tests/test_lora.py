@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,23 +34,16 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.source import TensorInfo
 
 CONFIG, WEIGHTS = peft_files.CONFIG, peft_files.WEIGHTS
-
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONV = ["c_attn", "c_proj", "c_fc"]  # attn.c_proj is square
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    tied = lambda: tiny.llama(tie_word_embeddings=True)  # noqa: E731
+    tied = partial(tiny.llama, tie_word_embeddings=True)
     makers = {"llama": tiny.llama, "gpt2": tiny.gpt2, "tied": tied}
-
-    def get(name: str) -> Path:
-        if not (folder / name).exists():
-            tiny.family(folder / name, makers[name], (), tokenizer=False)
-        return folder / name / "base"
-
-    return get
+    make = partial(tiny.family, tasks=(), tokenizer=False)
+    return cache(lambda name: make(tmp_path_factory.mktemp(name), makers[name])[0])
 
 
 def model_of(base: Path) -> torch.nn.Module:
@@ -120,11 +114,9 @@ def test_factors_are_the_dense_matrices(updates):
     shapes = {name: both.shape for each in updates for name, both in each.items()}
     zero = {name: Factors(torch.zeros(m, 1), torch.zeros(1, n)) for name, (m, n) in shapes.items()}
     nothing = torch.zeros(0).double()
+    filled = [{**zero, **each} for each in updates]
     vectors = torch.stack(
-        [
-            torch.cat([nothing, *(dense({**zero, **each}[n]).flatten() for n in shapes)])
-            for each in updates
-        ]
+        [torch.cat([nothing, *(dense(each[n]).flatten() for n in shapes)]) for each in filled]
     )
     expected = vectors @ vectors.T
     sums = lora.factor_gram(updates)
@@ -219,7 +211,7 @@ def named(key: str) -> str:
 
 
 def test_linear_layers_in_a_model_of_conv1d(bases, tmp_path):
-    """With lm_head PEFT writes fan_in_fan_out: false although most layers are Conv1D."""
+    """With lm_head PEFT writes fan_in_fan_out: false, although most layers are Conv1D."""
     base = bases("gpt2")
     expected = train(base, tmp_path, target_modules=["lm_head", *CONV])
     state = load_file(tmp_path / WEIGHTS)
@@ -238,7 +230,7 @@ def test_linear_layers_in_a_model_of_conv1d(bases, tmp_path):
     [
         ({"a": (4, 4)}, True, "conv1d"),  # only square ones: PEFT's flag
         ({"a": (4, 4)}, False, "linear"),
-        ({"a": (4, 4), "b": (4, 8)}, False, "conv1d"),  # a bias tells, whatever the flag
+        ({"a": (4, 4), "b": (4, 8)}, False, "conv1d"),  # a bias decides for any flag
         ({"a": (4, 4), "b": (8, 4)}, True, "linear"),
         ({"a": (4, 4), "b": (8, 4), "c": (4, 8)}, True, None),
     ],

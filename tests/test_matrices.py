@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -30,29 +29,16 @@ from tvb_mergekit.settings import Settings
 Array = reference.Array
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 svd = np.linalg.svd
-cts = {"common": 0.6}
-ridge = {"ridge": 0.1}
-METHODS: dict[str, Callable[..., Tensor]] = {
-    "isotropic": isotropic,
-    "cts": partial(isotropic, **cts),
-    "singular_vectors": singular_vectors,
-    "interference_free": interference_free,
-    "ridged": partial(interference_free, **ridge),
+FORMS: dict[str, tuple[str, str, dict[str, float]]] = {
+    "isotropic": ("isotropic", "basis_iso", {}),
+    "cts": ("isotropic", "basis_iso", {"common": 0.6}),
+    "singular_vectors": ("singular_vectors", "basis_tsvm", {}),
+    "interference_free": ("interference_free", "basis_wudi", {}),
+    "ridged": ("interference_free", "basis_wudi", {"ridge": 0.1}),
 }
-DENSE: dict[str, Callable[[Array], Array]] = {
-    "isotropic": reference.isotropic,
-    "cts": partial(reference.isotropic, **cts),
-    "singular_vectors": reference.singular_vectors,
-    "interference_free": reference.interference_free,
-    "ridged": partial(reference.interference_free, **ridge),
-}
-CHOSEN = {
-    "isotropic": Settings(method="basis_iso"),
-    "cts": Settings(method="basis_iso", common=0.6),
-    "singular_vectors": Settings(method="basis_tsvm"),
-    "interference_free": Settings(method="basis_wudi"),
-    "ridged": Settings(method="basis_wudi", ridge=0.1),
-}
+METHODS = {k: partial(getattr(matrices, name), **keys) for k, (name, _, keys) in FORMS.items()}
+DENSE = {k: partial(getattr(reference, name), **keys) for k, (name, _, keys) in FORMS.items()}
+CHOSEN = {k: Settings(method=method, **keys) for k, (_, method, keys) in FORMS.items()}
 SHAPES = [(4, 40, 60), (8, 60, 40), (5, 31, 31), (1, 20, 30), (1, 30, 20), (2, BLOCK + 9, 12)]
 SHAPES += [(3, 16, 2 * BLOCK + 7)]  # fewer rows in all than columns
 
@@ -121,7 +107,7 @@ def test_a_merge_turns_with_its_bases_and_knows_no_order(method: str, shape, see
     merge, order = METHODS[method], torch.randperm(shape[0])
     turned = (3.0 * left @ bases[order] @ right).float()
     expected = 3.0 * left @ merge(bases.float()).double() @ right
-    assert off(merge(turned), expected) < 2e-5  # the inputs were rounded anew
+    assert off(merge(turned), expected) < 2e-5  # the inputs were rounded again
 
 
 @quick
@@ -177,7 +163,7 @@ def test_interference_is_least(shape: tuple[int, ...], seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 40, 70), (3, 70, 40), (2, 20, 90), (4, 600, 500)], ids=str)
 def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
-    """Of matrices of rank 4: partial isometries, and solutions of least norm."""
+    """Matrices of rank 4 give partial isometries, and solutions of least norm."""
     bases = low_rank(*shape, 4)
     dense, rank = bases.double().numpy(), 4 * shape[0]
     left, sizes, right = svd(dense.sum(0), full_matrices=False)
@@ -189,7 +175,7 @@ def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
     tsvm = reference.orthonormal(left) * sizes @ reference.orthonormal(right)
     assert off(singular_vectors(bases), tsvm) < 1e-5
     assert off(interference_free(bases), reference.interference_free(dense)) < 1e-5
-    assert off(METHODS["cts"](bases), expected) < 1e-4  # there are no others than the sum's
+    assert off(METHODS["cts"](bases), expected) < 1e-4  # only the sum has directions
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -31,13 +31,11 @@ FORGET = {"forget": "code", "alpha": 0.7}
 FORGOTTEN = {**PCA, **FORGET}
 SCALED = {"lambda_scale": "tasks"}
 BY_TASKS = {**BALANCED, **SCALED}
-IN_MEMORY = "merge_state_dicts"
+TVB, PYTORCH, IN_MEMORY = "tvb merge", "mergekit-pytorch", "merge_state_dicts"
+TA, TIES, NEGATE = "basis_ta", "basis_ties", "basis_negate"
+ISO, TSVM, WUDI = "basis_iso", "basis_tsvm", "basis_wudi"
 RAND_PROJ = {"basis": "rand_proj", "num_bases": 2, **FORGET}
-ONCE = (
-    ("basis_ta", BALANCED),
-    ("basis_ties", {**PCA, "density": 0.5}),
-    ("basis_negate", {**PCA, **FORGET}),
-)
+ONCE = ((TA, BALANCED), (TIES, {**PCA, "density": 0.5}), (NEGATE, FORGOTTEN))
 
 
 @dataclass(frozen=True)
@@ -76,126 +74,119 @@ FILTERS += [{"value": 0.5}]
 GRADIENT = [0.1, 0.3, 0.8]
 
 
-def by_filter(name: str) -> float:
-    return 0.1 if "self_attn" in name else 0.9 if "mlp" in name else 0.5
-
-
-def by_layer(name: str) -> float:
-    """mergekit puts layer i of n at i / (n - 1) along the list, and all other tensors at 0."""
-    found = re.search(r"layers\.(\d)\.", name)
-    return GRADIENT[int(found[1])] if found else GRADIENT[0]
-
-
 def varied(method: str, keys: Mapping[str, Any], key: str, filters: bool) -> Case:
+    """mergekit puts layer i of n at i / (n - 1) along a list, and all other tensors at 0."""
+
+    def by_filter(name: str) -> float:
+        return 0.1 if "self_attn" in name else 0.9 if "mlp" in name else 0.5
+
+    def by_layer(name: str) -> float:
+        found = re.search(r"layers\.(\d)\.", name)
+        return GRADIENT[int(found[1]) if found else 0]
+
     said = (key, FILTERS, by_filter) if filters else (key, GRADIENT, by_layer)
     return Case("three layers", method, keys, varying=said)
 
 
 TOKENIZER = {"tokenizer": {"source": "base"}}
-TOKENIZER_SOURCE = {"tokenizer_source": "base"}
+SOURCE = {"tokenizer_source": "base"}
 CASES = {
     **{name: Case(name, *ONCE[n % 3]) for n, name in enumerate(ARCHITECTURES)},
     # each basis and its options, each way to trim
-    "ae": Case("llama", "basis_ta", {"lambda": 0.3, **FAST}),
-    "ae, ties": Case("gpt2", "basis_ties", {"seed": 3, "anneal_every": 50, **FAST}),
-    "ae, exact": Case("mixed dtypes", "basis_negate", {"solver": "exact", "num_bases": 2,
-        **FORGET}),
-    "linear_ae": Case("llama", "basis_ties", {"basis": "linear_ae", "merge_func": "max",
-        "temperature": 2.0, **FAST}),
-    "pca": Case("mixed dtypes", "basis_ties", {**PCA, "trim": "tensor", "merge_func": "mean"}),
-    "pca, two": Case("gpt2", "basis_negate", {**PCA, "forget": "math, safety", "alpha": 1.5}),
-    "balanced, shards": Case("gpt2", "basis_ta", BY_TASKS, args=("--out-shard-size", "30K")),
-    "rand_select": Case("llama", "basis_ties", {"basis": "rand_select", "basis_ratio": 0.3,
+    "ae": Case("llama", TA, {"lambda": 0.3, **FAST}),
+    "ae, ties": Case("gpt2", TIES, {"seed": 3, "anneal_every": 50, **FAST}),
+    "ae, exact": Case("mixed dtypes", NEGATE, {"solver": "exact", "num_bases": 2, **FORGET}),
+    "linear_ae": Case("llama", TIES, {"basis": "linear_ae", "merge_func": "max", "temperature": 2.0,
+        **FAST}),
+    "pca": Case("mixed dtypes", TIES, {**PCA, "trim": "tensor", "merge_func": "mean"}),
+    "pca, two": Case("gpt2", NEGATE, {**PCA, "forget": "math, safety", "alpha": 1.5}),
+    "balanced, shards": Case("gpt2", TA, BY_TASKS, args=("--out-shard-size", "30K")),
+    "rand_select": Case("llama", TIES, {"basis": "rand_select", "basis_ratio": 0.3,
         "trim": "tensor"}),
-    "rand_proj": Case("mixed dtypes", "basis_negate", {**RAND_PROJ, "seed": 7, "lambda": 0.01}),
-    "none": Case("mixed dtypes", "basis_ties", {**NONE, "density": 0.1}),
-    # matrices as such
-    "iso": Case("llama", "basis_iso", BY_TASKS),
-    "iso, common": Case("gpt2", "basis_iso", {**NONE, "common": 0.7, "lambda": 0.8}),
-    "tsvm": Case("mixed dtypes", "basis_tsvm", {**PCA, **SCALED}),
-    "tsvm, some": Case("llama", "basis_tsvm", {**NONE, "matrices": "mlp|embed|norm"}),
-    "wudi": Case("gpt2", "basis_wudi", {"basis": "rand_select"}),
-    "wudi, layers": varied("basis_wudi", NONE, "lambda", False),
-    "wudi, ridge, adapters": Case("adapters", "basis_wudi", {**BALANCED, "ridge": 0.1},
-        "tvb merge"),
-    "iso, experts": Case("mixtral", "basis_iso", BALANCED, "tvb merge"),
-    "iso, tied": Case("tied", "basis_iso", {**BALANCED, "exclude": "mlp"}),
-    "iso, one model": Case("one model", "basis_iso", NONE),
-    "tsvm, same models": Case("twins", "basis_tsvm", BY_TASKS),
-    "wudi, weights": Case("mixed formats", "basis_wudi", NONE, own=WEIGHTS),
-    "iso, store": Case("store of balanced", "basis_iso", SCALED),
-    "tsvm, store": Case("store of pca", "basis_tsvm", {}, "tvb merge"),
-    "iso, adapters": Case("adapters", "basis_iso", BALANCED, "tvb merge"),
-    "iso, common, adapters": Case("adapters", "basis_iso", {**NONE, "common": 0.6}, "tvb merge"),
-    "tsvm, adapters": Case("adapters", "basis_tsvm", BALANCED, "tvb merge"),
-    "tsvm, tokens": Case("two more tokens", "basis_tsvm", PCA, extra=TOKENIZER_SOURCE),
-    "iso, files": Case("pt", "basis_iso", NONE, "mergekit-pytorch"),
-    "wudi, in memory": Case("pt", "basis_wudi", BALANCED, IN_MEMORY),
+    "rand_proj": Case("mixed dtypes", NEGATE, {**RAND_PROJ, "seed": 7, "lambda": 0.01}),
+    "none": Case("mixed dtypes", TIES, {**NONE, "density": 0.1}),
+    # methods for matrices
+    "iso": Case("llama", ISO, BY_TASKS),
+    "iso, common": Case("gpt2", ISO, {**NONE, "common": 0.7, "lambda": 0.8}),
+    "tsvm": Case("mixed dtypes", TSVM, {**PCA, **SCALED}),
+    "tsvm, some": Case("llama", TSVM, {**NONE, "matrices": "mlp|embed|norm"}),
+    "wudi": Case("gpt2", WUDI, {"basis": "rand_select"}),
+    "wudi, layers": varied(WUDI, NONE, "lambda", False),
+    "wudi, ridge, adapters": Case("adapters", WUDI, {**BALANCED, "ridge": 0.1}, TVB),
+    "iso, experts": Case("mixtral", ISO, BALANCED, TVB),
+    "iso, tied": Case("tied", ISO, {**BALANCED, "exclude": "mlp"}),
+    "iso, one model": Case("one model", ISO, NONE),
+    "tsvm, same models": Case("twins", TSVM, BY_TASKS),
+    "wudi, weights": Case("mixed formats", WUDI, NONE, own=WEIGHTS),
+    "iso, store": Case("store of balanced", ISO, SCALED),
+    "tsvm, store": Case("store of pca", TSVM, {}, TVB),
+    "iso, adapters": Case("adapters", ISO, BALANCED, TVB),
+    "iso, common, adapters": Case("adapters", ISO, {**NONE, "common": 0.6}, TVB),
+    "tsvm, adapters": Case("adapters", TSVM, BALANCED, TVB),
+    "tsvm, tokens": Case("two more tokens", TSVM, PCA, extra=SOURCE),
+    "iso, files": Case("pt", ISO, NONE, PYTORCH),
+    "wudi, in memory": Case("pt", WUDI, BALANCED, IN_MEMORY),
     # how many models
-    "one model": Case("one model", "basis_ta", {"solver": "exact"}),
-    "one model, forgotten": Case("one model", "basis_negate", {"basis": "balanced",
-        "forget": "math", "alpha": 1}),
-    "many models": Case("many models", "basis_ta", {**BY_TASKS, "lambda": 0.1}),
-    "same models, balanced": Case("twins", "basis_ta", BY_TASKS),
-    "same models, exact": Case("twins", "basis_ta", {"solver": "exact", "num_bases": 2}),
-    "same models, pca": Case("twins", "basis_negate", FORGOTTEN),
+    "one model": Case("one model", TA, {"solver": "exact"}),
+    "one model, forgotten": Case("one model", NEGATE, {"basis": "balanced", "forget": "math",
+        "alpha": 1}),
+    "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1}),
+    "same models, balanced": Case("twins", TA, BY_TASKS),
+    "same models, exact": Case("twins", TA, {"solver": "exact", "num_bases": 2}),
+    "same models, pca": Case("twins", NEGATE, FORGOTTEN),
     # keys
-    "energy": Case("llama", "basis_ta", {"basis": "rand_select", "energy": 0.8}),
-    "as many bases": Case("llama", "basis_negate", {"basis": "pca", "num_bases": 5,
-        "forget": "code", "alpha": 1}),
-    "lambda by tasks": Case("llama", "basis_ta", {**PCA, "lambda": -0.7, **SCALED}),
-    "lambda by tasks, ties": Case("llama", "basis_ties", {**PCA, "lambda": 1.1,
-        "lambda_scale": "tasks"}),
-    "lambda by tasks, negate": Case("llama", "basis_negate", {**FORGOTTEN, "lambda": 0.6,
-        **SCALED}),
-    "lambda by filter": varied("basis_ta", PCA, "lambda", True),
-    "lambda by filter, negate": varied("basis_negate", FORGOTTEN, "lambda", True),
-    "lambda by layer, ties": varied("basis_ties", {**PCA, "merge_func": "mean"}, "lambda", False),
-    "density by filter, model": varied("basis_ties", PCA, "density", True),
-    "density by layer, tensor": varied("basis_ties", {**PCA, "trim": "tensor"}, "density", False),
-    "alpha by filter": varied("basis_negate", RAND_PROJ, "alpha", True),
-    "alpha by layer": varied("basis_negate", FORGOTTEN, "alpha", False),
+    "energy": Case("llama", TA, {"basis": "rand_select", "energy": 0.8}),
+    "as many bases": Case("llama", NEGATE, {"basis": "pca", "num_bases": 5, "forget": "code",
+        "alpha": 1}),
+    "lambda by tasks": Case("llama", TA, {**PCA, "lambda": -0.7, **SCALED}),
+    "lambda by tasks, ties": Case("llama", TIES, {**PCA, "lambda": 1.1, **SCALED}),
+    "lambda by tasks, negate": Case("llama", NEGATE, {**FORGOTTEN, "lambda": 0.6, **SCALED}),
+    "lambda by filter": varied(TA, PCA, "lambda", True),
+    "lambda by filter, negate": varied(NEGATE, FORGOTTEN, "lambda", True),
+    "lambda by layer, ties": varied(TIES, {**PCA, "merge_func": "mean"}, "lambda", False),
+    "density by filter, model": varied(TIES, PCA, "density", True),
+    "density by layer, tensor": varied(TIES, {**PCA, "trim": "tensor"}, "density", False),
+    "alpha by filter": varied(NEGATE, RAND_PROJ, "alpha", True),
+    "alpha by layer": varied(NEGATE, FORGOTTEN, "alpha", False),
     # how checkpoints are stored
-    "mixed formats": Case("mixed formats", "basis_ties", PCA),
-    "tied": Case("tied", "basis_ta", PCA),
-    "tied, aliased": Case("tied, aliased", "basis_ties", PCA),
-    "tied, twice": Case("tied, twice", "basis_negate", RAND_PROJ),
-    "one untied": Case("one untied", "basis_ta", PCA),
-    "adapters": Case("adapters", "basis_negate", FORGOTTEN),
+    "mixed formats": Case("mixed formats", TIES, PCA),
+    "tied": Case("tied", TA, PCA),
+    "tied, aliased": Case("tied, aliased", TIES, PCA),
+    "tied, twice": Case("tied, twice", NEGATE, RAND_PROJ),
+    "one untied": Case("one untied", TA, PCA),
+    "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
-    "more tokens": Case("two more tokens", "basis_ta", PCA, extra=TOKENIZER_SOURCE),
-    "more tokens, trimmed": Case("two more tokens", "basis_ties", {**PCA, "trim": "tensor"},
+    "more tokens": Case("two more tokens", TA, PCA, extra=SOURCE),
+    "more tokens, trimmed": Case("two more tokens", TIES, {**PCA, "trim": "tensor"},
         extra=TOKENIZER),
-    "more tokens, forgotten": Case("two more tokens", "basis_negate", FORGOTTEN, extra=TOKENIZER),
-    "other order": Case("other order", "basis_ta", PCA, extra=TOKENIZER_SOURCE),
-    "union": Case("tied", "basis_ta", PCA, extra={"tokenizer_source": "union"}),
+    "more tokens, forgotten": Case("two more tokens", NEGATE, FORGOTTEN, extra=TOKENIZER),
+    "other order": Case("other order", TA, PCA, extra=SOURCE),
+    "union": Case("tied", TA, PCA, extra={"tokenizer_source": "union"}),
     # recipes
-    "exclude": Case("mixed formats", "basis_ties", {**BALANCED, "exclude": r"mlp|norm|layers\.1"}),
-    "exclude experts": Case("mixtral", "basis_ta", {**BALANCED, "exclude": "experts"}),
-    "weights": Case("mixed formats", "basis_negate", {**RAND_PROJ, "seed": 3}, own=WEIGHTS),
-    "slices": Case("mixed formats", "basis_negate", {**PCA, "forget": "sums", "alpha": 0.5},
-        own=WEIGHTS, form="slices"),
-    "modules": Case("tied", "basis_ties", PCA, own=WEIGHTS, form="modules"),
+    "exclude": Case("mixed formats", TIES, {**BALANCED, "exclude": r"mlp|norm|layers\.1"}),
+    "exclude experts": Case("mixtral", TA, {**BALANCED, "exclude": "experts"}),
+    "weights": Case("mixed formats", NEGATE, {**RAND_PROJ, "seed": 3}, own=WEIGHTS),
+    "slices": Case("mixed formats", NEGATE, {**PCA, "forget": "sums", "alpha": 0.5}, own=WEIGHTS,
+        form="slices"),
+    "modules": Case("tied", TIES, PCA, own=WEIGHTS, form="modules"),
     # stores
-    "store of pca": Case("store of pca", "basis_negate", FORGET),
-    "store of balanced": Case("store of balanced", "basis_ties", {"lambda": 0.3}),
-    "store of rand_proj": Case("store of rand_proj", "basis_negate", FORGET),
+    "store of pca": Case("store of pca", NEGATE, FORGET),
+    "store of balanced": Case("store of balanced", TIES, {"lambda": 0.3}),
+    "store of rand_proj": Case("store of rand_proj", NEGATE, FORGET),
     # other commands
-    "tvb merge": Case("mixed dtypes", "basis_ties", BALANCED, "tvb merge"),
-    "tvb merge, adapters": Case("adapters", "basis_ta", BALANCED, "tvb merge"),
-    "tvb merge, experts": Case("mixtral", "basis_ties", {**PCA, "trim": "tensor"}, "tvb merge"),
-    "tvb merge, store": Case("store of pca", "basis_ta", {"lambda": 0.3}, "tvb merge"),
-    "tvb merge, tokens": Case("two more tokens", "basis_ta", BALANCED, "tvb merge",
-        extra=TOKENIZER_SOURCE),
-    **{f"{driver}, {name}": Case(name, *ONCE[n % 3], driver) for driver in ("mergekit-pytorch",
+    "tvb merge": Case("mixed dtypes", TIES, BALANCED, TVB),
+    "tvb merge, adapters": Case("adapters", TA, BALANCED, TVB),
+    "tvb merge, experts": Case("mixtral", TIES, {**PCA, "trim": "tensor"}, TVB),
+    "tvb merge, store": Case("store of pca", TA, {"lambda": 0.3}, TVB),
+    "tvb merge, tokens": Case("two more tokens", TA, BALANCED, TVB, extra=SOURCE),
+    **{f"{driver}, {name}": Case(name, *ONCE[n % 3], driver) for driver in (PYTORCH,
         IN_MEMORY) for n, name in enumerate(("pt", "ckpt", "safetensors", "twice"))},
-    "mergekit-pytorch, exclude": Case("pt", "basis_ties", {**NONE, "exclude": "embed"},
-        "mergekit-pytorch"),
-    "merge_state_dicts, exclude": Case("pt", "basis_ties", {**NONE, "exclude": "embed"}, IN_MEMORY),
-    "merge_state_dicts, ae": Case("pt", "basis_ta", FAST, IN_MEMORY),
-    "merge_state_dicts, rand_proj": Case("pt", "basis_negate", RAND_PROJ, IN_MEMORY),
-    "merge_state_dicts, weights": Case("pt", "basis_ties", {**BALANCED, "trim": "tensor"},
-        IN_MEMORY, own=WEIGHTS),
+    "mergekit-pytorch, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, PYTORCH),
+    "merge_state_dicts, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, IN_MEMORY),
+    "merge_state_dicts, ae": Case("pt", TA, FAST, IN_MEMORY),
+    "merge_state_dicts, rand_proj": Case("pt", NEGATE, RAND_PROJ, IN_MEMORY),
+    "merge_state_dicts, weights": Case("pt", TIES, {**BALANCED, "trim": "tensor"}, IN_MEMORY,
+        own=WEIGHTS),
 }  # fmt: skip
 
 
@@ -204,14 +195,13 @@ Merged = tuple[Tensors, Mapping[str, Any], Result | None]
 
 
 def by_command(case: Case, models: Models, out: Path) -> Merged:
-    args = list(case.args)
+    args, result = list(case.args), Result(out)
     if case.models == "adapters":
         args += ["--lora-merge-cache", str(out.with_name("fused"))]
     if case.driver == "tvb merge":
         tvb("merge", write(case.document(models), out), out, "--quiet", *args)
-        result = Result(out)
     else:
-        result = merge(case.document(models), out, *args, command=case.driver)
+        merge(case.document(models), out, *args, command=case.driver)
     return result.tensors, models.stored or result.basis, result
 
 
@@ -352,8 +342,7 @@ def test_slices_may_repeat_drop_and_reorder_layers(
 
 @pytest.mark.parametrize("make", [vit, llava])
 def test_no_tensor_is_lost_in_silence(make: Any, tmp_path: Path) -> None:
-    """mergekit 0.1.5 misses parts of some architectures, whose stored names differ from those in
-    memory. The facts name each tensor that is not written."""
+    """mergekit 0.1.5 misses parts of some architectures; the facts name each lost tensor."""
     base, models = family(tmp_path, make, THREE, tokenizer=make is llava)
     result = merge(recipe("basis_ta", base, models, basis="none"), tmp_path / "out")
     stored = {name: tensor.numel() for name, tensor in load(base).items()}
@@ -369,8 +358,9 @@ def test_dtypes_of_files(made: Callable[[str], Models], tmp_path: Path) -> None:
     models = made("mixed dtypes")
     keys = {"basis": "none", "density": 0.1}
 
+    document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
+
     def merged(name: str, **dtypes: Any) -> Result:
-        document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
         return merge(document | dtypes, tmp_path / name)
 
     whole = merged("whole", dtype="float32")
@@ -403,10 +393,7 @@ def test_dtypes_in_memory(made: Callable[[str], Models]) -> None:
 
 
 def test_modules_views_and_float64() -> None:
-    modules: dict[str, torch.nn.Module] = {}
-    for number, key in enumerate(("base", *THREE)):
-        torch.manual_seed(number)
-        modules[key] = gpt2()
+    modules = {key: gpt2() for key in ("base", *THREE)}
     turned = {
         key: {n: t.detach().t().contiguous().t() if t.dim() == 2 else t.detach()
               for n, t in module.state_dict().items()}
@@ -430,7 +417,7 @@ def test_modules_views_and_float64() -> None:
         assert all(t.dtype == kind and not t.requires_grad for t in merged.values())
 
 
-# The same bits
+# Equal bits
 
 
 @dataclass(frozen=True)
