@@ -456,8 +456,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good(
 
 
 @pytest.mark.parametrize(
-    ("held", "begins", "best"),
-    [(True, 4, 1), (True, 3, None), (True, 9, 2), (False, 4, 1)],
+    ("held", "begins", "best"), [(True, 4, 1), (True, 3, None), (True, 9, 2), (False, 4, 1)]
 )
 def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
     case: Case, tmp_path: Path, held: bool, begins: int, best: int | None
@@ -516,8 +515,7 @@ def test_memory_precision_and_checkpointing(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["atlas", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fisher", "localize"))],
+    "method", ["atlas", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fisher", "localize"))]
 )
 def test_two_processes_learn_the_same(case: Case, method: str) -> None:
     source = case.recipe("pair", basis="balanced", num_bases=2)

@@ -130,11 +130,7 @@ def test_means_and_shares_and_their_errors() -> None:
     [
         ([entry("a")], specialists(b=0.5), r"no acc,none of a above 0 in it \(it has b\)"),
         ([entry("a")], specialists(a=0.0), "no acc,none of a above 0"),
-        (
-            [entry("a", "f1,none")],
-            specialists(a=0.4),
-            "no f1,none of a above 0",
-        ),
+        ([entry("a", "f1,none")], specialists(a=0.4), "no f1,none of a above 0"),
         ([entry("a"), entry("b", "ppl,none", lower=True)], None, "ppl,none of b is better when"),
         ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "needs scores that rise"),
     ],

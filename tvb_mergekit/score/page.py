@@ -151,7 +151,7 @@ def _table(sheet: Sheet) -> str:
 
 def _number(cell: str) -> str:
     """Escape a cell, so that phones break it before ± and p only."""
-    return _text(cell).replace("± ", "±&nbsp;").replace(" p ", " p&nbsp;")
+    return _text(cell).replace("± ", "±&#160;").replace(" p ", " p&#160;")
 
 
 def _paragraph(text: str) -> str:
