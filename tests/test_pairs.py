@@ -594,6 +594,7 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
         assert "://" not in value and "url(" not in value.replace("url(#", "")
     said = "".join(page.itertext())
     assert "@import" not in text and text.count("<svg") == 1
+    assert '<svg role="img" aria-label="Small: percent of' in text
     # label, task, answer, target, recipe
     assert said.count("alert(1)") >= 5 and text.count("<script") == 0
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text

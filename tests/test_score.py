@@ -19,12 +19,11 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from commands import refused, tvb
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tvb_mergekit.cli.commands import main
 from tvb_mergekit.score import read_benchmark, read_reference, read_results, table
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.results import Origin, Results, TaskResult
@@ -86,28 +85,12 @@ def write_results(
     Path(path).write_text(json.dumps(found | other))
 
 
-def invoke(*words: object, code: int = 0) -> Any:
-    done = CliRunner().invoke(main, ["score", *map(str, words)], prog_name="tvb")
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done
+def run(*words: str) -> str:
+    return str(tvb("score", *words).stdout)
 
 
-def run(*words: object) -> str:
-    return invoke(*words).stdout
-
-
-def warnings(*words: object) -> list[str]:
-    return [line.removeprefix("Warning: ") for line in invoke(*words).stderr.splitlines()]
-
-
-def mistake(*words: object) -> str:
-    """The one line of the error."""
-    done = invoke(*words, code=1)
-    assert done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("Error: "), done.stderr
-    return done.stderr.removeprefix("Error: ")
+def warnings(*words: str) -> list[str]:
+    return [line.removeprefix("Warning: ") for line in tvb("score", *words).stderr.splitlines()]
 
 
 def last(text: str) -> list[str]:
@@ -279,7 +262,7 @@ def test_files_of_different_models_in_one_folder(small: Path) -> None:
         (("x=all",), "x: add was run by different models"),
         (("ta", "--base", "all"), "base: add was run by different models"),
     ):
-        assert line in mistake(*words, *BENCH)
+        assert line in refused("score", *words, *BENCH)
     run("ta", *math, "--specialist", "code=all/code", *BENCH)
     # one model may run a task again, whatever its folder is called
     of_model("m/a/results_a.json", "./merged", "add", "sub", "run")
@@ -431,7 +414,7 @@ def test_an_earlier_table_is_a_reference(small: Path) -> None:
         ({"columns": [whole["columns"][1] | {"tasks": {"ad": 1.0}}]}, "no task ad in small: did"),
     ):
         Path("r.json").write_text(json.dumps(whole | change))
-        assert line in mistake("ae", *BENCH, "--reference", "r.json")
+        assert line in refused("score", "ae", *BENCH, "--reference", "r.json")
 
 
 def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,11 +466,11 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("ta", *BENCH, "--reference", "nope"): "nope: No such file or directory; expected a ref",
     }
     for words, line in expected.items():
-        found = mistake(*words)
+        found = refused("score", *words)
         assert re.search(line, found), (words, found)
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    error = mistake("ta", *SFT, "--out", "out")
+    error = refused("score", "ta", *SFT, "--out", "out")
     assert "pip install 'tvb-mergekit[plot]', or give --radar none" in error
     assert not Path("out").exists()
     run("ta", *SFT, "--out", "out", "--radar", "none")
@@ -554,16 +537,15 @@ def test_files_of_others_stay(small: Path, name: str) -> None:
     words = ("ta", *SFT, "--out", "out")
     for place in (Path("out", name), Path("out", name, "x")):  # a folder, empty or not
         place.mkdir(parents=True)
-        assert f"cannot write {Path('out', name)}: " in mistake(*words)
+        assert f"cannot write {Path('out', name)}: " in refused("score", *words)
         assert [each.name for each in Path("out").iterdir()] == [name]
     shutil.rmtree("out")
     run(*words)
     run(*words)  # its own are replaced
     foreign = Path("out", name)
     foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
-    assert mistake(*words) == (
-        f"cannot write {foreign}: tvb score did not make it; move it away, or name another --out\n"
-    )
+    told = f"cannot write {foreign}: tvb score did not make it; move it away, or name another --out"
+    assert refused("score", *words) == f"Error: {told}\n"
     assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
     if name.startswith("radar"):
         run(*words, "--radar", "none")
