@@ -91,9 +91,6 @@ def test_the_rule_of_negation(counts: list[tuple[int, int]], keep: float) -> Non
     assert len(asked) == 1 + len(better) + 1
 
 
-# ----------------------------------------------------------------------------------- objectives
-
-
 def entry(name: str, *metrics: str, lower: bool = False) -> EvalTask:
     metrics = metrics or ("acc,none",)
     return EvalTask(name, metrics, metrics if lower else (), (), "", None)
@@ -138,9 +135,6 @@ def test_means_and_shares_and_their_errors() -> None:
 def test_objectives_that_are_none(entries: list[EvalTask], reference: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         objective(entries, reference, "r")
-
-
-# ---------------------------------------------------------------------------------------- items
 
 
 @given(st.integers(2, 300), st.integers(0, 5), st.floats(0.05, 1), st.booleans())
