@@ -138,19 +138,12 @@ def scored(folder: str, scores: dict[str, Sequence[float]], model: str = "", **m
         lines = []
         for number, score in enumerate(values):
             line = {
-                "doc_id": number,
-                "doc": {"question": f"{task} {number}"},
-                "target": "1",
+                "doc_id": number, "doc": {"question": f"{task} {number}"}, "target": "1",
                 "arguments": {"gen_args_0": {"arg_0": "Q", "arg_1": {"until": []}}},
-                "resps": [["an answer"]],
-                "filtered_resps": ["an answer"],
-                "filter": "none",
-                "metrics": ["score"],
+                "resps": [["an answer"]], "filtered_resps": ["an answer"], "filter": "none",
                 "doc_hash": hashlib.sha256(f"{task} {number}".encode()).hexdigest(),
-                "prompt_hash": f"prompt {number}",
-                "target_hash": "",
-                "score": score,
-            }
+                "prompt_hash": f"prompt {number}", "score": score,
+            }  # fmt: skip
             other = {k: v[number] if isinstance(v, dict) and k != "arguments" else v
                      for k, v in more.items()}  # fmt: skip
             # another filter's lines stand in the same file
@@ -320,7 +313,6 @@ def test_samples_that_cannot_be_paired() -> None:
     scored("b", {"add": A, "run": A})
     place = Path(f"b/m/samples_run_{DATE}.jsonl")
     whole = place.read_text()
-    one = whole.splitlines(keepends=True)[0]
     lines = whole.splitlines(keepends=True)
     one, mean = lines[0], "b, whose `score,none` is not the mean"
 
@@ -598,14 +590,9 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
     # label, task, answer, target, recipe
     assert said.count("alert(1)") >= 5 and text.count("<script") == 0
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
-    for part in (
-        "Better beyond chance",
-        "Floors",
-        "Models",
-        "bad<script>/basis/basis.json is not whole",
-        f"Recipemerge_method: linear  # {HOSTILE}",
-        "other<script>",
-    ):
+    facts = "bad<script>/basis/basis.json is not whole"
+    recipe = f"Recipemerge_method: linear  # {HOSTILE}"
+    for part in ("Better beyond chance", "Floors", "Models", facts, recipe, "other<script>"):
         assert part in said
 
 
