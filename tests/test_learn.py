@@ -79,13 +79,6 @@ def test_fisher_of_a_linear_model_is_that_of_the_equation() -> None:
     assert torch.equal(drawn, again)
 
 
-def test_grams_of_a_linear_model_are_products_of_its_inputs() -> None:
-    model, examples = linear()
-    x = model.table.weight.detach().double().numpy()[[i for e in examples for i in e.ids]]
-    found = statistics.grams(model, {"w": model.head}, examples, "data")["w"]
-    np.testing.assert_allclose(found.numpy(), x.T @ x, rtol=1e-5, atol=1e-5)
-
-
 def test_without_any_fisher_it_is_the_mean_of_the_bases() -> None:
     encoder = torch.tensor([[1.0, 0.25], [0.0, 0.75]], dtype=torch.float64)
     step = FisherMean(torch.eye(2, dtype=torch.float64), encoder).on(torch.device("cpu"))
@@ -214,6 +207,12 @@ def as_lines(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
+def data_words(folder: Path, records: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The words that give each task's examples to the command, in files that are written here."""
+    files = {task: as_lines(folder / f"{task}.jsonl", each) for task, each in records.items()}
+    return [word for task, file in files.items() for word in ("--data", f"{task}={file}")]
+
+
 class Case:
     """A family, its data, and the words that give them to the command."""
 
@@ -222,8 +221,7 @@ class Case:
         self.base, self.models = family(folder, tasks=TASKS, **how)
         self.records = {task: lines(k) for k, task in enumerate(TASKS)}
         self.data = {task: tokens(each) for task, each in self.records.items()}
-        self.files = {t: as_lines(folder / f"{t}.jsonl", each) for t, each in self.records.items()}
-        self.words = [w for t, file in self.files.items() for w in ("--data", f"{t}={file}")]
+        self.words = data_words(folder, self.records)
 
     def recipe(self, name: str, **parameters: Any) -> Path:
         made = recipe("basis_ta", self.base, self.models, **parameters)
@@ -434,7 +432,7 @@ def test_files_that_have_changed(case: Case, tmp_path: Path) -> None:
     with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt):
         tvb(*words, code=130)
     left = case.folder / "changed-out.partial"
-    other = [*words[:3], "--data", f"math={case.files['code']}", *words[5:]]
+    other = [*words[:3], "--data", f"math={case.folder / 'code.jsonl'}", *words[5:]]
     for told, *changed in (
         ("samples: repeat", *words, "--samples", 2),
         ("sha256", *other),

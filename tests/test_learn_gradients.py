@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_learn import TASKS, Case, as_lines, lines
+from test_learn import TASKS, Case, as_lines, data_words, lines
 from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -346,8 +346,7 @@ def test_the_largest_entries(values: list[int], density: float) -> None:
 
 
 def test_half_of_the_bases_take_half_of_the_passes(case: Case, tmp_path: Path) -> None:
-    files = [("--data", f"{t}={as_lines(tmp_path / t, lines(k, 40))}") for k, t in enumerate(TASKS)]
-    words = [word for pair in files for word in pair]
+    words = data_words(tmp_path, {task: lines(k, 40) for k, task in enumerate(TASKS)})
     for method in ("fisher", "regmean", *LEARNED):
         found = []
         for size in (2, 1):
@@ -443,8 +442,7 @@ def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
 
     files, more = case.words, ("--held-out", 0)
     if not held:  # one example a task: none can be held out
-        alone = {t: as_lines(tmp_path / t, lines(k, 1)) for k, t in enumerate(TASKS)}
-        files, more = [w for t, file in alone.items() for w in ("--data", f"{t}={file}")], ()
+        files, more = data_words(tmp_path, {t: lines(k, 1) for k, t in enumerate(TASKS)}), ()
     words = ("learn", source, "atlas", *files, "--quiet", "--batch-size", 4 if held else 1, *more)
     out = tmp_path / "out"
     with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
@@ -458,9 +456,8 @@ def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
 
 def test_the_bill_is_what_masks_take_at_most(case: Case, tmp_path: Path) -> None:
     source = case.recipe("odd", basis="balanced", num_bases=2)
-    some = {t: as_lines(tmp_path / t, lines(k, 4 + (k < 2))) for k, t in enumerate(TASKS)}
-    words = [w for t, file in some.items() for w in ("--data", f"{t}={file}")]
-    words += ["--no-subsample", "--epochs", 2]
+    words = data_words(tmp_path, {t: lines(k, 4 + (k < 2)) for k, t in enumerate(TASKS)})
+    words += ["--no-subsample", "--epochs", "2"]
     bill = tvb("learn", source, "localize", *words, "--out", tmp_path / "no", "--dry-run").output
     merged = case.learn(source, "localize", "odd-out", *words)
     told = facts(merged.folder)["passes"]
@@ -543,10 +540,8 @@ def test_the_bill_bounds_what_masks_take(case: Case, tmp_path: Path) -> None:
 
 
 def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:
-    words: list[str] = []
-    for task, records in case.records.items():
-        prompts = [{"prompt": record["prompt"]} for record in records]
-        words += ["--data", f"{task}={as_lines(tmp_path / task, prompts)}"]
+    prompts = {t: [{"prompt": r["prompt"]} for r in each] for t, each in case.records.items()}
+    words = data_words(tmp_path, prompts)
     source = case.recipe("open", basis="balanced", num_bases=2)
     case.learn(source, "adamerging", "prompts", *words, "--epochs", 1)
     assert "expected `prompt` and `response`" in refused(
