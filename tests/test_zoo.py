@@ -534,8 +534,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "old tasks recoded": ("add {z} {m} --task new --size 2GB", "No such option"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
     "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
-    "where": ("export {z} {o} --all {o}", "say once where to write"),
-    "nowhere": ("export {z} --task math", "say once where to write"),
+    "where": ("export {z} {o} --all {o}", "name one output folder"),
+    "nowhere": ("export {z} --task math", "name one output folder"),
     "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }
 

@@ -130,8 +130,7 @@ class Settings(BaseModel):
         ),
     ] = 1.0
     ridge: Annotated[
-        float,
-        Key("pull of the result to the bases' sum", methods=("basis_wudi",), low=0),
+        float, Key("pull of the result to the bases' sum", methods=("basis_wudi",), low=0)
     ] = 0.0
     matrices: Annotated[
         str | None, Matrix("regular expression of the matrices; the others are averaged")
