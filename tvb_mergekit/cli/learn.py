@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import reduce, wraps
+from functools import wraps
 from typing import Any
 
 import click
@@ -47,12 +47,7 @@ def learn(recipe: str) -> None:
     """
 
 
-def together(*options: Body) -> Body:
-    """Several options as one decorator."""
-    return lambda body: reduce(lambda done, each: each(done), reversed(options), body)
-
-
-EVERY = together(
+EVERY = (
     repeatable("--data", metavar="TASK=FILE", help="A task's examples, in JSON lines. Repeatable."),
     folder("--out", required=True, help="The merged model."),
     option(
@@ -86,9 +81,9 @@ SHAPES_MASKS = (
 )
 
 
-def by_gradient(rate: float, batch: int) -> Body:
+def by_gradient(rate: float, batch: int) -> tuple[Body, ...]:
     """The options of all gradient methods. The methods know the first three defaults."""
-    return together(
+    return (
         option("--epochs", type=click.IntRange(1), show_default="10", help="Maximum epochs."),
         option(
             "--learning-rate",
@@ -124,12 +119,14 @@ def method(*options: Body) -> Body:
             _learn(described.__name__, **values)
 
         shared = ("base", "device", "memory", *ACCESS, "quiet")
-        return command(*shared, group=learn, writes="out", several=True)(together(*options)(run))
+        for each in reversed(options):
+            each(run)
+        return command(*shared, group=learn, writes="out", several=True)(run)
 
     return decorate
 
 
-@method(EVERY, MIXTURE, FROM)
+@method(*EVERY, MIXTURE, FROM)
 @option(
     "--samples",
     type=click.IntRange(0),
@@ -149,7 +146,7 @@ def fisher() -> None:
     """
 
 
-@method(EVERY, MIXTURE, FROM)
+@method(*EVERY, MIXTURE, FROM)
 @option(
     "--off-diagonal",
     type=Range(0, 1),
@@ -168,7 +165,7 @@ def regmean() -> None:
     """
 
 
-@method(EVERY, MIXTURE, by_gradient(3, 8))
+@method(*EVERY, MIXTURE, *by_gradient(3, 8))
 @option(
     "--density",
     type=Range(0, 1, min_open=True),
@@ -190,7 +187,7 @@ def localize() -> None:
     """
 
 
-@method(EVERY, by_gradient(0.001, 16), NONNEGATIVE)
+@method(*EVERY, *by_gradient(0.001, 16), NONNEGATIVE)
 def adamerging() -> None:
     """Learn coefficients per layer that make predictions certain.
 
@@ -200,7 +197,7 @@ def adamerging() -> None:
     """
 
 
-@method(EVERY, by_gradient(0.1, 16), NONNEGATIVE)
+@method(*EVERY, *by_gradient(0.1, 16), NONNEGATIVE)
 @option(
     "--blocks",
     type=click.IntRange(1, 1000),

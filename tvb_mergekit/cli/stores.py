@@ -223,14 +223,11 @@ def add(
     listed_model = {"model": model, "parameters": {"task": task, "weight": weight}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = open_models(from_mapping(recipe | {"parameters": parameters}), values, names)
-    growth = Growth(
-        values["budget"],
-        values["compress"],
+    dtype, doubt = (
         _dtype(values["dtype"]) or inputs.own_dtype,
-        quantize,
         logging.warning if force else _refuse,
-        click.echo,
     )
+    growth = Growth(values["budget"], values["compress"], dtype, quantize, doubt, click.echo)
     more = {"budget": values["memory"], "progress": bars(values["quiet"])}
     if new and quantize:
         grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
