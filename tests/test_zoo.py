@@ -527,14 +527,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
-    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M makes bases"),
-    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M makes bases"),
+    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M turns them into bases"),
+    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M turns them into bases"),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
     "old tasks recoded": ("add {z} {m} --task new --size 2GB", "No such option"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
     "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
-    "where": ("export {z} {o} --all {o}", "say once where to write"),
-    "nowhere": ("export {z} --task math", "say once where to write"),
+    "where": ("export {z} {o} --all {o}", "name one output folder"),
+    "nowhere": ("export {z} --task math", "name one output folder"),
     "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }
 
