@@ -18,6 +18,7 @@ from compare import prepared, shared, tell
 from tables import between, spread, table
 
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import parse_memory
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import Item, Part
@@ -66,7 +67,7 @@ def main(
     def ours() -> float:
         torch.set_num_threads(working)
         started = time.perf_counter()
-        gram_pass(items, names, budget=parse_memory(memory))
+        gram_pass(items, names, Engine(memory=parse_memory(memory)))
         return total / (time.perf_counter() - started)
 
     columns: dict[str, list[float]] = {key: [] for key in HEAD}

@@ -34,13 +34,14 @@ from tvb_mergekit.cli.options import (
     command,
     device_of,
     devices_of,
+    engine_of,
     flag,
     import_mergekit,
     model_options,
     repeatable,
 )
 from tvb_mergekit.errors import UserError, counted, listed
-from tvb_mergekit.progress import bars, phase
+from tvb_mergekit.progress import phase
 
 if TYPE_CHECKING:
     from tvb_mergekit.cli.inspect import Inspection
@@ -119,7 +120,9 @@ def build(
     quantize = _quantize(bits, size)
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
-    devices, world = devices_of(values), ranks.world()
+    world = ranks.world()
+    values["quiet"] |= not world.leads
+    engine = engine_of(values)
     document = _read(recipe)
     if quantize:
         document.whole_tasks()
@@ -134,12 +137,10 @@ def build(
     bases = build_store(
         inputs,
         store,
+        engine,
         dtype=_dtype(dtype) or inputs.own_dtype,
         quantize=quantize,
-        devices=devices,
         resume=values["resume"],
-        budget=values["memory"],
-        progress=bars(values["quiet"] or not world.leads),
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
@@ -218,9 +219,8 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
         if document.recipe.store is None:
             from tvb_mergekit.store.build import inspect_inputs
 
-            device, progress = device_of(values["device"]), bars(values["quiet"])
-            inputs = _open(document, values)
-            facts, tensors = inspect_inputs(inputs, device, progress, values["memory"])
+            engine = engine_of(values)
+            facts, tensors = inspect_inputs(_open(document, values), engine)
             return Inspection(facts, tensors, built=False)
         path = str(document.recipe.store.path)
     if is_output(path):
@@ -309,7 +309,7 @@ def add(
     from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
 
-    device, quantize = device_of(values["device"]), _quantize(bits, None)
+    engine, quantize = engine_of(values), _quantize(bits, None)
     if quantize and values["dtype"]:
         raise UserError("--bits goes with none of --budget, --compress, --dtype")
     new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
@@ -333,11 +333,10 @@ def add(
         logging.warning if force else _refuse,
         click.echo,
     )
-    more = {"budget": values["memory"], "progress": bars(values["quiet"])}
     if new and quantize:
-        grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
+        grown = build_store(inputs, store, engine, quantize=quantize)
     else:
-        grown = add_to_store(store, inputs, growth, device=device, **more)
+        grown = add_to_store(store, inputs, growth, engine)
     if grown.is_zoo:
         click.echo(
             f"{grown.path}: {size_line(Inspection(grown.facts, grown.tensors))}; relative error of "
@@ -453,7 +452,7 @@ def export(
     if (out is None) != bool(every):
         raise UserError("say once where to write: OUT, or --all DIR")
     out = every or str(out)
-    device = device_of(values["device"])
+    engine = engine_of(values)
     bases = _load(store)
     folders = [""]
     if task is not None or every is not None:
@@ -480,11 +479,9 @@ def export(
         matrix,
         folders,
         out,
+        engine,
         what=what,
         dtype=_dtype(values["dtype"]),
-        device=device,
-        budget=values["memory"],
-        progress=bars(values["quiet"]),
     )
     click.echo(f"Written to {out}")
 
@@ -574,12 +571,11 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
         return
     from tvb_mergekit.tables import printable
 
-    device, progress = device_of(values["device"]), bars(values["quiet"])
-    document, options = _read(recipe), model_options(values)
+    engine, document, options = engine_of(values), _read(recipe), model_options(values)
 
     from tvb_mergekit.cli.check import check_recipe
 
-    for line in check_recipe(recipe, document, options, deep, out, device, progress):
+    for line in check_recipe(recipe, document, options, deep, out, engine):
         click.echo(printable(line))
 
 

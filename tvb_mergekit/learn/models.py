@@ -113,10 +113,8 @@ class TaskModels:
         """
         sink, items = Stacked(bases.shape[1]), self.plan.tasks.items
         steps = dict.fromkeys((item.name for item in items), Linear.of(bases))
-        means = self.plan.means
-        update = means.pop("progress")("Bases", sum(item.nbytes for item in items))
         plain = [replace(item, out=torch.float32) for item in items]
-        combine_pass(plain, steps, sink, **means, progress=update)
+        combine_pass(plain, steps, sink, self.plan.engine, title="Bases")
         return {name: held.to(self.device) for name, held in sink.held.items()}
 
     @functools.cached_property

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.online import NOISE, lengths, of_sum, reported
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.addition import with_vectors
 from tvb_mergekit.store.build import copy_config, finish_store
 from tvb_mergekit.store.facts import FileRecord, StoreFacts
@@ -32,13 +30,13 @@ from tvb_mergekit.store.store import (
     record_of,
 )
 from tvb_mergekit.store.undo import link
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
-CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
 KEPT = ("gram", "eigenvalues", "encoder")  # of basis.safetensors, what does not depend on masks
 
@@ -108,10 +106,7 @@ def sparse_store(
     dense: Dense,
     files: Sequence[Path],
     out: str | os.PathLike[str],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int | None = None,
-    progress: Progress = silent,
+    engine: Engine = Engine(),
 ) -> Bases:
     """The store `out` of sparse bases; it appears when it is whole.
 
@@ -121,8 +116,6 @@ def sparse_store(
         dense: what the bases were before they were masked.
         files: of `write_sparse`, one for each basis in order, with the tensors of `dense.items`.
             They become files of the store by hard links, or copies where the disk has none.
-        devices: where to compute.
-        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
         UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
@@ -134,9 +127,7 @@ def sparse_store(
     sums, _ = gram_pass(
         with_vectors(vectors, dense.items),
         [*names, *dense.names],
-        devices=devices,
-        budget=budget or block_budget(),
-        progress=progress,
+        engine,
     )
     facts, tensors = _facts(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)

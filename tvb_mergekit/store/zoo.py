@@ -16,7 +16,6 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import reported
 from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.progress import Progress
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import (
@@ -34,6 +33,7 @@ from tvb_mergekit.store.facts import Bounds
 from tvb_mergekit.store.report import versions
 from tvb_mergekit.store.store import Bases, is_zoo, load, read_store_facts, staged
 from tvb_mergekit.store.undo import UNDO, check_free, keep_previous, link_vectors
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import measure_pass
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
@@ -46,20 +46,18 @@ def join_zoo(
     bases: Bases,
     inputs: TaskSet,
     growth: Growth,
-    progress: Progress,
-    **passes: Any,
+    engine: Engine,
 ) -> None:
     """Write a zoo with the new task of `inputs` into `work`; the zoo will lie at `store`."""
     started, facts, count = time.perf_counter(), bases.facts, bases.num_bases
     folder = slugs(inputs.tasks, [*RESERVED, *facts.store.folders])[0]
     check_free(store, facts, [UNDO, folder])
     items = addition.given_items(bases, inputs)
-    sums = addition.new_sums(bases, inputs, items, growth.doubt, progress, **passes)
+    sums = addition.new_sums(bases, inputs, items, growth.doubt, engine)
     matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
     def measure(units: Sequence[float]) -> Tensor:
-        update = progress("Errors at each width", sum(item.nbytes for item in items))
-        return measure_pass(items, Linear.of(matrix), units, **passes, progress=update)
+        return measure_pass(items, Linear.of(matrix), units, engine)
 
     norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
     coding = choose(items, [norm], one, growth.bits or _as_now(bases), measure)
@@ -71,7 +69,7 @@ def join_zoo(
     files = link_vectors(bases, work)
     coded = [item.coded(coding.widths(item.name)) for item in items]
     found, measured = addition.write_vectors(
-        [work / folder], coded, matrix, addition.config_of(bases), count, progress, coding, **passes
+        [work / folder], coded, matrix, addition.config_of(bases), count, engine, coding
     )
     # The last column would be of the sum of all tasks, which nobody has measured.
     own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
@@ -79,7 +77,7 @@ def join_zoo(
     folders = [*facts.store.folders, folder]
     vectors = [Codes.open(work / name) for name in folders]
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
-    tensors["gram_bases"] = stored_gram(vectors, folders, **passes, progress=progress)
+    tensors["gram_bases"] = stored_gram(vectors, folders, engine)
     changed, stored = addition.grown_facts(bases, inputs, sums, started)
     stored |= {"folders": folders, "files": {**files, **found}}
     _finish(work, store, bases, vectors, changed, stored, tensors)

@@ -23,11 +23,10 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import ALIGN, FUSED, WRITES, Layout
 from tvb_mergekit.tensors.quantized import Codes, Packed
 from tvb_mergekit.tensors.source import StateDict, Weights
-
-CPU = torch.device("cpu")
 
 Result = TypeVar("Result")
 Holds = Literal["weight", "delta"]
@@ -291,10 +290,10 @@ class Chunks:
         return part.packed.decode(blocks, place.stop - place.start)
 
 
-def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torch.dtype) -> bool:
+def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
     """Whether `kernels` can compute all items: on a CPU, in the dtypes of FUSED."""
     dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
-    return all(d.type == "cpu" for d in devices) and dtypes.union(outputs) <= set(FUSED)
+    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
 
 
 def read_width(items: Sequence[Item], held: bool = False) -> int:
