@@ -24,7 +24,7 @@ from tiny import load
 from torch import Tensor
 
 from tvb_mergekit.cli import commands as cli
-from tvb_mergekit.plugin.document import load_document
+from tvb_mergekit.plugin.document import parse
 
 MODULES = {
     "mergekit-yaml": "mergekit.scripts.run_yaml",
@@ -107,8 +107,7 @@ def write(recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]], out: Path) -
 
 def ready(store: Path, name: str) -> dict[str, Any]:
     """A ready recipe of a store, to be changed and written elsewhere."""
-    made = load_document(str(store / "recipes" / name))
-    return dict(made)
+    return parse(str(store / "recipes" / name)).single()
 
 
 def place(command: str, out: Path) -> list[str]:

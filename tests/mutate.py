@@ -230,12 +230,12 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/online.py", "torch.maximum(one[0] - two[1], two[0] - one[1])", "one[0] - two[1]"),
     ],
     "test_merges.py -k dtypes": [
-        ("plugin/sources.py", "promote_types, weights, base", "promote_types, weights[:0], base"),
-        ("plugin/sources.py", "self.wanted if base.dtype.is_floating_point else", "self.saved or"),
+        ("plugin/plan.py", "promote_types, weights, base", "promote_types, weights[:0], base"),
+        ("plugin/plan.py", "wanted if base.dtype.is_floating_point else", "saved or"),
     ],
     "test_store_recipes.py": [
-        ("plugin/stores.py", "shares[position] *= weight", "shares[position] *= 1.0"),
-        ("plugin/stores.py", "(self.bases.tasks)[rows]", "(self.bases.tasks)"),
+        ("plugin/plan.py", "bases.shares[order] *", "bases.shares[order] + 0 *"),
+        ("plugin/plan.py", "(store.bases.tasks)[[*order, *mean]]", "(store.bases.tasks)"),
     ],
     "test_online.py -k 'not slow and (paper or bounds)'": [
         ("store/store.py", "return weights / weights.mean()", "return weights"),

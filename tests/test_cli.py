@@ -240,7 +240,7 @@ HUB = "merge_method: basis_ta\nbase_model: base\nmodels: [{model: some/body}]\n"
 RECIPES = {  # more of them in test_faults.py, for the merges and `tvb check`
     "": "expected one recipe, a mapping",
     "a: 1\n---\nb: 2\n": "expected one recipe",
-    "merge_method: basis_ta\0": "no YAML",
+    "merge_method: basis_ta\0": "not a YAML recipe",
     "merge_method: basis_ta\nmodels: [\n": "line 3",
     "merge_method: basis_tai\n": r"'basis_tai': .*\(did you mean `basis_ta`\?\)",
     HUB: "model some/body: no such folder .*HF_HUB_OFFLINE",

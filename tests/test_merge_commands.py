@@ -11,6 +11,10 @@ from commands import Result, assert_same, merge, recipe, refused, run, write
 from families import FAMILIES, THREE
 from safetensors.torch import load_file, save_file
 from tiny import family, load
+from yaml.reader import Reader
+
+import tvb_mergekit
+from tvb_mergekit.tensors import checkpoint
 
 Folders = tuple[Path, list[Path]]
 BALANCED = {"basis": "balanced", "num_bases": 2}
@@ -39,6 +43,34 @@ def test_commands(command: str, models: Folders, tmp_path: Path) -> None:
     assert "\r" not in done.stderr and "Gram matrix: 100%" in done.stderr  # no terminal
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.yml"}
     assert_same(Result(out), merge(document, tmp_path / "same"))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_recipe_is_parsed_and_headers_are_read_once(
+    stored: bool, models: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, listed = models
+    if stored:
+        store = tmp_path / "store"
+        tvb_mergekit.build(base, dict(zip(THREE, listed, strict=True)), store, **BALANCED)
+        listed = [store / "basis-000", store / "basis-001"]
+    parsed, read = [], []
+    parse, header = Reader.__init__, checkpoint._read_safetensors_header
+
+    def parsing(self: Reader, stream: Any) -> None:
+        text = stream if isinstance(stream, str) else ""
+        parsed.extend(["recipe"] * ("merge_method" in text))
+        parse(self, stream)
+
+    def reading(path: Path) -> Any:
+        read.append(Path(path).parent)
+        return header(path)
+
+    monkeypatch.setattr(Reader, "__init__", parsing)
+    monkeypatch.setattr(checkpoint, "_read_safetensors_header", reading)
+    merge(recipe("basis_ta", base, listed, **({} if stored else BALANCED)), tmp_path / "out")
+    assert len(parsed) == 2  # by us and by mergekit
+    assert sorted(read) == sorted([base, *listed])
 
 
 def test_mergekit_pytorch_in_two_processes(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ import data
 import score
 import torch
 import train
-import yaml
 from matrices import LAMBDAS, QUICKSTART, Quickstart
 from plan import HALF, PLANS, Cell, Plan, T, reference, settings
 from report import write_study
@@ -240,9 +239,14 @@ def learned(
     """The merged model, and what its learned.json says."""
     written = recipe(run, cell, by)
     learn(
-        Request(document=from_mapping(written), text=yaml.safe_dump(written), out=str(out),
-                method=cell["method"], data=given, **options)
-    )  # fmt: skip
+        Request(
+            document=from_mapping(written),
+            out=str(out),
+            method=cell["method"],
+            data=given,
+            **options,
+        )
+    )
     model = score.load(out).to(run.device)
     weights = {title: tensor.detach() for title, tensor in model.named_parameters()}
     return weights, json.loads((out / "basis" / "learned.json").read_text())

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-import yaml
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.learn import learn
@@ -516,25 +515,24 @@ def merge(
     devices = devices_of(values)
     values["device"] = None if values["multi_gpu"] else str(devices[0])
     values["quiet"] |= not ranks.world().leads
-    document, text = _document(recipe, method, base)
+    document = _document(recipe, method, base)
 
     from tvb_mergekit.plugin.run import merge_recipe
 
-    merge_recipe(document, text, out, memory, **values)
+    merge_recipe(document, out, memory, **values)
 
 
-def _document(recipe: str, method: str | None, base: str | None) -> tuple[Document, str]:
-    """A recipe, or a store's for a method, and its text."""
+def _document(recipe: str, method: str | None, base: str | None) -> Document:
+    """A recipe, or a store's recipe for a method."""
     if os.path.isdir(recipe):
         made = _recipe_of(recipe, method, base)
 
         from tvb_mergekit.plugin.document import from_mapping
 
-        return from_mapping(made), yaml.safe_dump(made, sort_keys=False)
+        return from_mapping(made)
     if method is not None or base is not None:
         raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
-    document = _read(recipe)
-    return document, document.text
+    return _read(recipe)
 
 
 def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, Any]:

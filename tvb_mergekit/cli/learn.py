@@ -247,9 +247,9 @@ def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
     assert context.parent is not None
     recipe = context.parent.params["recipe"]
     values["device"] = str(device_of(values["device"]))
-    document, text = context.obj(recipe, "add" if os.path.isdir(recipe) else None, base)
+    document = context.obj(recipe, "add" if os.path.isdir(recipe) else None, base)
     options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
-    request = Request(document=document, text=text, method=name, options=options, **values)
+    request = Request(document=document, method=name, options=options, **values)
     costs = run(request, dry_run)
     for line in costs.lines() if dry_run and ranks.world().leads else ():
         click.echo(line)

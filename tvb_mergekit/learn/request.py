@@ -30,7 +30,6 @@ class Request:
     """
 
     document: Document
-    text: str
     method: Method
     out: str
     data: Sequence[str] = ()

@@ -67,7 +67,7 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
         plan.learned = work
         work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
         with staged(request.out) as stage:
-            write_model(plan, request.document.config, stage, request.text, started)
+            write_model(plan, request.document.config, stage, request.document.text, started)
         if request.source is None:
             shutil.rmtree(request.partial, ignore_errors=True)
     return costs

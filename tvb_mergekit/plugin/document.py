@@ -60,15 +60,6 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     return from_mapping(document, file.for_mergekit([document]))
 
 
-def load_document(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The one recipe in a file, of any method, as plain objects.
-
-    Raises:
-        UserError: no such file, not YAML, several documents, or not a mapping.
-    """
-    return parse(str(path)).single()
-
-
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
     """A recipe given as plain objects, and as text if there is one; see `read_document`."""
     # Not above: importing it calls our hook, which needs this module.

@@ -68,13 +68,12 @@ WITHOUT_EFFECT = (
 
 
 def merge_recipe(
-    document: Document, text: str, out: str, memory: int, *, out_shard_size: str, **options: Any
+    document: Document, out: str, memory: int, *, out_shard_size: str, **options: Any
 ) -> None:
     """Merge into the folder `out`, as `mergekit-yaml` does.
 
     Args:
         document: the recipe; used up, since mergekit rewrites its configuration.
-        text: the recipe as a text, for the output folder.
         memory: bytes that the passes may allocate.
         out_shard_size: as a user writes it.
         options: others of mergekit's `MergeOptions`.
@@ -95,7 +94,7 @@ def merge_recipe(
             f"--out-shard-size {out_shard_size}: expected a size such as 500M or 5B"
         ) from error
     settings = MergeOptions(out_shard_size=shard, **options)
-    merge(document.recipe, document.config, out, settings, text, memory)
+    merge(document.recipe, document.config, out, settings, document.text, memory)
 
 
 def merge(

@@ -37,7 +37,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import (
     check_unknown_keys,
     from_mapping,
-    load_document,
+    parse,
     registered,
     unknown_method,
 )
@@ -254,8 +254,8 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
         if not is_store(path):
             raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")
         path = str(Path(path) / "recipes" / "add.yml")
-    document = load_document(path)
-    text = Path(path).read_text(encoding="utf-8-sig")
+    file = parse(path)
+    document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
     recipe = None
     linear = method in METHODS or _check_stock(path, document)
