@@ -30,7 +30,7 @@ from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.quantize import LONG, Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.tensors import merging, passes, stream
+from tvb_mergekit.tensors import merging, passes
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
@@ -233,7 +233,7 @@ def test_sizes_do_not_grow_with_the_models(outputs: int) -> None:
         items, half = embedding(tasks, torch.float32), tasks // 2
         layout = passes.gram_layout(items, tasks, large, None)
         if outputs:
-            needs = Needs(tasks, stream.read_width(items), half * 4, extra=half)
+            needs = Needs(tasks, passes.read_width(items), half * 4, extra=half)
             layout = plan_layout(needs, large)
         taken.append(layout.nbytes)
     assert max(taken) - min(taken) < 25 * MB and max(taken) < 150 * MB, taken

@@ -30,7 +30,7 @@ from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import CPU, Engine
-from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
+from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
 from tvb_mergekit.tensors.quantized import Coding, Measuring
 from tvb_mergekit.tensors.stream import (
     Buffer,
@@ -40,9 +40,7 @@ from tvb_mergekit.tensors.stream import (
     Sink,
     allocate,
     deliver,
-    fused,
     in_order,
-    read_width,
 )
 
 LEAST = 2**24  # bytes of a pass if a histogram leaves less
@@ -214,6 +212,19 @@ def count_pass(
 def beside_tables(bases: int, budget: int) -> int:
     """The budget without Trim's histogram of all bases, at least LEAST."""
     return max(budget - table_bytes(bases), min(budget, LEAST))
+
+
+def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
+    """Whether `kernels` can compute all items: on a CPU, in the dtypes of FUSED."""
+    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
+    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
+
+
+def read_width(items: Sequence[Item], held: bool = False) -> int:
+    """Bytes of one element of the widest item, and of its codes; `held` counts parts in memory."""
+    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
+    coded = any(part.packed is not None for item in items for part in item.inputs)
+    return max(map(sum, read), default=0) + 2 * coded
 
 
 def _longest_piece(items: Sequence[Item]) -> int:
