@@ -20,7 +20,8 @@ from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
-from tvb_mergekit.tensors.stream import Item, Part, Sink, allocate
+from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
 FAR = 3
@@ -88,19 +89,6 @@ def check_matrices(
             f"{megabytes(memory)} of memory are too little for {settings.method}: tensor {largest}"
             f"{fewer}; raise --memory{fewer and ', or take fewer bases'}"
         )
-
-
-class Bases:
-    """A `stream.Placing` with all outputs of one item."""
-
-    def __init__(self, count: int, numel: int) -> None:
-        self.rows = allocate(count, numel, dtype=torch.float32)
-
-    def place(self, item: Item, start: int, stop: int) -> Tensor:
-        return self.rows[:, start:stop]
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        raise AssertionError("every piece has a place")
 
 
 class Within:
@@ -207,11 +195,10 @@ def merge_one(
     """
     engine = replace(engine, memory=max(LEAST, engine.budget - held), progress=silent)
     count = encoder.shape[1]
-    bases = Bases(count, matrix.numel)
     plain = replace(matrix, out=torch.float32)
+    bases = Stacked([plain], count)
     combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, engine)
-    stacked = bases.rows.view(count, *matrix.shape).to(engine.devices[0])
-    del bases
+    stacked = bases.held.pop(matrix.name).view(count, *matrix.shape).to(engine.devices[0])
     with torch.no_grad():
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merging(stacked).to("cpu").reshape(-1)
