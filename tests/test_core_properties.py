@@ -23,6 +23,7 @@ from tvb_mergekit.core.merge import TrimElectMerge
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part, held_item
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -131,8 +132,7 @@ def test_the_sums_do_not_depend_on_how_they_are_shared(
     made = Models(data)
     sketch = None if columns is None else Sketch(columns, 3)
     one = gram_of(made.items(), made.tasks, sketch=sketch)
-    devices = [CPU] * 3
-    other = gram_of(made.items(False), made.tasks, sketch=sketch, devices=devices, budget=budget)
+    other = gram_of(made.items(False), made.tasks, Engine([CPU] * 3, budget), sketch=sketch)
     for name in ("gram", "sketch_gram", "sketch_tasks"):
         left, right = getattr(one, name), getattr(other, name)
         if budget > 2**20 and left is not None:
@@ -213,7 +213,7 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
     ]
     sink, left = MemorySink(1), [0]
     devices = [CPU] * data.draw(st.sampled_from([1, 3]))
-    merge_items(basis, items, sink, devices=devices, progress=counting(left))
+    merge_items(basis, items, sink, Engine(devices, progress=counting(left)))
     assert left == [0]  # all the bytes that were announced
     cast = made.merged(basis, tunables, torch.bfloat16)
     if base_only:

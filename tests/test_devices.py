@@ -15,6 +15,7 @@ from tiny import family
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
 from tvb_mergekit.tensors.merging import build_basis
 from tvb_mergekit.tensors.stream import Item, held_item
@@ -63,7 +64,7 @@ def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, 
 
 def test_every_device_gets_its_threads() -> None:
     devices = [torch.device("cuda", index) for index in range(3)]
-    assert plan_layout(Needs(8, 18, 2), devices, MEMORY).workers == 4 * tuple(devices)
+    assert plan_layout(Needs(8, 18, 2), Engine(devices, MEMORY)).workers == 4 * tuple(devices)
 
 
 def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     made = tensors(count=6)
     made["layer.2.weight"][1][1][17] = float("nan")
     with pytest.raises(ValueError, match=r"layer\.2\.weight.*`b` holds 1 NaN"):
-        gram_of(items_of(made), TASKS, devices=[CPU, CPU])
+        gram_of(items_of(made), TASKS, Engine([CPU, CPU]))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")

@@ -196,7 +196,6 @@ def test_reads_what_peft_writes(bases, tmp_path, case):
         short = {n[cut:]: info for n, info in Checkpoint.open(base).tensors.items()}
         adapter = Adapter.open(tmp_path, short)
         check(adapter, {n[cut:]: change for n, change in expected.items()})
-        assert adapter.targets["h.0.mlp.c_fc.weight"].module == "transformer.h.0.mlp.c_fc"
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -248,11 +247,10 @@ def test_orientation_of_square_matrices(tmp_path, shapes, flag, kind):
             Adapter.open(tmp_path, base)
         return
     adapter = Adapter.open(tmp_path, base)
-    assert adapter.targets["a.weight"].kind == kind
     expected = up @ down if kind == "linear" else (up @ down).T
     torch.testing.assert_close(adapter.tensor("a.weight"), expected)
     del base["a.bias"]  # Conv1D always has one
-    assert Adapter.open(tmp_path, base).targets["a.weight"].kind == "linear"
+    torch.testing.assert_close(Adapter.open(tmp_path, base).tensor("a.weight"), up @ down)
 
 
 @given(families(), st.data())

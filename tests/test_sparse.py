@@ -240,7 +240,7 @@ class World:
                 files.append(out.with_name(f"{out.name}-{m}.safetensors"))
                 vectors = ((str(n), _masked(item, bases[:, m])) for n, item in items.items())
                 write_sparse(files[-1], vectors, dtype)
-            sparse_store(dense, files, out, **plan.means)
+            sparse_store(dense, files, out, plan.engine)
         return out
 
     @property

@@ -39,6 +39,7 @@ from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.bits import fixed_bytes
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import Needs, plan_layout
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.stream import Chunks, Item, Part, Piece
@@ -507,7 +508,7 @@ def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None
     name = "model.embed_tokens.weight"
     parts = tuple(Part.of(vector, name, "delta") for vector in bases.vectors)
     item = Item(name, bases.vectors[0].tensors[name].shape, None, parts)
-    layout = plan_layout(Needs(len(parts), 4 * len(parts)), [torch.device("cpu")], 2**26)
+    layout = plan_layout(Needs(len(parts), 4 * len(parts)), Engine(memory=2**26))
     chunks = Chunks(layout, torch.device("cpu"))
     chunks.packed = True
     for start, stop in ((0, item.numel), (1024, 2500)):

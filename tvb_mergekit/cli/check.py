@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from mergekit.common import dtype_from_name
 
 from tvb_mergekit.core.basis import Basis
@@ -17,12 +16,12 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options, by_factors, plan_only, read_inputs
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.preflight import input_folders
-from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
 from tvb_mergekit.store.store import check as check_store
 from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
 from tvb_mergekit.tensors.merging import most_bases, sketch_of
@@ -40,8 +39,7 @@ def check_recipe(
     options: Options,
     deep: bool,
     out: str | None,
-    device: torch.device,
-    progress: Progress,
+    engine: Engine,
 ) -> Iterator[str]:
     """Lines about a recipe without problems that would stop a merge.
 
@@ -80,7 +78,7 @@ def check_recipe(
         yield from _check_inputs(inputs, document.raw, out)
         if deep:
             _check_left_out(inputs)
-            facts, _ = inspect_inputs(inputs, device, progress)
+            facts, _ = inspect_inputs(inputs, engine)
             yield _verdict(facts.num_bases, facts.retained_energy or 0.0)
     if not deep:
         yield "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"

@@ -15,12 +15,11 @@ from tvb_mergekit.cli.options import (
     PLACE,
     RECIPE_OR_STORE,
     command,
-    device_of,
     devices_of,
+    engine_of,
     flag,
     model_options,
 )
-from tvb_mergekit.progress import bars
 
 
 @command("base", "device", "multi_gpu", "memory", *ACCESS, "quiet", writes="out", several=True)
@@ -74,10 +73,9 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
         return
     from tvb_mergekit.tables import printable
 
-    device, progress = device_of(values["device"]), bars(values["quiet"])
-    document, options = read_recipe(recipe), model_options(values)
+    engine, document, options = engine_of(values), read_recipe(recipe), model_options(values)
 
     from tvb_mergekit.cli.check import check_recipe
 
-    for line in check_recipe(recipe, document, options, deep, out, device, progress):
+    for line in check_recipe(recipe, document, options, deep, out, engine):
         click.echo(printable(line))

@@ -16,12 +16,13 @@ import click
 
 import tvb_mergekit_hook
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.progress import logging_above_bars, phase
+from tvb_mergekit.progress import bars, logging_above_bars, phase
 
 if TYPE_CHECKING:
     import torch
 
     from tvb_mergekit.plugin.inputs import Options
+    from tvb_mergekit.tensors.engine import Engine
 
 Body = Callable[..., Any]
 
@@ -213,11 +214,18 @@ def auto_device() -> str:
     return f"cuda:{ranks.launched('LOCAL_RANK', 0) % torch.cuda.device_count()}"
 
 
+def engine_of(values: dict[str, Any]) -> Engine:
+    """The engine of a command's options."""
+    from tvb_mergekit.tensors.engine import Engine
+
+    return Engine(devices_of(values), values.get("memory"), bars(values["quiet"]))
+
+
 def devices_of(values: dict[str, Any]) -> list[torch.device]:
     """The devices of `--device` or `--multi-gpu`."""
     from tvb_mergekit.tensors import layout, ranks
 
-    if not values["multi_gpu"]:
+    if not values.get("multi_gpu"):
         return [device_of(values["device"])]
     if ranks.launched("LOCAL_WORLD_SIZE", 1) > 1:
         raise UserError(

@@ -18,15 +18,13 @@ from tvb_mergekit.cli.options import (
     PLACE,
     RECIPE,
     command,
-    device_of,
-    devices_of,
+    engine_of,
     flag,
     folder,
     import_mergekit,
     place,
 )
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.progress import bars
 
 if TYPE_CHECKING:
     from tvb_mergekit.store.bits import Quantize
@@ -70,7 +68,9 @@ def build(
     quantize = _quantize(bits, size)
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
-    devices, world = devices_of(values), ranks.world()
+    world = ranks.world()
+    values["quiet"] |= not world.leads
+    engine = engine_of(values)
     document = read_recipe(recipe)
     if quantize:
         document.whole_tasks()
@@ -78,19 +78,17 @@ def build(
     from tvb_mergekit.cli.inspect import error_line, store_line
     from tvb_mergekit.plugin.preflight import input_folders
     from tvb_mergekit.store.build import build_store
-    from tvb_mergekit.tensors.output import check_new_folder
+    from tvb_mergekit.store.writer import check_new_store
 
-    check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
+    check_new_store(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: open_models(document, values))
     bases = build_store(
         inputs,
         store,
+        engine,
         dtype=_dtype(dtype) or inputs.own_dtype,
         quantize=quantize,
-        devices=devices,
         resume=values["resume"],
-        budget=values["memory"],
-        progress=bars(values["quiet"] or not world.leads),
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
@@ -152,9 +150,9 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
         if document.recipe.store is None:
             from tvb_mergekit.store.build import inspect_inputs
 
-            device, progress = device_of(values["device"]), bars(values["quiet"])
+            engine = engine_of(values)
             inputs = open_models(document, values)
-            facts, tensors = inspect_inputs(inputs, device, progress, values["memory"])
+            facts, tensors = inspect_inputs(inputs, engine)
             return Inspection(facts, tensors, built=False)
         path = str(document.recipe.store.path)
     if is_output(path):
@@ -207,7 +205,7 @@ def add(
     from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
 
-    device, quantize = device_of(values["device"]), _quantize(bits, None)
+    engine, quantize = engine_of(values), _quantize(bits, None)
     if quantize and values["dtype"]:
         raise UserError("--bits goes with none of --budget, --compress, --dtype")
     new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
@@ -228,11 +226,10 @@ def add(
         logging.warning if force else _refuse,
     )
     growth = Growth(values["budget"], values["compress"], dtype, quantize, doubt, click.echo)
-    more = {"budget": values["memory"], "progress": bars(values["quiet"])}
     if new and quantize:
-        grown = build_store(inputs, store, quantize=quantize, devices=[device], **more)
+        grown = build_store(inputs, store, engine, quantize=quantize)
     else:
-        grown = add_to_store(store, inputs, growth, device=device, **more)
+        grown = add_to_store(store, inputs, growth, engine)
     if grown.keeps_tasks:
         error = grown.facts.relative_error[task]
         click.echo(f"{store_line(grown)}; relative error of {task} {error:.3f}")
@@ -339,7 +336,7 @@ def export(
     if (out is None) != bool(every):
         raise UserError("name one output folder: OUT, or --all DIR")
     out = every or str(out)
-    device = device_of(values["device"])
+    engine = engine_of(values)
     bases = load_store(store)
     folders = [""]
     if task is not None or every is not None:
@@ -366,10 +363,8 @@ def export(
         matrix,
         folders,
         out,
+        engine,
         what=what,
         dtype=_dtype(values["dtype"]),
-        device=device,
-        budget=values["memory"],
-        progress=bars(values["quiet"]),
     )
     click.echo(f"Written to {out}")

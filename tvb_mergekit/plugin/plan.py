@@ -22,7 +22,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, StoredBases, Tunables, warnings
-from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite
+from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.loaders import MappedLoader, install_loader
 from tvb_mergekit.plugin.names import note_untested
@@ -37,6 +37,7 @@ from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import accelerators, device_of
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import (
@@ -73,7 +74,6 @@ class Plan:
     Attributes:
         saved_dtype: The dtype to which mergekit casts everything that it writes.
         tied: All configurations say that the output embedding is the input embedding.
-        memory: Bytes that a pass may allocate, if the command says so.
         left_out: Tensor -> reason why it stays the base's, or is not written.
         same_as: The base's second names of tensors -> the name that counts.
         untied: The base ties its output embedding, a model does not.
@@ -85,12 +85,11 @@ class Plan:
 
     recipe: Recipe
     options: MergeOptions
-    devices: Sequence[torch.device]
+    engine: Engine
     loaders: Mapping[ModelReference, MappedLoader]
     out_dtype: str | None
     saved_dtype: str | None = None
     tied: bool = False
-    memory: int | None = None
     candidates: Sequence[Candidate] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     same_as: dict[str, str] = field(default_factory=dict)
@@ -114,17 +113,6 @@ class Plan:
     @property
     def base(self) -> Checkpoint:
         return self.checkpoints[self.recipe.base]
-
-    @property
-    def budget(self) -> int:
-        """Bytes that a pass may allocate."""
-        return block_budget() * len(self.devices) if self.memory is None else self.memory
-
-    @property
-    def means(self) -> dict[str, Any]:
-        """The arguments that every pass gets."""
-        progress = bars(self.options.quiet)
-        return {"devices": self.devices, "budget": self.budget, "progress": progress}
 
     def open(self) -> None:
         """Make the tokenizer, if the recipe asks for one, and the items.
@@ -181,10 +169,11 @@ class Plan:
         """
         with refusing():
             settings, store = self.recipe.settings, self.recipe.store
+            memory = self.engine.memory
             bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
-            if self.memory is not None and settings.method == "basis_ties":
-                check_tables(bases, self.memory)
-            check_matrices(settings, self.tasks.items, bases, self.memory)
+            if memory is not None and settings.method == "basis_ties":
+                check_tables(bases, memory)
+            check_matrices(settings, self.tasks.items, bases, memory)
             world = ranks.world()
             left = [item for item in self.items() if item.counted_as is None]
             for item in left[world.rank :: world.size]:
@@ -199,7 +188,7 @@ class Plan:
     def _combination(self) -> Combination:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
-            basis = build_basis(self.tasks, **self.means)
+            basis = build_basis(self.tasks, self.engine)
             for line in warnings(basis, recipe.model_names):
                 LOG.warning("%s", line)
             return basis
@@ -208,7 +197,7 @@ class Plan:
         mean = [] if store.mean(recipe.settings) is None else [len(order)]
         table = store.bases.reconstruction(store.bases.tasks)[[*order, *mean]]
         stored = StoredBases(recipe.settings, store.bases.tasks, shares, table)
-        count_if_needed(stored, self.tasks.items, **self.means)
+        count_if_needed(stored, self.tasks.items, self.engine)
         return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
@@ -217,7 +206,7 @@ class Plan:
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
             return
-        merge_items(self.basis, items, sink, **self.means)
+        merge_items(self.basis, items, sink, self.engine)
 
     def note_unread(self) -> None:
         """After the merge: name the stored tensors that nothing asked for."""
@@ -289,11 +278,11 @@ def plan_merge(
         UserError: what would stop the merge, before anything of a tensor is read.
     """
     LoaderCache().setup(options=options)
-    devices = devices_of(options)
+    engine = engine_of(options, memory)
     known = {**(opened or {}), **vectors_of(recipe)}
     loaders = {model: install_loader(model, known.get(model)) for model in recipe.every}
     check_base(recipe, loaders[recipe.base].checkpoint)
-    plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype, memory=memory)
+    plan = Plan(recipe, options, engine, loaders, config.out_dtype or config.dtype)
     plan.saved_dtype = config.out_dtype
     trust = options.trust_remote_code
     plan.tied = all(
@@ -324,13 +313,14 @@ def check_base(recipe: Recipe, opened: Checkpoint) -> None:
         recipe.vectors.bases.check_base(opened, str(recipe.base))
 
 
-def devices_of(options: MergeOptions) -> list[torch.device]:
-    """Every accelerator with --multi-gpu, else the merge's device.
+def engine_of(options: MergeOptions, memory: int | None = None) -> Engine:
+    """The engine of a merge: every accelerator with --multi-gpu, else the merge's device.
 
     Raises:
         UserError: This machine has no such device.
     """
-    return accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
+    devices = accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
+    return Engine(devices, memory, bars(options.quiet))
 
 
 def _make_items(plan: Plan) -> None:

@@ -31,7 +31,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model
 from tvb_mergekit.plugin.names import replaced
-from tvb_mergekit.plugin.plan import Plan, check_base, devices_of, plan_merge, vectors_of
+from tvb_mergekit.plugin.plan import Plan, check_base, engine_of, plan_merge, vectors_of
 from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source, input_folders
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, part_of
@@ -327,7 +327,7 @@ def _planned_files(
     # Not above: the import calls our hook, which needs this module.
     from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
 
-    devices = devices_of(options)
+    engine = engine_of(options)
     known = vectors_of(recipe)
     files = {model: known.get(model) or open_file(model) for model in recipe.every}
     base, stored = files[recipe.base], recipe.vectors is not None
@@ -335,7 +335,7 @@ def _planned_files(
     if not stored and not (union or intersection):
         _check_same_tensors(files)
     loaders = {model: MappedLoader(file) for model, file in files.items()}
-    plan = Plan(recipe, options, devices, loaders, config.out_dtype or config.dtype)
+    plan = Plan(recipe, options, engine, loaders, config.out_dtype or config.dtype)
     method = merge_methods.get(config.merge_method)
     # A store may hold a tensor under another name, which the plan looks up.
     theirs = [base.tensors if stored else files[model].tensors for model in recipe.models]
