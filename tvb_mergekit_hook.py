@@ -1,13 +1,12 @@
 """Makes the stock mergekit commands know tvb-mergekit's merge methods.
 
 mergekit has no entry points. So `tvb_mergekit.pth` (from Python 3.15 on `tvb_mergekit.start`)
-calls `install()` when Python starts. That puts one finder on `sys.meta_path`, which does nothing
-until one of mergekit's modules below is imported. Then it hands the module, freshly executed, to
-`tvb_mergekit.plugin.on_import`, before its importer can take a name from it. `on_import` compares
-the names that it needs with the installed mergekit, and reports the first difference.
+calls `install()` when Python starts. A finder on `sys.meta_path` then waits for the imports of
+MODULES. It hands each executed module to `tvb_mergekit.plugin.on_import`, before the importer
+reads a name. `on_import` checks the names that it needs, and reports the first difference.
 
-This module runs at every start of Python in the environment. It imports only `sys` (already
-loaded). Any failure costs one line on stderr: never a traceback, never mergekit itself.
+Every start of Python runs this module, so it imports only `sys`. A failure prints one line on
+stderr. It never shows a traceback or stops mergekit.
 
     TVB_MERGEKIT_DISABLE=1   leaves mergekit as it is
     TVB_MERGEKIT_DEBUG=1     shows the traceback of a plugin that failed
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 METHODS = "basis_ta, basis_ties, basis_iso, basis_tsvm, basis_wudi and basis_negate"
 
-# The modules handed to the plugin, in the order in which mergekit's own imports execute them. Every
-# mergekit has the second one, so that a mergekit without the first is noticed.
+# The modules for the plugin, in the order of mergekit's imports. Every mergekit has the second one:
+# it reveals a mergekit without the first.
 MODULES = (
     "mergekit.merge_methods.registry",
     "mergekit.merge_methods",
@@ -81,7 +80,7 @@ class TvbMergekitFinder:
                 continue
             spec: Any = find_spec(name, path, target)
             if spec is not None:
-                # It is wrapped already if another finder got the spec by way of this one.
+                # Another finder may have called this one: then the loader is wrapped already.
                 if hasattr(spec.loader, "exec_module") and type(spec.loader) is not _Loader:
                     spec.loader = _Loader(spec.loader, self)
                 return spec  # type: ignore[no-any-return]
@@ -92,10 +91,11 @@ class TvbMergekitFinder:
         for name in MODULES:
             module = sys.modules.get(name)
             spec = getattr(module, "__spec__", None)
-            # A module that is being imported right now is handed over at its end.
-            if module is not None and not getattr(spec, "_initializing", False):
-                if self.handed_over.get(name) is not module:
-                    self.after(module)
+            # The loader hands over a module whose import has begun.
+            if module is None or getattr(spec, "_initializing", False):
+                continue
+            if self.handed_over.get(name) is not module:
+                self.after(module)
 
     def after(self, module: "ModuleType") -> None:
         """Hand the executed module to the plugin."""
@@ -137,7 +137,7 @@ class TvbMergekitFinder:
 
 
 class _Loader:
-    """Stands in for the loader of one module until that module is executed."""
+    """Replaces the loader of one module until the module is executed."""
 
     def __init__(self, loader: "Any", finder: "TvbMergekitFinder") -> None:
         self._loader = loader
@@ -147,7 +147,7 @@ class _Loader:
         return getattr(self._loader, name)
 
     def exec_module(self, module: "ModuleType") -> None:
-        # From here on nothing of this class is left in the module.
+        # The executed module keeps no reference to this class.
         spec: Any = module.__spec__
         if spec is not None and spec.loader is self:
             spec.loader = self._loader

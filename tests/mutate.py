@@ -1,8 +1,7 @@
-"""Which mutations of formulas the tests notice: `python tests/mutate.py [WORD ...]`.
+"""Mutations of formulas that the tests must notice: `python tests/mutate.py [WORD ...]`.
 
-Each mutation is one line, made in a copy of the package; its tests run against that copy. With
-words only the mutations whose file or text holds one of them. Fails where one is not noticed, or
-where the old text is not in its file exactly once.
+Each mutation is made in a copy of the package; its tests run against the copy. Words select
+mutations by file or text. Fails if one is not noticed, or an old text is not in its file once.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_learn.py": [
-        (
-            "core/learned.py",
-            "torch.where(total > 0, weights / total, 1 / count)",
-            "weights / total",
-        ),
+        ("core/learned.py",
+         "torch.where(total > 0, weights / total, 1 / count)", "weights / total"),
         ("core/learned.py", "one.diagonal().copy_(diagonal)", "pass"),
         ("core/learned.py", "alpha=sum(weights)", "alpha=1"),
         ("core/learned.py", "right[:, unseen] = bases", "right[:, unseen] = 0 * bases"),
@@ -51,11 +47,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/batches.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),
         ("learn/batches.py", "example.start - 1 : count", "example.start : count"),
         ("learn/descent.py", "1 + math.cos", "2 * math.cos"),
-        (
-            "learn/moving.py",
-            "-torch.inf)\n                for name, own",
-            "0)\n                for name, own",
-        ),
+        ("learn/moving.py",
+         "-torch.inf)\n                for name, own", "0)\n                for name, own"),
         ("core/learned.py", "(rows != 0).sum(0)", "(rows > 0).sum(0)"),
         ("learn/localize.py", "bases_of(plan) * basis.scale,", "bases_of(plan) * 1,"),
         ("learn/localize.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
@@ -79,11 +72,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/matrices.py", "inverse.square().tolist()", "inverse.tolist()"),
         ("core/matrices.py", "mul_(scales[:, None])\n    parts", "mul_(1)\n    parts"),
         ("core/matrices.py", "alpha=-1)", "alpha=1)"),
-        (
-            "core/matrices.py",
-            "count * share, rank)\n    left",
-            "0, rank - count * share)\n    left",
-        ),
+        ("core/matrices.py",
+         "count * share, rank)\n    left", "0, rank - count * share)\n    left"),
         ("core/matrices.py", "return 0.6 * unit", "return 0 * unit"),
         ("core/matrices.py", "NULL = 1e-6", "NULL = 1e-9"),
         ("core/matrices.py", "eigen = 4 * square", "eigen = square"),
@@ -109,26 +99,17 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/quantize.py", "firsts.setdefault(owners[tensor], step)", "pass"),
         ("core/quantize.py", "(chosen, *alike), key", "(chosen,), key"),
         ("tensors/quantized.py", "square * coded.unit**2", "square * coded.unit"),
-        (
-            "tensors/quantized.py",
-            "start // width.group * width.group\n        low",
-            "start // 64 * 64\n        low",
-        ),
+        ("tensors/quantized.py",
+         "start // width.group * width.group\n        low", "start // 64 * 64\n        low"),
         ("tensors/quantized.py", "list(shape), group], VERSION", "list(shape), group], 1"),
         ("tensors/quantized.py", "(shares * units) @ values", "shares @ values"),
-        (
-            "store/report.py",
-            '"errors": torch.stack([coded, coded])',
-            '"errors": 2 * torch.stack([coded, coded])',
-        ),
+        ("store/report.py",
+         '"errors": torch.stack([coded, coded])', '"errors": 2 * torch.stack([coded, coded])'),
     ],
     "test_zoo.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
-        (
-            "store/zoo.py",
-            '["tensor_errors"].sum(0).sqrt()',
-            '["tensor_errors"].sum(0)',
-        ),
+        ("store/zoo.py",
+         '["tensor_errors"].sum(0).sqrt()', '["tensor_errors"].sum(0)'),
         ("store/report.py", "weights[task] *= scale", "pass"),
     ],
     SUMS: [
@@ -258,7 +239,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
         ("settings.py", "if self.above else self.low <= number", "if self.above else True"),
     ],
-}
+}  # fmt: skip
 
 
 def main(words: list[str]) -> int:
@@ -280,9 +261,8 @@ def main(words: list[str]) -> int:
         for tests, file, old, new in chosen:
             noticed = fails(copy, tests, copy / "tvb_mergekit" / file, old, new)
             missed += not noticed
-            print(
-                f"{'caught' if noticed else 'NOT CAUGHT':<12}{file:<32}{old} -> {new}", flush=True
-            )
+            said = "caught" if noticed else "NOT CAUGHT"
+            print(f"{said:<12}{file:<32}{old} -> {new}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} caught")
     return 1 if missed else 0
 
@@ -291,23 +271,13 @@ def fails(copy: Path, tests: str, path: Path, old: str, new: str) -> bool:
     """Whether the tests fail with this mutation; the file is as before afterwards."""
     text, stamp = path.read_text(), path.stat()
     names = [str(ROOT / "tests" / w) if w.endswith(".py") else w for w in shlex.split(tests)]
-    options = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={ROOT}",
-        f"-c{ROOT}/pyproject.toml",
-    ]
+    options = ["-xqp", "no:cacheprovider", f"--rootdir={ROOT}", f"-c{ROOT}/pyproject.toml"]
     env = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", RUN, *options, *names]
     path.write_text(text.replace(old, new))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", RUN, *options, *names],
-            cwd=copy,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
+            words, cwd=copy, env={**os.environ, **env}, capture_output=True, text=True
         )
     finally:
         path.write_text(text)

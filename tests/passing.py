@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination, Tunables
-from tvb_mergekit.core.gram import GramSums, block_budget
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.progress import Update
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.stream import Item, Sink, held_item
@@ -36,20 +36,21 @@ def as_deltas(items: Sequence[Item], count: int) -> list[Item]:
 def gram_of(
     items: Sequence[Item],
     tasks: Sequence[str],
+    engine: Engine = Engine(),
     *,
     deltas: int = 0,
-    progress: Update = lambda nbytes: None,
     **how: Any,
 ) -> GramSums:
     """The sums of a Gram pass."""
     given = as_deltas(items, deltas) if deltas else items
-    return gram_pass(given, tasks, progress=lambda title, total: progress, **how)[0]
+    return gram_pass(given, tasks, engine, **how)[0]
 
 
 def combine(
     items: Sequence[Item],
     matrix: Tensor,
     sink: Sink,
+    engine: Engine = Engine(),
     *,
     add_base: bool = False,
     deltas: int = 0,
@@ -59,7 +60,7 @@ def combine(
     given = as_deltas(items, deltas) if deltas else items
     drawn = how.get("sketch") is not None
     names = [item.name for item in given if item.inputs or drawn]
-    combine_pass(given, dict.fromkeys(names, Linear.of(matrix, add_base)), sink, **how)
+    combine_pass(given, dict.fromkeys(names, Linear.of(matrix, add_base)), sink, engine, **how)
 
 
 def merge_tensor(
@@ -74,6 +75,5 @@ def merge_tensor(
     """One merged tensor in `dtype`, on the base's device."""
     sink = MemorySink(1)
     item = replace(held_item(name, base, models, dtype), tunables=tunables)
-    how: dict[str, Any] = {"devices": [device], "budget": block_budget()}
-    merge_items(basis, [item], sink, **how)
+    merge_items(basis, [item], sink, Engine([device]))
     return sink.states[0][name].to(base.device)

@@ -1,10 +1,9 @@
 """A dense reference in float64, written from the formulas and from nothing of this package.
 
-The matrix of task vectors T [d, T] is held as a whole, each encoder is written out naively, Trim
-sorts. Only three things are taken from a merge's own files, because the formulas leave them open:
-which columns `rand_select` drew, the rotation of `balanced`, and the encoder of `solver: exact`;
-what the formulas do say of them is checked by `check_encoder`. Omega of `rand_proj` is a definition
-(seed and tensor name to numbers), so it comes from `gram.Sketch`.
+The matrix of task vectors T [d, T] is dense, each encoder is naive, Trim sorts. Three encoders come
+from a merge's own files, because the formulas leave them open: the columns of `rand_select`, the
+rotation of `balanced`, and the encoder of `solver: exact`. `check_encoder` checks their properties.
+Omega of `rand_proj` is a definition (seed and tensor name to numbers); it comes from `gram.Sketch`.
 """
 
 from __future__ import annotations
@@ -47,20 +46,16 @@ class Dense:
         return self.tau.T @ self.tau
 
     def spread(self, value: Value) -> Array | float:
-        """A number, or one number per tensor, as something to multiply a [d] vector by."""
+        """A number, or one number per tensor, as a factor of a [d] vector."""
         if not callable(value):
             return value
         return np.concatenate([np.full(self.base[n].numel(), value(n)) for n in self.names])
 
     def split(self, vector: Array) -> dict[str, Tensor]:
         """[d] back to named float64 tensors."""
-        result, start = {}, 0
-        for name in self.names:
-            size = self.base[name].numel()
-            piece = torch.from_numpy(vector[start : start + size])
-            result[name] = piece.reshape(self.base[name].shape)
-            start += size
-        return result
+        sizes = [self.base[name].numel() for name in self.names]
+        pieces = zip(self.names, torch.from_numpy(vector).split(sizes), strict=True)
+        return {name: piece.reshape(self.base[name].shape) for name, piece in pieces}
 
 
 def flat(state: State, names: Sequence[str]) -> Array:
@@ -68,21 +63,14 @@ def flat(state: State, names: Sequence[str]) -> Array:
 
 
 def number_of_bases(
-    gram: Array,
-    num_bases: int | None = None,
-    basis_ratio: float | None = None,
-    energy: float | None = None,
+    gram: Array, num_bases: int | None = None, basis_ratio: float = 0.5, energy: float = 0.0
 ) -> int:
-    size = len(gram)
     if num_bases is not None:
         return num_bases
-    if energy is not None:
-        eigenvalues = np.sort(np.linalg.eigvalsh(gram))[::-1]
-        for count in range(1, size + 1):
-            if eigenvalues[:count].sum() >= energy * np.trace(gram) * (1 - 1e-12):
-                return count
-        return size
-    return max(1, math.floor((0.5 if basis_ratio is None else basis_ratio) * size + 0.5))
+    if not energy:
+        return max(1, math.floor(basis_ratio * len(gram) + 0.5))
+    held = np.cumsum(np.sort(np.linalg.eigvalsh(gram))[::-1])
+    return next(n for n, h in enumerate(held, 1) if h >= energy * np.trace(gram) * (1 - 1e-12))
 
 
 # Encoders: W_e [T, M], W_d [M, T] and the whole map R [T, T] with T_hat = T R
@@ -95,25 +83,22 @@ class Coefficients:
     reconstruction: Array
 
 
-def least_squares(gram: Array, encoder: Array) -> Array:
+def from_encoder(gram: Array, encoder: Array) -> Coefficients:
     """W_d = (W_e^T G W_e)^-1 W_e^T G."""
-    return np.linalg.solve(encoder.T @ gram @ encoder, encoder.T @ gram)
-
-
-def identity(size: int) -> Coefficients:
-    return Coefficients(np.eye(size), np.eye(size), np.eye(size))
+    decoder = np.linalg.solve(encoder.T @ gram @ encoder, encoder.T @ gram)
+    return Coefficients(encoder, decoder, encoder @ decoder)
 
 
 def pca(tau: Array, count: int) -> Coefficients:
     """From the SVD of the centred task vectors: B = U_M S_M = (T J) V_M."""
     size = tau.shape[1]
-    centering = np.eye(size) - np.ones((size, size)) / size
+    mean = np.ones((size, size)) / size
+    centering = np.eye(size) - mean
     vectors = np.linalg.svd(tau @ centering, full_matrices=False)[2].T[:, :count]
     for column in vectors.T:
         if column[np.argmax(np.abs(column))] < 0:
             column *= -1
     encoder = centering @ vectors
-    mean = np.ones((size, size)) / size
     return Coefficients(encoder, vectors.T, encoder @ vectors.T + mean)
 
 
@@ -157,12 +142,6 @@ def adam(
     return from_encoder(gram, encoder64)
 
 
-def from_encoder(gram: Array, encoder: Array) -> Coefficients:
-    """What the formulas make of an encoder that they leave open."""
-    decoder = least_squares(gram, encoder)
-    return Coefficients(encoder, decoder, encoder @ decoder)
-
-
 def loss(gram: Array, reconstruction: Array) -> float:
     error = reconstruction - np.eye(len(gram))
     return float(np.trace(error.T @ gram @ error))
@@ -175,12 +154,11 @@ def spectral_bound(gram: Array, count: int) -> float:
 def balanced_bound(gram: Array, count: int, weights: Array | None = None) -> float:
     """The eigenvalues beyond the (M-1)-th of G - G w w^T G / (w^T G w)."""
     w = np.ones(len(gram)) if weights is None else weights
-    deflated = gram - np.outer(gram @ w, gram @ w) / (w @ gram @ w)
-    return float(np.sort(np.linalg.eigvalsh(deflated))[::-1][count - 1 :].sum())
+    return spectral_bound(gram - np.outer(gram @ w, gram @ w) / (w @ gram @ w), count - 1)
 
 
 def check_encoder(basis: str, gram: Array, encoder: Array) -> None:
-    """What must hold of an encoder that the formulas do not give entry by entry."""
+    """Check the properties of an encoder whose entries the formulas leave open."""
     size, count = encoder.shape
     if basis == "rand_select":
         assert set(np.unique(encoder)) <= {0.0, 1.0}
@@ -203,8 +181,7 @@ def addition(dense: Dense, bases: Array, lambda_: Value) -> Array:
 
 def negation(dense: Dense, bases: Array, forgotten: Array, lambda_: Value, alpha: Value) -> Array:
     """`forgotten` [d, number of tasks to forget]: their reconstructed task vectors."""
-    gone = dense.spread(alpha) * forgotten.sum(axis=1)
-    return addition(dense, bases, lambda_) - gone
+    return addition(dense, bases, lambda_) - dense.spread(alpha) * forgotten.sum(axis=1)
 
 
 def kth_largest(values: Array, k: int) -> float:
@@ -259,25 +236,20 @@ def ties(
     boundary |= kept.any(axis=1) & (np.abs(total) <= 1e-6 * np.abs(bases).max(initial=0.0))
     elected = np.sign(total)
     agreeing = np.where(np.sign(kept) == elected[:, None], kept, 0.0)
+    merged = agreeing.sum(axis=1)
     if merge_func == "max":
         merged = elected * np.abs(agreeing).max(axis=1)
-    else:
-        merged = agreeing.sum(axis=1)
-        if merge_func == "mean":
-            merged = merged / np.maximum((agreeing != 0).sum(axis=1), 1)
+    elif merge_func == "mean":
+        merged = merged / np.maximum((agreeing != 0).sum(axis=1), 1)
     return Trimmed(dense.theta + dense.spread(lambda_) * merged, boundary)
 
 
 def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array]:
     """Q [d, M], orthonormal columns from the Gaussian Omega by QR, and Q^T T [M, T]."""
-    sketch, rows = Sketch(count, seed), []
-    for name in dense.names:
-        size = dense.base[name].numel()
-        if not size:
-            continue
-        drawn = sketch.rows(sketch.stream(name), size, torch.device("cpu"))
-        rows.append(drawn.T.double().numpy())
-    ortho, upper = np.linalg.qr(np.concatenate(rows))
+    sketch, cpu = Sketch(count, seed), torch.device("cpu")
+    sizes = {name: dense.base[name].numel() for name in dense.names}
+    drawn = [sketch.rows(sketch.stream(n), size, cpu) for n, size in sizes.items() if size]
+    ortho, upper = np.linalg.qr(torch.cat(drawn, 1).T.double().numpy())
     ortho = ortho * np.sign(np.diag(upper))
     return ortho, ortho.T @ dense.tau
 
@@ -286,7 +258,7 @@ def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array
 
 
 def svd(matrix: Array, largest: float = 0.0) -> tuple[Array, Array, Array]:
-    """Without the directions of what is zero up to float32's rounding."""
+    """The triples of singular values above float32's rounding."""
     u, s, vt = np.linalg.svd(matrix, full_matrices=False)
     there = s > 1e-6 * s.max(initial=largest)
     return u * there, s * there, vt * there[:, None]
@@ -299,24 +271,23 @@ def isotropic(bases: Array, common: float = 1.0) -> Array:
     own = round((rank - int(rank * common)) / count)
     if not own:
         return s.mean() * u @ vt
-    shared = rank - count * own
-    left, sizes, right = [], [], []
-    for base in bases:
-        outside = base - u[:, :shared] @ u[:, :shared].T @ base
-        a, b, ct = svd(outside, s.max())
-        left, sizes, right = [*left, a[:, :own]], [*sizes, b[:own]], [*right, ct[:own]]
-    left, sizes, right = [*left, u[:, :shared]], [*sizes, s[:shared]], [*right, vt[:shared]]
-    polar = orthonormal(np.concatenate(left, 1)) @ orthonormal(np.concatenate(right))
-    return np.concatenate(sizes).mean() * polar
+    shared = u[:, : rank - count * own]
+    found = [(*svd(base - shared @ shared.T @ base, s.max()), own) for base in bases]
+    left, sizes, right = side_by_side([*found, (u, s, vt, rank - count * own)])
+    return sizes.mean() * orthonormal(left) @ orthonormal(right)
+
+
+def side_by_side(found: Sequence[tuple[Array, Array, Array, int]]) -> tuple[Array, Array, Array]:
+    """The first k triples of each (U, S, V^T, k)."""
+    left = np.concatenate([u[:, :k] for u, _, _, k in found], 1)
+    right = np.concatenate([vt[:k] for _, _, vt, k in found])
+    return left, np.concatenate([s[:k] for _, s, _, k in found]), right
 
 
 def singular_vectors(bases: Array) -> Array:
     """TSV-M (Gargiulo et al., CVPR 2025)."""
     each = min(bases.shape[1:]) // len(bases)
-    found = [svd(base) for base in bases]
-    left = np.concatenate([u[:, :each] for u, _, _ in found], 1)
-    right = np.concatenate([vt[:each] for _, _, vt in found])
-    sizes = np.concatenate([s[:each] for _, s, _ in found])
+    left, sizes, right = side_by_side([(*svd(base), each) for base in bases])
     return orthonormal(left) * sizes @ orthonormal(right)
 
 
@@ -343,9 +314,10 @@ def by_matrices(
     dense: Dense, bases: Array, method: str, parameters: Mapping[str, object], scaled: Value
 ) -> Array:
     """theta_0 + scaled * D for each matrix; to all else the mean of the bases, with `lambda`."""
-    chosen, factor = parameters.get("matrices"), 1.0
-    if parameters.get("lambda_scale") == "tasks":
-        factor = dense.tau.shape[1] / bases.shape[1]
+    chosen, count = parameters.get("matrices"), bases.shape[1]
+    factor = dense.tau.shape[1] / count if parameters.get("lambda_scale") == "tasks" else 1.0
+    key, default = {"basis_iso": ("common", 1.0), "basis_wudi": ("ridge", 0.0)}.get(method, ("", 0))
+    keys = {key: float(parameters.get(key, default))} if key else {}  # type: ignore[arg-type]
     parts = []
     for name in dense.names:
         shape = tuple(dense.base[name].shape)
@@ -355,18 +327,12 @@ def by_matrices(
         wanted &= len(shape) == 2 or "expert" in name
         if chosen is not None:
             wanted = re.search(str(chosen), name) is not None
-        if method == "basis_tsvm" and min(shape[-2:]) < bases.shape[1]:
+        if method == "basis_tsvm" and min(shape[-2:]) < count:
             wanted = False
         if wanted and len(shape) in (2, 3) and piece.size:
-            stacked = piece.T.reshape(bases.shape[1], -1, *shape[-2:])
-            slices = np.moveaxis(stacked, 1, 0)
-            key, default = {"basis_iso": ("common", 1.0), "basis_wudi": ("ridge", 0.0)}.get(
-                method, ("", 0.0)
-            )
-            keys = (float(parameters.get(key, default)),) if key else ()  # type: ignore[arg-type]
-            parts.append(
-                by * np.stack([OF_MATRICES[method](each, *keys) for each in slices]).ravel()
-            )
+            slices = np.moveaxis(piece.T.reshape(count, -1, *shape[-2:]), 1, 0)
+            merged = [OF_MATRICES[method](each, **keys) for each in slices]
+            parts.append(by * np.stack(merged).ravel())
         else:
             parts.append(by / factor * piece.mean(1))
     return dense.theta + np.concatenate(parts)
@@ -398,12 +364,11 @@ def coefficients(
     dense: Dense, parameters: Mapping[str, object], stored: Mapping[str, Array]
 ) -> Coefficients:
     """W_e, W_d and R of the recipe's `parameters`; `stored` is its basis.safetensors."""
-    basis = parameters.get("basis", "ae")
-    gram = dense.gram
-    sizes = {key: parameters.get(key) for key in ("num_bases", "basis_ratio", "energy")}
+    basis, gram = parameters.get("basis", "ae"), dense.gram
+    sizes = {k: v for k, v in parameters.items() if k in ("num_bases", "basis_ratio", "energy")}
     count = number_of_bases(gram, **sizes)  # type: ignore[arg-type]
     if basis == "none":
-        return identity(len(gram))
+        return Coefficients(*[np.eye(len(gram))] * 3)
     if basis == "pca":
         return pca(dense.tau, count)
     if basis == "linear_ae" or (basis == "ae" and parameters.get("solver") != "exact"):
@@ -443,15 +408,14 @@ def merged(
     tasks: Sequence[str],
     varying: Mapping[str, Value] | None = None,
 ) -> Expected:
-    """The same from B [d, M] and T_hat [d, T]."""
+    """The merged tensors from B [d, M] and T_hat [d, T]."""
     chosen: dict[str, Value] = {"lambda": 0.0 if method == "basis_negate" else 0.4, "density": 0.2}
     if method in OF_MATRICES:
         chosen["lambda"] = 1.0
     chosen |= {k: parameters[k] for k in ("lambda", "alpha", "density") if k in parameters}  # type: ignore[misc]
     chosen |= varying or {}
-    factor = 1.0
-    if parameters.get("lambda_scale") == "tasks":
-        factor = rebuilt.shape[1] / bases.shape[1]
+    by_tasks = parameters.get("lambda_scale") == "tasks"
+    factor = rebuilt.shape[1] / bases.shape[1] if by_tasks else 1.0
     given = chosen["lambda"]
     scaled: Value = (lambda name: factor * given(name)) if callable(given) else factor * given
     if method == "basis_ta":
@@ -462,8 +426,6 @@ def merged(
         return Expected(dense.split(negation(dense, bases, columns, scaled, chosen["alpha"])))
     if method in OF_MATRICES:
         return Expected(dense.split(by_matrices(dense, bases, method, parameters, scaled)))
-    trim, merge_func = (
-        str(parameters.get(*each)) for each in (("trim", "model"), ("merge_func", "sum"))
-    )
-    found = ties(dense, bases, scaled, chosen["density"], trim, merge_func)
+    how = {k: str(parameters[k]) for k in ("trim", "merge_func") if k in parameters}
+    found = ties(dense, bases, scaled, chosen["density"], **how)
     return Expected(dense.split(found.merged), dense.split(found.boundary))

@@ -30,8 +30,8 @@ from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.quantize import LONG, Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.tensors import merging, stream
-from tvb_mergekit.tensors import passes as engine
+from tvb_mergekit.tensors import merging, passes
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.quantized import Coded, Coding
@@ -86,7 +86,7 @@ def high_water(threads: int) -> Iterator[type[HighWater]]:
     with (
         in_every_thread(HighWater),
         mock.patch("tvb_mergekit.tensors.layout.worker_count", lambda device: threads),
-        mock.patch.object(engine, "worker_count", lambda device: threads),
+        mock.patch.object(passes, "worker_count", lambda device: threads),
     ):
         yield HighWater
 
@@ -147,7 +147,7 @@ def test_the_gram_pass(case: Case, columns: int | None) -> None:
     items = items_of(tasks, numel_for(tasks), dtypes)
     sketch = None if columns is None else Sketch(columns, 0)
     names, budget = [str(i) for i in range(tasks)], megabytes * MB
-    work = lambda: gram_of(items, names, budget=budget, sketch=sketch)  # noqa: E731
+    work = lambda: gram_of(items, names, Engine(memory=budget), sketch=sketch)  # noqa: E731
     held_within(budget, threads, work, least=0.1)
 
 
@@ -161,7 +161,7 @@ def test_combining(case: Case, outputs: int, drawn: bool) -> None:
     matrix, budget = torch.full((rows, outputs), 0.01), megabytes * MB
     if drawn:
         items = [replace(item, base=None, inputs=()) for item in items]
-    work = lambda: combine(items, matrix, Nowhere(), budget=budget, sketch=sketch)  # noqa: E731
+    work = lambda: combine(items, matrix, Nowhere(), Engine(memory=budget), sketch=sketch)  # noqa: E731
     held_within(budget, threads, work)
 
 
@@ -182,7 +182,8 @@ def test_coding(case: Case, width: Width) -> None:
     coding, matrix = Coding(coded, torch.ones(tasks)), torch.eye(tasks, dtype=torch.float64)
     items = [item.coded(coding.widths(item.name)) for item in items]
     budget = megabytes * MB
-    work = lambda: combine(items, matrix, Blocks(coding), coding=coding, budget=budget)  # noqa: E731
+    engine = Engine(memory=budget)
+    work = lambda: combine(items, matrix, Blocks(coding), engine, coding=coding)  # noqa: E731
     held_within(budget, threads, work)
 
 
@@ -201,8 +202,8 @@ def test_trimming(case: Case, trim: str) -> None:
     merged = [replace(item, tunables=Tunables(0.1, density=0.3)) for item in items]
 
     def work() -> None:
-        count_if_needed(basis, items, budget=budget)
-        merge_items(basis, merged, Nowhere(), budget=budget)
+        count_if_needed(basis, items, Engine(memory=budget))
+        merge_items(basis, merged, Nowhere(), Engine(memory=budget))
 
     held_within(budget, threads, work)
 
@@ -216,7 +217,7 @@ def embedding(tasks: int, dtype: torch.dtype) -> list[Item]:
 @pytest.mark.parametrize("megabytes", [50, 200, 4000])
 def test_pieces_of_a_large_tensor_are_cut_to_the_budget(tasks: int, megabytes: int) -> None:
     items = embedding(tasks, torch.bfloat16)
-    layout = engine.gram_layout(items, tasks, [CPU], megabytes * MB, None)
+    layout = passes.gram_layout(items, tasks, Engine(memory=megabytes * MB), None)
     assert layout.nbytes <= megabytes * MB
     assert layout.piece % layout.chunk == layout.chunk % BLOCK == 0
     bigger = replace(layout, piece=layout.piece + layout.chunk)
@@ -227,13 +228,13 @@ def test_pieces_of_a_large_tensor_are_cut_to_the_budget(tasks: int, megabytes: i
 @pytest.mark.parametrize("outputs", [0, 1])
 def test_sizes_do_not_grow_with_the_models(outputs: int) -> None:
     """Beyond what helps, a large budget is not used, for the Gram matrix nor for T/2 bases."""
-    taken = []
+    taken, large = [], Engine(memory=1000 * MB)
     for tasks in (8, 16, 32, 72):
         items, half = embedding(tasks, torch.float32), tasks // 2
-        layout = engine.gram_layout(items, tasks, [CPU], 1000 * MB, None)
+        layout = passes.gram_layout(items, tasks, large, None)
         if outputs:
-            needs = Needs(tasks, stream.read_width(items), half * 4, extra=half)
-            layout = plan_layout(needs, [CPU], 1000 * MB)
+            needs = Needs(tasks, passes.read_width(items), half * 4, extra=half)
+            layout = plan_layout(needs, large)
         taken.append(layout.nbytes)
     assert max(taken) - min(taken) < 25 * MB and max(taken) < 150 * MB, taken
 
@@ -241,10 +242,10 @@ def test_sizes_do_not_grow_with_the_models(outputs: int) -> None:
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     needs = Needs(72, 2 * 73, extra=10, sums=8 * 72**2)
     with pytest.raises(UserError, match=r"^0.1 MB .* 72 models at a time: [\d.]+ MB") as told:
-        plan_layout(needs, [CPU], 100_000)
+        plan_layout(needs, Engine(memory=100_000))
     words = str(told.value).split()
     needed = float(words[words.index("needed;") - 3])
-    assert plan_layout(needs, [CPU], int((needed + 0.1) * MB)).chunk == BLOCK
+    assert plan_layout(needs, Engine(memory=int((needed + 0.1) * MB))).chunk == BLOCK
 
 
 @pytest.mark.parametrize(

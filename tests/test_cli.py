@@ -341,7 +341,7 @@ def misuses() -> Iterator[tuple[list[str], str]]:
     yield ["buildd"], "No such command 'buildd'"
     yield ["cache", "nope"], "No such command 'nope'"
     yield ["build", "nope.yml", "out"], "File 'nope.yml' does not exist"
-    yield ["export", "store", "--all", ""], "say once where to write"
+    yield ["export", "store", "--all", ""], "name one output folder"
     yield ["learn", "", "atlas", "--out", "x"], "is empty"
     for name, command in {"": main, **every_command()}.items():
         yield [*name.split(), "--no-such"], "No such option"
@@ -405,7 +405,7 @@ def test_every_wrong_word_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:
     with (
-        mock.patch("tvb_mergekit.cli.commands._inspection", side_effect=AssertionError("read")),
+        mock.patch("tvb_mergekit.cli.stores._inspection", side_effect=AssertionError("read")),
         mock.patch.dict(sys.modules, matplotlib=None),
     ):
         assert "pip install" in refused("inspect", "recipe.yml", "--plot", "x.png")

@@ -14,7 +14,7 @@ from commands import assert_close
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from passing import gram_of, merge_tensor
-from reference import Array, Dense, flat, random_projection
+from reference import Array, Dense, random_projection
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
@@ -23,6 +23,7 @@ from tvb_mergekit.core.merge import TrimElectMerge
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part, held_item
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -38,16 +39,16 @@ State = dict[str, Tensor]
 
 
 class Models:
-    """A base and T models of any dtypes, lengths and scales; float64 takes PyTorch's way."""
+    """A base and T models of any dtypes, lengths and scales; float64 has no compiled loop."""
 
-    def __init__(self, data: st.DataObject, most: int = 4) -> None:
+    def __init__(self, data: st.DataObject) -> None:
         size = data.draw(st.integers(1, 6))
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
         kinds = st.sampled_from(data.draw(st.sampled_from([DTYPES, (*DTYPES, torch.float64)])))
         dtypes = [data.draw(kinds) for _ in range(size + 1)]
         self.base: State = {}
         self.models: list[State] = [{} for _ in range(size)]
-        for number in range(data.draw(st.integers(1, most))):
+        for number in range(data.draw(st.integers(1, 4))):
             shape = (1, data.draw(LENGTHS))[data.draw(st.integers(0, 1)) :]
             scale = 10.0 ** data.draw(st.integers(-3, 0))
             base = torch.randn(shape, generator=generator)
@@ -111,15 +112,13 @@ def test_the_sums_equal_the_dense_products(data: st.DataObject, columns: int) ->
     if sketch is not None:
         assert sums.sketch_gram is not None and sums.sketch_tasks is not None
         drawn = {n: sketch.rows(sketch.stream(n), b.numel(), CPU) for n, b in made.base.items()}
-        omega = np.stack(
-            [flat({n: d[m] for n, d in drawn.items()}, list(drawn)) for m in range(columns)]
-        )
-        close(sums.sketch_gram, omega.T, omega.T)
-        close(sums.sketch_tasks, omega.T, tau)
+        omega = torch.cat(list(drawn.values()), 1).T.double().numpy()
+        close(sums.sketch_gram, omega, omega)
+        close(sums.sketch_tasks, omega, tau)
 
 
 def close(found: Tensor, left: Array, right: Array) -> None:
-    """To what float32 sums of BLOCK products can lose, of the norms of the vectors."""
+    """Up to the errors of float32 sums of BLOCK products."""
     scale = np.outer(np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=0))
     assert (np.abs(found.numpy() - left.T @ right) <= 5e-6 * scale).all()
 
@@ -129,12 +128,11 @@ def close(found: Tensor, left: Array, right: Array) -> None:
 def test_the_sums_do_not_depend_on_how_they_are_shared(
     data: st.DataObject, columns: int | None, budget: int
 ) -> None:
-    """To the bit where chunks are of one length, which only a very small budget shortens."""
+    """To the bit with chunks of one length, which only a very small budget shortens."""
     made = Models(data)
     sketch = None if columns is None else Sketch(columns, 3)
     one = gram_of(made.items(), made.tasks, sketch=sketch)
-    devices = [CPU] * 3
-    other = gram_of(made.items(False), made.tasks, sketch=sketch, devices=devices, budget=budget)
+    other = gram_of(made.items(False), made.tasks, Engine([CPU] * 3, budget), sketch=sketch)
     for name in ("gram", "sketch_gram", "sketch_tasks"):
         left, right = getattr(one, name), getattr(other, name)
         if budget > 2**20 and left is not None:
@@ -153,7 +151,7 @@ def test_what_the_gram_matrix_says_of_the_models() -> None:
         return warnings(found, {task: f"./{task}" for task in tasks})
 
     gram = np.eye(3)
-    assert told(gram, 10.0, [1.0, 5.0, 1.0], [10, 1, 1, 1]) == []  # weights are no matter
+    assert told(gram, 10.0, [1.0, 5.0, 1.0], [10, 1, 1, 1]) == []  # weights do not count
     assert told(2 * gram + 2, 10.0, [1.0, 1.0, 1.0], [10, 1, 1, 1]) == []  # cosines of 0.5
     (one,) = told(gram, 10.0, [1.0, 1.0, 1.0], [10, 1, 6, 1])
     assert "task `b` (./b): its task vector's norm is 6, the median of the other tasks' 1" in one
@@ -185,8 +183,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 @settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(st.data())
 def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> None:
-    """And from files it is that in memory, to the bit, and for any coefficient what its direction
-    alone gives: theta_0 + fl(scale * direction)."""
+    """The bits from files are those of memory, and of theta_0 + fl(scale * direction)."""
     method, keys = METHODS[case]
     made = Models(data)
     assume(case != "projection" or len(made.dense.theta) > 100)
@@ -216,7 +213,7 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
     ]
     sink, left = MemorySink(1), [0]
     devices = [CPU] * data.draw(st.sampled_from([1, 3]))
-    merge_items(basis, items, sink, devices=devices, progress=counting(left))
+    merge_items(basis, items, sink, Engine(devices, progress=counting(left)))
     assert left == [0]  # all the bytes that were announced
     cast = made.merged(basis, tunables, torch.bfloat16)
     if base_only:
@@ -234,7 +231,6 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
 
 
 def counting(left: list[int]) -> Callable[[str, int], Callable[[int], None]]:
-    """Progress that subtracts what is told from what was announced."""
 
     def update(nbytes: int) -> None:
         left[0] -= nbytes
@@ -260,9 +256,8 @@ def test_trim_elect_merge_entry_by_entry(size: int, how: str, seed: int) -> None
     for n, column in enumerate(bases.T):
         left = [b for b, t in zip(column, thresholds, strict=True) if abs(b) >= t]
         agreeing = [b for b in left if b * sum(left) > 0] or [0.0]
-        want[n] += 0.5 * {"sum": sum, "mean": np.mean, "max": lambda x: max(x, key=abs)}[how](
-            agreeing
-        )
+        pick = {"sum": sum, "mean": np.mean, "max": lambda x: max(x, key=abs)}[how]
+        want[n] += 0.5 * pick(agreeing)
     limits = torch.from_numpy(thresholds).float()
     merge = TrimElectMerge(torch.eye(size, dtype=torch.float64), limits, how, 0.5).on(CPU)
     found = merge(torch.from_numpy(base).float(), torch.from_numpy(bases).float())
@@ -270,23 +265,14 @@ def test_trim_elect_merge_entry_by_entry(size: int, how: str, seed: int) -> None
 
 
 @quick
-@given(
-    st.integers(20_000, 200_000),
-    st.sampled_from(["normal", "uniform", "laplace", "wide", "tiny"]),
-    st.floats(0.001, 1.0),
-    st.integers(0, 2**31),
-)
+@given(st.data(), st.integers(20_000, 200_000), st.floats(0.001, 1.0), st.integers(0, 2**31))
 def test_the_histogram_keeps_the_asked_share(
-    length: int, kind: str, density: float, seed: int
+    data: st.DataObject, length: int, density: float, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    values = {
-        "normal": lambda: random.normal(size=length),
-        "uniform": lambda: random.uniform(-1, 1, length),
-        "laplace": lambda: random.laplace(size=length),
-        "wide": lambda: random.normal(size=length) * 10.0 ** random.uniform(-6, 0, length),
-        "tiny": lambda: random.normal(size=length) * 1e-10,
-    }[kind]()
+    kind = data.draw(st.sampled_from(["normal", "uniform", "laplace", "wide", "tiny"]))
+    values = getattr(random, kind if kind in ("uniform", "laplace") else "normal")(size=length)
+    values *= {"wide": 10.0 ** random.uniform(-6, 0, length), "tiny": 1e-10}.get(kind, 1.0)
     row = torch.from_numpy(values.astype(np.float32))
     histogram = MagnitudeHistogram(1)
     for chunk in row.split(7001):
@@ -299,7 +285,7 @@ def test_the_histogram_keeps_the_asked_share(
 @quick
 @given(st.integers(1, 6000), st.floats(0.001, 1.0), st.integers(0, 2), st.integers(0, 2**31))
 def test_trim_by_tensor_is_topk(length: int, density: float, decimals: int, seed: int) -> None:
-    """Also where magnitudes are equal (rounded values) and where most are 0."""
+    """Rounded values have equal magnitudes, and most are 0."""
     values = torch.randn(3, length, generator=torch.Generator().manual_seed(seed))
     if decimals:
         values = values.mul(10**decimals / 10).round().div(10**decimals)

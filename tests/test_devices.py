@@ -1,4 +1,4 @@
-"""What can be shown of accelerators without one: placement, partition, and clear refusals."""
+"""Properties of accelerators on a CPU: placement, partition, and clear refusals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tiny import family
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
 from tvb_mergekit.tensors.merging import build_basis
 from tvb_mergekit.tensors.stream import Item, held_item
@@ -25,23 +26,11 @@ TASKS = ["a", "b", "c", "d"]
 Family = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
 
 
-@pytest.fixture
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> MergeConfiguration:
-    base, models = family(tmp_path_factory.mktemp("models"))
-    listed = [{"model": str(model)} for model in models]
-    return MergeConfiguration.model_validate(
-        {"merge_method": "basis_ta", "base_model": str(base), "models": listed}
-    )
-
-
 def tensors(count: int = 3, numel: int = 5000) -> Family:
     generator = torch.Generator().manual_seed(0)
-    made = {}
-    for index in range(count):
-        base = torch.randn(numel, generator=generator)
-        models = [base + 0.01 * torch.randn(numel, generator=generator) for _ in TASKS]
-        made[f"layer.{index}.weight"] = (base, models)
-    return made
+    bases = torch.randn(count, numel, generator=generator)
+    moved = bases + 0.01 * torch.randn(len(TASKS), count, numel, generator=generator)
+    return {f"layer.{n}.weight": (bases[n], list(moved[:, n])) for n in range(count)}
 
 
 def items_of(made: Family) -> list[Item]:
@@ -58,8 +47,7 @@ def items_of(made: Family) -> list[Item]:
     ],
 )
 def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, object]) -> None:
-    """mergekit's GPU workers run under `torch.device(cuda:i)`: a tensor made without a device
-    would land there. On this machine `meta` stands for it."""
+    """mergekit's GPU workers run under `torch.device(cuda:i)`; `meta` stands for it here."""
     made = tensors()
     settings = resolve_settings(method, given, TASKS)
     results = []
@@ -76,7 +64,7 @@ def test_default_device_of_a_worker_does_not_leak(method: str, given: dict[str, 
 
 def test_every_device_gets_its_threads() -> None:
     devices = [torch.device("cuda", index) for index in range(3)]
-    assert plan_layout(Needs(8, 18, 2), devices, MEMORY).workers == 4 * tuple(devices)
+    assert plan_layout(Needs(8, 18, 2), Engine(devices, MEMORY)).workers == 4 * tuple(devices)
 
 
 def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +83,7 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     made = tensors(count=6)
     made["layer.2.weight"][1][1][17] = float("nan")
     with pytest.raises(ValueError, match=r"layer\.2\.weight.*`b` holds 1 NaN"):
-        gram_of(items_of(made), TASKS, devices=[CPU, CPU])
+        gram_of(items_of(made), TASKS, Engine([CPU, CPU]))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
@@ -108,8 +96,12 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     ],
 )
 def test_a_missing_device_is_refused_before_reading(
-    options: dict[str, object], wanted: str, recipe: MergeConfiguration, tmp_path: Path
+    options: dict[str, object], wanted: str, tmp_path: Path
 ) -> None:
+    base, models = family(tmp_path / "models", tokenizer=False)
+    recipe = MergeConfiguration.model_validate(
+        {"merge_method": "basis_ta", "base_model": str(base), "models": [{"model": str(models[0])}]}
+    )
     with pytest.raises(RuntimeError, match=wanted):
         run_merge(recipe, str(tmp_path / "out"), MergeOptions(**options))
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,17 @@ class World:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.base, self.models = tiny.family(root, tasks=tiny.TASKS[:3], dtypes=(torch.bfloat16,))
-        states = [tiny.load(folder) for folder in (self.base, *self.models)]
+        base, *models = [tiny.load(folder) for folder in (self.base, *self.models)]
         scales = [WEIGHTS.get(i, {"weight": 1.0})["weight"] for i in range(3)]
+        weighted = list(zip(scales, models, strict=True))
         self.taus: dict[str, Array] = {  # [numel, 3]
-            name: np.stack(
-                [
-                    scale * (state[name].double() - base.double()).flatten().numpy()
-                    for scale, state in zip(scales, states[1:], strict=True)
-                ],
-                axis=1,
-            )
-            for name, base in states[0].items()
+            n: np.stack([by * (m[n].double() - t.double()).flatten() for by, m in weighted], axis=1)
+            for n, t in base.items()
         }
 
     def recipe(self, name: str, **parameters: Any) -> Path:
-        method = "basis_negate" if "forget" in parameters else "basis_ta"
         file = self.root / f"{name}.yml"
-        made = recipe(method, self.base, self.models, WEIGHTS, **parameters)
+        made = recipe("basis_ta", self.base, self.models, WEIGHTS, **parameters)
         file.write_text(yaml.safe_dump(made))
         return file
 
@@ -54,28 +47,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 
 
-@pytest.fixture(scope="module")
-def built(world: World) -> Callable[..., Path]:
-    """Build the store of a recipe once."""
-
-    def get(file: Path, *options: str) -> Path:
-        store = world.root / "-".join((file.stem, *(option.strip("-") for option in options)))
-        if not store.exists():
-            tvb("build", file, store, "--quiet", *options)
-        return store
-
-    return get
-
-
 def relative(found: Array, expected: Array) -> Array:
     return np.linalg.norm(found - expected, axis=0) / np.linalg.norm(expected, axis=0)
 
 
 @pytest.mark.parametrize("keys", [{}, {"basis": "pca", "num_bases": 2}], ids=["zoo", "pca"])
 def test_losses_of_a_store_against_its_decoded_vectors(
-    world: World, built: Callable[..., Path], keys: dict[str, Any]
+    world: World, keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    store = built(world.recipe("plain" if not keys else "mean", **keys), "--bits", "1.5")
+    store = tmp_path / "store"
+    tvb("build", world.recipe("losses", **keys), store, "--bits", "1.5", "--quiet")
     bases = tvb_mergekit.load(store)
     told = json.loads(tvb("inspect", store, "--json").stdout)["codes"]
     encoder = np.eye(3) if not keys else np.c_[bases.tensors["encoder"].numpy(), np.ones(3) / 3]
@@ -86,12 +67,11 @@ def test_losses_of_a_store_against_its_decoded_vectors(
         for name in bases.names
     }
 
-    def both(pick: Callable[[str], bool]) -> tuple[Array, Array]:
-        picked = [name for name in bases.names if pick(name)]
-        one, two = (np.concatenate([of[name] for name in picked]) for of in (found, exact))
-        return one, two
+    def both(group: str = "") -> list[Array]:
+        picked = [name for name in bases.names if not group or group_of(name) == group]
+        return [np.concatenate([of[name] for name in picked]) for of in (found, exact)]
 
-    one, two = both(lambda name: True)
+    one, two = both()
     assert [each["name"] for each in told["vectors"]] == names
     errors = [each["relative_error"] for each in told["vectors"]]
     np.testing.assert_allclose(errors, relative(one, two), rtol=1e-5)
@@ -103,7 +83,7 @@ def test_losses_of_a_store_against_its_decoded_vectors(
     groups = {each["name"]: each for each in told["groups"]}
     assert set(groups) == {"embeddings", "attention", "MLP", "norms", "output layer"}
     for name, group in groups.items():
-        one, two = both(lambda tensor, name=name: group_of(tensor) == name)
+        one, two = both(name)
         error = np.linalg.norm(one - two) / np.linalg.norm(two)
         assert group["relative_error"] == pytest.approx(error, rel=1e-5)
     sizes = {n: sum(found[t].size for t in found if group_of(t) == n) for n in groups}
@@ -143,25 +123,18 @@ def test_a_zoo_is_told_as_one(world: World, tmp_path: Path) -> None:
 
 
 NAMES = {
-    "model.embed_tokens.weight": "embeddings",
-    "transformer.wte.weight": "embeddings",
-    "bert.embeddings.word_embeddings.weight": "embeddings",
-    "bert.embeddings.LayerNorm.weight": "norms",
-    "model.layers.0.self_attn.q_proj.weight": "attention",
-    "model.layers.0.self_attn.q_norm.weight": "norms",
-    "model.layers.0.post_attention_layernorm.weight": "norms",
-    "transformer.h.0.ln_1.weight": "norms",
-    "transformer.h.0.attn.c_attn.weight": "attention",
-    "bert.encoder.layer.0.attention.output.dense.weight": "attention",
-    "bert.encoder.layer.0.output.dense.weight": "MLP",
-    "decoder.block.0.layer.1.DenseReluDense.wi_0.weight": "MLP",
-    "model.decoder.layers.0.fc1.weight": "MLP",
-    "model.layers.0.block_sparse_moe.experts.3.w1.weight": "MLP",
-    "gpt_neox.embed_out.weight": "output layer",
-    "lm_head.weight": "output layer",
-    "visual_projection.weight": "other",
+    "embeddings": "model.embed_tokens transformer.wte bert.embeddings.word_embeddings",
+    "norms": "bert.embeddings.LayerNorm model.layers.0.self_attn.q_norm transformer.h.0.ln_1"
+    " model.layers.0.post_attention_layernorm",
+    "attention": "model.layers.0.self_attn.q_proj transformer.h.0.attn.c_attn"
+    " bert.encoder.layer.0.attention.output.dense",
+    "MLP": "bert.encoder.layer.0.output.dense decoder.block.0.layer.1.DenseReluDense.wi_0"
+    " model.decoder.layers.0.fc1 model.layers.0.block_sparse_moe.experts.3.w1",
+    "output layer": "gpt_neox.embed_out lm_head",
+    "other": "visual_projection",
 }
 
 
 def test_groups_of_tensors() -> None:
-    assert {name: group_of(name) for name in NAMES} == NAMES
+    for group, names in NAMES.items():
+        assert {group_of(f"{name}.weight") for name in names.split()} == {group}

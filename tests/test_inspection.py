@@ -17,12 +17,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from tvb_mergekit.cli.inspect import Inspection, as_json, error_text, print_inspection
+from tvb_mergekit.cli.inspect import error_text, print_inspection
 from tvb_mergekit.cli.plot import plot
 from tvb_mergekit.core.encoders import Encoding, encode, projection
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.facts import Facts, StoreFacts
+from tvb_mergekit.store.inspection import Inspection, as_json
 
 BASES = ("ae", "balanced", "linear_ae", "pca", "rand_select", "none", "rand_proj")
 NASTY = ["[red]bold[/red]", "<script>alert(1)</script>", "$x_1$ & \\frac", ":smile:"]

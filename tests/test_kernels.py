@@ -31,33 +31,29 @@ quick = settings(max_examples=60, deadline=None)
 
 @st.composite
 def inputs(draw: st.DrawFn) -> list[Tensor]:
-    """theta_0 and T models, each of a dtype of its own; dense, strided or expanded."""
+    """theta_0 and T models, each of a dtype of its own."""
     count = draw(st.integers(2, 10))
     length = draw(st.sampled_from([1, 7, 511, 512, 513, 2049, 5000]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    return [
-        torch.randn(length, generator=generator).to(draw(st.sampled_from(DTYPES)))
-        for _ in range(count)
-    ]
+    made = torch.randn(count, length, generator=generator)
+    return [each.to(draw(st.sampled_from(DTYPES))) for each in made]
 
 
 def task_vectors(base: Tensor, models: list[Tensor], deltas: int = 0) -> Tensor:
-    return torch.stack(
-        [m.double() - (0 if i < deltas else base.double()) for i, m in enumerate(models)]
-    )
+    tau = torch.stack([model.double() for model in models])
+    tau[deltas:] -= base.double()
+    return tau
 
 
-def names(count: int) -> list[str]:
-    return [f"task-{i}" for i in range(count)]
+NAMES = [f"task-{i}" for i in range(10)]
 
 
 def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True) -> bool:
     """Fill `out` by the loops; what they say of its being finite."""
-    memory = torch.empty(sum(-(-t.nbytes // 64) * 64 for t in tensors), dtype=torch.uint8)
-    found, place = [], 0
-    for tensor in tensors:
-        found.append(memory[place : place + tensor.nbytes].view(tensor.dtype).copy_(tensor))
-        place += -(-tensor.nbytes // 64) * 64
+    sizes = [-(-t.nbytes // 64) * 64 for t in tensors]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    rooms = zip(memory.split(sizes), tensors, strict=True)
+    found = [room[: t.nbytes].view(t.dtype).copy_(t) for room, t in rooms]
     return Combining(len(tensors) - base, 0, step)(stored_in(memory, found, base), out)
 
 
@@ -66,7 +62,7 @@ def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True
 def test_the_gram_matrix_equals_float64(given: list[Tensor], data: st.DataObject) -> None:
     base, *models = given
     deltas = data.draw(st.integers(0, len(models)))
-    sums = gram_of([held_item("w", base, models)], names(len(models)), deltas=deltas)
+    sums = gram_of([held_item("w", base, models)], NAMES[: len(models)], deltas=deltas)
     tau = task_vectors(base, models, deltas)
     want = tau @ tau.T
     assert (sums.gram - want).abs().max() <= 1e-6 * want.trace()
@@ -75,7 +71,7 @@ def test_the_gram_matrix_equals_float64(given: list[Tensor], data: st.DataObject
     assert sums.base_norm_squared == pytest.approx(norm, rel=1e-6)
     assert sums.num_parameters == base.numel()
     with mock.patch.object(passes, "fused", lambda *_: False):  # what other devices do
-        other = gram_of([held_item("w", base, models)], names(len(models)), deltas=deltas)
+        other = gram_of([held_item("w", base, models)], NAMES[: len(models)], deltas=deltas)
     assert (sums.gram - other.gram).abs().max() <= 2e-6 * want.trace()
 
 
@@ -131,12 +127,10 @@ def test_every_16_bit_number_is_read_and_written_as_it_is(dtype: torch.dtype) ->
 
 def test_a_coefficient_multiplies_a_finished_direction() -> None:
     """fl(theta_0 + fl(scale * direction)): what `tvb tune` computes of a direction it keeps."""
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(3000, generator=generator) for _ in range(6)]
-    weights = torch.randn(5, generator=generator)
-    made = torch.empty(2, 3000)
+    torch.manual_seed(0)
+    given, weights = list(torch.randn(6, 3000)), torch.randn(5)
     steps = [[(1.0, weights)], [(0.7, weights), (-0.3, weights.flip(0))]]
-    alone, other = torch.empty(2, 3000), torch.empty(1, 3000)
+    made, alone, other = (torch.empty(count, 3000) for count in (2, 2, 1))
     assert combined(Linear(steps, add_base=False), given, alone)
     assert combined(Linear(steps), given, made)
     assert combined(Linear.of(weights.flip(0)[:, None]), given, other)
@@ -153,10 +147,9 @@ def both(items: list[Item]) -> list[Tensor]:
 @pytest.mark.parametrize("shift", range(4))
 def test_files_give_the_bits_of_tensors_in_memory(shift: int, tmp_path: Path) -> None:
     """Also where a header of an odd length puts numbers at odd places."""
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randn(300_001, generator=generator) for _ in range(4)]
-    made = [t.to(dtype) for t, dtype in zip(made, [*DTYPES, torch.bfloat16], strict=True)]
-    models = []
+    torch.manual_seed(1)
+    kinds = [*DTYPES, torch.bfloat16]
+    made, models = [torch.randn(300_001).to(dtype) for dtype in kinds], []
     for number, tensor in enumerate(made):
         path = tmp_path / f"{number}.safetensors"
         save_file({"w": tensor}, path)
@@ -168,16 +161,11 @@ def test_files_give_the_bits_of_tensors_in_memory(shift: int, tmp_path: Path) ->
     parts = [Part.of(model, "w") for model in models]
     items = [Item("w", (300_001,), parts[0], tuple(parts[1:]), torch.bfloat16)]
     held = [held_item("w", made[0], made[1:], torch.bfloat16)]
-    for left, right in zip(
-        (gram_of(items, names(3)).gram, *both(items)),
-        (gram_of(held, names(3)).gram, *both(held)),
-        strict=True,
-    ):
-        assert torch.equal(left, right)
+    left, right = ((gram_of(each, NAMES[:3]).gram, *both(each)) for each in (items, held))
+    assert all(map(torch.equal, left, right))
 
 
 def test_a_file_that_was_cut_is_one_line(tmp_path: Path) -> None:
-    """As when another program writes it anew in its place."""
     path = tmp_path / "model.safetensors"
     save_file({"v": torch.ones(8), "w": torch.ones(100_000)}, path)
     model = Checkpoint.open(path)
@@ -186,19 +174,18 @@ def test_a_file_that_was_cut_is_one_line(tmp_path: Path) -> None:
         file.truncate(200_000)
     item = Item("w", (100_000,), Part.of(model, "w"), (Part.of(model, "w"),))
     with pytest.raises(UserError, match="ends in tensor `w`; the file was changed while it was"):
-        gram_of([item], names(1))
+        gram_of([item], NAMES[:1])
 
 
 def test_a_budget_cuts_pieces_and_not_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two tensors of four chunks (a single one is cut among the threads), with magnitudes so far
-    apart that sums in another order have other bits."""
+    """The magnitudes are so far apart that sums in another order have other bits."""
     generator, sizes = torch.Generator().manual_seed(2), torch.logspace(0, -8, 400_003)
     base, *models = [sizes * torch.randn(400_003, generator=generator) for _ in range(4)]
     items = [held_item(name, base, models, torch.bfloat16) for name in ("v", "w")]
     seen = set()
     for longest in (2**17, 2**18, 2**20):
         monkeypatch.setattr(passes, "LONGEST", longest)
-        sums = gram_of(items, names(3))
+        sums = gram_of(items, NAMES[:3])
         seen.add((*sums.gram.flatten().tolist(), *(t.sum().item() for t in both(items))))
     assert len(seen) == 1
     tau = task_vectors(base, models)

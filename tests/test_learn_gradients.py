@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_learn import TASKS, Case, as_lines, lines
+from test_learn import TASKS, Case, as_lines, data_words, lines
 from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -196,8 +196,13 @@ def test_over_all_tasks_it_is_the_published_method(case: Case) -> None:
     for name, wanted in theta.items():
         moved = float((wanted - base[name]).norm())
         assert float((merged.tensors[name].double() - wanted).norm()) < 1e-4 * moved, name
-    told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+    told = facts(merged.folder)
     assert told["passes"] == {"forward": 36 + 5, "backward": 36}  # a batch of what came out
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "basis" / "learned.json").read_text())
+    return found
 
 
 def coefficients(folder: Path) -> Tensor:
@@ -255,15 +260,11 @@ def test_masks_are_stitched(case: Case, dataless: bool) -> None:
     total = sum(map(len, base.values()))
     masks = []
     for column in merged.basis["encoder"].T:
-        whole = np.concatenate(
-            [
-                sum(
-                    1.5 * weight * (load(m)[n].double().numpy().ravel() - start)
-                    for weight, m in zip(column, case.models, strict=True)
-                )
-                for n, start in base.items()
-            ]
-        )
+        moved = [
+            np.stack([load(m)[n].double().numpy().ravel() - start for m in case.models])
+            for n, start in base.items()
+        ]
+        whole = 1.5 * column @ np.concatenate(moved, axis=1)
         masks.append((whole, np.sort(np.argsort(-np.abs(whole))[: round(0.1 * total)])))
     vectors = [load_sparse(store / f"basis-00{m}") for m in range(2)]
     for (whole, top), vector in zip(masks, vectors, strict=True):
@@ -295,10 +296,8 @@ def test_a_model_of_other_names_is_refused(case: Case) -> None:
     def wrapped(*given: Any) -> nn.Module:
         return nn.Sequential(load_model(*given))
 
-    source, words = (
-        case.recipe("wrapped", basis="none"),
-        (*case.words, "--quiet", "--out", case.folder / "no"),
-    )
+    source = case.recipe("wrapped", basis="none")
+    words = (*case.words, "--quiet", "--out", case.folder / "no")
     told = "in memory the model names lm_head.weight, model.embed_tokens.weight"
     for method, module in (("atlas", gradients), ("fisher", models)):
         with mock.patch.object(module, "load_model", wrapped):
@@ -310,20 +309,6 @@ def load_sparse(folder: Path) -> dict[str, Any]:
 
     held = Sparse.open(folder)
     return {name: held.tensor(name).double().numpy() for name in held.tensors}
-
-
-def test_learning_lowers_the_loss_that_it_should(case: Case, tmp_path: Path) -> None:
-    """The response's loss (atlas, localize) or the entropy (adamerging) on what is learned from."""
-    source = case.recipe("loss", basis="ae", num_bases=2)
-    for method, rate in (("localize", 1.0), ("adamerging", 0.01), ("atlas", 0.1)):
-        words = (*case.words, "--epochs", 5, "--no-subsample", "--learning-rate", rate)
-        merged = case.learn(source, method, f"loss-{method}", *words, "--held-out", 0.25)
-        told = json.loads((merged.folder / "basis" / "learned.json").read_text())
-        for history in told["history"]:
-            best = history["best"]
-            assert history["held"][best] == min(history["held"])
-        losses = [history["losses"] for history in told["history"]]
-        assert sum(each[-1] for each in losses) < sum(each[1] for each in losses), method
 
 
 @given(st.data())
@@ -361,8 +346,7 @@ def test_the_largest_entries(values: list[int], density: float) -> None:
 
 
 def test_half_of_the_bases_take_half_of_the_passes(case: Case, tmp_path: Path) -> None:
-    files = [("--data", f"{t}={as_lines(tmp_path / t, lines(k, 40))}") for k, t in enumerate(TASKS)]
-    words = [word for pair in files for word in pair]
+    words = data_words(tmp_path, {task: lines(k, 40) for k, task in enumerate(TASKS)})
     for method in ("fisher", "regmean", *LEARNED):
         found = []
         for size in (2, 1):
@@ -395,38 +379,24 @@ def test_an_interrupted_run_goes_on_after_its_last_mask(case: Case) -> None:
         assert calls == stops + 3  # the mask or coefficients that were cut, again
         found = load(out)
         assert all(torch.equal(t, found[n]) for n, t in whole.tensors.items())
-        told = [json.loads((f / "basis" / "learned.json").read_text()) for f in (out, whole.folder)]
+        told = [facts(folder) for folder in (out, whole.folder)]
         assert told[0]["history"] == told[1]["history"] and told[0]["passes"] == told[1]["passes"]
 
 
-@pytest.mark.parametrize(("method", "stops"), [("fisher", 0), ("localize", 5), ("atlas", 0)])
-def test_a_bit_that_flips_in_an_unfinished_run(case: Case, method: str, stops: int) -> None:
-    """Of statistics, of a mask and of coefficients; whatever bit it is."""
-    source, out, calls = case.recipe("flip", basis="balanced", num_bases=2), case.folder / method, 0
-    words = ["learn", source, method, *case.words, "--quiet"]
-    words += [] if method == "fisher" else ["--epochs", 3]
-    kept = descent_module.Descent._epoch
-
-    def stopping(self: Descent, some: Any, epoch: int, keep: bool) -> float:
-        nonlocal calls
-        calls += 1
-        if calls == stops:
-            raise KeyboardInterrupt
-        return kept(self, some, epoch, keep)
-
-    ending = mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt)
-    with mock.patch.object(Descent, "_epoch", stopping) if stops else ending:
+@pytest.mark.parametrize("method", ["localize", "atlas"])
+def test_a_bit_that_flips_in_an_unfinished_run(case: Case, method: str) -> None:
+    """Of a mask or of coefficients; whatever bit it is."""
+    source, out = case.recipe("flip", basis="balanced", num_bases=2), case.folder / method
+    words = ["learn", source, method, *case.words, "--quiet", "--epochs", 3]
+    with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt):
         tvb(*words, "--out", out, code=130)
-    files = sorted(Path(f"{out}.partial").iterdir())
-    assert len(files) == {"fisher": 3, "localize": 1, "atlas": 1}[method]
-    for file in files:
-        whole = file.read_bytes()
-        # In the last number, in the JSON of the metadata, in the name of a tensor.
-        for place in (len(whole) - 1, whole.index(b"seed"), whole.index(b"data_offsets") - 20):
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            line = refused(*words, "--out", out, "--resume")
-            assert str(file) in line and "delete it" in line and "--resume learns" in line, place
-        file.write_bytes(whole)
+    file, *_ = sorted(Path(f"{out}.partial").iterdir())
+    whole = file.read_bytes()
+    # In the last number, in the JSON of the metadata, in the name of a tensor.
+    for place in (len(whole) - 1, whole.index(b"seed"), whole.index(b"data_offsets") - 20):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        line = refused(*words, "--out", out, "--resume")
+        assert str(file) in line and "delete it" in line and "--resume learns" in line, place
     file.unlink()  # as it says
     tvb(*words, "--out", out, "--resume")
     whole_run = case.learn(source, method, f"{method}-unhurt", *words[3:])
@@ -456,8 +426,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good(
 
 
 @pytest.mark.parametrize(
-    ("held", "begins", "best"),
-    [(True, 4, 1), (True, 3, None), (True, 9, 2), (False, 4, 1)],
+    ("held", "begins", "best"), [(True, 4, 1), (True, 3, None), (True, 9, 2), (False, 4, 1)]
 )
 def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
     case: Case, tmp_path: Path, held: bool, begins: int, best: int | None
@@ -473,8 +442,7 @@ def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
 
     files, more = case.words, ("--held-out", 0)
     if not held:  # one example a task: none can be held out
-        alone = {t: as_lines(tmp_path / t, lines(k, 1)) for k, t in enumerate(TASKS)}
-        files, more = [w for t, file in alone.items() for w in ("--data", f"{t}={file}")], ()
+        files, more = data_words(tmp_path, {t: lines(k, 1) for k, t in enumerate(TASKS)}), ()
     words = ("learn", source, "atlas", *files, "--quiet", "--batch-size", 4 if held else 1, *more)
     out = tmp_path / "out"
     with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
@@ -482,21 +450,17 @@ def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
             assert "; lower --learning-rate" in refused(*words, "--epochs", 3, "--out", out)
             return
         tvb(*words, "--epochs", 3, "--out", out)
-    told = json.loads((out / "basis" / "learned.json").read_text())["history"][0]
+    told = facts(out)["history"][0]
     assert told["best"] == best and ("is nan" in told["stopped"])
 
 
 def test_the_bill_is_what_masks_take_at_most(case: Case, tmp_path: Path) -> None:
     source = case.recipe("odd", basis="balanced", num_bases=2)
-    some = {t: as_lines(tmp_path / t, lines(k, 4 + (k < 2))) for k, t in enumerate(TASKS)}
-    words = [w for t, file in some.items() for w in ("--data", f"{t}={file}")]
-    words += ["--no-subsample", "--epochs", 2]
+    words = data_words(tmp_path, {t: lines(k, 4 + (k < 2)) for k, t in enumerate(TASKS)})
+    words += ["--no-subsample", "--epochs", "2"]
     bill = tvb("learn", source, "localize", *words, "--out", tmp_path / "no", "--dry-run").output
-    told = json.loads(
-        (
-            case.learn(source, "localize", "odd-out", *words).folder / "basis/learned.json"
-        ).read_text()
-    )["passes"]
+    merged = case.learn(source, "localize", "odd-out", *words)
+    told = facts(merged.folder)["passes"]
     assert f"at most {told['forward']} forward, {told['backward']} backward" in bill
 
 
@@ -504,9 +468,8 @@ def test_memory_precision_and_checkpointing(case: Case) -> None:
     source = case.recipe("memory", basis="balanced", num_bases=2)
     plain = case.learn(source, "atlas", "plain", *case.words, "--epochs", 2)
     less = case.learn(source, "atlas", "less", *case.words, "--epochs", 2, "--checkpointing")
-    half = case.learn(
-        source, "atlas", "half", *case.words, "--epochs", 2, "--precision", "bfloat16"
-    )
+    more = ("--epochs", 2, "--precision", "bfloat16")
+    half = case.learn(source, "atlas", "half", *case.words, *more)
     a, b, c = (coefficients(each.folder) for each in (plain, less, half))
     assert torch.allclose(a, b, atol=1e-5) and not torch.equal(a, c)
     assert torch.allclose(a, c, atol=0.1)
@@ -516,8 +479,7 @@ def test_memory_precision_and_checkpointing(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["atlas", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fisher", "localize"))],
+    "method", ["atlas", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fisher", "localize"))]
 )
 def test_two_processes_learn_the_same(case: Case, method: str) -> None:
     source = case.recipe("pair", basis="balanced", num_bases=2)
@@ -536,7 +498,6 @@ def test_two_processes_learn_the_same(case: Case, method: str) -> None:
 
 @pytest.mark.parametrize("dataless", [True, False])
 def test_nothing_of_a_basis_is_held_when_the_next_is_read(case: Case, dataless: bool) -> None:
-    """Neither its mask, which a descent holds, nor its entries."""
     made: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -571,7 +532,7 @@ def test_the_bill_bounds_what_masks_take(case: Case, tmp_path: Path) -> None:
         # Linux counts the memory of the process that starts a command: of a shell it is little.
         command = ["sh", "-c", '"$@"; exit $?', "sh", Path(sys.executable).with_name("tvb"), *words]
         subprocess.run(list(map(str, command)), check=True, env=os.environ | OFFLINE)
-        told = json.loads((out / "basis" / "learned.json").read_text())
+        told = facts(out)
         peaks.append(told["peak_memory"]["resident"])
         said = tvb(*words, "--dry-run").output
         bill = float(said.split("Memory: ")[1].split(" MB")[0]) * 1e6
@@ -579,14 +540,8 @@ def test_the_bill_bounds_what_masks_take(case: Case, tmp_path: Path) -> None:
 
 
 def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:
-    prompts = [
-        (
-            "--data",
-            f"{t}={as_lines(tmp_path / t, [{'prompt': r['prompt']} for r in case.records[t]])}",
-        )
-        for t in TASKS
-    ]
-    words = [word for pair in prompts for word in pair]
+    prompts = {t: [{"prompt": r["prompt"]} for r in each] for t, each in case.records.items()}
+    words = data_words(tmp_path, prompts)
     source = case.recipe("open", basis="balanced", num_bases=2)
     case.learn(source, "adamerging", "prompts", *words, "--epochs", 1)
     assert "expected `prompt` and `response`" in refused(
@@ -594,23 +549,28 @@ def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:
     )
     other = as_lines(tmp_path / "law", lines(7))
     merged = case.learn(source, "atlas", "law", "--data", f"law={other}", "--epochs", 1)
-    told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+    told = facts(merged.folder)
     assert [each["task"] for each in told["tasks"]] == ["law"]
+
+
+@pytest.mark.parametrize(("basis", "mixture"), [("ae", ""), ("pca", "equal"), ("pca", "positive")])
+def test_mixtures_of_tasks_that_masks_learn_from(case: Case, basis: str, mixture: str) -> None:
+    source = case.recipe(f"{basis}-mixed", basis=basis, num_bases=2)
+    words = (*case.words, "--epochs", 1, *(("--mixture", mixture) if mixture else ()))
+    with mock.patch.object(localize, "drawn", side_effect=drawn) as drawing:
+        merged = case.learn(source, "localize", f"{basis}-{mixture}", *words)
+    encoder = merged.basis["encoder"].astype(np.float64)
+    assert (encoder.min() < 0) == (basis == "pca")
+    powers = np.where(encoder > 0, np.exp(encoder) if mixture else encoder, 0)
+    want = np.full_like(encoder, 1 / 3) if mixture == "equal" else powers / powers.sum(0)
+    seen = [call.args[0] for call in drawing.call_args_list]
+    np.testing.assert_allclose(seen, np.repeat(want.T, 2, axis=0), atol=1e-6)
+    sizes = [[len(each) for each in call.args[1]] for call in drawing.call_args_list]
+    assert sizes == [[1] * 3, [2] * 3] * 2  # held out, learned from
 
 
 def test_bases_without_mixtures(case: Case) -> None:
     pca = case.recipe("pca", basis="pca", num_bases=2)
-    for how in ("equal", "positive"):
-        with mock.patch.object(localize, "drawn", side_effect=drawn) as drawing:
-            merged = case.learn(
-                pca, "localize", f"pca-{how}", *case.words, "--epochs", 1, "--mixture", how
-            )
-        encoder = merged.basis["encoder"].astype(np.float64)
-        assert encoder.min() < 0
-        powers = np.where(encoder > 0, np.exp(encoder), 0)
-        want = powers / powers.sum(0) if how == "positive" else np.full_like(encoder, 1 / 3)
-        seen = [call.args[0] for call in drawing.call_args_list]
-        np.testing.assert_allclose(seen, np.repeat(want.T, 2, axis=0), atol=1e-6)
     line = refused("learn", pca, "localize", *case.words, "--out", case.folder / "no")
     assert "negative weights" in line and "--mixture equal or positive" in line
     case.learn(pca, "atlas", "pca-atlas", *case.words, "--epochs", 1)  # needs none
@@ -726,47 +686,9 @@ def test_the_best_epoch_is_kept_and_patience_ends(case: Case) -> None:
     source = case.recipe("best", basis="none")
     words = (*case.words, "--epochs", 9, "--patience", 1, "--learning-rate", 20)
     merged = case.learn(source, "atlas", "best", *words)
-    told = json.loads((merged.folder / "basis" / "learned.json").read_text())
+    told = facts(merged.folder)
     (history,) = told["history"]
     assert len(history["held"]) < 10 and history["stopped"] == "no lower held-out loss in 1 epochs"
     assert history["held"][history["best"]] == min(history["held"])
     if history["best"] == 0:
         assert not coefficients(merged.folder).any()
-
-
-def test_masks_learn_from_the_tasks_of_their_basis(case: Case) -> None:
-    source, seen = case.recipe("mixed", basis="ae", num_bases=2), []
-
-    def noting(weights: Any, tasks: Any, factor: float, seed: str) -> list[Example]:
-        seen.append((weights, [len(each) for each in tasks]))
-        return drawn(weights, tasks, factor, seed)
-
-    with mock.patch("tvb_mergekit.learn.localize.drawn", noting):
-        merged = case.learn(source, "localize", "mixed", *case.words, "--epochs", 1)
-    encoder = merged.basis["encoder"]
-    for (weights, _), column in zip(seen, np.repeat(encoder.T, 2, axis=0), strict=True):
-        np.testing.assert_allclose(weights, column / column.sum(), atol=1e-9)
-    assert [sizes for _, sizes in seen] == [[1] * 3, [2] * 3] * 2  # held out, learned from
-
-
-def test_checkpoints_leave_the_model_as_it_is() -> None:
-    """OPT drops activations in training mode, which transformers' checkpoints need."""
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-    from transformers import OPTConfig, OPTForCausalLM
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    torch.manual_seed(0)
-    config = OPTConfig(vocab_size=32, hidden_size=16, ffn_dim=16, num_hidden_layers=2,
-                       num_attention_heads=2, word_embed_proj_dim=16)  # fmt: skip
-    model, ids = OPTForCausalLM(config).eval(), torch.randint(0, 32, (2, 5))
-    model(input_ids=ids).logits.sum().backward()
-    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    model(input_ids=ids).logits.sum().backward()
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert layers and all(map(torch.equal, found, wanted))

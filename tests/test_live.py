@@ -846,7 +846,7 @@ def test_a_small_budget_gives_the_same_bits(
     base, store = zoo
     model, other = loaded(base), loaded(base)
     attach(other, store).use("math")
-    monkeypatch.setattr(exporting, "block_budget", lambda: 10**6)
+    monkeypatch.setattr("tvb_mergekit.tensors.engine.block_budget", lambda: 10**6)
     attach(model, store).use("math")
     assert_bits(model, state_of(other))
 

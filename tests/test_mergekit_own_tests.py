@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -34,31 +33,25 @@ def save(model, path):
     return str(path)
 
 
-def make_picollama(path, vocab_size=64):
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=24, num_attention_heads=4,
-        num_hidden_layers=2, tie_word_embeddings=False,
-    )
-    return save(transformers.LlamaForCausalLM(config), path)
+def maker(kind, **sizes):
+    def make(path, vocab_size=64):
+        config = kind.config_class(vocab_size=vocab_size, **sizes)
+        return save(kind(config), path)
+
+    return make
 
 
-def make_gpt2size(path, vocab_size=64):
-    config = transformers.GPT2Config(n_embd=16, n_head=4, n_positions=32, vocab_size=vocab_size)
-    return save(transformers.GPT2LMHeadModel(config), path)
-
-
-def make_picogranite(path, vocab_size=64):
-    config = transformers.GraniteConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_attention_heads=4,
-        num_key_value_heads=2, num_hidden_layers=2, tie_word_embeddings=False,
-    )
-    return save(transformers.GraniteForCausalLM(config), path)
+SIZES = {"intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
+LLAMA = {"hidden_size": 32, "tie_word_embeddings": False, **SIZES}
+GRANITE = LLAMA | {"hidden_size": 16, "num_key_value_heads": 2}
+make_picollama = maker(transformers.LlamaForCausalLM, **LLAMA)
+make_picogranite = maker(transformers.GraniteForCausalLM, **GRANITE)
+make_gpt2size = maker(transformers.GPT2LMHeadModel, n_embd=16, n_head=4, n_positions=32)
 
 
 def make_picoLlaVa(path):
-    size = dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_hidden_layers=2)
-    vision = transformers.CLIPVisionConfig(image_size=16, patch_size=8, **size)
-    text = transformers.LlamaConfig(vocab_size=64, **size)
+    vision = transformers.CLIPVisionConfig(image_size=16, patch_size=8, hidden_size=16, **SIZES)
+    text = transformers.LlamaConfig(vocab_size=64, hidden_size=16, **SIZES)
     config = transformers.LlavaConfig(vision_config=vision, text_config=text)
     return save(transformers.LlavaForConditionalGeneration(config), path)
 
@@ -96,9 +89,8 @@ REGRESSIONS = (
 )
 
 
-@pytest.fixture
-def mergekit_tests(tmp_path: Path) -> Path:
-    """The folder that holds the `tests` folder of mergekit's source distribution."""
+@pytest.mark.slow
+def test_mergekit_own_tests(tmp_path, make_venv, wheel):
     version = importlib.metadata.version("mergekit")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=mergekit"]
     command += ["-d", str(tmp_path), f"mergekit=={version}"]
@@ -117,16 +109,11 @@ def mergekit_tests(tmp_path: Path) -> Path:
     (tests / "__init__.py").touch()
     (tests / "common.py").write_text(COMMON)
     (tests / "conftest.py").write_text(CONFTEST)
-    return tests.parent
-
-
-@pytest.mark.slow
-def test_mergekit_own_tests(mergekit_tests, make_venv, wheel, capsys):
     venv = make_venv()
     venv.pip("install", "--no-deps", wheel)
-    files = sorted(mergekit_tests.glob("tests/test_*.py"))
+    files = sorted(tests.glob("test_*.py"))
     assert len(files) == 17
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", mergekit_tests, "-c", os.devnull]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", tests.parent, "-c", os.devnull]
     # One test runs over all registered methods without parameters. Ours must pass it as well, but
     # for basis_negate, which requires `forget` and `alpha`.
     options += ["--deselect", f"{REGRESSIONS}[basis_negate]"]
@@ -135,8 +122,5 @@ def test_mergekit_own_tests(mergekit_tests, make_venv, wheel, capsys):
     lines = result.stdout.splitlines()
     skipped = [line for line in lines if line.startswith("SKIPPED")]
     assert all(line.endswith(("CUDA unavailable", "MPS unavailable")) for line in skipped), skipped
-    summary = lines[-1]
-    with capsys.disabled():
-        print(f"\nmergekit's own tests: {summary}")
-    passed = int(re.search(r"(\d+) passed", summary)[1])
+    passed = int(re.search(r"(\d+) passed", lines[-1])[1])
     assert passed >= 520  # 518 of mergekit's without a GPU, and two for our methods

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,24 @@ from tvb_mergekit.settings import resolve_settings
 
 Tensors = Mapping[str, Tensor]
 FAST = {"steps": 300}
+NONE = {"basis": "none"}
 PCA = {"basis": "pca", "num_bases": 2}
 BALANCED = {"basis": "balanced", "num_bases": 2}
 FORGET = {"forget": "code", "alpha": 0.7}
+FORGOTTEN = {**PCA, **FORGET}
+SCALED = {"lambda_scale": "tasks"}
+BY_TASKS = {**BALANCED, **SCALED}
+TVB, PYTORCH, IN_MEMORY = "tvb merge", "mergekit-pytorch", "merge_state_dicts"
+TA, TIES, NEGATE = "basis_ta", "basis_ties", "basis_negate"
+ISO, TSVM, WUDI = "basis_iso", "basis_tsvm", "basis_wudi"
 RAND_PROJ = {"basis": "rand_proj", "num_bases": 2, **FORGET}
-ONCE = (
-    ("basis_ta", BALANCED),
-    ("basis_ties", {**PCA, "density": 0.5}),
-    ("basis_negate", {**PCA, **FORGET}),
-)
+ONCE = ((TA, BALANCED), (TIES, {**PCA, "density": 0.5}), (NEGATE, FORGOTTEN))
 
 
 @dataclass(frozen=True)
 class Case:
     """A merge of one of FAMILIES; `own`: parameters of its models, `extra`: keys at the top.
-    `varying` is a key with a value for each tensor, as the recipe says it and as it comes out."""
+    `varying`: a key, its value in the recipe, and its value by the name of a tensor."""
 
     models: str
     method: str
@@ -66,181 +69,139 @@ class Case:
 
 
 WEIGHTS = {0: {"weight": -1.5, "task": "sums"}, 2: {"weight": 0.5}}
-FILTERS = [
-    {"filter": "self_attn", "value": 0.1},
-    {"filter": "mlp", "value": 0.9},
-    {"value": 0.5},
-]
+FILTERS: list[Any] = [{"filter": "self_attn", "value": 0.1}, {"filter": "mlp", "value": 0.9}]
+FILTERS += [{"value": 0.5}]
 GRADIENT = [0.1, 0.3, 0.8]
 
 
-def by_filter(name: str) -> float:
-    return 0.1 if "self_attn" in name else 0.9 if "mlp" in name else 0.5
-
-
-def by_layer(name: str) -> float:
-    """mergekit puts layer i of n at i / (n - 1) along the list, and all other tensors at 0."""
-    found = re.search(r"layers\.(\d)\.", name)
-    return GRADIENT[int(found[1])] if found else GRADIENT[0]
-
-
 def varied(method: str, keys: Mapping[str, Any], key: str, filters: bool) -> Case:
+    """mergekit puts layer i of n at i / (n - 1) along a list, and all other tensors at 0."""
+
+    def by_filter(name: str) -> float:
+        return 0.1 if "self_attn" in name else 0.9 if "mlp" in name else 0.5
+
+    def by_layer(name: str) -> float:
+        found = re.search(r"layers\.(\d)\.", name)
+        return GRADIENT[int(found[1]) if found else 0]
+
     said = (key, FILTERS, by_filter) if filters else (key, GRADIENT, by_layer)
     return Case("three layers", method, keys, varying=said)
 
 
 TOKENIZER = {"tokenizer": {"source": "base"}}
-TOKENIZER_SOURCE = {"tokenizer_source": "base"}
+SOURCE = {"tokenizer_source": "base"}
 CASES = {
     **{name: Case(name, *ONCE[n % 3]) for n, name in enumerate(ARCHITECTURES)},
     # each basis and its options, each way to trim
-    "ae": Case("llama", "basis_ta", {"lambda": 0.3, **FAST}),
-    "ae, ties": Case("gpt2", "basis_ties", {"seed": 3, "anneal_every": 50, **FAST}),
-    "ae, exact": Case(
-        "mixed dtypes", "basis_negate", {"solver": "exact", "num_bases": 2, **FORGET}
-    ),
-    "linear_ae": Case(
-        "llama", "basis_ties",
-        {"basis": "linear_ae", "merge_func": "max", "temperature": 2.0, **FAST},
-    ),
-    "pca": Case("mixed dtypes", "basis_ties", {**PCA, "trim": "tensor", "merge_func": "mean"}),
-    "pca, two": Case("gpt2", "basis_negate", {**PCA, "forget": "math, safety", "alpha": 1.5}),
-    "balanced, shards": Case(
-        "gpt2",
-        "basis_ta",
-        {**BALANCED, "lambda_scale": "tasks"},
-        args=("--out-shard-size", "30K"),
-    ),
-    "rand_select": Case(
-        "llama", "basis_ties", {"basis": "rand_select", "basis_ratio": 0.3, "trim": "tensor"}
-    ),
-    "rand_proj": Case("mixed dtypes", "basis_negate", {**RAND_PROJ, "seed": 7, "lambda": 0.01}),
-    "none": Case("mixed dtypes", "basis_ties", {"basis": "none", "density": 0.1}),
-    # matrices as such
-    "iso": Case("llama", "basis_iso", {**BALANCED, "lambda_scale": "tasks"}),
-    "iso, common": Case("gpt2", "basis_iso", {"basis": "none", "common": 0.7, "lambda": 0.8}),
-    "tsvm": Case("mixed dtypes", "basis_tsvm", {**PCA, "lambda_scale": "tasks"}),
-    "tsvm, some": Case("llama", "basis_tsvm", {"basis": "none", "matrices": "mlp|embed|norm"}),
-    "wudi": Case("gpt2", "basis_wudi", {"basis": "rand_select"}),
-    "wudi, layers": varied("basis_wudi", {"basis": "none"}, "lambda", False),
-    "wudi, ridge, adapters": Case(
-        "adapters", "basis_wudi", {**BALANCED, "ridge": 0.1}, "tvb merge"
-    ),
-    "iso, experts": Case("mixtral", "basis_iso", BALANCED, "tvb merge"),
-    "iso, tied": Case("tied", "basis_iso", {**BALANCED, "exclude": "mlp"}),
-    "iso, one model": Case("one model", "basis_iso", {"basis": "none"}),
-    "tsvm, same models": Case("twins", "basis_tsvm", {**BALANCED, "lambda_scale": "tasks"}),
-    "wudi, weights": Case("mixed formats", "basis_wudi", {"basis": "none"}, own=WEIGHTS),
-    "iso, store": Case("store of balanced", "basis_iso", {"lambda_scale": "tasks"}),
-    "tsvm, store": Case("store of pca", "basis_tsvm", {}, "tvb merge"),
-    "iso, adapters": Case("adapters", "basis_iso", BALANCED, "tvb merge"),
-    "iso, common, adapters": Case(
-        "adapters", "basis_iso", {"basis": "none", "common": 0.6}, "tvb merge"
-    ),
-    "tsvm, adapters": Case("adapters", "basis_tsvm", BALANCED, "tvb merge"),
-    "tsvm, tokens": Case("two more tokens", "basis_tsvm", PCA, extra=TOKENIZER_SOURCE),
-    "iso, files": Case("pt", "basis_iso", {"basis": "none"}, "mergekit-pytorch"),
-    "wudi, in memory": Case("pt", "basis_wudi", BALANCED, "merge_state_dicts"),
+    "ae": Case("llama", TA, {"lambda": 0.3, **FAST}),
+    "ae, ties": Case("gpt2", TIES, {"seed": 3, "anneal_every": 50, **FAST}),
+    "ae, exact": Case("mixed dtypes", NEGATE, {"solver": "exact", "num_bases": 2, **FORGET}),
+    "linear_ae": Case("llama", TIES, {"basis": "linear_ae", "merge_func": "max", "temperature": 2.0,
+        **FAST}),
+    "pca": Case("mixed dtypes", TIES, {**PCA, "trim": "tensor", "merge_func": "mean"}),
+    "pca, two": Case("gpt2", NEGATE, {**PCA, "forget": "math, safety", "alpha": 1.5}),
+    "balanced, shards": Case("gpt2", TA, BY_TASKS, args=("--out-shard-size", "30K")),
+    "rand_select": Case("llama", TIES, {"basis": "rand_select", "basis_ratio": 0.3,
+        "trim": "tensor"}),
+    "rand_proj": Case("mixed dtypes", NEGATE, {**RAND_PROJ, "seed": 7, "lambda": 0.01}),
+    "none": Case("mixed dtypes", TIES, {**NONE, "density": 0.1}),
+    # methods for matrices
+    "iso": Case("llama", ISO, BY_TASKS),
+    "iso, common": Case("gpt2", ISO, {**NONE, "common": 0.7, "lambda": 0.8}),
+    "tsvm": Case("mixed dtypes", TSVM, {**PCA, **SCALED}),
+    "tsvm, some": Case("llama", TSVM, {**NONE, "matrices": "mlp|embed|norm"}),
+    "wudi": Case("gpt2", WUDI, {"basis": "rand_select"}),
+    "wudi, layers": varied(WUDI, NONE, "lambda", False),
+    "wudi, ridge, adapters": Case("adapters", WUDI, {**BALANCED, "ridge": 0.1}, TVB),
+    "iso, experts": Case("mixtral", ISO, BALANCED, TVB),
+    "iso, tied": Case("tied", ISO, {**BALANCED, "exclude": "mlp"}),
+    "iso, one model": Case("one model", ISO, NONE),
+    "tsvm, same models": Case("twins", TSVM, BY_TASKS),
+    "wudi, weights": Case("mixed formats", WUDI, NONE, own=WEIGHTS),
+    "iso, store": Case("store of balanced", ISO, SCALED),
+    "tsvm, store": Case("store of pca", TSVM, {}, TVB),
+    "iso, adapters": Case("adapters", ISO, BALANCED, TVB),
+    "iso, common, adapters": Case("adapters", ISO, {**NONE, "common": 0.6}, TVB),
+    "tsvm, adapters": Case("adapters", TSVM, BALANCED, TVB),
+    "tsvm, tokens": Case("two more tokens", TSVM, PCA, extra=SOURCE),
+    "iso, files": Case("pt", ISO, NONE, PYTORCH),
+    "wudi, in memory": Case("pt", WUDI, BALANCED, IN_MEMORY),
     # how many models
-    "one model": Case("one model", "basis_ta", {"solver": "exact"}),
-    "one model, forgotten": Case(
-        "one model", "basis_negate", {"basis": "balanced", "forget": "math", "alpha": 1}
-    ),
-    "many models": Case(
-        "many models", "basis_ta", {**BALANCED, "lambda_scale": "tasks", "lambda": 0.1}
-    ),
-    "same models, balanced": Case("twins", "basis_ta", {**BALANCED, "lambda_scale": "tasks"}),
-    "same models, exact": Case("twins", "basis_ta", {"solver": "exact", "num_bases": 2}),
-    "same models, pca": Case("twins", "basis_negate", {**PCA, **FORGET}),
+    "one model": Case("one model", TA, {"solver": "exact"}),
+    "one model, forgotten": Case("one model", NEGATE, {"basis": "balanced", "forget": "math",
+        "alpha": 1}),
+    "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1}),
+    "same models, balanced": Case("twins", TA, BY_TASKS),
+    "same models, exact": Case("twins", TA, {"solver": "exact", "num_bases": 2}),
+    "same models, pca": Case("twins", NEGATE, FORGOTTEN),
     # keys
-    "energy": Case("llama", "basis_ta", {"basis": "rand_select", "energy": 0.8}),
-    "as many bases": Case(
-        "llama", "basis_negate", {"basis": "pca", "num_bases": 5, "forget": "code", "alpha": 1}
-    ),
-    "lambda by tasks": Case("llama", "basis_ta", {**PCA, "lambda": -0.7, "lambda_scale": "tasks"}),
-    "lambda by tasks, ties": Case(
-        "llama", "basis_ties", {**PCA, "lambda": 1.1, "lambda_scale": "tasks"}
-    ),
-    "lambda by tasks, negate": Case(
-        "llama", "basis_negate", {**PCA, **FORGET, "lambda": 0.6, "lambda_scale": "tasks"}
-    ),
-    "lambda by filter": varied("basis_ta", PCA, "lambda", True),
-    "lambda by filter, negate": varied("basis_negate", {**PCA, **FORGET}, "lambda", True),
-    "lambda by layer, ties": varied("basis_ties", {**PCA, "merge_func": "mean"}, "lambda", False),
-    "density by filter, model": varied("basis_ties", PCA, "density", True),
-    "density by layer, tensor": varied("basis_ties", {**PCA, "trim": "tensor"}, "density", False),
-    "alpha by filter": varied("basis_negate", RAND_PROJ, "alpha", True),
-    "alpha by layer": varied("basis_negate", {**PCA, **FORGET}, "alpha", False),
+    "energy": Case("llama", TA, {"basis": "rand_select", "energy": 0.8}),
+    "as many bases": Case("llama", NEGATE, {"basis": "pca", "num_bases": 5, "forget": "code",
+        "alpha": 1}),
+    "lambda by tasks": Case("llama", TA, {**PCA, "lambda": -0.7, **SCALED}),
+    "lambda by tasks, ties": Case("llama", TIES, {**PCA, "lambda": 1.1, **SCALED}),
+    "lambda by tasks, negate": Case("llama", NEGATE, {**FORGOTTEN, "lambda": 0.6, **SCALED}),
+    "lambda by filter": varied(TA, PCA, "lambda", True),
+    "lambda by filter, negate": varied(NEGATE, FORGOTTEN, "lambda", True),
+    "lambda by layer, ties": varied(TIES, {**PCA, "merge_func": "mean"}, "lambda", False),
+    "density by filter, model": varied(TIES, PCA, "density", True),
+    "density by layer, tensor": varied(TIES, {**PCA, "trim": "tensor"}, "density", False),
+    "alpha by filter": varied(NEGATE, RAND_PROJ, "alpha", True),
+    "alpha by layer": varied(NEGATE, FORGOTTEN, "alpha", False),
     # how checkpoints are stored
-    "mixed formats": Case("mixed formats", "basis_ties", PCA),
-    "tied": Case("tied", "basis_ta", PCA),
-    "tied, aliased": Case("tied, aliased", "basis_ties", PCA),
-    "tied, twice": Case("tied, twice", "basis_negate", RAND_PROJ),
-    "one untied": Case("one untied", "basis_ta", PCA),
-    "adapters": Case("adapters", "basis_negate", {**PCA, **FORGET}),
+    "mixed formats": Case("mixed formats", TIES, PCA),
+    "tied": Case("tied", TA, PCA),
+    "tied, aliased": Case("tied, aliased", TIES, PCA),
+    "tied, twice": Case("tied, twice", NEGATE, RAND_PROJ),
+    "one untied": Case("one untied", TA, PCA),
+    "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
-    "more tokens": Case("two more tokens", "basis_ta", PCA, extra=TOKENIZER_SOURCE),
-    "more tokens, trimmed": Case(
-        "two more tokens", "basis_ties", {**PCA, "trim": "tensor"}, extra=TOKENIZER
-    ),
-    "more tokens, forgotten": Case(
-        "two more tokens", "basis_negate", {**PCA, **FORGET}, extra=TOKENIZER
-    ),
-    "other order": Case("other order", "basis_ta", PCA, extra=TOKENIZER_SOURCE),
-    "union": Case("tied", "basis_ta", PCA, extra={"tokenizer_source": "union"}),
+    "more tokens": Case("two more tokens", TA, PCA, extra=SOURCE),
+    "more tokens, trimmed": Case("two more tokens", TIES, {**PCA, "trim": "tensor"},
+        extra=TOKENIZER),
+    "more tokens, forgotten": Case("two more tokens", NEGATE, FORGOTTEN, extra=TOKENIZER),
+    "other order": Case("other order", TA, PCA, extra=SOURCE),
+    "union": Case("tied", TA, PCA, extra={"tokenizer_source": "union"}),
     # recipes
-    "exclude": Case("mixed formats", "basis_ties", {**BALANCED, "exclude": r"mlp|norm|layers\.1"}),
-    "exclude experts": Case("mixtral", "basis_ta", {**BALANCED, "exclude": "experts"}),
-    "weights": Case("mixed formats", "basis_negate", {**RAND_PROJ, "seed": 3}, own=WEIGHTS),
-    "slices": Case(
-        "mixed formats", "basis_negate", {**PCA, "forget": "sums", "alpha": 0.5}, own=WEIGHTS,
-        form="slices",
-    ),
-    "modules": Case("tied", "basis_ties", PCA, own=WEIGHTS, form="modules"),
+    "exclude": Case("mixed formats", TIES, {**BALANCED, "exclude": r"mlp|norm|layers\.1"}),
+    "exclude experts": Case("mixtral", TA, {**BALANCED, "exclude": "experts"}),
+    "weights": Case("mixed formats", NEGATE, {**RAND_PROJ, "seed": 3}, own=WEIGHTS),
+    "slices": Case("mixed formats", NEGATE, {**PCA, "forget": "sums", "alpha": 0.5}, own=WEIGHTS,
+        form="slices"),
+    "modules": Case("tied", TIES, PCA, own=WEIGHTS, form="modules"),
     # stores
-    "store of pca": Case("store of pca", "basis_negate", FORGET),
-    "store of balanced": Case("store of balanced", "basis_ties", {"lambda": 0.3}),
-    "store of rand_proj": Case("store of rand_proj", "basis_negate", FORGET),
+    "store of pca": Case("store of pca", NEGATE, FORGET),
+    "store of balanced": Case("store of balanced", TIES, {"lambda": 0.3}),
+    "store of rand_proj": Case("store of rand_proj", NEGATE, FORGET),
     # other commands
-    "tvb merge": Case("mixed dtypes", "basis_ties", BALANCED, "tvb merge"),
-    "tvb merge, adapters": Case("adapters", "basis_ta", BALANCED, "tvb merge"),
-    "tvb merge, experts": Case("mixtral", "basis_ties", {**PCA, "trim": "tensor"}, "tvb merge"),
-    "tvb merge, store": Case("store of pca", "basis_ta", {"lambda": 0.3}, "tvb merge"),
-    "tvb merge, tokens": Case(
-        "two more tokens", "basis_ta", BALANCED, "tvb merge", extra=TOKENIZER_SOURCE
-    ),
-    **{
-        f"{driver}, {name}": Case(name, *ONCE[n % 3], driver)
-        for driver in ("mergekit-pytorch", "merge_state_dicts")
-        for n, name in enumerate(("pt", "ckpt", "safetensors", "twice"))
-    },
-    "mergekit-pytorch, exclude": Case(
-        "pt", "basis_ties", {"basis": "none", "exclude": "embed"}, "mergekit-pytorch"
-    ),
-    "merge_state_dicts, exclude": Case(
-        "pt", "basis_ties", {"basis": "none", "exclude": "embed"}, "merge_state_dicts"
-    ),
-    "merge_state_dicts, ae": Case("pt", "basis_ta", FAST, "merge_state_dicts"),
-    "merge_state_dicts, rand_proj": Case("pt", "basis_negate", RAND_PROJ, "merge_state_dicts"),
-    "merge_state_dicts, weights": Case(
-        "pt", "basis_ties", {**BALANCED, "trim": "tensor"}, "merge_state_dicts", own=WEIGHTS
-    ),
+    "tvb merge": Case("mixed dtypes", TIES, BALANCED, TVB),
+    "tvb merge, adapters": Case("adapters", TA, BALANCED, TVB),
+    "tvb merge, experts": Case("mixtral", TIES, {**PCA, "trim": "tensor"}, TVB),
+    "tvb merge, store": Case("store of pca", TA, {"lambda": 0.3}, TVB),
+    "tvb merge, tokens": Case("two more tokens", TA, BALANCED, TVB, extra=SOURCE),
+    **{f"{driver}, {name}": Case(name, *ONCE[n % 3], driver) for driver in (PYTORCH,
+        IN_MEMORY) for n, name in enumerate(("pt", "ckpt", "safetensors", "twice"))},
+    "mergekit-pytorch, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, PYTORCH),
+    "merge_state_dicts, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, IN_MEMORY),
+    "merge_state_dicts, ae": Case("pt", TA, FAST, IN_MEMORY),
+    "merge_state_dicts, rand_proj": Case("pt", NEGATE, RAND_PROJ, IN_MEMORY),
+    "merge_state_dicts, weights": Case("pt", TIES, {**BALANCED, "trim": "tensor"}, IN_MEMORY,
+        own=WEIGHTS),
 }  # fmt: skip
 
 
-# What merges a case: its tensors, what it says of the basis, and the folder if there is one
+# The tensors, the stored basis, and the folder if there is one
 Merged = tuple[Tensors, Mapping[str, Any], Result | None]
 
 
 def by_command(case: Case, models: Models, out: Path) -> Merged:
-    args = list(case.args)
+    args, result = list(case.args), Result(out)
     if case.models == "adapters":
         args += ["--lora-merge-cache", str(out.with_name("fused"))]
     if case.driver == "tvb merge":
         tvb("merge", write(case.document(models), out), out, "--quiet", *args)
-        result = Result(out)
     else:
-        result = merge(case.document(models), out, *args, command=case.driver)
+        merge(case.document(models), out, *args, command=case.driver)
     return result.tensors, models.stored or result.basis, result
 
 
@@ -252,19 +213,14 @@ def in_memory(case: Case, models: Models, out: Path) -> Merged:
               for n, task in enumerate(models.tasks)}
         for key, default in (("weight", lambda task: 1.0), ("task", str))
     }  # fmt: skip
-    merged = merge_methods.merge_state_dicts(
-        states,
-        case.method,
-        base="base",
-        parameters={**case.keys, **own},
-        dtype=torch.float32,
-    )
+    keys = {"parameters": {**case.keys, **own}, "dtype": torch.float32}
+    merged = merge_methods.merge_state_dicts(states, case.method, base="base", **keys)
     for key, state in states.items():
         assert all(torch.equal(t, before[key][name]) for name, t in state.items()), "changed"
     storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()} - {0}
     assert all(t.untyped_storage().data_ptr() not in storage for t in merged.values())
     stored = {}
-    if case.keys.get("basis") == "balanced":  # the formulas leave open which of the best it is
+    if case.keys.get("basis") == "balanced":  # the formulas leave its rotation open
         settings = resolve_settings(case.method, case.keys, models.tasks)
         found = encode(torch.from_numpy(dense_of(case, models).gram), settings).encoder
         assert found is not None
@@ -272,22 +228,10 @@ def in_memory(case: Case, models: Models, out: Path) -> Merged:
     return merged, stored, None
 
 
-DRIVERS: Mapping[str, Callable[[Case, Models, Path], Merged]] = {
-    "mergekit-yaml": by_command,
-    "mergekit-pytorch": by_command,
-    "tvb merge": by_command,
-    "merge_state_dicts": in_memory,
-}
-
-
 def dense_of(case: Case, models: Models) -> Dense:
     base, *states = models.states
-    excluded = case.keys.get("exclude", "^$")
-    names = [
-        name
-        for name in base
-        if name not in models.copied and name not in models.same and not re.search(excluded, name)
-    ]
+    excluded, left = case.keys.get("exclude", "^$"), {*models.copied, *models.same}
+    names = [name for name in base if name not in left and not re.search(excluded, name)]
     weights = [case.own.get(n, {}).get("weight", 1.0) for n in range(len(states))]
     return Dense(base, states, names, weights)
 
@@ -305,7 +249,8 @@ def test_equals_the_dense_reference(
     case = CASES[name]
     models = made(case.models)
     tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
-    tensors, stored, result = DRIVERS[case.driver](case, models, tmp_path / "out")
+    run = in_memory if case.driver == IN_MEMORY else by_command
+    tensors, stored, result = run(case, models, tmp_path / "out")
     dense = dense_of(case, models)
     key, _, of_tensor = case.varying or ("", [], float)
     keys = {**models.keys, **case.keys}
@@ -348,7 +293,6 @@ def loaded(loader: str, result: Result) -> Tensors:
 def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(
     count: int | None, made: Callable[[str], Models], tmp_path: Path
 ) -> None:
-    """And so is addition without compression."""
     models = made("llama")
     weights = {index: {"weight": 1.0} for index in range(5)}
     keys = {"normalize": False, "lambda": 0.3}
@@ -388,12 +332,9 @@ def test_slices_may_repeat_drop_and_reorder_layers(
         return
     want = expect(dense, method, keys, result.basis, THREE)
     for name in names:
-        layer = name.split(".")[2] if ".layers." in name else ""
-        moved = (
-            name.replace(f".layers.{layer}.", f".layers.{order.index(int(layer))}.")
-            if layer
-            else name
-        )
+        moved, layer = name, re.search(r"\.layers\.(\d)\.", name)
+        if layer:
+            moved = name.replace(layer[0], f".layers.{order.index(int(layer[1]))}.")
         skip = want.boundary and {name: want.boundary[name]}
         tensors = {name: found[moved]}
         assert_close(tensors, {name: want.tensors[name]}, dense.base, skip, strict=1e-5)
@@ -401,8 +342,7 @@ def test_slices_may_repeat_drop_and_reorder_layers(
 
 @pytest.mark.parametrize("make", [vit, llava])
 def test_no_tensor_is_lost_in_silence(make: Any, tmp_path: Path) -> None:
-    """mergekit 0.1.5 infers some architectures with parts missing where transformers stores other
-    names than it holds in memory. What is not written is named with the reason."""
+    """mergekit 0.1.5 misses parts of some architectures; the facts name each lost tensor."""
     base, models = family(tmp_path, make, THREE, tokenizer=make is llava)
     result = merge(recipe("basis_ta", base, models, basis="none"), tmp_path / "out")
     stored = {name: tensor.numel() for name, tensor in load(base).items()}
@@ -418,8 +358,9 @@ def test_dtypes_of_files(made: Callable[[str], Models], tmp_path: Path) -> None:
     models = made("mixed dtypes")
     keys = {"basis": "none", "density": 0.1}
 
+    document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
+
     def merged(name: str, **dtypes: Any) -> Result:
-        document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
         return merge(document | dtypes, tmp_path / name)
 
     whole = merged("whole", dtype="float32")
@@ -437,16 +378,10 @@ def test_dtypes_in_memory(made: Callable[[str], Models]) -> None:
     states = dict(zip(("base", *THREE), made("pt").states, strict=True))
     del states["math"]  # left are bfloat16 and float16
 
-    def merged(**options: Any) -> Tensors:
-        floats = {
-            k: {n: t for n, t in s.items() if n in ("layer", "bias")} for k, s in states.items()
-        }
-        keys = {"basis": "none"}
-        found: Tensors = merge_methods.merge_state_dicts(
-            floats, "basis_ta", base="base", parameters=keys, **options
-        )
-        return found
-
+    floats = {k: {n: t for n, t in s.items() if n in ("layer", "bias")} for k, s in states.items()}
+    merged = partial(
+        merge_methods.merge_state_dicts, floats, "basis_ta", base="base", parameters=NONE
+    )
     whole = merged(dtype=torch.float32)
     for kind, options in {
         torch.float32: {},  # what bfloat16 and float16 promote to
@@ -458,11 +393,7 @@ def test_dtypes_in_memory(made: Callable[[str], Models]) -> None:
 
 
 def test_modules_views_and_float64() -> None:
-    """Modules lend no gradients, views are read in place, and float64 stays so."""
-    modules: dict[str, torch.nn.Module] = {}
-    for number, key in enumerate(("base", *THREE)):
-        torch.manual_seed(number)
-        modules[key] = gpt2()
+    modules = {key: gpt2() for key in ("base", *THREE)}
     turned = {
         key: {n: t.detach().t().contiguous().t() if t.dim() == 2 else t.detach()
               for n, t in module.state_dict().items()}
@@ -470,9 +401,8 @@ def test_modules_views_and_float64() -> None:
     }  # fmt: skip
     assert not turned["math"]["transformer.wte.weight"].is_contiguous()
     alone = [modules[key].get_parameter("transformer.wte.weight") for key in modules]
-    merged = merge_methods.merge_tensors(
-        alone, "basis_ta", parameters={"basis": "none"}, base_index=0, name="w"
-    )
+    keys = {"parameters": NONE, "base_index": 0, "name": "w"}
+    merged = merge_methods.merge_tensors(alone, "basis_ta", **keys)
     dense = Dense({"w": alone[0].detach()}, [{"w": t.detach()} for t in alone[1:]], ["w"])
     plain = expect(dense, "basis_ta", {"basis": "none"}, {}, THREE)
     assert_close({"w": merged}, plain.tensors, dense.base)
@@ -481,15 +411,13 @@ def test_modules_views_and_float64() -> None:
     names = [name for name in states[0] if name != "lm_head.weight"]
     want = expect(Dense(states[0], states[1:], names), "basis_ta", {"basis": "none"}, {}, THREE)
     for given in (modules, turned, double):
-        merged = merge_methods.merge_state_dicts(
-            given, "basis_ta", base="base", parameters={"basis": "none"}
-        )
+        merged = merge_methods.merge_state_dicts(given, "basis_ta", base="base", parameters=NONE)
         assert_close(merged, want.tensors, states[0])
         kind = torch.float64 if given is double else torch.float32
         assert all(t.dtype == kind and not t.requires_grad for t in merged.values())
 
 
-# The same bits
+# Equal bits
 
 
 @dataclass(frozen=True)
@@ -512,23 +440,18 @@ WAYS = {
     "shards": Way(shards="400KB", threads=2),
     "shards out": Way(("--out-shard-size", "300K"), files="model-?????-of-?????.safetensors"),
     "bin out": Way(("--no-safe-serialization",), files="pytorch_model.bin"),
-    "no card": Way(
-        ("--no-write-model-card", "--random-seed", "5"),
-        gone=frozenset({"README.md", "mergekit_config.yml"}),
-    ),
-    "mergekit's own options": Way(
-        ("--lazy-unpickle", "--clone-tensors", "--async-write", "--read-to-gpu", "--low-cpu-memory")
-    ),
-    "no tokenizer": Way(
-        ("--no-copy-tokenizer", "-v"),
-        gone=frozenset({"tokenizer.json", "tokenizer_config.json", "generation_config.json"}),
-    ),
-}
+    "no card": Way(("--no-write-model-card", "--random-seed", "5"), gone=frozenset({"README.md",
+        "mergekit_config.yml"})),
+    "mergekit's own options": Way(("--lazy-unpickle", "--clone-tensors", "--async-write",
+        "--read-to-gpu", "--low-cpu-memory")),
+    "no tokenizer": Way(("--no-copy-tokenizer", "-v"), gone=frozenset({"tokenizer.json",
+        "tokenizer_config.json", "generation_config.json"})),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def several_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Result]:
-    """A recipe over tensors of several chunks, of which each thread takes some; what it gives."""
+    """A recipe over tensors of several chunks, and its merge."""
     folder = tmp_path_factory.mktemp("wide")
 
     def document(shards: str) -> Any:

@@ -57,7 +57,7 @@ def test_a_message_never_stands_on_the_line_of_a_bar(
     shown: list[str] = []
 
     @click.command()
-    @careful()
+    @careful({})
     def command() -> None:
         update = bars(False)("Gram matrix", 100)
         update(10)

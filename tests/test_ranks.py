@@ -1,7 +1,4 @@
-"""One merge or build in several processes: the same bits as in one, or an error and no output.
-
-The processes are forked, each with the environment that torchrun gives. Two tests start launchers.
-"""
+"""One merge or build in several forked processes: the bits of one, or an error and no output."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from commands import recipe, refused, write
 from hypothesis import given
 from hypothesis import strategies as st
 from mergekit.scripts import run_yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import family, gpt2, llama, load, save_tokenizer
 from torch.distributed import TCPStore
 
@@ -71,13 +68,8 @@ def stretched(base: Path, models: list[Path]) -> Folders:
 
 
 def run(folder: Path, *words: str, **faults: Fault) -> tuple[list[int], list[str]]:
-    """The exit codes of a process for each `words`, and what each said.
-
-    Args:
-        faults: `rank_1=...` for what befalls one.
-    """
-    # They meet in a store of this process, as under torchrun. A port that is only found free may be
-    # another's by the time that they have planned.
+    """The exit codes and outputs of one process for each of `words`; `rank_1=...` is a fault."""
+    # A store of this process, as under torchrun: a free port may be taken before they need it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"WORLD_SIZE": str(len(words))}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -91,7 +83,7 @@ def run(folder: Path, *words: str, **faults: Fault) -> tuple[list[int], list[str
 
 
 def same(one: Path, several: Path) -> None:
-    """The same weights, Gram matrix and facts; files of weights may be cut elsewhere."""
+    """Equal weights, Gram matrices and files; shards may be split elsewhere."""
     for place in [p.parent for p in one.rglob("config.json")]:
         want, found = load(place), load(several / place.relative_to(one))
         assert set(want) == set(found)
@@ -110,14 +102,12 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "ties": (2, "merge", "sharded", "basis_ties", BALANCED),
     "ties by tensor": (4, "merge", "tied", "basis_ties", {**BALANCED, "trim": "tensor"}),
     "few": (4, "merge", "gpt2", "basis_ties", {**BALANCED, "exclude": "^((?!h.1.mlp.c_fc).)*$"}),
-    "projection": (
-        *(2, "merge", "gpt2", "basis_negate"),
-        {"basis": "rand_proj", "num_bases": 2, "forget": "code", "alpha": 0.7},
-    ),
+    "projection": (*(2, "merge", "gpt2", "basis_negate"), {"basis": "rand_proj", "num_bases": 2,
+        "forget": "code", "alpha": 0.7}),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
     "codes": (2, "build --bits 1.5", "tied", "basis_ta", {"basis": "none"}),
     "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -185,7 +175,10 @@ def test_a_mistake_ends_all(
 ) -> None:
     (base, listed), keys, faults = models["tied"], {**BALANCED}, {}
     if how == "nan":  # in the share of the last process
-        listed = [with_nan(listed[0], tmp_path / "math"), *listed[1:]]
+        listed = [Path(shutil.copytree(listed[0], tmp_path / "math")), *listed[1:]]
+        state = load(listed[0])
+        state["model.norm.weight"][3] = float("nan")
+        save_file(state, listed[0] / "model.safetensors", metadata={"format": "pt"})
     if how == "overflow":
         keys |= {"lambda": 1e9, "dtype": "float16"}
     if how == "elsewhere":
@@ -198,14 +191,6 @@ def test_a_mistake_ends_all(
     assert codes == [1, 1] and "Traceback" not in "".join(said)
     assert any(told in text for text in said), said
     assert not list(tmp_path.glob("out*"))
-
-
-def with_nan(model: Path, copy: Path) -> Path:
-    shutil.copytree(model, copy)
-    state = load_file(copy / "model.safetensors")
-    state["model.norm.weight"][3] = float("nan")
-    save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
-    return copy
 
 
 def test_other_commands_refuse(
@@ -229,15 +214,8 @@ def test_other_commands_refuse(
     )
 
 
-def launch(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
-    command = [sys.executable, "-m", *map(str, words)]
-    return subprocess.run(command, env=env, cwd=cwd, text=True, capture_output=True, timeout=300)
-
-
 def test_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mergekit orders new tokens as a set, which each process has in another order: the matrices
-    that two processes write must have their rows in the order of the one tokenizer."""
+    """mergekit orders new tokens by process; all rows must have the order of the one tokenizer."""
     monkeypatch.setenv("PYTHONHASHSEED", "random")
     little = partial(llama, num_hidden_layers=1, num_key_value_heads=1, intermediate_size=2)
     base, listed = family(tmp_path / "in", little, TASKS)
@@ -254,9 +232,10 @@ def test_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     keys = {"exclude": "embed_tokens|lm_head|proj", "extra": {"tokenizer_source": "union"}}
     out = tmp_path / "out"
     file = write(recipe("basis_ta", base, listed, **BALANCED, **keys), out)
-    words = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", 2]
-    words += ["--main_process_port", 0, "-m", "tvb_mergekit", "merge", file, out]
-    done = launch(*words, cwd=tmp_path)
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes"]
+    words += ["2", "--main_process_port", "0", "-m", "tvb_mergekit", "merge", str(file), str(out)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
+    done = subprocess.run(words, env=env, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Retained energy") == 1
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]

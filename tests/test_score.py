@@ -19,24 +19,14 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from commands import refused, tvb
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tvb_mergekit.cli.commands import main
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.score import (
-    Cell,
-    Origin,
-    Results,
-    TaskResult,
-    find_benchmark,
-    read_benchmark,
-    read_reference,
-    read_results,
-    table,
-)
+from tvb_mergekit.score import read_benchmark, read_reference, read_results, table
+from tvb_mergekit.score.columns import Cell
+from tvb_mergekit.score.results import Origin, Results, TaskResult
 from tvb_mergekit.score.text import print_table
 
 EVALS = Path(__file__).resolve().parent.parent / "evals"
@@ -95,33 +85,12 @@ def write_results(
     Path(path).write_text(json.dumps(found | other))
 
 
-def of_model(path: str, model: str, *tasks: str, **more: Any) -> None:
-    config = {"model_args": {"pretrained": model}}
-    write_results(path, dict.fromkeys(tasks, 0.5), model_name=model, config=config, **more)
+def run(*words: str) -> str:
+    return str(tvb("score", *words).stdout)
 
 
-def invoke(*words: object, code: int = 0) -> Any:
-    done = CliRunner().invoke(main, ["score", *map(str, words)], prog_name="tvb")
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done
-
-
-def run(*words: object) -> str:
-    return invoke(*words).stdout
-
-
-def warnings(*words: object) -> list[str]:
-    return [line.removeprefix("Warning: ") for line in invoke(*words).stderr.splitlines()]
-
-
-def mistake(*words: object) -> str:
-    """The one line of the error."""
-    done = invoke(*words, code=1)
-    assert done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("Error: "), done.stderr
-    return done.stderr.removeprefix("Error: ")
+def warnings(*words: str) -> list[str]:
+    return [line.removeprefix("Warning: ") for line in tvb("score", *words).stderr.splitlines()]
 
 
 def last(text: str) -> list[str]:
@@ -143,9 +112,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_results(LATER, {"add": (0.5, 0.04), "sub": (0.3, 0.03), "run": (0.2, 0.01)})
     write_results("ae/results_a.json", {"add": 0.3, "sub": 0.4, "run": 0.3})
     return tmp_path
-
-
-# ------------------------------------------------------------------------------ what is shipped
 
 
 def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +150,7 @@ def test_the_benchmarks_are_those_of_the_yamls(
     assert programs == (["coding"] if name == "mergebench" else [])
     groups = {}
     for path in (EVALS.parent / str(benchmark.include_path)).rglob("*.yaml"):
-        if "\ngroup: " in f"\n{path.read_text()}" and "tests" not in path.parts:
+        if "\ngroup: " in f"\n{path.read_text()}":
             group = yaml.safe_load(path.read_text())
             groups[group["group"]] = group["task"]
     parts = [(str(category.group), category.tasks) for category in benchmark.categories]
@@ -200,17 +166,6 @@ def test_the_manuals_benchmark(tmp_path: Path) -> None:
     assert (gsm8k.metric, gsm8k.lenient) == (
         "exact_match,strict-match", "exact_match,flexible-extract",
     )  # fmt: skip
-
-
-def test_which_benchmark_tasks_belong_to() -> None:
-    keyword = [task.name for task in read_benchmark("mergebench_keyword").tasks]
-    assert find_benchmark(keyword).name == "mergebench_keyword"
-    assert find_benchmark([*keyword, "mergebench_gsm8k", "other"]).name == "mergebench"
-    with pytest.raises(UserError, match="more than one benchmark"):
-        find_benchmark(["mini_math_add", "mergebench_gsm8k"])
-
-
-# -------------------------------------------------------------------------------------- numbers
 
 
 def test_means_and_standard_errors_by_hand(small: Path) -> None:
@@ -249,13 +204,6 @@ def test_each_category_from_its_own_specialist(small: Path) -> None:
         assert last(text)[1].startswith(normalized)
 
 
-@pytest.fixture(scope="module")
-def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("benchmark") / "small.yml"
-    path.write_text(SMALL)
-    return read_benchmark(str(path))
-
-
 def of_values(values: tuple[float, ...]) -> Results:
     pairs = zip(("add", "sub", "run"), values, strict=True)
     origin = Origin("f.json")
@@ -267,19 +215,21 @@ THREE = st.tuples(*3 * [st.floats(0.01, 1)])
 
 @given(own=THREE, model=THREE, share=st.floats(0, 1))
 def test_properties_of_the_ratio(
-    benchmark: Any, own: tuple[float, ...], model: tuple[float, ...], share: float
+    tmp_path_factory: pytest.TempPathFactory,
+    own: tuple[float, ...],
+    model: tuple[float, ...],
+    share: float,
 ) -> None:
+    path = tmp_path_factory.getbasetemp() / "small.yml"
+    path.write_text(SMALL)
     scaled = tuple(share * value for value in model)
     models = {"same": of_values(own), "model": of_values(model), "scaled": of_values(scaled)}
     specialists = dict.fromkeys(("math", "code"), of_values(own))
-    found = table(benchmark, models, specialists=specialists)
+    found = table(read_benchmark(str(path)), models, specialists=specialists)
     _, same, whole, part = (found.normalized(column).value for column in found.columns)  # type: ignore[union-attr]
     assert same == pytest.approx(100) and part == pytest.approx(share * whole)
     sums = [(values[0] + values[1]) / 2 + values[2] for values in (model, own)]
     assert whole == pytest.approx(100 * sums[0] / sums[1])
-
-
-# --------------------------------------------------------------------------------- result files
 
 
 def test_of_two_files_the_newer_counts(small: Path) -> None:
@@ -299,6 +249,10 @@ def test_of_two_files_the_newer_counts(small: Path) -> None:
 
 
 def test_files_of_different_models_in_one_folder(small: Path) -> None:
+    def of_model(path: str, model: str, *tasks: str) -> None:
+        config = {"model_args": {"pretrained": model}}
+        write_results(path, dict.fromkeys(tasks, 0.5), model_name=model, config=config)
+
     for name in ("code", "math"):
         of_model(f"all/{name}/results_a.json", f"org/{name}", "add", "sub", "run")
     all_, math = ("--specialist", "all"), ("--specialist", "math=all/math")
@@ -308,7 +262,7 @@ def test_files_of_different_models_in_one_folder(small: Path) -> None:
         (("x=all",), "x: add was run by different models"),
         (("ta", "--base", "all"), "base: add was run by different models"),
     ):
-        assert line in mistake(*words, *BENCH)
+        assert line in refused("score", *words, *BENCH)
     run("ta", *math, "--specialist", "code=all/code", *BENCH)
     # one model may run a task again, whatever its folder is called
     of_model("m/a/results_a.json", "./merged", "add", "sub", "run")
@@ -327,9 +281,6 @@ def test_labels(small: Path) -> None:
     expected = {"ta": "ta", "./ta/m": "m", LATER: "m", own: "own", "x=y=ta": "x", "a=b": "a=b"}
     for word, label in expected.items():
         assert run(word, *SFT).splitlines()[1].split()[-1] == label
-
-
-# ----------------------------------------------------------------------------- what is not there
 
 
 def test_missing_tasks_are_named_and_not_averaged_away(small: Path) -> None:
@@ -377,9 +328,6 @@ def test_partial_is_labelled_everywhere(small: Path) -> None:
     assert not Path("none/radar.svg").exists()
 
 
-# --------------------------------------------------------------------------- what is comparable
-
-
 def test_what_was_measured_otherwise_is_told(small: Path) -> None:
     write_results("sft.json", {"run": 0.4})
     judge = {"run": {"metadata": {"version": 1.0, "MERGEBENCH_JUDGE": "mine"}}}
@@ -406,36 +354,27 @@ def test_what_was_measured_otherwise_is_told(small: Path) -> None:
     assert warnings("m.json", *BENCH, "--specialist", "sft.json") == []
 
 
-def test_a_limited_run_is_marked(small: Path) -> None:
+def test_limited_runs_and_answers_that_were_not_judged(small: Path) -> None:
     write_results("m.json", {"add": 0.4, "sub": 0.4, "run": 0.4}, items=10)
-    assert (
-        "m (limited): m.json was run with --limit or --samples: add (10 of 100 items), "
-        "sub (10 of 100 items), run (10 of 100 items)"
-    ) in warnings("m.json", *SFT)
-    assert "  m (limited)\n" in run("m.json", *SFT, "--out", "out", "--radar", "none")
-    assert "| m (limited) |" in Path("out/scores.md").read_text()
-    # a group's items are not counted
-    write_results("g.json", {"run": 0.4}, config={"limit": 8}, **{"n-samples": {}})
-    assert read_results("g.json").tasks["run"].origin.limited == "--limit 8"
-
-
-def test_answers_that_were_not_judged_are_told(small: Path) -> None:
-    """Programs that nobody ran again, answers compared as text, verdicts that say nothing."""
-    write_results("m.json", {"add": 0.4, "sub": 0.4, "run": 0.4})
     found = json.loads(Path("m.json").read_text())
     found["results"]["add"] |= {"as_text,none": 34 / 300, "as_text_stderr,none": 0.01}
     found["results"]["sub"] |= {"as_text,none": 0.0, "unchecked,none": 0.0}
     found["results"]["run"] |= {"unchecked,none": 0.002, "parse_error,none": 0.5}
     Path("m.json").write_text(json.dumps(found))
-    assert warnings("m.json", *SFT, "--out", "out", "--radar", "none") == [
+    assert warnings("m.json", *SFT, "--out", "out", "--radar", "none")[:4] == [
+        "m (limited): m.json was run with --limit or --samples: add (10 of 100 items), "
+        "sub (10 of 100 items), run (10 of 100 items)",
         "m: m.json: answers compared as text only, for lack of time (`as_text`): add (11.33 %)",
         "m: m.json: programs that timed out and were not run again (`unchecked`): run (0.20 %)",
         "m: m.json: verdicts of the judge that could not be read (`parse_error`): run (50.00 %)",
     ]
     assert "11.33 %" in Path("out/scores.html").read_text()
-    assert json.loads(Path("out/scores.json").read_text())["columns"][1]["tasks"]["add"][
-        "others"
-    ] == {"as_text,none": pytest.approx(34 / 3)}
+    assert "| m (limited) |" in Path("out/scores.md").read_text()
+    saved = json.loads(Path("out/scores.json").read_text())["columns"][1]["tasks"]["add"]
+    assert saved["others"] == {"as_text,none": pytest.approx(34 / 3)}
+    # a group's items are not counted
+    write_results("g.json", {"run": 0.4}, config={"limit": 8}, **{"n-samples": {}})
+    assert read_results("g.json").tasks["run"].origin.limited == "--limit 8"
 
 
 def test_scores_by_keywords_have_a_table_of_their_own(small: Path) -> None:
@@ -475,10 +414,7 @@ def test_an_earlier_table_is_a_reference(small: Path) -> None:
         ({"columns": [whole["columns"][1] | {"tasks": {"ad": 1.0}}]}, "no task ad in small: did"),
     ):
         Path("r.json").write_text(json.dumps(whole | change))
-        assert line in mistake("ae", *BENCH, "--reference", "r.json")
-
-
-# ------------------------------------------------------------------------------------- mistakes
+        assert line in refused("score", "ae", *BENCH, "--reference", "r.json")
 
 
 def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,6 +431,7 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Path(name).write_text(text)
     Path("empty").mkdir()
     write_results("date.json", {"add": 0.5}, date="May")  # type: ignore[arg-type]
+    write_results("two.json", {"mini_math_add": 0.5, "mergebench_gsm8k": 0.5})
     write_results("big.json", {"add": 37.5})
     write_results("less.json", {"add": 0.5}, higher_is_better={"add": {"score": False}})
     two = ("ta", "--specialist")
@@ -509,6 +446,7 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("ta", *BENCH, "--out", "good.json"): "cannot write good.json: it is a file; name a folder",
         ("=ta",): "`=ta`: expected NAME=PATH, or a path",
         ("ta",): "belong to no known benchmark .add, sub, run.: say which with --benchmark",
+        ("two.json",): "belong to more than one benchmark",
         ("ta", "--benchmark", "minni"): "expected mergebench, mergebench_keyword, mini, quick",
         ("ta", "--benchmark", "mini"): "ta: expected mini_instruction_format, .* found add, sub",
         ("ta", "--benchmark", "version.yml"): "`format_version`: Input should be 1 .found 2.",
@@ -521,30 +459,24 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (*two, "sft", "--specialist", "ae", *BENCH): "--specialist names all categories twice",
         (*two, "code=good.json", *BENCH): "specialists: expected .* in good.json, found add",
         ("big.json", *BENCH): "big.json: add has `score,none` = 37.5: expected a share in",
-        (
-            "less.json",
-            *BENCH,
-        ): "which is better when it is lower: choose another with --metric add:",
+        ("less.json", *BENCH): "better when it is lower: choose another with --metric add:",
         ("ta", *BENCH, "--metric", "add:acc,none"): "add has no `acc,none`: it has `score,none`;",
         ("ta", *BENCH, "--metric", "ad:acc,none"): "--metric ad: no such task in small: did you",
         ("ta", *BENCH, "--reference", "paper"): "reference paper is for mergebench, and the table",
         ("ta", *BENCH, "--reference", "nope"): "nope: No such file or directory; expected a ref",
     }
     for words, line in expected.items():
-        found = mistake(*words)
+        found = refused("score", *words)
         assert re.search(line, found), (words, found)
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    error = mistake("ta", *SFT, "--out", "out")
+    error = refused("score", "ta", *SFT, "--out", "out")
     assert "pip install 'tvb-mergekit[plot]', or give --radar none" in error
     assert not Path("out").exists()
     run("ta", *SFT, "--out", "out", "--radar", "none")
     assert sorted(p.name for p in Path("out").iterdir()) == [
         "scores.html", "scores.json", "scores.md",
     ]  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------- shown
 
 
 def test_as_a_user_types(small: Path) -> None:
@@ -605,16 +537,15 @@ def test_files_of_others_stay(small: Path, name: str) -> None:
     words = ("ta", *SFT, "--out", "out")
     for place in (Path("out", name), Path("out", name, "x")):  # a folder, empty or not
         place.mkdir(parents=True)
-        assert f"cannot write {Path('out', name)}: " in mistake(*words)
+        assert f"cannot write {Path('out', name)}: " in refused("score", *words)
         assert [each.name for each in Path("out").iterdir()] == [name]
     shutil.rmtree("out")
     run(*words)
     run(*words)  # its own are replaced
     foreign = Path("out", name)
     foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
-    assert mistake(*words) == (
-        f"cannot write {foreign}: tvb score did not make it; move it away, or name another --out\n"
-    )
+    told = f"cannot write {foreign}: tvb score did not make it; move it away, or name another --out"
+    assert refused("score", *words) == f"Error: {told}\n"
     assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
     if name.startswith("radar"):
         run(*words, "--radar", "none")

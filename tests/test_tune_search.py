@@ -91,9 +91,6 @@ def test_the_rule_of_negation(counts: list[tuple[int, int]], keep: float) -> Non
     assert len(asked) == 1 + len(better) + 1
 
 
-# ----------------------------------------------------------------------------------- objectives
-
-
 def entry(name: str, *metrics: str, lower: bool = False) -> EvalTask:
     metrics = metrics or ("acc,none",)
     return EvalTask(name, metrics, metrics if lower else (), (), "", None)
@@ -130,11 +127,7 @@ def test_means_and_shares_and_their_errors() -> None:
     [
         ([entry("a")], specialists(b=0.5), r"no acc,none of a above 0 in it \(it has b\)"),
         ([entry("a")], specialists(a=0.0), "no acc,none of a above 0"),
-        (
-            [entry("a", "f1,none")],
-            specialists(a=0.4),
-            "no f1,none of a above 0",
-        ),
+        ([entry("a", "f1,none")], specialists(a=0.4), "no f1,none of a above 0"),
         ([entry("a"), entry("b", "ppl,none", lower=True)], None, "ppl,none of b is better when"),
         ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "needs scores that rise"),
     ],
@@ -142,9 +135,6 @@ def test_means_and_shares_and_their_errors() -> None:
 def test_objectives_that_are_none(entries: list[EvalTask], reference: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         objective(entries, reference, "r")
-
-
-# ---------------------------------------------------------------------------------------- items
 
 
 @given(st.integers(2, 300), st.integers(0, 5), st.floats(0.05, 1), st.booleans())

@@ -39,6 +39,7 @@ from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.bits import fixed_bytes
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import Needs, plan_layout
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.stream import Chunks, Item, Part, Piece
@@ -507,7 +508,7 @@ def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None
     name = "model.embed_tokens.weight"
     parts = tuple(Part.of(vector, name, "delta") for vector in bases.vectors)
     item = Item(name, bases.vectors[0].tensors[name].shape, None, parts)
-    layout = plan_layout(Needs(len(parts), 4 * len(parts)), [torch.device("cpu")], 2**26)
+    layout = plan_layout(Needs(len(parts), 4 * len(parts)), Engine(memory=2**26))
     chunks = Chunks(layout, torch.device("cpu"))
     chunks.packed = True
     for start, stop in ((0, item.numel), (1024, 2500)):
@@ -527,14 +528,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
-    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M makes bases"),
-    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M makes bases"),
+    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M turns them into bases"),
+    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M turns them into bases"),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
     "old tasks recoded": ("add {z} {m} --task new --size 2GB", "No such option"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
     "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
-    "where": ("export {z} {o} --all {o}", "say once where to write"),
-    "nowhere": ("export {z} --task math", "say once where to write"),
+    "where": ("export {z} {o} --all {o}", "name one output folder"),
+    "nowhere": ("export {z} --task math", "name one output folder"),
     "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }
 

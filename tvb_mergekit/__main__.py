@@ -1,9 +1,8 @@
-"""`tvb`; with `python -m tvb_mergekit` too, which launchers take."""
+"""`tvb`, and `python -m tvb_mergekit` for launchers."""
 
 import gc
 
-# Libraries make a million objects that stay: to look through them time and again takes a tenth of a
-# short command.
+# Libraries create a million permanent objects: frequent collections cost a short command a tenth.
 gc.set_threshold(50_000)
 
 from tvb_mergekit.cli.commands import main  # noqa: E402

@@ -1,4 +1,4 @@
-"""Files that are never half there."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """A path for a file that is renamed to `target` at the end, and deleted after an error."""
+    """A path for a file that replaces `target` at the end, and is deleted after an error."""
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
         path = Path(folder) / target.name
         yield path
@@ -20,7 +20,7 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 def is_left_over(path: Path) -> bool:
-    """Whether a killed process left the folder `path`, which `beside` made."""
+    """Whether `path` is a folder of `beside` that a killed process left."""
     return path.is_dir() and bool(re.fullmatch(r"\.partial-[a-z0-9_]{8}", path.name))
 
 

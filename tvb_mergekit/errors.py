@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend, and what several messages are made of."""
+"""The exception for mistakes that the user can mend, and shared parts of messages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """A mistake in a recipe, a checkpoint or an option, told in one line.
+    """A mistake in a recipe, a checkpoint or an option.
 
-    The message names where the mistake is (recipe key, model, tensor), what was found, what was
-    expected and what to do. Commands print it without a traceback and exit with a non-zero status.
+    The message is one line: place (recipe key, model, tensor), value, expected value and remedy.
+    Commands print it without a traceback and exit with a non-zero status.
     """
 
 
 def remedy(error: BaseException) -> str:
-    """What mends a write that the disk or `ulimit -f` has ended; empty for other errors."""
+    """The remedy for a full disk or a file above `ulimit -f`; empty for other errors."""
     number, text = getattr(error, "errno", None), str(error)
     if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
-        return (
-            "allow larger files (`ulimit -f unlimited`) or, where the command has it, take a "
-            "smaller --out-shard-size"
-        )
+        shards = "use a smaller --out-shard-size if the command has the option"
+        return f"allow larger files (`ulimit -f unlimited`) or {shards}"
     if number in (errno.ENOSPC, errno.EDQUOT) or "while serializing" in text:
         return "free some disk"
     return ""
@@ -38,7 +36,7 @@ def check_names(*paths: str | os.PathLike[str]) -> None:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
+    """The first names and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -51,7 +49,6 @@ def counted(count: float, noun: str) -> str:
 
 
 def megabytes(nbytes: int) -> str:
-    """A number of bytes as a person reads it."""
     if abs(nbytes) < 1e5:
         return f"{nbytes / 1e3:,.1f} kB"
     return f"{nbytes / 1e9:,.1f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

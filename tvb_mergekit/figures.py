@@ -1,6 +1,6 @@
 """Pictures in one style: the same figure gives the same bytes.
 
-matplotlib (the extra `plot`) is imported only where a figure is made, inside functions.
+Functions import matplotlib (the extra `plot`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LABEL = 22  # characters of a name beside an axis
+LABEL = 22  # characters of a name next to an axis
 BLUE, ORANGE, DARK, PALE = "#0072b2", "#d55e00", "#333333", "#999999"  # Okabe and Ito's
 MADE = "Made by tvb-mergekit"
-# What savefig writes besides the picture, without versions and dates.
+# Metadata of files, without versions and dates.
 METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": MADE},
     "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
@@ -43,13 +43,13 @@ def can_draw() -> bool:
 
 
 def rendered(make: Callable[[], Figure], kind: str) -> bytes:
-    """The figure that `make` gives as png, svg or pdf, whatever the user's own settings are."""
+    """The figure of `make` as png, svg or pdf, without the user's own settings."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
-        # a script that the font lacks is drawn as boxes; the tables have it
+        # boxes replace scripts that the font lacks; the tables have the text
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         buffer = io.BytesIO()
         # heat maps are bitmaps in the vector formats too: finer, for print
@@ -60,7 +60,7 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
 
 
 def embedded(svg: str, title: str) -> str:
-    """A picture of `rendered` as a part of an HTML page, with a title for screen readers."""
+    """A picture of `rendered` for an HTML page, with a title for screen readers."""
     text = html.escape(title)
     picture = re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     named = f'<svg role="img" aria-label="{text}"'

@@ -29,13 +29,13 @@ LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {r
 
 
 class Bar(tqdm.tqdm):  # type: ignore[type-arg]
-    """tqdm's bar on a terminal; in files and logs a line every ten seconds, and one at the end."""
+    """tqdm's bar on a terminal; in logs a line every ten seconds and at the end."""
 
     def __init__(self, **options: Any) -> None:
         self.lines, self.told = not sys.stderr.isatty(), time.monotonic()
         if self.lines:
             options |= {"bar_format": LINE, "mininterval": 0, "miniters": 1}
-        # tqdm sets them after it has drawn the bar, and closes none without them
+        # tqdm sets them after the first drawing, and needs them to close a bar
         self.start_t = self.last_print_t = time.time()
         super().__init__(**options)
 
@@ -59,9 +59,9 @@ class Bar(tqdm.tqdm):  # type: ignore[type-arg]
 
 
 def bars(quiet: bool) -> Progress:
-    """A bar for each pass, and at its end a line at INFO with its speed.
+    """A bar for each pass, and a line at INFO with its speed at the end.
 
-    What it returns also takes a note, which stands behind the bar.
+    An update accepts a note, which is printed after the bar.
     """
 
     def start(title: str, total: int, unit: str = "B") -> Update:
@@ -75,12 +75,10 @@ def bars(quiet: bool) -> Progress:
             done += nbytes
             if done >= total:
                 bar.close()
-                seconds = time.perf_counter() - started
-                if unit != "B":
-                    LOG.info("%s: %s in %.2f s", title, counted(total, unit), seconds)
-                    return
-                speed = total / max(seconds, 1e-9) / 1e9
-                LOG.info("%s: %s in %.2f s, %.2f GB/s", title, megabytes(total), seconds, speed)
+                seconds = max(time.perf_counter() - started, 1e-9)
+                amount = megabytes(total) if unit == "B" else counted(total, unit)
+                speed = f", {total / seconds / 1e9:.2f} GB/s" if unit == "B" else ""
+                LOG.info("%s: %s in %.2f s%s", title, amount, seconds, speed)
 
         return update
 
@@ -97,20 +95,20 @@ def phase(title: str) -> Iterator[None]:
 
 @contextmanager
 def closing_bars() -> Iterator[None]:
-    """An exception closes all open bars, so that what is said of it has a line of its own."""
+    """Close all open bars after an exception, so that its message begins a line."""
     try:
         yield
     except BaseException:
         for bar in list(getattr(tqdm.tqdm, "_instances", ())):
-            with suppress(AttributeError):  # of one that was never made whole
+            with suppress(AttributeError):  # of an incomplete bar
                 bar.close()
         raise
 
 
 def logging_above_bars() -> AbstractContextManager[None]:
-    """What is logged to a terminal stands on lines of its own, above open bars."""
-    told = any(getattr(handler, "stream", None) is sys.stderr for handler in logging.root.handlers)
-    return logging_redirect_tqdm() if told and sys.stderr.isatty() else nullcontext()
+    """Log to a terminal on separate lines above open bars."""
+    shown = any(getattr(handler, "stream", None) is sys.stderr for handler in logging.root.handlers)
+    return logging_redirect_tqdm() if shown and sys.stderr.isatty() else nullcontext()
 
 
 def silent(title: str, total: int, unit: str = "B") -> Update:

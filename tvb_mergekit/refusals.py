@@ -27,13 +27,13 @@ class MergeRefused(click.ClickException, RuntimeError):
 
 @contextmanager
 def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -> Iterator[None]:
-    """Turn what a user can mend into `MergeRefused`; all else passes with its traceback.
+    """Turn a user's mistakes into `MergeRefused`. Other errors keep their traceback.
 
     Args:
-        planning: mergekit plans, and its RuntimeError and ValueError are about the recipe (no such
+        planning: mergekit plans. Its RuntimeError and ValueError then concern the recipe (unknown
             architecture, no tokenizer ...); `-v` shows the traceback.
-        out: what is being written, for the message of a full disk.
-        keeps: the folder from which the command goes on with --resume, if it has the option.
+        out: the output, for the message of a full disk.
+        keeps: the folder that --resume continues, if the command has the option.
     """
     try:
         with closing_bars():
@@ -45,7 +45,7 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
     except pydantic.ValidationError as error:
         raise MergeRefused(_complaints(error)) from error
     except BrokenPipeError:
-        raise  # who reads our output has seen enough: click ends in silence
+        raise  # the reader closed the pipe: click ends in silence
     except (OSError, MemoryError, UnicodeEncodeError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out, keeps)) from error
     except (RuntimeError, ValueError) as error:
@@ -60,7 +60,7 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
 
 
 def _of_the_network(error: BaseException) -> bool:
-    """Whether an HTTP library raised it; which one huggingface_hub uses depends on its version."""
+    """Whether an HTTP library raised the error; huggingface_hub's depends on its version."""
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return bool(kinds & {"httpx", "httpx2", "requests"})
 
@@ -79,7 +79,7 @@ def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Let SIGTERM (a scheduler, `docker stop`) end a merge as Ctrl-C does: nothing is left."""
+    """Let SIGTERM (a scheduler, `docker stop`) end a merge like Ctrl-C, without leftovers."""
     alone = threading.current_thread() is threading.main_thread()
     if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -96,10 +96,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _complaints(error: pydantic.ValidationError) -> str:
-    """Each complaint: where it is, what mergekit expects there, and what was found."""
+    """Each complaint: its place, the value that mergekit expects, and the value found."""
     seen: dict[str, str] = {}
     for item in error.errors(include_url=False):
-        # mergekit's alternatives for one key (filter, list, number) come as parts of the place.
+        # The place includes mergekit's alternatives for a key (filter, list, number).
         kinds = ("ConditionalParameter", "bool", "int", "float", "str")
         parts = [str(part) for part in item["loc"] if part not in kinds]
         parts = [part for part in parts if part.isidentifier() or part.isdigit()]

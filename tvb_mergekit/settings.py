@@ -1,7 +1,7 @@
-"""The keys of a recipe: what each may hold, and the settings that a recipe's keys resolve to.
+"""The keys of a recipe with their allowed values, and the settings that they resolve to.
 
-`Settings` declares the keys of the whole merge; `GLOBAL_KEYS` is read from it. Every mistake is a
-`UserError` of one line that names the key, what was found and what was expected.
+`Settings` declares the keys of the complete merge, and `GLOBAL_KEYS` lists them. Every mistake is
+a `UserError` of one line that names the key, the value found and the values expected.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from tvb_mergekit.errors import UserError
 
@@ -32,16 +33,20 @@ TITLES: dict[str, str] = {  # of the methods, in model cards
     "basis_wudi": "Interference-Free Merging (WUDI) on Task Vector Bases",
     "basis_negate": "Task Negation on Task Vector Bases",
 }
-# Of tensors' names, whatever their case.
+# Patterns of tensor names, in upper or lower case.
 OUTPUT_LAYER = r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b"
 EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
 EXPERTS = r"expert|moe"  # stacked to three dimensions
-LARGEST = 1e30  # coefficient; times what it multiplies it fits in float32
+LARGEST = 1e30  # coefficient; its products with weights fit in float32
+# An int within the floats, or else a finite float; both may be text.
+NUMBER: TypeAdapter[int | float] = TypeAdapter(
+    Annotated[int, Field(gt=-(10**300), lt=10**300)] | FiniteFloat
+)
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a recipe may say under one key, and the methods, bases and solvers it belongs to."""
+    """The allowed values of one key, and the methods, bases and solvers that use the key."""
 
     help: str
     name: str = ""
@@ -50,7 +55,7 @@ class Key:
     choices: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False  # low itself is not allowed
+    above: bool = False  # excludes low
     nonzero: bool = False
     methods: tuple[str, ...] = METHODS
     bases: tuple[str, ...] = get_args(BasisName)
@@ -82,6 +87,7 @@ class Key:
         return f"{kind} {'>' if self.above else '>='} {self.low:g}"
 
 
+ISO, WUDI = ("basis_iso",), ("basis_wudi",)
 Share = partial(Key, low=0, above=True, high=1)
 Training = partial(Key, bases=("ae", "linear_ae"))
 Adam = partial(Training, solvers=("adam",))
@@ -92,7 +98,7 @@ Matrix = partial(Key, methods=MATRIX_METHODS)
 
 
 class Settings(BaseModel):
-    """The keys of the whole merge, resolved. Build it with `resolve_settings`, which checks."""
+    """The resolved keys of the complete merge. `resolve_settings` checks and builds them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -110,43 +116,27 @@ class Settings(BaseModel):
     anneal_factor: Annotated[float, Positive("the temperature's factor per cooling")] = 0.9
     decoder: Annotated[
         Literal["least_squares", "learned"],
-        Adam("W_d of least loss, or the one that was trained", bases=("ae",)),
+        Adam("W_d of least loss, or the trained one", bases=("ae",)),
     ] = "least_squares"
     seed: Annotated[int, Key("seed of everything random", low=0, high=2**64 - 1)] = 0
     exclude: Annotated[str | None, Key("regular expression of tensors to leave alone")] = None
-    lambda_scale: Annotated[Literal["bases", "tasks"], Key("lambda as given, or times T/M")] = (
-        "bases"
-    )
+    lambda_scale: Annotated[Literal["bases", "tasks"], Key("lambda, or lambda T/M")] = "bases"
     trim: Annotated[Literal["model", "tensor"], Ties("what `density` is a share of")] = "model"
     merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
-    common: Annotated[
-        float,
-        Key(
-            "share of the directions that are the sum's",
-            methods=("basis_iso",),
-            low=0,
-            above=True,
-            high=1,
-        ),
-    ] = 1.0
-    ridge: Annotated[
-        float,
-        Key("pull of the result to the bases' sum", methods=("basis_wudi",), low=0),
-    ] = 0.0
-    matrices: Annotated[
-        str | None, Matrix("regular expression of the matrices; the others are averaged")
-    ] = None
+    common: Annotated[float, Share("share of the sum's directions", methods=ISO)] = 1.0
+    ridge: Annotated[float, Key("pull towards the bases' sum", methods=WUDI, low=0)] = 0.0
+    matrices: Annotated[str | None, Matrix("regular expression of matrices; others: mean")] = None
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
 
     @property
     def names_a_basis(self) -> bool:
-        """Whether the recipe says something of bases, so that they are wanted."""
+        """Whether the recipe has keys about bases."""
         said = self.model_fields_set.intersection(GLOBAL_KEYS)
         sizes = {"basis", "num_bases", "basis_ratio", "energy"}
         return any(name in sizes or "none" not in GLOBAL_KEYS[name].bases for name in said)
 
     def in_force(self) -> dict[str, Any]:
-        """The keys that belong to this method, basis and solver, as plain JSON values."""
+        """The keys of this method, basis and solver, as plain JSON values."""
         values = self.model_dump(mode="json")
         return {
             name: values[name]
@@ -155,7 +145,7 @@ class Settings(BaseModel):
         }
 
     def bases_of(self, tasks: int) -> int | None:
-        """M for this many tasks; None where the Gram matrix tells it (`energy`)."""
+        """M for this many tasks; None if M depends on the Gram matrix (`energy`)."""
         if self.basis == "none":
             return tasks
         if self.num_bases is not None:
@@ -165,10 +155,10 @@ class Settings(BaseModel):
         return ratio_to_bases(self.basis_ratio, tasks)
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether the method merges this tensor as a matrix, or as several (three dimensions).
+        """Whether the method merges this tensor as one matrix, or as several (three dimensions).
 
-        By default these are all of two dimensions but embeddings and the output layer, and stacked
-        experts.
+        By default it merges stacked experts and all tensors of two dimensions, except embeddings
+        and the output layer.
         """
         if self.method not in MATRIX_METHODS or len(shape) not in (2, 3) or 0 in shape:
             return False
@@ -179,12 +169,11 @@ class Settings(BaseModel):
         return not re.search(f"{EMBEDDINGS}|{OUTPUT_LAYER}", name, re.IGNORECASE)
 
     def excludes(self, tensor_name: str) -> bool:
-        """Whether `exclude` leaves this tensor to the base."""
         return self.exclude is not None and re.search(self.exclude, tensor_name) is not None
 
 
-def _global_keys() -> Iterator[Key]:
-    """The keys as `Settings` declares them, with their names, types and defaults."""
+def _declared_keys() -> Iterator[Key]:
+    """The keys of `Settings` with their names, types and defaults."""
     for name, declared in Settings.model_fields.items():
         for key in declared.metadata:
             kinds = get_args(declared.annotation) or (declared.annotation,)
@@ -193,13 +182,9 @@ def _global_keys() -> Iterator[Key]:
             yield replace(key, name=name, type=kind, default=declared.default, choices=choices)
 
 
-def _table(*keys: Key) -> dict[str, Key]:
-    return {key.name: key for key in keys}
-
-
-GLOBAL_KEYS = _table(*_global_keys())
-VARYING_KEYS = _table(
-    Key(
+GLOBAL_KEYS = {key.name: key for key in _declared_keys()}
+VARYING_KEYS = {
+    "lambda": Key(
         "scaling coefficient",
         "lambda",
         default=0.4,
@@ -207,37 +192,33 @@ VARYING_KEYS = _table(
         high=LARGEST,
         method_defaults={"basis_negate": 0.0, **dict.fromkeys(MATRIX_METHODS, 1.0)},
     ),
-    Negate("strength of forgetting", "alpha", low=0, high=LARGEST),
-    Share(
-        "share of each basis that trimming keeps", "density", default=0.2, methods=("basis_ties",)
-    ),
-)
-MODEL_KEYS = _table(
-    Key("the task's name; by default the last part of the path", "task", str),
-    Key("scale of the task vector", "weight", default=1.0, low=-1e6, high=1e6, nonzero=True),
-)
-# Those that say how bases are merged, and nothing of the bases; `exclude` is of both.
+    "alpha": Negate("strength of forgetting", "alpha", low=0, high=LARGEST),
+    "density": Share("share of a basis to keep", "density", default=0.2, methods=("basis_ties",)),
+}
+MODEL_KEYS = {
+    "task": Key("the task's name; by default the last part of the path", "task", str),
+    "weight": Key("scale of the vector", "weight", default=1.0, low=-1e6, high=1e6, nonzero=True),
+}
+# Keys of the merge of bases. `exclude` is a key of both the merge and the bases.
 MERGING_KEYS = ("lambda_scale", *(k for k, key in GLOBAL_KEYS.items() if key.methods != METHODS))
 ALL_KEYS = GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that `name` is most likely meant to be, ignoring case."""
+    """The known name that is closest to `name`, in upper or lower case."""
     lower = {candidate.lower(): candidate for candidate in known}
     match = difflib.get_close_matches(name.lower(), lower, n=1)
     return lower[match[0]] if match else None
 
 
 def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
-    guess = nearest(key, known)
-    hint = f"did you mean `{guess}`? " if guess else ""
-    return UserError(
-        f"unknown key {_quoted(key)} under {where}: {hint}Known keys: {', '.join(known)}"
-    )
+    guess, one_line = nearest(key, known), key if key.isprintable() else repr(key)[1:-1]
+    hint = f"did you mean `{guess}`? Known" if guess else "Known"
+    return UserError(f"unknown key `{one_line}` under {where}: {hint} keys: {', '.join(known)}")
 
 
 def check_value(key: str, value: object) -> Any:
-    """The value of a known key as its type (numbers may come as text, as YAML's `1e-3` does).
+    """The value of a known key in its type. Numbers may be text, as YAML's `1e-3`.
 
     Raises:
         UserError: the type or the range is wrong.
@@ -246,17 +227,20 @@ def check_value(key: str, value: object) -> Any:
     wrong = f"`{key}` is {shown(value)}: expected {spec.expected}"
     if spec.type is str:
         return _text(spec, value, wrong)
-    number = _number(value)
-    if number is None or not spec.allows(number):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
+        raise UserError(wrong)
+    try:
+        number = NUMBER.validate_python(int(value) if isinstance(value, Integral) else value)
+    except ValidationError as error:
+        raise UserError(wrong) from error
+    if not spec.allows(number):
         raise UserError(wrong)
     return spec.type(number)
 
 
 def _text(spec: Key, value: object, wrong: str) -> str:
     if isinstance(value, bool):
-        raise UserError(
-            f"{wrong}; if that is a name (YAML reads yes, no, on, off as true or false), quote it"
-        )
+        raise UserError(f"{wrong}; quote a name (YAML reads yes, no, on, off as true or false)")
     if isinstance(value, int) and not spec.choices:
         value = str(value)
     if not isinstance(value, str):
@@ -270,27 +254,9 @@ def _text(spec: Key, value: object, wrong: str) -> str:
         try:
             re.compile(value)
         except (re.error, RecursionError, OverflowError) as error:
-            raise UserError(
-                f"`{spec.name}` is {value!r}: no regular expression: {error}"
-            ) from error
+            wrong = f"`{spec.name}` is {value!r}: bad regular expression: {error}"
+            raise UserError(wrong) from error
     return value
-
-
-def _number(value: object) -> int | float | None:
-    """An exact int, a finite float, or None if the value is neither."""
-    if isinstance(value, bool) or not isinstance(value, Real | str):
-        return None
-    try:
-        if isinstance(value, str | Integral):  # NumPy's too
-            try:
-                number: int | float = int(value)
-            except ValueError:
-                number = float(value)
-        else:
-            number = float(value)
-        return number if math.isfinite(number) else None
-    except (ValueError, OverflowError):  # no number; an int beyond the floats
-        return None
 
 
 def shown(value: object) -> str:
@@ -298,22 +264,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _quoted(name: str) -> str:
-    """A name from the recipe between backticks, on one line whatever it holds."""
-    return f"`{name if name.isprintable() else repr(name)[1:-1]}`"
-
-
 def ratio_to_bases(ratio: float, num_tasks: int) -> int:
     return max(1, math.floor(ratio * num_tasks + 0.5))
 
 
 def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[str]) -> Settings:
-    """The settings of a merge from what the recipe gives under `parameters`.
+    """The settings of a merge.
 
     Args:
         method: one of METHODS.
-        given: every key the recipe gives, varying ones too (a number, a layer gradient or filters):
-            those are checked here, but stay with mergekit, which resolves them per tensor.
+        given: the recipe's `parameters`. Varying keys (a number, a layer gradient or filters) are
+            only checked: mergekit resolves them per tensor.
         tasks: the names of the T tasks in order.
 
     Raises:
@@ -335,9 +296,7 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
     _check_size(values, len(tasks))
     if method == "basis_negate":
         if "forget" not in given or "alpha" not in given:
-            raise UserError(
-                "basis_negate needs `forget: task` and `alpha: number` under parameters"
-            )
+            raise UserError("basis_negate needs `forget: task` and `alpha: number` as parameters")
         values["forget"] = _forgotten(values["forget"], tasks)
     return Settings(method=method, **values)
 
@@ -345,9 +304,7 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
 def _check_place(method: str, key: str) -> None:
     known = GLOBAL_KEYS | VARYING_KEYS
     if key in MODEL_KEYS:
-        raise UserError(
-            f"`{key}` belongs under the parameters of one model, not of the whole merge"
-        )
+        raise UserError(f"`{key}` belongs under the parameters of one model, not of the merge")
     if key not in known:
         here = [name for name, spec in known.items() if method in spec.methods]
         raise unknown_key(key, here, "parameters")
@@ -359,8 +316,7 @@ def _check_place(method: str, key: str) -> None:
 def _leaves(value: object) -> Iterator[object]:
     """The plain values in mergekit's filters and layer gradients."""
     if isinstance(value, list | tuple) and value:
-        for item in value:
-            yield from _leaves(item)
+        yield from chain.from_iterable(map(_leaves, value))
     elif isinstance(value, Mapping) and "value" in value:
         yield from _leaves(value["value"])
     else:
@@ -370,14 +326,9 @@ def _leaves(value: object) -> Iterator[object]:
 def _check_combination(method: str, values: Mapping[str, Any]) -> None:
     basis, solver = (values.get(key, GLOBAL_KEYS[key].default) for key in ("basis", "solver"))
     if basis == "rand_proj" and method != "basis_negate":
-        raise UserError(
-            f"`basis` is rand_proj, whose bases are no sums of tasks: only basis_negate takes it, "
-            f"not {method}"
-        )
+        raise UserError(f"`basis` is rand_proj: only basis_negate uses it, not {method}")
     if basis == "rand_proj" and "energy" in values:
-        raise UserError(
-            "`energy`: rand_proj holds no share of it; give `num_bases` or `basis_ratio`"
-        )
+        raise UserError("`energy`: unknown for rand_proj; give `num_bases` or `basis_ratio`")
     for key in values:
         spec = GLOBAL_KEYS[key]
         if basis not in spec.bases:
@@ -386,15 +337,13 @@ def _check_combination(method: str, values: Mapping[str, Any]) -> None:
         if solver not in spec.solvers:
             raise UserError(f"`{key}` belongs to solver adam, and the solver is {solver}")
     if basis == "linear_ae" and solver == "exact":
-        raise UserError("`solver` is exact, which belongs to basis ae: linear_ae takes adam only")
+        raise UserError("`solver` is exact, which belongs to basis ae: linear_ae uses adam only")
     if "anneal_factor" in values and not values.get("anneal_every"):
-        raise UserError(
-            "`anneal_factor` needs `anneal_every`, the number of steps between coolings"
-        )
+        raise UserError("`anneal_factor` needs `anneal_every`, the steps between coolings")
 
 
 def _check_size(values: dict[str, Any], num_tasks: int) -> None:
-    """Refuse two size keys and more bases than tasks; a size that is given ends the default."""
+    """Refuse two size keys and more bases than tasks. A given size replaces the default."""
     sizes = [key for key in ("num_bases", "basis_ratio", "energy") if key in values]
     if len(sizes) > 1:
         raise UserError(f"`{sizes[0]}` and `{sizes[1]}` both set the number of bases: give one")
@@ -405,9 +354,8 @@ def _check_size(values: dict[str, Any], num_tasks: int) -> None:
         if "basis_ratio" in values:
             count = ratio_to_bases(values["basis_ratio"], num_tasks)
         if (count or num_tasks) != num_tasks or values.get("energy", 1) != 1:
-            raise UserError(
-                f"`basis` is none, which keeps all {num_tasks} tasks: leave out `{sizes[0]}`"
-            )
+            why = f"`basis` is none, which keeps all {num_tasks} tasks"
+            raise UserError(f"{why}: leave out `{sizes[0]}`")
     if sizes or values.get("basis") == "none":
         values.setdefault("basis_ratio", None)
 
@@ -422,32 +370,30 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
         if name not in tasks:
             guess = nearest(name, tasks)
             hint = f": did you mean {guess!r}?" if guess else "."
-            listed = ", ".join(tasks)
-            raise UserError(f"`forget` names the unknown task {name!r}{hint} Tasks: {listed}")
+            known = ", ".join(tasks)
+            raise UserError(f"`forget` names the unknown task {name!r}{hint} Tasks: {known}")
     return names
 
 
 def default_task_name(model_path: str, lora_path: str | None = None) -> str:
-    """The last part of the path, of the adapter's path for base+lora, without @revision."""
+    """The last part of the model's or adapter's path, without @revision."""
     path = (lora_path or model_path).partition("@")[0].rstrip("/")
     return path.rpartition("/")[2] or lora_path or model_path
 
 
 def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
-    """Raises UserError unless the names are unique and fit to be listed in `forget`."""
+    """Raise UserError unless the names are unique and `forget` can list them."""
     first: dict[str, str] = {}
     for name, model in zip(names, models, strict=True):
-        remedy = "give it a `task:` name without them under its parameters"
+        remedy = "give it a `task:` name"
         if not name.strip():
-            raise UserError(f"model {model} has an empty task name: give it a `task:` name")
+            raise UserError(f"model {model} has an empty task name: {remedy}")
         if "," in name or name != name.strip() or not name.isprintable():
+            why = "has a comma, an outer blank or a control character"
             raise UserError(
-                f"the task name {name!r} of model {shown(model)} has a comma, an outer blank or a "
-                f"control character: {remedy}"
+                f"the task name {name!r} of model {shown(model)} {why}: {remedy} without them"
             )
         if name in first:
-            raise UserError(
-                f"models {first[name]} and {model} have the same task name {name!r}: "
-                "give them `task:` names"
-            )
+            same = f"models {first[name]} and {model} have the same task name {name!r}"
+            raise UserError(f"{same}: give them `task:` names")
         first[name] = model

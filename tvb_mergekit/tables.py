@@ -1,4 +1,4 @@
-"""Tables and lines of text, as wide as the terminal and in the characters that it knows."""
+"""Tables and lines of text, as wide as the terminal and in its characters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ASCII = str.maketrans({"±": "+-", "−": "-", "—": "-", "…": "..."})
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table before it is set: the first column holds names, the others numbers.
+    """A table: the first column holds names, the others numbers.
 
     Args:
         left: the heads of further columns that hold text.
-        bold: the places of the rows to be set off.
+        bold: the numbers of the rows to highlight.
     """
 
     title: str
@@ -49,29 +49,36 @@ def show(told: Iterable[Sheet | str], console: Console, style: str = "") -> None
 
 
 def print_sheet(sheet: Sheet, console: Console) -> None:
-    """Print title and table, in blocks of as many columns as fit; no number is cut."""
+    """Print title and table, in blocks of as many columns as fit, without cutting numbers."""
     ascii_only = console.options.ascii_only
-    head = tuple(printable(name, ascii_only) for name in sheet.head)
-    rows = [tuple(printable(cell, ascii_only) for cell in row) for row in sheet.rows]
-    whole = Sheet("", head, rows, sheet.left, sheet.bold)
-    if sheet.title:  # not the table's own, which would wrap at the table's width
+    lines = [[printable(cell, ascii_only) for cell in line] for line in (sheet.head, *sheet.rows)]
+    widths = [max(map(cell_len, column)) + GAP for column in zip(*lines, strict=True)]
+    if sheet.title:  # rich would wrap a title at the table's width
         say(sheet.title, console, "bold")
-    for number, block in enumerate(_blocks(whole, console.width)):
-        if number:
+    blocks = [[0]]  # places of columns
+    for place in range(1, len(widths)):
+        needed = sum(widths[each] for each in (*blocks[-1], place)) - GAP
+        if len(blocks[-1]) > 1 and needed > console.width:
+            blocks.append([0])
+        blocks[-1].append(place)
+    for block in blocks:
+        if block is not blocks[0]:
             console.print()
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-        for place, name in enumerate(block.head):
-            if place == 0 or name in sheet.left:
-                table.add_column(Text(name), overflow="fold")
+        for place in block:
+            name = Text(lines[0][place])
+            if place == 0 or sheet.head[place] in sheet.left:
+                table.add_column(name, overflow="fold")
             else:
-                table.add_column(Text(name), justify="right", no_wrap=True)
-        for place, row in enumerate(block.rows):
-            table.add_row(*map(Text, row), style="bold" if place in sheet.bold else "")
+                table.add_column(name, justify="right", no_wrap=True)
+        for number, line in enumerate(lines[1:]):
+            cells = [Text(line[place]) for place in block]
+            table.add_row(*cells, style="bold" if number in sheet.bold else "")
         console.print(table, soft_wrap=False)
 
 
 def markdown_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines of cells as a Markdown table, the first of them its head, `left` columns of text."""
+    """A Markdown table of lines of cells, the first one the head, with `left` columns of text."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * w if place < left else f"{'-' * (w - 1)}:" for place, w in enumerate(widths)]
     aligned = [f"<{w}" if place < left else f">{w}" for place, w in enumerate(widths)]
@@ -80,23 +87,17 @@ def markdown_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` as Markdown that shows it as it is."""
+    """`text` with escaped Markdown."""
     return re.sub(r"([\\`*_<|\[])", r"\\\1", printable(text))
 
 
 def say(line: str, console: Console, style: str = "") -> None:
-    """Print a line in which brackets and colons of names are no markup."""
+    """Print a line without interpreting its brackets and colons as markup."""
     console.print(Text(printable(line, console.options.ascii_only), style=style))
 
 
-def width(sheet: Sheet) -> int:
-    """The characters of a whole row."""
-    columns = list(zip(sheet.head, *sheet.rows, strict=True))
-    return sum(max(map(cell_len, column)) for column in columns) + GAP * (len(columns) - 1)
-
-
 def shortened(text: str, most: int, ascii_only: bool = False) -> str:
-    """`text` in at most `most` >= 4 characters, with dots in its middle where it was longer."""
+    """`text`, or its ends around dots, in at most `most` >= 4 characters."""
     dots = "..." if ascii_only else "…"
     if len(text) <= most:
         return text
@@ -106,27 +107,10 @@ def shortened(text: str, most: int, ascii_only: bool = False) -> str:
 
 
 def printable(text: str, ascii_only: bool = False) -> str:
-    """`text` without what would steer a terminal, and in ASCII where that is all it can show."""
+    """`text` without control characters, and on request in ASCII."""
 
     def fits(character: str) -> bool:
         return character.isprintable() and (character.isascii() or not ascii_only)
 
     known = text.translate(ASCII) if ascii_only else text
     return "".join(c if fits(c) else ascii(c)[1:-1] for c in known)
-
-
-def _blocks(sheet: Sheet, most: int) -> list[Sheet]:
-    """The sheet, or sheets of as many of its columns as fit, each with the first one."""
-    count = len(sheet.head)
-    while count > 2 and width(_columns(sheet, range(count))) > most:
-        count -= 1
-    if count == len(sheet.head):
-        return [sheet]
-    rest = _columns(sheet, [0, *range(count, len(sheet.head))])
-    return [_columns(sheet, range(count)), *_blocks(rest, most)]
-
-
-def _columns(sheet: Sheet, places: Iterable[int]) -> Sheet:
-    kept = list(places)
-    rows = [tuple(row[place] for place in kept) for row in sheet.rows]
-    return Sheet("", tuple(sheet.head[place] for place in kept), rows)

@@ -1,4 +1,4 @@
-"""`tvb check`: what would stop a recipe, before it costs hours; and what it will take."""
+"""`tvb check`: problems and costs of a recipe, before a merge or a build."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from mergekit.common import dtype_from_name
 
 from tvb_mergekit.core.basis import Basis
@@ -18,12 +17,12 @@ from tvb_mergekit.plugin.inputs import Options, by_factors, read_inputs
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import plan_only
 from tvb_mergekit.plugin.preflight import input_folders
-from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
 from tvb_mergekit.store.store import check as check_store
 from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
 from tvb_mergekit.tensors.merging import most_bases, sketch_of
@@ -41,20 +40,18 @@ def check_recipe(
     options: Options,
     deep: bool,
     out: str | None,
-    device: torch.device,
-    progress: Progress,
+    engine: Engine,
 ) -> Iterator[str]:
-    """Lines about a recipe in which nothing was found that would stop a merge.
+    """Lines about a recipe without problems that would stop a merge.
 
-    A merge may do more than a build (slices, another model's tokenizer): what stops a build alone
-    is one of the lines.
+    A problem that only stops a build (slices, another model's tokenizer) is one of the lines.
 
     Args:
         deep: read all tensors as well.
         out: an output folder to check.
 
     Raises:
-        UserError, MergeRefused: the first thing that would stop it.
+        UserError, MergeRefused: the first problem.
     """
     recipe = document.recipe
     if out is not None:
@@ -68,7 +65,7 @@ def check_recipe(
     except UserError as error:
         if document.raw or by_factors(document, options):
             raise
-        plan, refusal = plan_only(document, options), error  # what stops a merge is said here
+        plan, refusal = plan_only(document, options), error  # raises if a merge is refused
         if not plan.tasks.items:
             raise
     tasks = counted(len(recipe.tasks), "task")
@@ -82,7 +79,7 @@ def check_recipe(
         yield from _check_inputs(inputs, document.raw, out)
         if deep:
             _check_left_out(inputs)
-            facts, _ = inspect_inputs(inputs, device, progress)
+            facts, _ = inspect_inputs(inputs, engine)
             yield _verdict(facts.num_bases, facts.retained_energy or 0.0)
     if not deep:
         yield "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"
@@ -119,7 +116,7 @@ def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
 
 
 def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
-    """A recipe of which only mergekit's planner knows the tensors."""
+    """Lines about a recipe whose tensors only mergekit's planner knows."""
     tasks, settings = plan.tasks, plan.recipe.settings
     yield from _taking_part(
         len(tasks.items), sum(i.numel for i in tasks.items), plan.tensors.left_out
@@ -151,7 +148,7 @@ def _reading(passes: int, nbytes: int) -> str:
 
 
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:
-    """What a method that merges matrices takes beside."""
+    """Time and memory of a method that merges matrices."""
     if largest := largest_matrix(settings, items, bases):
         needed = f"--memory {-(-(largest.nbytes + LEAST) // 10**8) / 10:g}GB"
         more = f": tvb's commands need {needed}" if largest.nbytes + LEAST > MEMORY else ""
@@ -168,7 +165,7 @@ def _verdict(count: int, energy: float) -> str:
 
 
 def _check_left_out(inputs: TaskSet) -> None:
-    """A merge writes the tensors that stay the base's, too, and refuses what is not finite."""
+    """Raise UserError if a tensor of the base that a merge copies is not finite."""
     for name, info in inputs.base.tensors.items():
         if name in inputs.left_out and info.dtype.is_floating_point:
             tensor = inputs.base.tensor(name)
@@ -194,7 +191,7 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
 
 
 def _merged_bytes(inputs: TaskSet) -> int:
-    """Of the merged model, in the recipe's dtype."""
+    """The size of the merged model in the recipe's dtype."""
     dtype = dtype_from_name(inputs.dtype)
     total = 0
     for info in inputs.base.tensors.values():
@@ -205,7 +202,7 @@ def _merged_bytes(inputs: TaskSet) -> int:
 
 
 def _disk(merged: int, out: str | None, store: str = "") -> str:
-    """What will be written, and what is free; raises UserError where that is too little."""
+    """Bytes to write and bytes free. Raises UserError if the disk is too small."""
     where = Path(os.path.abspath(out or "."))
     while not where.exists():
         where = where.parent

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import click
+from click import argument, option
 from click.core import ParameterSource
 
+from tvb_mergekit.cli.opening import document_of
 from tvb_mergekit.cli.options import (
     ACCESS,
     PLACE,
@@ -20,6 +22,7 @@ from tvb_mergekit.cli.options import (
     command,
     device_of,
     flag,
+    folder,
     import_mergekit,
     repeatable,
 )
@@ -27,12 +30,12 @@ from tvb_mergekit.errors import UserError
 
 
 @click.group(cls=Commands, subcommand_metavar="METHOD [OPTIONS]", options_metavar="")
-@click.argument("recipe", metavar="RECIPE", type=PLACE)
+@argument("recipe", metavar="RECIPE", type=PLACE)
 def learn(recipe: str) -> None:
     """Merge the models of RECIPE by examples of their tasks.
 
-    RECIPE is a recipe of `basis_ta`, or a store. adamerging begins at the recipe's lambda; the
-    other methods do not use it. A store is merged over its bases, or its tasks.
+    RECIPE is a recipe of `basis_ta`, or a store. adamerging begins at the recipe's lambda, which
+    the other methods do not use. A store is merged over its bases, or its tasks.
 
     A file of --data holds one example a line: {"prompt", "response"}, {"messages": [...]},
     {"text"}, or for adamerging {"prompt"} alone.
@@ -44,45 +47,32 @@ def learn(recipe: str) -> None:
     """
 
 
-def together(*options: Body) -> Body:
-    """Several options as one decorator."""
-
-    def decorate(body: Body) -> Body:
-        for option in reversed(options):
-            body = option(body)
-        return body
-
-    return decorate
-
-
-EVERY = together(
+EVERY = (
     repeatable("--data", metavar="TASK=FILE", help="A task's examples, in JSON lines. Repeatable."),
-    click.option("--out", required=True, metavar="DIR", type=PLACE, help="The merged model."),
-    click.option(
+    folder("--out", required=True, help="The merged model."),
+    option(
         "--subsample/--no-subsample",
         default=True,
         help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
     ),
-    click.option(
+    option(
         "--precision",
         type=click.Choice(["float32", "bfloat16"]),
         default="float32",
         help="Precision of the passes; sums and results are float32.",
     ),
-    click.option("--seed", type=SEED, default=0, help="Seed of all random choices."),
+    option("--seed", type=SEED, default=0, help="Seed of all random choices."),
     flag("--resume", help="Continue an interrupted run."),
-    flag("--dry-run", help="Print the costs alone: passes, memory without activations, disk."),
+    flag("--dry-run", help="Only print the costs: passes, memory without activations, disk."),
 )
-MIXTURE = click.option(
+MIXTURE = option(
     "--mixture",
     type=click.Choice(["encoder", "equal", "positive"]),
     default="encoder",
     help="Weights of the tasks' data for a basis: W_e, 1/T, or for pca the softmax of its positive "
     "weights.",
 )
-FROM = click.option(
-    "--from", "source", metavar="DIR", type=PLACE, help="Merge the statistics of an earlier --out."
-)
+FROM = folder("--from", "source", help="Merge the statistics of an earlier --out.")
 NONNEGATIVE = flag("--nonnegative", help="Learn square roots of the coefficients.")
 SHAPES_STATISTICS = ("data", "samples", "subsample", "seed", "precision")
 SHAPES_MASKS = (
@@ -91,26 +81,26 @@ SHAPES_MASKS = (
 )
 
 
-def by_gradient(rate: float, batch: int) -> Body:
-    """The options of all methods by gradients. None leaves a default to the method."""
-    return together(
-        click.option("--epochs", type=click.IntRange(1), show_default="10", help="At the most."),
-        click.option(
+def by_gradient(rate: float, batch: int) -> tuple[Body, ...]:
+    """The options of all gradient methods. The methods know the first three defaults."""
+    return (
+        option("--epochs", type=click.IntRange(1), show_default="10", help="Maximum epochs."),
+        option(
             "--learning-rate",
             type=Range(0, 1e6, min_open=True),
             show_default=f"{rate:g}",
             help="Size of a step.",
         ),
-        click.option(
+        option(
             "--batch-size", type=click.IntRange(1), show_default=str(batch), help="Examples a step."
         ),
-        click.option(
+        option(
             "--held-out",
             type=Range(0, 1, max_open=True),
             default=0.2,
             help="Fraction of the examples held out to choose the epoch; 0 keeps the last.",
         ),
-        click.option(
+        option(
             "--patience",
             type=click.IntRange(1),
             default=3,
@@ -120,23 +110,31 @@ def by_gradient(rate: float, batch: int) -> Body:
     )
 
 
-method = partial(
-    command, learn, "base", "device", "memory", *ACCESS, "quiet", writes="out", several=True
-)
+def method(*options: Body) -> Body:
+    """Make a subcommand with these options; its name is the method's."""
+
+    def decorate(described: Body) -> click.Command:
+        @wraps(described)
+        def run(**values: Any) -> None:
+            _learn(described.__name__, **values)
+
+        shared = ("base", "device", "memory", *ACCESS, "quiet")
+        for each in reversed(options):
+            each(run)
+        return command(*shared, group=learn, writes="out", several=True)(run)
+
+    return decorate
 
 
-@method()
-@EVERY
-@MIXTURE
-@FROM
-@click.option(
+@method(*EVERY, MIXTURE, FROM)
+@option(
     "--samples",
     type=click.IntRange(0),
     default=0,
     help="Draw labels this many times from the model; 0: the labels of the data.",
 )
 @flag("--normalize", help="Give the information of all tasks the same sum.")
-def fisher(**values: Any) -> None:
+def fisher() -> None:
     """Weight entries by their Fisher information.
 
     The statistics stay in OUT/basis: --from OUT merges them again without data.
@@ -146,20 +144,16 @@ def fisher(**values: Any) -> None:
       tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
       tvb learn other.yml fisher --from two --out other
     """
-    _learn("fisher", **values)
 
 
-@method()
-@EVERY
-@MIXTURE
-@FROM
-@click.option(
+@method(*EVERY, MIXTURE, FROM)
+@option(
     "--off-diagonal",
     type=Range(0, 1),
     default=0.9,
     help="Factor of all entries of X^T X off its diagonal.",
 )
-def regmean(**values: Any) -> None:
+def regmean() -> None:
     """Fit linear layers to the outputs of all models.
 
     The statistics stay in OUT/basis: --from OUT merges them again without data.
@@ -169,25 +163,21 @@ def regmean(**values: Any) -> None:
       tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
       tvb learn other.yml regmean --from two --out other
     """
-    _learn("regmean", **values)
 
 
-@method()
-@EVERY
-@MIXTURE
-@by_gradient(3, 8)
-@click.option(
+@method(*EVERY, MIXTURE, *by_gradient(3, 8))
+@option(
     "--density",
     type=Range(0, 1, min_open=True),
     default=0.05,
     help="Fraction of a basis that its mask keeps.",
 )
 @flag("--dataless", help="Keep the largest entries, without data.")
-@click.option(
+@option(
     "--penalty", type=Range(0), default=0.0, help="Factor of the masks' sum, added to the loss."
 )
-@click.option("--store", metavar="DIR", type=PLACE, help="Write the masked bases as a store, too.")
-def localize(**values: Any) -> None:
+@folder("--store", help="Also write the masked bases as a store.")
+def localize() -> None:
     """Keep a few entries of each basis, by a mask learned for its tasks.
 
     \b
@@ -195,41 +185,32 @@ def localize(**values: Any) -> None:
       tvb learn two.yml localize --data math=m.jsonl --data code=c.jsonl --out two
       tvb learn two.yml localize --dataless --out few --store masked
     """
-    _learn("localize", **values)
 
 
-@method()
-@EVERY
-@by_gradient(0.001, 16)
-@NONNEGATIVE
-def adamerging(**values: Any) -> None:
+@method(*EVERY, *by_gradient(0.001, 16), NONNEGATIVE)
+def adamerging() -> None:
     """Learn coefficients per layer that make predictions certain.
 
     \b
     Example:
       tvb learn two.yml adamerging --data math=m.jsonl --data code=c.jsonl --out a
     """
-    _learn("adamerging", **values)
 
 
-@method()
-@EVERY
-@by_gradient(0.1, 16)
-@NONNEGATIVE
-@click.option(
+@method(*EVERY, *by_gradient(0.1, 16), NONNEGATIVE)
+@option(
     "--blocks",
     type=click.IntRange(1, 1000),
     default=1,
     help="Coefficients of a basis in each tensor, for as many equal parts of it.",
 )
-def atlas(**values: Any) -> None:
+def atlas() -> None:
     """Learn coefficients per tensor of least loss, for any tasks.
 
     \b
     Example:
       tvb learn two.yml atlas --data law=m.jsonl --out law
     """
-    _learn("atlas", **values)
 
 
 def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
@@ -247,7 +228,7 @@ def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
     assert context.parent is not None
     recipe = context.parent.params["recipe"]
     values["device"] = str(device_of(values["device"]))
-    document = context.obj(recipe, "add" if os.path.isdir(recipe) else None, base)
+    document = document_of(recipe, "add" if os.path.isdir(recipe) else None, base)
     options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
     request = Request(document=document, method=name, options=options, **values)
     costs = run(request, dry_run)

@@ -1,4 +1,4 @@
-"""What the commands share: options, devices, and how they refuse, log and are interrupted."""
+"""Shared options and devices of the commands, their refusals, logging and interruption."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import click
 
 import tvb_mergekit_hook
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.progress import logging_above_bars, phase
+from tvb_mergekit.progress import bars, logging_above_bars, phase
 
 if TYPE_CHECKING:
     import torch
 
     from tvb_mergekit.plugin.inputs import Options
+    from tvb_mergekit.tensors.engine import Engine
 
 Body = Callable[..., Any]
 
@@ -29,7 +30,7 @@ Body = Callable[..., Any]
 class Place(click.Path):
     """A path, or the name of a model, that `check_names` accepts."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         try:
             check_names(value)
         except (UserError, OSError) as error:
@@ -40,23 +41,24 @@ class Place(click.Path):
 class Range(click.FloatRange):
     """Numbers, not NaN or infinity."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
         found: float = super().convert(value, param, ctx)
         if not math.isfinite(found):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return found
 
 
-PLACE = Place()
-POSITIVE, SEED = Range(0, min_open=True), click.IntRange(0, 2**32 - 1)
+PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
+POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
+SEED = click.IntRange(0, 2**32 - 1)
 flag = functools.partial(click.option, is_flag=True)
 repeatable = functools.partial(click.option, multiple=True)
+place = functools.partial(click.option, type=PLACE, metavar="PATH")
+folder = functools.partial(place, metavar="DIR")
 
 
 class Command(click.Command):
-    """A command whose name is in every error of its parser; click leaves it out of some."""
+    """A command that is named in every error of its parser, unlike click's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with click.core.augment_usage_errors(ctx):
@@ -91,36 +93,24 @@ def _one_line() -> Iterator[None]:
         raise click.ClickException(f"{said} (see `{command} --help`)") from error
 
 
-def _option(name: str, text: str, **how: Any) -> click.Option:
-    return click.Option([f"--{name}"], help=text, **how)
-
-
-def _flag(name: str, text: str) -> click.Option:
-    return _option(name, text, is_flag=True)
-
-
 OPTIONS = {
-    "device": _option("device", "Where to compute: cpu, cuda, cuda:1 ...", default="auto"),
-    "multi_gpu": _flag("multi-gpu", "Compute on all accelerators."),
-    "memory": _option(
-        "memory",
-        "The most that tensors may take in each process, such as 500MB; Python and its libraries "
-        "take about 0.4 GB more.",
+    "device": click.option("--device", default="auto", help="Device: cpu, cuda, cuda:1 ..."),
+    "multi_gpu": flag("--multi-gpu", help="Compute on all accelerators."),
+    "memory": click.option(
+        "--memory",
         metavar="SIZE",
         default="1GB",  # layout.MEMORY
+        help="Maximum memory of tensors in each process, such as 500MB; Python and its libraries "
+        "need about 0.4 GB more.",
     ),
-    "base": _option("base", "The base model, where it is not where the store says.", type=PLACE),
-    "trust_remote_code": _flag("trust-remote-code", "Let models run their own code."),
-    "allow_crimes": _flag("allow-crimes", "mergekit's: architectures may differ."),
-    "lora_merge_cache": _option(
-        "lora-merge-cache", "For fused adapters.", metavar="DIR", type=PLACE
-    ),
-    "transformers_cache": _option(
-        "transformers-cache", "For downloaded models.", metavar="DIR", type=PLACE
-    ),
-    "fuse": _flag("fuse", "Fuse adapters into models before anything else."),
-    "quiet": _flag("quiet", "No progress bars."),
-    "verbose": click.Option(["-v", "--verbose"], is_flag=True, help="Say where time goes."),
+    "base": click.option("--base", type=PLACE, help="The base model, if the store's path is old."),
+    "trust_remote_code": flag("--trust-remote-code", help="Let models run their own code."),
+    "allow_crimes": flag("--allow-crimes", help="mergekit's: architectures may differ."),
+    "lora_merge_cache": folder("--lora-merge-cache", help="For fused adapters."),
+    "transformers_cache": folder("--transformers-cache", help="For downloaded models."),
+    "fuse": flag("--fuse", help="Fuse adapters into models before anything else."),
+    "quiet": flag("--quiet", help="No progress bars."),
+    "verbose": flag("-v", "--verbose", help="Print the duration of each phase."),
 }
 ACCESS = ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache")
 MODELS = (*ACCESS, "fuse")
@@ -128,70 +118,68 @@ DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 
 def command(
-    group: click.Group,
     *shared: str,
+    group: click.Group | None = None,
     name: str | None = None,
     writes: str = "",
     several: bool = False,
 ) -> Callable[[Body], click.Command]:
-    """Register a command of `group`, with options of OPTIONS after its own; see `careful`."""
+    """Make a command of `group` with these OPTIONS after its own.
+
+    Args:
+        writes: the argument with the output path.
+        several: the command supports several processes of a launcher.
+    """
 
     def decorate(body: Body) -> click.Command:
-        made = group.command(name)(careful(writes, several)(body))
-        made.params += [OPTIONS[option] for option in (*shared, "verbose")]
+        @functools.wraps(body)
+        def run(**values: Any) -> Any:
+            with careful(values, writes, several):
+                return body(**values)
+
+        made = click.command(name, cls=Command)(run)
+        for option in (*shared, "verbose"):
+            OPTIONS[option](made)
+        if group is not None:
+            group.add_command(made)
         return made
 
     return decorate
 
 
-def careful(writes: str = "", several: bool = False) -> Callable[[Body], Body]:
-    """Turn what a user can mend into one line and exit code 1.
+@contextmanager
+def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> Iterator[None]:
+    """Turn mistakes of a user in a command with these values into one line and exit code 1."""
+    from tvb_mergekit.refusals import refusing, unwinding
+    from tvb_mergekit.tensors import ranks
 
-    Args:
-        writes: the argument that is written to.
-        several: the command works in the processes that a launcher started.
-    """
+    if values.pop("verbose", False):
+        logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
+    place, keeps = str(values.get(writes) or "the output"), ""
+    if "resume" in values and not values.get("source"):  # learn --from keeps nothing
+        keeps = f"{os.path.realpath(place)}.partial"
+    try:
+        with logging_above_bars(), refusing(out=place, keeps=keeps):
+            if "memory" in values:
+                from tvb_mergekit.tensors import layout
 
-    def decorate(body: Body) -> Body:
-        @functools.wraps(body)
-        def wrapped(**values: Any) -> Any:
-            from tvb_mergekit.refusals import refusing, unwinding
-            from tvb_mergekit.tensors import ranks
-
-            if values.pop("verbose", False):
-                logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
-            place, keeps = str(values.get(writes) or "the output"), ""
-            if "resume" in values and not values.get("source"):  # learn --from keeps nothing
-                keeps = f"{os.path.realpath(place)}.partial"
-            try:
-                with logging_above_bars(), refusing(out=place, keeps=keeps):
-                    if "memory" in values:
-                        from tvb_mergekit.tensors import layout
-
-                        values["memory"] = layout.parse_memory(values["memory"])
-                    if not several:
-                        ranks.one_only(click.get_current_context().command_path)
-                    with ranks.joined(), refusing(out=place, keeps=keeps), unwinding():
-                        return body(**values)
-            except KeyboardInterrupt:
-                more = ""
-                if os.path.isdir(keeps):
-                    more = f" {keeps} is kept: --resume goes on."
-                if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
-                    more = " The same command goes on."
-                click.echo(f"Interrupted.{more}", err=True)
-                sys.exit(130)
-
-        return wrapped
-
-    return decorate
+                values["memory"] = layout.parse_memory(values["memory"])
+            if not several:
+                ranks.one_only(click.get_current_context().command_path)
+            with ranks.joined(), refusing(out=place, keeps=keeps), unwinding():
+                yield
+    except KeyboardInterrupt:
+        more = ""
+        if os.path.isdir(keeps):
+            more = f" {keeps} is kept: --resume goes on."
+        if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
+            more = " The same command goes on."
+        click.echo(f"Interrupted.{more}", err=True)
+        sys.exit(130)
 
 
 def import_mergekit() -> None:
-    """Import mergekit and the adapter, which takes seconds: `-v` says how many.
-
-    A mergekit with other names ends the command: the hook has printed the reason.
-    """
+    """Import mergekit and the adapter. Exit if the hook has refused this mergekit."""
     if "tvb_mergekit.plugin.inputs" not in sys.modules:
         with phase("Importing mergekit"):
             importlib.import_module("mergekit.merge")
@@ -201,21 +189,20 @@ def import_mergekit() -> None:
 
 
 def model_options(values: dict[str, Any]) -> Options:
-    """The options of MODELS, taken out of `values`."""
+    """The options of MODELS, removed from `values`."""
     from tvb_mergekit.plugin.inputs import Options
 
     return Options(**{name: values.pop(name) for name in MODELS if name in values})
 
 
 def device_of(name: str) -> torch.device:
-    """What `--device` names."""
     from tvb_mergekit.tensors import layout
 
     return layout.device_of(auto_device() if name == "auto" else name)
 
 
 def auto_device() -> str:
-    """An accelerator, of several processes one for each, or the CPU."""
+    """An accelerator, a different one for each process, or the CPU."""
     import torch
 
     from tvb_mergekit.tensors import ranks
@@ -227,15 +214,22 @@ def auto_device() -> str:
     return f"cuda:{ranks.launched('LOCAL_RANK', 0) % torch.cuda.device_count()}"
 
 
+def engine_of(values: dict[str, Any]) -> Engine:
+    """The engine of a command's options."""
+    from tvb_mergekit.tensors.engine import Engine
+
+    return Engine(devices_of(values), values.get("memory"), bars(values["quiet"]))
+
+
 def devices_of(values: dict[str, Any]) -> list[torch.device]:
-    """What `--device` and `--multi-gpu` name."""
+    """The devices of `--device` or `--multi-gpu`."""
     from tvb_mergekit.tensors import layout, ranks
 
-    if not values["multi_gpu"]:
+    if not values.get("multi_gpu"):
         return [device_of(values["device"])]
     if ranks.launched("LOCAL_WORLD_SIZE", 1) > 1:
         raise UserError(
             "--multi-gpu is for one process on a machine, and several were started: leave it out, "
-            "each takes an accelerator of its own"
+            "each uses its own accelerator"
         )
     return layout.accelerators()

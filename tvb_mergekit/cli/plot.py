@@ -1,6 +1,6 @@
-"""`tvb inspect --plot`: cosines, encoder, eigenvalues, energy and errors as one picture.
+"""`tvb inspect --plot`: cosines, encoder, eigenvalues, energy and errors in one picture.
 
-matplotlib (the extra `plot`) is imported inside functions, where a figure is made.
+Functions import matplotlib (the extra `plot`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,12 @@ import numpy as np
 from rich.console import Console
 
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.cli.inspect import (
-    Inspection,
-    headline,
-    print_inspection,
-)
+from tvb_mergekit.cli.inspect import headline, print_inspection
 from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
 from tvb_mergekit.store.bits import Losses
+from tvb_mergekit.store.inspection import Inspection
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 
@@ -49,39 +46,26 @@ pre { overflow-x: auto; font-size: 13px; }
 
 
 def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
-    """Draw the figure into `path`, whose suffix says how: .png, .svg, .pdf or .html.
-
-    The file is written beside its place and renamed, so a picture is never half there.
+    """Draw the figure into `path`, a .png, .svg, .pdf or .html file, which replaces it at the end.
 
     Raises:
         UserError: another suffix, or no matplotlib.
     """
-    title, tell = headline(inspection), partial(print_inspection, inspection)
-    _draw(path, lambda: _figure(inspection), title, tell)
-
-
-def _draw(
-    path: str | os.PathLike[str],
-    make: Callable[[], Figure],
-    title: str,
-    tell: Callable[[Console], None],
-) -> None:
     check_plot(path)
     target = Path(path)
     kind = target.suffix.lower()[1:]
-    data = rendered(make, "svg" if kind == "html" else kind)
+    data = rendered(partial(_figure, inspection), "svg" if kind == "html" else kind)
     if kind == "html":
-        data = _page(tell, embedded(data.decode(), printable(title))).encode()
+        data = _page(inspection, data.decode()).encode()
     write_file(target, data)
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise UserError where it is known before anything is read that `path` cannot be drawn."""
+    """Raise UserError if `path` cannot be drawn, before anything is read."""
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise UserError(
-            f"--plot {target}: the file's suffix says what is drawn: expected one of "
-            f"{', '.join(SUFFIXES)}"
+            f"--plot {target}: the suffix names the format: expected one of {', '.join(SUFFIXES)}"
         )
     if target.is_dir():
         raise UserError(f"cannot write {target}: it is a folder")
@@ -91,18 +75,19 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
 
 
-def _page(tell: Callable[[Console], None], svg: str) -> str:
-    """One HTML file that refers to no other: the figure, and the tables of the terminal."""
+def _page(inspection: Inspection, svg: str) -> str:
+    """A self-contained HTML file: the figure, and the tables of the terminal."""
     console = Console(
         file=io.StringIO(), record=True, width=TEXT_COLUMNS, highlight=False, no_color=True
     )
-    tell(console)
+    print_inspection(inspection, console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    return f"{PAGE}{svg}\n{tables}\n</body></html>\n"
+    figure = embedded(svg, printable(headline(inspection)))
+    return f"{PAGE}{figure}\n{tables}\n</body></html>\n"
 
 
 def _figure(inspection: Inspection) -> Figure:
-    """All panels. Inches grow with T and M, so that every label has room at its font size."""
+    """All panels. The figure grows with T and M, so that all labels fit."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -113,7 +98,7 @@ def _figure(inspection: Inspection) -> Figure:
     square = max(3.0, cell * tasks)
     encoder = min(max(2.4, cell * bases), square)
     width = max(10.5, square + encoder + 2 * label + 2.2)
-    # a large figure is looked at from further away
+    # readers see a large figure from further away
     matplotlib.rcParams["font.size"] = 9 * math.sqrt(width / 10.5)
     heights = [square + 0.75 * label + 0.6, 3.2, 2.3 + 0.75 * label]
     figure = Figure(figsize=(width, sum(heights) + 0.7), layout="constrained")
@@ -136,7 +121,7 @@ def _figure(inspection: Inspection) -> Figure:
 def _draw_cosines(axes: Axes, inspection: Inspection, names: Sequence[str]) -> None:
     cosines, of = inspection.cosines
     values = cosines.numpy()
-    # The diagonal is known: the colours are for the others, which may all be small.
+    # The diagonal is known. The other entries, often small, set the range of the colours.
     largest = float(np.abs(values - np.diag(values.diagonal())).max())
     limit = next((step for step in (0.1, 0.2, 0.5) if 0 < largest <= step), 1.0)
     axes.set_title(f"Cosines between the {of}")
@@ -158,7 +143,7 @@ def _draw_encoder(axes: Axes, inspection: Inspection, names: Sequence[str]) -> N
 def _heat_map(
     axes: Axes, values: Array, rows: Sequence[str], columns: Sequence[str], low: float, high: float
 ) -> None:
-    colours = "RdBu_r" if low < 0 else "Blues"  # both safe for the colour-blind
+    colours = "RdBu_r" if low < 0 else "Blues"  # both are safe for colour-blind readers
     image = axes.imshow(
         values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
@@ -185,7 +170,7 @@ def _draw_eigenvalues(axes: Axes, inspection: Inspection) -> None:
     values = inspection.tensors["eigenvalues"].clamp(min=0.0).numpy()
     positive = values[values > 0]
     axes.set_title("Eigenvalues of the Gram matrix")
-    if len(positive) and positive.max() > 100 * positive.min():  # zeros are not drawn then
+    if len(positive) and positive.max() > 100 * positive.min():  # without zeros
         axes.set_yscale("log", nonpositive="mask")
     else:
         axes.set_ylim(0, 1.08 * float(values.max()) or 1.0)
@@ -195,25 +180,22 @@ def _draw_eigenvalues(axes: Axes, inspection: Inspection) -> None:
 
 def _draw_energy(axes: Axes, inspection: Inspection) -> None:
     axes.set_title("Energy that M bases can retain")
-    choices, current = inspection.choices, inspection.num_bases
+    choices, current, reached = inspection.choices, inspection.num_bases, list[float]()
     if not choices:
         _say(axes, inspection.why_unknown("gram"))
         return
     places = [choice.num_bases for choice in choices]
     energies = [100 * choice.retained_energy for choice in choices]
     axes.plot(places, energies, "o-", color=BLUE, markersize=4, label="any bases (spectral)")
-    lowest = min(energies)
-    if choices[0].balanced_energy is not None:
-        balanced = [100 * (choice.balanced_energy or 0.0) for choice in choices]
+    balanced = [100 * c.balanced_energy for c in choices if c.balanced_energy is not None]
+    if balanced:
         axes.plot(places, balanced, "--", color=ORANGE, label="balanced bases")
-        lowest = min(lowest, *balanced)
     if inspection.facts.retained_energy is not None and not inspection.keeps_tasks:
-        energy = 100 * inspection.facts.retained_energy
-        label = f"these ({inspection.basis}): {energy:.1f} %"
-        axes.plot([current], [energy], "D", color=DARK, markerfacecolor="none", label=label)
-        lowest = min(lowest, energy)
-    # from a round number below, so that the approach to 100 % can be read
-    bottom = 10 * math.floor(max(lowest - 5, 0) / 10)
+        reached = [100 * inspection.facts.retained_energy]
+        label = f"these ({inspection.basis}): {reached[0]:.1f} %"
+        axes.plot([current], reached, "D", color=DARK, markerfacecolor="none", label=label)
+    # The axis starts at a round number, to show the approach to 100 %.
+    bottom = 10 * math.floor(max(min(energies + balanced + reached) - 5, 0) / 10)
     axes.set_ylim(bottom, 100 + 0.06 * (100 - bottom))
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_ylabel("retained energy, %")
@@ -222,7 +204,7 @@ def _draw_energy(axes: Axes, inspection: Inspection) -> None:
 
 
 def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str]) -> None:
-    """Bars from 0 to the least that each error can be, with whiskers to the most."""
+    """Bars up to each error's lower bound, with whiskers to its upper bound."""
     axes.set_title("Error of each reconstructed task vector, relative to its norm")
     ranges = np.array([inspection.errors.get(task, (0, math.inf)) for task in inspection.tasks])
     finite = np.isfinite(ranges).all(axis=1)
@@ -243,7 +225,7 @@ def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str]) -> No
 
 
 def _draw_groups(axes: Axes, codes: Losses | None) -> None:
-    """Bars: what the codes of a zoo lose in each group of tensors."""
+    """Bars of the codes' errors in each group of tensors of a zoo."""
     axes.set_title("Error by kind of tensor")
     groups = [] if codes is None else codes.groups
     names = [f"{group.name}, {counted(group.bits, 'bit')}" for group in groups]
@@ -265,15 +247,15 @@ def _count_x(axes: Axes, count: int, name: str, bases: int, right: float = 0.0) 
 
 
 def _say(axes: Axes, why: str) -> None:
-    """An empty panel that says why it is empty."""
+    """An empty panel with the reason."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", color=DARK)
 
 
 def _label_x(axes: Axes, names: Sequence[str]) -> None:
-    """Level if there is room, else slanted; upright where even those would run together."""
-    # before the layout is settled, so about
+    """Labels are level if they fit, else slanted, or upright if slanted labels overlap."""
+    # an estimate, before the final layout
     room = 0.8 * axes.bbox.width / axes.figure.dpi / len(names)
     turn = 0 if _inches(names) < room else 45 if room > 2 * _points(names) / 72 else 90
     how: dict[str, Any] = {"ha": "right", "rotation_mode": "anchor"} if turn == 45 else {}
@@ -281,10 +263,9 @@ def _label_x(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _points(names: Sequence[str]) -> float:
-    """The font size of that many labels."""
     return 8.0 if len(names) <= 30 else 7.0
 
 
 def _inches(names: Sequence[str]) -> float:
-    """The width of the longest name, about."""
+    """The approximate width of the longest name."""
     return max(map(len, names)) * 0.62 * _points(names) / 72

@@ -1,4 +1,4 @@
-"""A built basis: Gram matrix and encoder of one recipe, and the coefficients they give."""
+"""A built basis: Gram matrix and encoder of one recipe, and the coefficients of its merges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tvb_mergekit.settings import MATRIX_METHODS, Settings
 # A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
 # vector norms); another pre-training run lies at about 1.4 times the norm.
 WRONG_BASE_RATIO = 0.5
-UNRELATED_RATIO = 1.2  # not yet that 1.4, and out of reach of fine-tuning
+UNRELATED_RATIO = 1.2  # below 1.4, and out of reach of fine-tuning
 LARGE_RATIO = 5  # to the median of the other task vectors' norms
 
 
@@ -37,14 +37,14 @@ class Tunables:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Tunables:
-        """From a mapping with `lambda` and, where the method has them, `alpha` and `density`."""
+        """From a mapping with `lambda` and, if the method has them, `alpha` and `density`."""
         return cls(values["lambda"], values.get("alpha") or 0.0, values.get("density") or 1.0)
 
 
 @dataclass
 class Combination(ABC):
-    """What merging a tensor needs to know of the vectors that are combined: the task vectors of T
-    models (`Basis`), or the M bases of a store (`StoredBases`).
+    """Coefficients of the N vectors that a merge combines: T task vectors (`Basis`), or the M bases
+    of a store (`StoredBases`).
 
     `histogram` (TIES with `trim: model`) counts the magnitudes of each basis over all tensors.
     """
@@ -58,13 +58,13 @@ class Combination(ABC):
     @property
     @abstractmethod
     def weighted_encoder(self) -> Tensor:
-        """The bases from the N vectors that are combined, B = vectors @ this (paper Eq. 8): [N, M]
-        float64. For rand_proj the vectors are the columns of Omega."""
+        """[N, M] float64: B = vectors @ weighted_encoder (paper Eq. 8). For rand_proj the vectors
+        are the columns of Omega."""
 
     @property
     @abstractmethod
     def weighted_reconstruction(self) -> Tensor:
-        """The reconstructed task vectors T_hat likewise (paper Eq. 10): [N, T]."""
+        """[N, T] float64: T_hat = vectors @ weighted_reconstruction (paper Eq. 10)."""
 
     @property
     def num_bases(self) -> int:
@@ -72,18 +72,17 @@ class Combination(ABC):
 
     @property
     def scale(self) -> float:
-        """What lambda is multiplied by: T / M with `lambda_scale: tasks`, else 1."""
+        """The factor of lambda: T / M with `lambda_scale: tasks`, else 1."""
         if self.settings.lambda_scale == "bases":
             return 1.0
         return len(self.tasks) / self.num_bases
 
     @property
     def addition(self) -> Tensor:
-        """What lambda times `scale` is multiplied by, from the vectors that are combined, [N]
-        float64: the sum of the bases.
+        """The direction of lambda times `scale`, [N] float64: the sum of the bases.
 
-        Methods that merge matrices as such take the mean of the bases for all other tensors, as
-        their papers do, whatever the scale.
+        Methods that merge complete matrices use the mean of the bases for all other tensors, as
+        their papers do, for any scale.
         """
         total = self.weighted_encoder.sum(1)
         if self.settings.method in MATRIX_METHODS:
@@ -92,17 +91,17 @@ class Combination(ABC):
 
     @property
     def forgetting(self) -> Tensor:
-        """The sum of the reconstructed task vectors to forget, likewise."""
+        """The sum of the reconstructed task vectors to forget, [N] float64."""
         columns = [list(self.tasks).index(name) for name in self.settings.forget]
         return self.weighted_reconstruction[:, columns].sum(1)
 
     @property
     def trims(self) -> bool:
-        """Whether merging takes a threshold of each basis."""
+        """Whether merging needs a threshold of each basis."""
         return self.settings.method == "basis_ties"
 
     def step(self, values: Tunables, alone: bool = False, thresholds: Tensor | None = None) -> Step:
-        """How one tensor is merged.
+        """The merge of one tensor.
 
         Args:
             alone: only the direction that a tuned coefficient scales, without theta_0: `addition`,
@@ -120,7 +119,7 @@ class Combination(ABC):
         return Linear([self.terms(values.lambda_, values.alpha)])
 
     def terms(self, lambda_: float, alpha: float = 0.0) -> list[Term]:
-        """lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, in the order of adding up."""
+        """lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, in the order of addition."""
         terms = [(lambda_ * self.scale, self.addition)]
         if self.settings.forget:
             terms.append((-alpha, self.forgetting))
@@ -136,7 +135,7 @@ class Combination(ABC):
 
 @dataclass
 class Basis(Combination):
-    """A basis of the T models of a recipe. `sums` are those of the weighted task vectors."""
+    """A basis of the T models of a recipe. `sums` are over the weighted task vectors."""
 
     sums: GramSums
     encoding: Encoding
@@ -146,7 +145,7 @@ class Basis(Combination):
 
     @property
     def weighted_encoder(self) -> Tensor:
-        """W_e with the models' weights folded in: B = [theta_i - theta_0] @ this."""
+        """diag(weights) W_e, or the `mixing` of rand_proj."""
         if self.encoding.mixing is not None:
             return self.encoding.mixing
         return self._weighted(self.encoding.encoder)
@@ -164,10 +163,10 @@ class Basis(Combination):
 
 @dataclass
 class StoredBases(Combination):
-    """The bases of a store in the place of models: no Gram matrix, and M vectors are read.
+    """The M bases of a store instead of models, without a Gram matrix.
 
     Attributes:
-        shares: v [M], what each basis counts in the sum (`Bases.shares` times the recipe's
+        shares: v [M], the weight of each basis in the sum (`Bases.shares` times the recipe's
             `weight`).
         reconstruction: [M, T] or, with PCA's mean as the last input, [M + 1, T]: each tau_hat.
     """
@@ -193,7 +192,7 @@ def build(
     raw: GramSums,
     sketch: Sketch | None = None,
 ) -> Basis:
-    """From unweighted sums to a basis.
+    """The basis of unweighted sums.
 
     Raises:
         UserError: a task vector is zero, or the settings do not fit the Gram matrix.
@@ -217,13 +216,13 @@ def build(
 def unlike(
     norm: float, base_norm: float, others: Sequence[float] = (), ratio: float = WRONG_BASE_RATIO
 ) -> str | None:
-    """Why a task vector seems to be of no model fine-tuned from the base; None if it may be one.
+    """Say why a model seems not fine-tuned from the base; None if it may be.
 
     Args:
-        norm: ||tau||, of all or over the matrices (`GramSums.sizes`), unweighted, as all here.
-        base_norm: ||theta_0||; 0 where the base was not read (adapters).
-        others: of the other tasks.
-        ratio: to ||theta_0||, above which it is too long.
+        norm: ||tau||, unweighted, over all tensors or over the matrices (`GramSums.sizes`).
+        base_norm: ||theta_0||; 0 if the base was not read (adapters).
+        others: norms of the other task vectors.
+        ratio: the largest norm of a plausible task vector, relative to ||theta_0||.
     """
     if base_norm and norm > ratio * base_norm:
         return (
@@ -239,7 +238,7 @@ def unlike(
 
 
 def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
-    """What the Gram matrix says against the recipe, a line each; `models` maps task -> model."""
+    """Lines on suspicious task vectors, by the Gram matrix; `models` maps task -> model."""
     lines = []
     scales = [abs(weight) for weight in basis.weights]
     base_size, *scaled = basis.sums.sizes

@@ -1,8 +1,7 @@
-"""The Gram matrix G = T^T T of the task vectors: its sums over chunks, and what is wrong with them.
+"""The Gram matrix G = T^T T of the task vectors: sums over chunks, and messages for bad inputs.
 
-Task vectors are formed in float32 from the stored dtypes; products of BLOCK columns are summed in
-float32 and in float64 from there on (relative error of the trace about 3e-7, against 3e-4 for whole
-tensors in float32).
+Task vectors are formed in float32 from the stored dtypes. A product of BLOCK columns is summed in
+float32, and the products in float64. The relative error of the trace is about 3e-7.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 
 BLOCK = 2048  # columns that one float32 matrix product sums over
-PIECE = 2**17  # elements that are looked at together, where nothing else says how many
+PIECE = 2**17  # elements that are checked at once
 BUDGET_VARIABLE = "TVB_MERGEKIT_BLOCK_MB"
 DEFAULT_BUDGET = 256 * 2**20  # bytes
 
@@ -55,7 +54,7 @@ class GramSums:
         return sums
 
     def of_tensor(self, shape: Sequence[int]) -> GramSums:
-        """The same as the sums of one whole tensor of this shape."""
+        """These sums, of a complete tensor of this shape."""
         squares = self._squares() * (1.0 if len(shape) > 1 else 0.0)
         return replace(self, num_parameters=math.prod(shape), matrix_squares=squares)
 
@@ -64,8 +63,10 @@ class GramSums:
 
     @property
     def sizes(self) -> list[float]:
-        """||theta_0|| and ||tau_i|| over the matrices: norm layers of ones would hide in
-        ||theta_0|| that a model is unlike the base. Over all tensors where there is no matrix."""
+        """||theta_0|| and ||tau_i|| over the matrices; without matrices over all tensors.
+
+        Norm layers of ones would lengthen ||theta_0|| and hide that a model is unlike the base.
+        """
         squares = self.matrix_squares
         if squares is None or not squares.any():
             squares = self._squares()
@@ -73,8 +74,7 @@ class GramSums:
         return sizes
 
     def plus(self, other: GramSums) -> GramSums:
-        """Both together. Added in the order of the tensors, the sums are the same to the bit
-        however many processes take them."""
+        """The sums over both parts; the same bits for any number of processes if added in order."""
         both: dict[str, Any] = {}
         for name, one in vars(self).items():
             two = getattr(other, name)
@@ -82,7 +82,7 @@ class GramSums:
         return GramSums(**both)
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
-        """The same sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
+        """The sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
         w = torch.tensor(weights, dtype=torch.float64, device="cpu")
         tasks, squares = self.sketch_tasks, self.matrix_squares
         return replace(
@@ -108,8 +108,7 @@ class Sketch:
     def rows(self, generator: torch.Generator, count: int, device: torch.device) -> Tensor:
         """The next `count` rows, transposed: [M, count] float32 on `device`.
 
-        Always drawn on the CPU and in blocks of BLOCK rows, so that Omega does not depend on the
-        device or on the block budget.
+        The CPU draws blocks of BLOCK rows: Omega depends on neither device nor block budget.
         """
         omega = torch.empty(self.columns, count, dtype=torch.float32, device="cpu")
         for start in range(0, count, BLOCK):
@@ -119,7 +118,7 @@ class Sketch:
 
 
 def block_budget() -> int:
-    """Bytes that the working buffers of one device may take: TVB_MERGEKIT_BLOCK_MB, or 256 MB.
+    """Bytes for the working buffers of one device: TVB_MERGEKIT_BLOCK_MB, or 256 MB.
 
     Raises:
         UserError: the variable is not a number of at least 1.
@@ -145,8 +144,7 @@ def products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def symmetric(square: Tensor) -> Tensor:
-    """The product of a matrix with itself, on the CPU: not every matrix product gives X X^T
-    symmetric to the bit (AVX2 and cuBLAS do not)."""
+    """X X^T made symmetric to the bit, on the CPU: the products of AVX2 and cuBLAS are not."""
     return ((square + square.T) / 2).cpu()
 
 
@@ -154,14 +152,13 @@ NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or mi
 
 
 def check_shapes(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> None:
-    """Raise UserError where a model's tensor has another shape than the base's."""
+    """Raise UserError if a model's tensor differs from the base's in shape."""
     for task, model in zip(tasks, models, strict=True):
         if model.shape != base.shape:
             raise UserError(shapes_differ(name, task, tuple(model.shape), tuple(base.shape)))
 
 
 def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """The message for a tensor whose shape is not the base's."""
     return (
         f"tensor `{name}`: task `{task}` has shape {list(found)}, the base {list(expected)}; "
         f"leave it to the base with `exclude: {name.split('.')[-2] if '.' in name else name}`, or "
@@ -172,10 +169,10 @@ def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[
 def not_finite(
     name: str, base: Tensor, models: Iterable[Tensor] = (), tasks: Sequence[str] = ()
 ) -> str:
-    """The message that says which of the inputs of one tensor holds NaN or infinity.
+    """The message that names the input of one tensor with NaN or infinity.
 
     Args:
-        models: of the tasks, taken one at a time. Without tasks the tensor stays the base's.
+        models: of the tasks, read one at a time. Without tasks the tensor stays the base's.
     """
     remedy = "take another, or leave the tensor out with `exclude`" if tasks else "take another"
     named = zip((f"task `{task}`" for task in tasks), models, strict=True)
@@ -194,7 +191,7 @@ def not_finite(
 
 
 def count_not_finite(tensor: Tensor) -> tuple[int, int]:
-    """Numbers of NaN and of infinite entries, counted in chunks of bounded size."""
+    """Numbers of NaN and of infinite entries, counted PIECE elements at a time."""
     nan = inf = 0
     for chunk in tensor.reshape(-1).split(PIECE):
         if chunk.dtype.itemsize == 1:  # no comparisons are defined for 8-bit floats

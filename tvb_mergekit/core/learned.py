@@ -1,8 +1,7 @@
-"""Merges over bases by what data tell: Fisher, RegMean and Localize-and-Stitch (paper, table 1).
+"""Merges over bases that use data: Fisher, RegMean and Localize-and-Stitch (paper, table 1).
 
-The first two, by statistics of the models, are weighted means of theta_0 + B_m. The weights of
-basis m are those of the tasks, mixed as the basis mixes their task vectors: sum_i W_e[i, m] of each
-task's statistics, with W_e >= 0.
+Fisher and RegMean are weighted means of theta_0 + B_m, by statistics of the models. A basis mixes
+the tasks' statistics as it mixes their task vectors: sum_i W_e[i, m] of task i, with W_e >= 0.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ SINGULAR = 1e-13  # of a pivot of a matrix whose diagonal is 1
 class FisherMean:
     """theta_0 + sum_m F~_m B_m / sum_m F~_m, entry by entry, F~_m = sum_i W_e[i, m] F_i.
 
-    That is the closed form sum_m F~_m (theta_0 + B_m) / sum_m F~_m. Where every F~_m is 0, nothing
-    tells the bases apart, and it is their mean. A step of `combine_pass`: the rows of a chunk are
-    the N vectors, then F_1 ... F_T.
+    If every F~_m is 0, the bases have equal weights. A step of `combine_pass`: the rows of a chunk
+    are the N vectors, then F_1 ... F_T.
 
     Attributes:
-        bases: B = vectors @ this, [N, M].
+        bases: [N, M], B = vectors @ bases.
         encoder: W_e [T, M], without negative entries.
     """
 
@@ -38,11 +36,9 @@ class FisherMean:
 
     @property
     def rows(self) -> int:
-        """Float32 rows of a chunk that computing takes beside the inputs."""
         return 4 * self.encoder.shape[1] + 4
 
     def on(self, device: torch.device) -> Compute:
-        """The step on one device."""
         vectors, count = self.bases.shape
         bases = self.bases.T.to(device, torch.float32)
         encoder = self.encoder.T.to(device, torch.float32)
@@ -60,7 +56,7 @@ class FisherMean:
 class Stitch:
     """theta_0 + sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
 
-    Where sparse vectors overlap they are averaged (Localize-and-Stitch, He et al., 2024). A step of
+    Averages overlapping entries of sparse vectors (Localize-and-Stitch, He et al., 2024). A step of
     `combine_pass`: the rows of a chunk are the M vectors.
     """
 
@@ -69,12 +65,9 @@ class Stitch:
 
     @property
     def rows(self) -> int:
-        """Float32 rows of a chunk that computing takes beside the inputs."""
-        return 2 * self.vectors + 3  # the places that are not 0, as they are counted in int64
+        return 2 * self.vectors + 3  # entries other than 0 are counted in int64
 
     def on(self, device: torch.device) -> Compute:
-        """The step on one device."""
-
         def compute(base32: Tensor, rows: Tensor) -> Tensor:
             there = (rows != 0).sum(0).clamp_(min=1)
             return rows.sum(0).div_(there).add_(base32)[None]
@@ -87,15 +80,15 @@ def regression_mean(
 ) -> Tensor:
     """D [m, n] float32 with theta_0 + D = (sum_m G~_m)^-1 sum_m G~_m (theta_0 + B_m), transposed.
 
-    RegMean (Jin et al., ICLR 2023): G~_m = sum_i W_e[i, m] X_i^T X_i. An input that is always 0 in
-    the data says nothing of its column, which gets the mean of the bases. In float64, by Cholesky.
+    RegMean (Jin et al., ICLR 2023): G~_m = sum_i W_e[i, m] X_i^T X_i. The column of an input that
+    is always 0 in the data becomes the mean of the bases. In float64, by Cholesky.
 
     Args:
         name: of the tensor, for messages.
-        bases: [M, m, n] float32, m outputs and n inputs of a linear layer; left as they are.
-        grams: X_i^T X_i [n, n] of each of the T tasks, of which one is held at a time.
+        bases: [M, m, n] float32, m outputs and n inputs of a linear layer; not changed.
+        grams: X_i^T X_i [n, n] of each of the T tasks; one is held at a time.
         encoder: W_e [T, M], without negative entries.
-        off_diagonal: what all but the diagonal of X_i^T X_i is multiplied by.
+        off_diagonal: a factor for all entries of X_i^T X_i except the diagonal.
 
     Raises:
         UserError: the sum is singular.
@@ -129,6 +122,5 @@ def regression_mean(
 
 
 def regression_bytes(bases: int, outputs: int, inputs: int) -> int:
-    """An upper bound of the bytes of all tensors at once in `regression_mean`, the M bases among
-    them."""
+    """An upper bound of the bytes of all tensors of `regression_mean`, M bases included."""
     return 4 * (bases + 1) * outputs * inputs + 8 * (3 * outputs * inputs + 4 * inputs**2)

@@ -1,12 +1,12 @@
 """Low-rank updates: their Gram matrix, from the factors alone.
 
-A model fine-tuned by LoRA has the task vector s B A in each matrix that it targets. The inner
-product of two of those is sum((B1^T B2) * (A1 A2^T)). Nothing of the size of a matrix is made.
+A model fine-tuned by LoRA has the task vector s B A in each target matrix. The inner product of
+two task vectors is sum((B1^T B2) * (A1 A2^T)), without a tensor of the size of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +32,14 @@ class Factors:
 
 
 def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
-    """The Gram matrix [T, T] of T task vectors, float64, each given by the factors of its matrices.
+    """The Gram matrix [T, T] float64 of T task vectors, each given by the factors of its matrices.
 
-    A matrix that a task does not change is zero there; `num_parameters` counts the matrices that
-    any of them changes. Per matrix O(R^2 (out + in)) for the sum R of the ranks, in float64.
+    A matrix without factors counts as zero; `num_parameters` counts matrices with factors of any
+    task. Costs O(R^2 (out + in)) a matrix for the sum R of the ranks.
     """
     sums = GramSums(torch.zeros(len(updates), len(updates), dtype=torch.float64))
-    for name in _names(updates):
+    # Sorted: sums must not depend on the order of files.
+    for name in sorted({name for update in updates for name in update}):
         owners = [i for i, update in enumerate(updates) if name in update]
         parts = [updates[i][name] for i in owners]
         left = torch.cat([part.left for part in parts], dim=1).double()
@@ -52,8 +53,3 @@ def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
     return sums
-
-
-def _names(updates: Iterable[Mapping[str, Factors]]) -> list[str]:
-    """All changed matrices, sorted: sums must not depend on the order of files."""
-    return sorted({name for update in updates for name in update})

@@ -1,13 +1,13 @@
 """Merges of one matrix that look at its singular directions: isotropic, singular vectors, WUDI.
 
-From B_1 ... B_M, stacked as `bases` [M, m, n] (float32, any strides, left as they are), each of
-them gives the direction D [m, n] float32 that is added to theta_0. r = min(m, n). They need no
+From B_1 ... B_M, stacked as `bases` [M, m, n] (float32, any strides, not changed), each method
+gives the direction D [m, n] float32 that is added to theta_0. r = min(m, n). The methods need no
 data, and give the same bits for the same input and number of threads on the same machine.
 
-Everything comes from Gram matrices of the shorter side, summed in float64 over BLOCK columns at a
-time. Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest.
-One that rounding of the inputs can make counts as 0 (`rounding_noise`): its direction contributes
-nothing, where an SVD would fill in an arbitrary one.
+The methods use Gram matrices of the shorter side, summed in float64 over BLOCK columns at a time.
+Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest. A
+singular value that rounding of the inputs can make counts as 0 (`rounding_noise`). Its direction
+contributes nothing; an SVD would fill in an arbitrary direction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tvb_mergekit.settings import Settings
 
-BLOCK = 512  # columns that are held in float64 at a time
+BLOCK = 512  # columns in float64 at a time
 NULL = 1e-6  # of the largest singular value
 FLOAT32 = 2.0**-24  # its unit roundoff
 Noise = Sequence[float] | None
@@ -30,8 +30,8 @@ def merge_matrix(settings: Settings, bases: Tensor, noise: Noise = None) -> Tens
     """D of one matrix, by the method of the settings.
 
     Args:
-        noise: the largest singular value that rounding can make in each B_m, [M]; by default that
-            of float32 entries.
+        noise: the largest singular value that rounding can make in each B_m, [M]; None for float32
+            entries.
     """
     if settings.method == "basis_iso":
         return isotropic(bases, settings.common, noise)
@@ -42,11 +42,11 @@ def merge_matrix(settings: Settings, bases: Tensor, noise: Noise = None) -> Tens
 
 
 def rounding_noise(matrix: Tensor, unit: float) -> float:
-    """About the largest singular value that rounding makes in a matrix [m, n].
+    """Estimate the largest singular value that rounding makes in a matrix [m, n].
 
-    For independent errors it is about the largest norm of a row plus that of a column (Latala
-    2005, whose bound has a constant more). An entry is off by up to `unit` times its size, and by
-    0.41 of that on average. The factor 0.6 leaves a margin.
+    For independent errors this is about the largest norm of a row plus that of a column (Latala
+    2005, up to a constant). An entry is off by up to `unit` times its size, and by 0.41 of this
+    bound on average. The factor 0.6 leaves a margin.
 
     Args:
         unit: the unit roundoff of the entries' dtype: 2^-24 for float32, 2^-8 for bfloat16.
@@ -63,14 +63,13 @@ def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor
     """D with one singular value for all its directions: those of the sum, or of each B_m as well.
 
     Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
-    the mean over all r singular values. With `common` below 1 Iso-CTS: the first triples of the
-    sum, and as many of each B_m minus its projection onto the left space of those; all U side by
-    side, and all V, give way to their polar factors, and S to its mean.
+    the mean over all r singular values. `common` below 1 gives Iso-CTS. It joins the first triples
+    of the sum with equally many of each B_m minus its projection onto the sum's left space. The
+    polar factors of all U and of all V, side by side, replace U and V; the mean replaces S.
 
     Args:
-        common: the share of the r directions that the sum has, 0 to 1. The rest is divided
-            equally, to the nearest whole number for each B_m, as in the authors' code; but never
-            more than r in all, as can come out there for r near M.
+        common: the sum's share of the r directions, 0 to 1. The B_m share the rest equally, rounded
+            as in the authors' code, but never more than r in all (their code may exceed r near M).
     """
     count, rank = len(bases), min(bases.shape[1:])
     noise = _noise_of(bases, noise)
@@ -99,8 +98,8 @@ def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor
 def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
     """D = U S V^T of the bases' first singular triples, U and V made orthonormal.
 
-    TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m; U of
-    all, side by side, gives way to its polar factor, and so does V. Nothing is left where r < M.
+    TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m. The
+    polar factors of all U and of all V, side by side, replace U and V. D is 0 if r < M.
     """
     count, noise = len(bases), _noise_of(bases, noise)
     share = min(bases.shape[1:]) // count
@@ -116,19 +115,19 @@ def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
 
 
 def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) -> Tensor:
-    """The D with the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2, and of those the shortest.
+    """The shortest D with the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
 
-    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes a few hundred steps of Adam from
-    sum_m B_m towards it. Here it is D = R A^+, by the normal equations D A = R with
+    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) approaches this D by some hundred steps of Adam
+    from sum_m B_m. Here D = R A^+, by the normal equations D A = R with
 
         A = sum_m w_m B_m^T B_m,  R = sum_m w_m B_m B_m^T B_m,  w_m = 1 / ||B_m||^2 (0 for B_m = 0),
 
-    or, where M m < n, D = E (C C^T)^+ C with C [M m, n] of all sqrt(w_m) B_m above each other and
+    or, if M m < n, D = E (C C^T)^+ C with C [M m, n] of all sqrt(w_m) B_m above each other and
     E [m, M m] of all sqrt(w_m) B_m B_m^T side by side.
 
     Args:
-        ridge: adds ridge tr(A) / n ||D - sum_m B_m||^2 to what is least: where the bases have few
-            directions, or some are small, D is many times as long as their sum without it.
+        ridge: adds ridge tr(A) / n ||D - sum_m B_m||^2 to the loss. Without it D can be many times
+            as long as the sum, if the bases have few directions or small ones.
     """
     count, rows, columns = bases.shape
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
@@ -168,8 +167,7 @@ def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) ->
 
 
 def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int:
-    """An upper bound of the bytes of all tensors at once in `merge_matrix`, the M bases [m, n]
-    among them."""
+    """An upper bound of the bytes of all tensors of `merge_matrix`, M bases [m, n] included."""
     matrix, rank, longer = 4 * rows * columns, min(rows, columns), max(rows, columns)
     square, side = 8 * rank**2, min(columns, count * rows)
     if settings.method == "basis_wudi":
@@ -192,21 +190,20 @@ def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int
 
 
 def _share(rank: int, count: int, common: float) -> int:
-    """How many directions each of M bases has of its own, in Iso-CTS."""
+    """The directions of each B_m alone, in Iso-CTS."""
     return min(round((rank - int(rank * common)) / count), rank // count)
 
 
 def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
     """Empty U [m, directions], S [directions] and V [n, directions]."""
-    _, rows, columns = bases.shape
-    sizes = bases.new_empty(directions, dtype=torch.float64)
-    return bases.new_empty(rows, directions), sizes, bases.new_empty(columns, directions)
+    left, right = (bases.new_empty(side, directions) for side in bases.shape[1:])
+    return left, bases.new_empty(directions, dtype=torch.float64), right
 
 
 def _top(matrix: Tensor, directions: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
 
-    Zeros stand for the vectors of values of at most `floor`, or NULL times the largest.
+    Vectors are zero for values of at most `floor`, or NULL times the largest.
     """
     wide = _wide(matrix)
     sizes, vectors = _spectrum(wide)
@@ -246,14 +243,14 @@ def _polar(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
     """Singular values [a] float64, increasing, and left singular vectors [a, a] of [a, b], a <= b.
 
-    Newton-Schulz steps to a polar factor took six times as long, for 1024 x 1024 noise on a CPU.
+    Newton-Schulz steps to a polar factor are six times slower for 1024 x 1024 noise on a CPU.
     """
     values, vectors = torch.linalg.eigh(_gram(wide[:, p].double() for p in _blocks(wide.shape[1])))
     return values.clamp_(min=0).sqrt_(), vectors
 
 
 def _inverse(sizes: Tensor, floor: float) -> Tensor:
-    """1 / sigma [r], sigma increasing; 0 for those of at most `floor` or NULL times the largest."""
+    """1 / sigma [r], sigma increasing; 0 for sigma up to `floor` or NULL times the largest."""
     return torch.where(sizes > max(floor, NULL * float(sizes[-1:].sum())), 1 / sizes, 0)
 
 
@@ -264,7 +261,7 @@ def _noise_of(bases: Tensor, given: Noise) -> list[float]:
 
 
 def _blur(sizes: Tensor, noise: float) -> float:
-    """How far rounding may turn singular vectors of values [k] from a quarter of the largest on."""
+    """An estimate of the turn by rounding of vectors with values above a quarter of the largest."""
     largest = float(sizes[:1].sum())
     return 4 * noise / largest if largest else 0.0
 
@@ -272,11 +269,11 @@ def _blur(sizes: Tensor, noise: float) -> float:
 def _solve(normal: Tensor, right: Tensor, floor: float) -> Tensor:
     """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C, float64.
 
-    Without a singular value to cut, Cholesky is quicker than eigenvectors.
+    Cholesky is quicker than eigenvectors if no singular value is cut.
     """
     cut = max(floor**2, NULL**2 * float(normal.trace()))
     normal.diagonal().sub_(cut)
-    clear = not torch.linalg.cholesky_ex(normal).info  # all eigenvalues are larger: none is cut
+    clear = not torch.linalg.cholesky_ex(normal).info  # all eigenvalues are larger
     normal.diagonal().add_(cut)
     if clear:
         return torch.cholesky_solve(right, torch.linalg.cholesky(normal))
@@ -296,11 +293,9 @@ def _gram(pieces: Iterable[Tensor]) -> Tensor:
 
 
 def _blocks(columns: int) -> Iterator[slice]:
-    """The columns in order, BLOCK at a time."""
     for start in range(0, columns, BLOCK):
         yield slice(start, min(start + BLOCK, columns))
 
 
 def _wide(matrix: Tensor) -> Tensor:
-    """The matrix [a, b] with a <= b: itself, or transposed."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T

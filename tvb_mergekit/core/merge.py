@@ -1,10 +1,10 @@
 """The steps from theta_0 and a chunk of task vectors to outputs: linear ones, and TIES over bases.
 
-Everything is computed in float32, and cast once to the output dtype by the caller.
+Steps compute in float32, and the caller casts once to the output dtype.
 
 A coefficient multiplies a finished direction: theta_0 + fl(scale * direction), two roundings of
-each entry by itself, where a fused product and sum would round as the chunk and the processor have
-it. So a direction that is computed once gives the merged weights for any scale, to the last bit.
+each entry. A fused product and sum would round differently by chunk and processor. So a direction
+that is computed once gives the merged weights for any scale, to the last bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import hardshrink
 from tvb_mergekit.errors import UserError
 
 Term = tuple[float, Tensor]  # a scale, and the weights [T] of the direction that it scales
-# From theta_0 [n] and task vectors [T, n], float32 and left as they are, to outputs [K, n].
+# From theta_0 [n] and task vectors [T, n], float32 and not changed, to outputs [K, n].
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -29,9 +29,9 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 class Linear:
     """Outputs theta_0 (or 0) + sum over their terms of fl(scale * sum_i weights[i] * tau_i).
 
-    Addition over bases and negation are both this (paper Eq. 3), since B = T W_e (Eq. 8) and
-    T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). So are the
-    bases, and exports. For rand_proj the rows of Omega stand in the place of task vectors.
+    Addition over bases and negation have this form (paper Eq. 3), since B = T W_e (Eq. 8) and
+    T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). Bases and
+    exports have it as well. For rand_proj the rows of Omega replace task vectors.
     """
 
     outputs: Sequence[Sequence[Term]]
@@ -48,11 +48,9 @@ class Linear:
 
     @property
     def rows(self) -> int:
-        """Float32 rows of a chunk that computing takes beside the task vectors."""
         return self.count * min(2, max(map(len, self.outputs)))
 
     def on(self, device: torch.device) -> Compute:
-        """The step on one device."""
         turned = []
         for place in range(max(map(len, self.outputs))):  # the k-th terms of all outputs at once
             none = 0.0, 0 * self.outputs[0][0][1]
@@ -76,9 +74,7 @@ class TrimElectMerge:
     """theta_0 (or 0) + scale * TrimElectMerge(B_1 ... B_M) (Yadav et al., NeurIPS 2023), for
     B = T @ encoder [T, M].
 
-    Attributes:
-        thresholds: of each basis, [M] float32.
-        merge_func: `sum`, `mean` or `max`.
+    `thresholds` [M] float32 has one for each basis; `merge_func` is `sum`, `mean` or `max`.
     """
 
     encoder: Tensor
@@ -90,31 +86,30 @@ class TrimElectMerge:
 
     @property
     def rows(self) -> int:
-        """Float32 rows of a chunk that computing takes beside the task vectors."""
         return self.encoder.shape[1] + 8
 
     def on(self, device: torch.device) -> Compute:
-        """The step on one device."""
         weights, limits = self.encoder.T.to(device, torch.float32), self.thresholds.tolist()
 
         def compute(base32: Tensor, tau: Tensor) -> Tensor:
             trimmed = trim(weights @ tau, limits)
-            merged = merge_agreeing(trimmed, elect(trimmed), self.merge_func).mul_(self.scale)
+            sign = trimmed.sum(0).sign_()
+            merged = merge_agreeing(trimmed, sign, self.merge_func).mul_(self.scale)
             return (merged.add_(base32) if self.add_base else merged)[None]
 
         return compute
 
 
 class Step(Protocol):
-    """How one tensor is merged: `Linear`, `TrimElectMerge`, or one of `learned`."""
+    """The merge of one tensor: `Linear`, `TrimElectMerge`, or a step of `learned`."""
 
     @property
     def count(self) -> int:
-        """How many outputs."""
+        """The number of outputs."""
 
     @property
     def rows(self) -> int:
-        """Float32 rows of a chunk that computing takes beside the inputs."""
+        """Float32 rows of a chunk that computing needs next to the inputs."""
 
     def on(self, device: torch.device) -> Compute:
         """The step on one device."""
@@ -124,7 +119,7 @@ class Step(Protocol):
 
 
 def trim(bases: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """`bases` [M, n], where what is below a basis's threshold is set to 0 in place."""
+    """Set the entries of `bases` [M, n] below their basis's threshold to 0, in place."""
     for row, threshold in zip(bases, thresholds, strict=True):
         # hardshrink drops |x| <= its limit, Trim |x| < the threshold: the float32 just below.
         limit = max(0.0, float(np.nextafter(np.float32(threshold), np.float32(-1))))
@@ -132,17 +127,12 @@ def trim(bases: Tensor, thresholds: Sequence[float]) -> Tensor:
     return bases
 
 
-def elect(trimmed: Tensor) -> Tensor:
-    """The sign of the sum of the bases [M, n], entry by entry: [n] of -1, 0 and 1."""
-    return trimmed.sum(0).sign_()
-
-
 def merge_agreeing(trimmed: Tensor, sign: Tensor, merge_func: str) -> Tensor:
-    """The `sum`, `mean` or `max` of the entries [M, n] of the elected sign, with that sign: [n].
+    """The `sum`, `mean` or `max` [n] of the entries [M, n] of the elected `sign` [n], signed.
 
-    `trimmed` is overwritten.
+    Overwrites `trimmed`.
     """
-    agreeing = trimmed.mul_(sign).clamp_(min=0)  # magnitudes; 0 where the sign is another
+    agreeing = trimmed.mul_(sign).clamp_(min=0)  # magnitudes; 0 for the other sign
     if merge_func == "max":
         return agreeing.amax(0).mul_(sign)
     total = agreeing.sum(0)
@@ -152,8 +142,8 @@ def merge_agreeing(trimmed: Tensor, sign: Tensor, merge_func: str) -> Tensor:
 
 
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
-    """Raise UserError where a value overflowed (float16 does above 65504)."""
-    # A sum is not finite if an entry is not, and takes one pass without a mask.
+    """Raise UserError if a value overflowed (float16 does above 65504)."""
+    # A sum is not finite if an entry is not, and needs one pass without a mask.
     if torch.isfinite(merged.sum(dtype=torch.float32)) or torch.isfinite(merged).all():
         return
     raise UserError(

@@ -1,23 +1,22 @@
 """Algorithm 1 of the paper: an endless stream of tasks within a budget of M vectors.
 
 Below the budget a new task vector joins the bases. At the budget the M bases B are compressed to
-M - 1, U = B W_e, and it joins those. What a step costs depends on M alone: it reads the M bases
-and the new model, never a model of before.
+M - 1, U = B W_e, and the new task vector joins U. The cost of a step depends on M alone: a step
+reads the M bases and the new model, never a previous model.
 
-For every task ever added are known:
+Three things are known for every task ever added:
 * the composed encoder E [T, M]: B = T E. A step makes it [[E W_e, 0], [0, 1]]; products of convex
   columns stay convex.
 * the composed decoder D [M, T]: tau_hat = B D. A step makes it [[W_d D, 0], [0, 1]].
-* bounds of the errors ||tau_hat_i - tau_i||. A step moves tau_hat_i by B (W_e W_d - I) D_i, whose
-  length follows from the bases' Gram matrix, and the error changes by at most that length. Where
-  the Gram matrix of all tasks is known, as it is until tasks join bases that were compressed, the
-  error follows from it. ||tau_hat_i|| and ||tau_i|| limit every error, too.
+* bounds of the errors ||tau_hat_i - tau_i||. A step moves tau_hat_i by B (W_e W_d - I) D_i. The
+  bases' Gram matrix gives the length of this move, and the error changes by at most that length.
+  The Gram matrix of all tasks gives the error itself; it is known until tasks join compressed
+  bases. ||tau_hat_i|| and ||tau_i|| limit every error, too.
 
-Rounding is in the bounds: inner products are known to NOISE, bases to ARITHMETIC and to what a
-cast to a store's dtype loses, each relative to the vectors that were summed. So what is small
-because large terms cancel is known the less: duplicate tasks, bases that are nearly equal. All
-this is of tau_hat = B D as an exact sum of the bases as they are stored; `reported` adds what
-float32 sums of them lose.
+The bounds include rounding, relative to the summed vectors: NOISE for inner products, ARITHMETIC
+and the cast to a store's dtype for bases. So a small length is known less well if large terms
+cancel, as for duplicate tasks and nearly equal bases. The bounds are those of tau_hat = B D as an
+exact sum of the stored bases; `reported` adds the errors of float32 sums.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
 COMPRESSIONS = ("ae", "balanced")
-# Error of a basis relative to the norms of what it was summed from, in float32.
+# Error of a basis relative to the norms of its summands, in float32.
 ARITHMETIC = 5e-7
 # Error of <a, b> relative to ||a|| ||b||: float32 sums; 5e-7 was seen for 100 elements, 2e-7 for
 # 2,000, 3e-9 for 3,000,000.
@@ -47,14 +46,14 @@ class Buffer:
     """T tasks in M bases, all float64.
 
     Attributes:
-        dtype, numel: of the bases as they are stored.
+        dtype, numel: of the stored bases.
         encoder: E [T, M]; decoder: D [M, T].
-        gram: [T, T] of all task vectors where it is known, else None.
+        gram: [T, T] of all task vectors; None if unknown.
         basis_weights: w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
         norms: [T], ||tau_i||.
         errors: [2, T], bounds of ||tau_hat_i - tau_i||.
-        exact: the bases are B = T E but for rounding; or else codes of the task vectors, which may
-            be more than the budget.
+        exact: the bases are B = T E up to rounding. Otherwise they are codes of the task vectors,
+            and may be more than the budget.
     """
 
     dtype: torch.dtype
@@ -70,20 +69,22 @@ class Buffer:
     @property
     def single(self) -> bool:
         """Whether every basis is a task vector, so that the Gram matrix of all tasks is theirs."""
-        return self.gram is not None and torch.equal(
-            self.encoder, torch.eye(len(self.encoder), dtype=torch.float64)
-        )
+        identity = torch.eye(len(self.encoder), dtype=torch.float64)
+        return self.gram is not None and torch.equal(self.encoder, identity)
 
     def rounding(self, norms: Tensor, terms: Tensor) -> Tensor:
-        """The most that vectors of these norms, as they are stored, are off; `terms`: the norms of
-        what each was summed from, added up."""
+        """Bounds of the errors of stored vectors of these norms; `terms`: sums of their summands'
+        norms."""
         return cast_loss(norms, self.dtype, self.numel) + ARITHMETIC * terms
 
 
 @dataclass(frozen=True)
 class Step:
-    """The buffer with one task more; `matrix` [M + 1, M'] gives its bases from the M bases of
-    before and the new task vector. See `Buffer` for the other names; `gram_bases` is [M', M']."""
+    """The buffer with one task more; see `Buffer` for most names.
+
+    `matrix` [M + 1, M'] maps the M previous bases and the new task vector to the new bases, whose
+    Gram matrix is `gram_bases` [M', M'].
+    """
 
     matrix: Tensor
     encoder: Tensor
@@ -100,14 +101,14 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
 
     Args:
         products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
-        budget: the most bases that there may be after it, at least 2.
-        how: `ae`, by `settings`, as in the paper; or `balanced`, each basis weighted by the number
-            of tasks that it stands for, which keeps sum_m w_m B_m the sum of all tasks.
+        budget: the most bases after the round, at least 2.
+        how: `ae`, by `settings`, as in the paper. Or `balanced`: each basis is weighted by its
+            number of tasks, so that sum_m w_m B_m stays the sum of all tasks.
         settings: of the autoencoder.
 
     Raises:
-        UserError: the budget is below the number of bases that are there, or below 2; `balanced`
-            over bases whose weighted sum is not that of the tasks.
+        UserError: the budget is below 2 or the number of bases, or `balanced` compresses bases
+            whose weighted sum is not the sum of the tasks.
     """
     count = len(products) - 1
     check_budget(budget, count if buffer.exact else 0)
@@ -139,7 +140,7 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
     lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
     if not compressed and buffer.exact:
-        lost[:-1] = 0  # the bases of before are not written anew
+        lost[:-1] = 0  # the previous bases are not written again
     return Step(
         matrix=matrix,
         encoder=encoder,
@@ -157,7 +158,7 @@ def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
     gram = old if buffer.single else buffer.gram
     if gram is None:
         return of_sum(buffer.errors, lengths(old, rebuilt - buffer.decoder))
-    # Both the bases and the vectors of which `gram` is known may have been rounded.
+    # Both the bases and the vectors of `gram` may have been rounded.
     norms = _norms(gram)
     lost = buffer.rounding(_norms(old), norms @ buffer.encoder.abs()) @ rebuilt.abs()
     lost = lost + buffer.rounding(norms, norms)
@@ -167,14 +168,14 @@ def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
 def _compress(
     gram: Tensor, weights: Tensor | None, how: str, settings: Settings, count: int
 ) -> Encoding:
-    """`count` bases for those whose Gram matrix this is."""
+    """Compress bases with this Gram matrix to `count`."""
     if how != "balanced":
         chosen = {"num_bases": count, "basis_ratio": None, "energy": None}
         return encode(gram, settings.model_copy(update=chosen))
     if weights is None:
         raise UserError(
-            "`balanced` keeps the sum of all tasks, which these bases do not hold (they were "
-            "built or compressed otherwise): compress by `ae`, or build anew with "
+            "`balanced` keeps the sum of all tasks, but these bases do not hold it (they were "
+            "built or compressed otherwise): compress by `ae`, or build again with "
             "`basis: balanced`"
         )
     return balanced(Gram.of(gram), count, weights.numpy())
@@ -184,20 +185,20 @@ def check_budget(budget: int, count: int) -> None:
     """Raise UserError unless `count` bases and a new one can be kept within `budget`."""
     if budget < 2:
         raise UserError(
-            f"the budget is {budget}: expected 2 or more, one basis for what was and one for the "
-            "new task; give --budget 2 or more"
+            f"the budget is {budget}: expected 2 or more, one basis for the previous tasks and one "
+            "for the new task; give --budget 2 or more"
         )
     if budget < count:
         raise UserError(
             f"the budget is {budget}, and the store holds {count} bases: give {count} or more, or "
-            f"build a smaller store"
+            "build a smaller store"
         )
 
 
 def cast_loss(norms: Tensor, dtype: torch.dtype, numel: int) -> Tensor:
-    """The most that a cast of vectors of `numel` elements and these norms can lose.
+    """Bounds of the errors of a cast of vectors of `numel` elements and these norms.
 
-    Half a unit of each element's last place, or of the smallest number that `dtype` has.
+    Half a unit of each element's last place, or half of the smallest number of `dtype`.
     """
     kind = torch.finfo(dtype)
     return kind.eps / 2 * (norms + kind.smallest_normal * math.sqrt(numel))
@@ -209,17 +210,13 @@ def errors_of(gram: Tensor, reconstruction: Tensor) -> Tensor:
 
 
 def reported(
-    tasks: Sequence[str],
-    norms: Mapping[str, float],
-    bounds: Tensor,
-    sizes: Tensor,
-    decoder: Tensor,
+    tasks: Sequence[str], norms: Mapping[str, float], bounds: Tensor, sizes: Tensor, decoder: Tensor
 ) -> dict[str, Any]:
     """`errors` of basis.json: task -> bounds of ||tau_hat - tau|| / ||tau||, tau_hat in float32.
 
     Args:
-        bounds: [2, T], of ||tau_hat_i - tau_i|| before float32 sums of the vectors.
-        sizes: [M], the norms of the vectors; decoder: [M, T], what they are multiplied by.
+        bounds: [2, T], of ||tau_hat_i - tau_i|| without the errors of float32 sums.
+        sizes: [M], the norms of the vectors; decoder: [M, T], their coefficients.
     """
     bounds = _widened(bounds, ARITHMETIC * (sizes @ decoder.abs()))
     made = {}
@@ -247,11 +244,9 @@ def of_sum(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _widened(bounds: Tensor, most: Tensor) -> Tensor:
-    """Bounds [2, T] of ||x + y|| from those of ||x|| and the most that ||y|| can be."""
     return of_sum(bounds, torch.stack([torch.zeros_like(most), most]))
 
 
 def _joined(square: Tensor) -> Tensor:
-    """[[square, 0], [0, 1]]."""
     whole: Tensor = torch.block_diag(square, torch.ones(1, 1, dtype=torch.float64))
     return whole

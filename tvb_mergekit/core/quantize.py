@@ -1,16 +1,16 @@
-"""Task vectors at 1, 2, 3, 4 or 8 bits an element: what their codes mean, and who gets how many.
+"""Task vectors at 1, 2, 3, 4 or 8 bits an element: the meaning of codes, the choice of widths.
 
-A tensor is flattened and cut into groups of 64 elements, or of 1024, whose scales take less of the
-few bits that there are; the last may be shorter. Element j of a group is `unit * scale * (q_j +
-h)`: the group's float16 `scale`, which may be negative; an integer q_j of b bits, -2^(b-1) ...
-2^(b-1) - 1 in two's complement; and h, 1/2 where the lowest bit of the scale's mantissa is set and
-0 where it is not. With h = 0 zero is exact, and one sign has a longer side; with h = 1/2 the levels
-are symmetric, and one bit is sign times magnitude. `unit` is a power of two for a whole vector, so
-that scales fit float16 however small a task vector is.
+A tensor is flattened and cut into groups of 64 elements, or of 1024 for smaller scales per element;
+the last group may be shorter. Element j of a group is `unit * scale * (q_j + h)`:
+* `unit`, a power of two for all of a vector, lets scales fit float16 for any task vector.
+* `scale` is the group's float16, which may be negative.
+* q_j is an integer of b bits in two's complement, -2^(b-1) ... 2^(b-1) - 1.
+* h is 1/2 if the lowest bit of the scale's mantissa is set, else 0. With h = 0 zero is exact, and
+  one sign has one level more. With h = 1/2 levels are symmetric; one bit is sign times magnitude.
 
-In memory and in files a group is a block of bytes: the scale, then the codes as a stream of bits:
-code j takes bits b j ... b j + b - 1, the least first. The block of n elements takes 2 +
-ceil(n b / 8) bytes. `tensors.codes` has the same compiled for a CPU.
+In memory and in files a group is a block of bytes: the scale, then the codes as a stream of bits.
+Code j is bits b j ... b j + b - 1, the least first. A block of n elements has 2 + ceil(n b / 8)
+bytes. `tensors.codes` compiles `decode` for a CPU.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 GROUP = 64  # elements to a scale
-LONG = 1024  # the same where few bits are mixed
+LONG = 1024  # elements to a scale if few bits are mixed
 BITS = (1, 2, 3, 4, 8)
-LEAST_BITS = 0.1  # in the mean
+LEAST_BITS = 0.1  # on average
 
 
 class Width(NamedTuple):
-    """How the elements of a tensor are coded. At 0 bits all are 0, and take no bytes."""
+    """The code of a tensor's elements. At 0 bits all elements are 0, without bytes."""
 
     bits: int
     group: int = GROUP
 
     @property
     def block(self) -> int:
-        """Bytes of a complete group."""
-        return 2 + self.group * self.bits // 8
+        return 2 + self.group * self.bits // 8  # bytes of a complete group
 
 
-# Of each tensor where bits are mixed, in the order of the bytes that they take.
+# The widths of a tensor if bits are mixed, in the order of their bytes.
 CHOICES = tuple(Width(*each) for each in (
     (0,), (1, LONG), (1,), (2, LONG), (2,), (3, LONG), (3,), (4,), (8,),
 ))  # fmt: skip
 
 
 def block_bytes(numel: int, width: Width) -> int:
-    """How many bytes the blocks of a tensor take."""
+    """The bytes of a tensor's blocks."""
     if not width.bits:
         return 0
     groups, rest = divmod(numel, width.group)
@@ -58,9 +57,9 @@ def block_bytes(numel: int, width: Width) -> int:
 
 
 def unit_of(norm: float, numel: int) -> float:
-    """The power of two for a vector of this norm: 16 times its root mean square, about.
+    """The power of two for a vector of this norm: about 16 times its root mean square.
 
-    Scales from 2^-20 to 2^20 of the root mean square are float16 numbers of full precision then.
+    Then scales from 2^-20 to 2^20 of the root mean square have float16's full precision.
     """
     if not (norm > 0 and math.isfinite(norm)):
         return 1.0
@@ -68,7 +67,7 @@ def unit_of(norm: float, numel: int) -> float:
 
 
 def decode(blocks: Tensor, width: Width, unit: float, numel: int) -> Tensor:
-    """The elements [numel] in float32 that blocks (uint8) stand for, on the blocks' device."""
+    """The elements [numel] float32 of blocks (uint8), on the blocks' device."""
     bits, half = width.bits, 1 << (width.bits - 1)
     padding = -len(blocks) % width.block
     whole = torch.nn.functional.pad(blocks, (0, padding)).view(-1, width.block)
@@ -87,18 +86,19 @@ def decode(blocks: Tensor, width: Width, unit: float, numel: int) -> Tensor:
 
 
 def mean_bytes(numels: Sequence[int], bits: float) -> int:
-    """The bytes of tensors of these sizes at `bits` in the mean: between two of BITS (or 0), in
-    groups of 64, as far between their bytes."""
+    """The bytes of tensors of these sizes at `bits` on average, in groups of 64.
+
+    Linear between the two nearest of 0 and BITS.
+    """
     high = next(choice for choice in (0, *BITS) if choice >= bits)
     low = max(choice for choice in (0, *BITS) if choice <= bits)
     more = 0.0 if high == low else (bits - low) / (high - low)
-    sizes = (sum(block_bytes(numel, Width(each)) for numel in numels) for each in (low, high))
-    below, above = sizes
+    below, above = (sum(block_bytes(n, Width(each)) for n in numels) for each in (low, high))
     return int(below + more * (above - below))
 
 
 def bits_within(numels: Sequence[int], room: float) -> float:
-    """The bits in the mean whose codes take `room` bytes: the inverse of `mean_bytes`."""
+    """The bits on average whose codes fit `room` bytes: the inverse of `mean_bytes`."""
     steps = [(bits, mean_bytes(numels, bits)) for bits in (0, *BITS)]
     for (low, below), (high, above) in itertools.pairwise(steps):
         if room < above:
@@ -107,22 +107,18 @@ def bits_within(numels: Sequence[int], room: float) -> float:
 
 
 def choose_widths(
-    errors: NDArray[np.float64],
-    numels: Sequence[int],
-    most: int,
-    owners: Sequence[int],
+    errors: NDArray[np.float64], numels: Sequence[int], most: int, owners: Sequence[int]
 ) -> NDArray[np.int64]:
-    """For each tensor the place in CHOICES, [K], with the least sum of errors in `most` bytes, as
-    far as one Lagrange multiplier finds it; deterministic.
+    """Indices into CHOICES [K] with nearly the least sum of errors in `most` bytes; deterministic.
 
-    A multiplier chooses points on the lower convex hull of each tensor's errors over bytes. So the
-    hulls' steps are taken in the order of the error that a byte saves, each as long as it fits; but
-    first, if it fits, the best step of each vector, so that none is lost beside larger ones.
+    A Lagrange multiplier would choose points on the lower convex hull of each tensor's errors over
+    bytes. So the hulls' steps are made in the order of the error that a byte saves, if they fit.
+    The best step of each vector comes first, so that a small vector is not lost next to large ones.
 
     Args:
         errors: the squared error of each tensor at each of CHOICES, [K, 9].
         numels: [K].
-        owners: the vector that each is of, [K].
+        owners: the vector of each tensor, [K].
     """
     chosen = np.zeros(len(numels), np.int64)
     steps: list[tuple[float, int, int, int]] = []  # (-error saved by a byte, tensor, place, bytes)
@@ -144,7 +140,7 @@ def choose_widths(
             continue
         left -= size
         chosen[tensor] = place
-    # What was left over, too little for the next step, may make one width for all the better.
+    # If bytes are left over, one width for all tensors may have the smaller error.
     totals = np.sum(sizes, axis=0)
     alike = (np.full(len(numels), k) for k in range(len(CHOICES)) if totals[k] <= most)
     return min(

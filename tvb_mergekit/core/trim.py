@@ -49,8 +49,8 @@ class MagnitudeHistogram(Histogram):
     def thresholds(self, density: float) -> Tensor:
         """For each row the t whose share of |x| >= t is nearest to `density`: [rows] float32.
 
-        The share is within 1e-4 of `density` unless more than that share of the values is equal
-        to the last one kept: equal magnitudes are kept or dropped together.
+        The share is within 1e-4 of `density`, except among many equal magnitudes: these are kept
+        or dropped together.
         """
         numbers = []
         for row in self.counts:
@@ -60,9 +60,9 @@ class MagnitudeHistogram(Histogram):
 
 
 class WithinBins(Histogram):
-    """Of each row, counts of the bits that `MagnitudeHistogram` leaves out, in one of its bins.
+    """Counts, for one bin of each row, of the bits that `MagnitudeHistogram` ignores.
 
-    `bins` [rows] int64 is the bin in which the k-th largest magnitude lies, of `counts` of all.
+    `bins` [rows] int64 are the bins of the k-th largest magnitudes.
     """
 
     def __init__(self, coarse: MagnitudeHistogram, k: int) -> None:
@@ -76,7 +76,6 @@ class WithinBins(Histogram):
         self.counts = torch.zeros(len(bins), 1 << _SHIFT, dtype=torch.int64, device="cpu")
 
     def fresh(self) -> WithinBins:
-        """An empty one of the same bins."""
         made = copy.copy(self)
         made.counts = torch.zeros_like(self.counts)
         return made
@@ -91,9 +90,7 @@ class WithinBins(Histogram):
         """The k-th largest magnitude of each row, [rows] float32."""
         higher = (self._above - self.counts.sum(1))[:, None]
         last = (higher + self.counts.flip(1).cumsum(1).flip(1) >= self.k).sum(1) - 1
-        pattern = ((self.bins + _FIRST) << _SHIFT) + last
-        floats = pattern.to(torch.int32).view(torch.float32)
-        return floats.masked_fill(self.bins == 0, 0.0)
+        return bin_edges(self.bins, last)
 
 
 def _from_the_top(counts: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ def _from_the_top(counts: Tensor) -> Tensor:
 
 
 def table_bytes(rows: int) -> int:
-    """What a `MagnitudeHistogram` takes, with what its thresholds take for a moment."""
+    """The bytes of a `MagnitudeHistogram` while it computes its thresholds."""
     return 8 * BINS * (rows + 5)
 
 
@@ -111,9 +108,9 @@ def bin_numbers(values: Tensor) -> Tensor:
     return pattern.bitwise_right_shift_(_SHIFT).sub_(_FIRST).clamp_(0, BINS - 1)
 
 
-def bin_edges(number: Tensor) -> Tensor:
-    """The smallest magnitude in each bin; 0 for the lowest."""
-    pattern = ((number + _FIRST) << _SHIFT).to(torch.int32)
+def bin_edges(number: Tensor, rest: Tensor | int = 0) -> Tensor:
+    """The magnitude of these remaining bits in each bin, the smallest by default; 0 for bin 0."""
+    pattern = (((number + _FIRST) << _SHIFT) + rest).to(torch.int32)
     return pattern.view(torch.float32).masked_fill(number == 0, 0.0)
 
 
@@ -122,12 +119,12 @@ def exact_thresholds(
 ) -> Tensor:
     """The k-th largest magnitude of each row, k = max(1, int(density * numel)): [rows] float32.
 
-    mergekit's rule for one tensor (`trim: tensor`), by two sweeps over all values: a histogram of
-    the leading bits, then one of the remaining bits of the values in the bin that holds the k-th.
-    In the lowest bin, which has no single width, the threshold is 0 and all are kept.
+    mergekit's rule for one tensor (`trim: tensor`), by two sweeps over all values. The first counts
+    the leading bits, the second the remaining bits of the values in the k-th magnitude's bin.
+    In the lowest bin, which has no single width, the threshold is 0 and all values are kept.
 
     Args:
-        sweep: adds all values to a histogram that the given function makes, or to several, and
+        sweep: makes one or several histograms by the given function, adds all values to them, and
             returns their sum.
     """
     coarse = sweep(lambda: MagnitudeHistogram(rows))

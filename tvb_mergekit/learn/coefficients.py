@@ -101,8 +101,6 @@ class CoefficientMethod(GradientMethod):
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         values, rows = load_file(self.outputs[0])["coefficients"], self.rows
         weights = values.double() @ bases_of(plan).T  # of the plan's vectors
-        means = plan.means
-        update = means.pop("progress")("Merged model", sum(item.nbytes for item in items))
         pieces, steps = list[Item](), dict[str, Step]()
         joined = Joined(sink, {item.name: item for item in items})
         for item in items:
@@ -115,7 +113,7 @@ class CoefficientMethod(GradientMethod):
                 joined.places[name] = item.name, first
                 pieces.append(replace(piece, name=name))
                 steps[name] = Linear([[(1.0, own[number])]])
-        combine_pass(pieces, steps, joined, **means, progress=update)
+        combine_pass(pieces, steps, joined, plan.engine)
 
 
 class Joined:

@@ -176,7 +176,6 @@ class StatisticsMethod(Work):
             totals = [sum(float(f.tensor(n).double().sum()) for n in names) for f in files]
             scales = [1 / total if total else 0.0 for total in totals]
             encoder = torch.tensor(scales, dtype=torch.float64)[:, None] * encoder
-        means = plan.means
         # Tensor -> the tensor with its statistics. Without any, it is the mean of the bases.
         known = {i.name: i.counted_as for i in items if i.tunables and i.counted_as in held}
         mean: Step = Linear.of(bases.mean(1, keepdim=True), add_base=True)
@@ -188,19 +187,20 @@ class StatisticsMethod(Work):
 
         if self.fisher:
             items = [with_sums(item) if item.name in known else item for item in items]
-        update = means.pop("progress")("Merged model", sum(item.nbytes for item in items))
+        update = plan.engine.progress("Merged model", sum(item.nbytes for item in items))
+        engine = plan.engine.under(update)
         for by_data, group in itertools.groupby(items, lambda item: item.name in known):
             some = list(group)
             if not by_data or self.fisher:
                 step = weighted if by_data else mean
                 steps = {item.name: step for item in some if item.tunables}
-                combine_pass(some, steps, sink, **means, progress=update)
+                combine_pass(some, steps, sink, engine)
                 continue
             for item in some:
                 name = known[item.name]
                 one = partial(self._regression, name, encoder, files)
                 size = layer_bytes(item.shape, bases.shape[1], self.dimensions[name])
-                merge_one(item, bases, one, size, sink, **means)
+                merge_one(item, bases, one, size, sink, engine)
                 update(item.nbytes)
 
     def _regression(

@@ -114,7 +114,7 @@ class Localize(GradientMethod):
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         masked = [Sparse.open(file) for file in self.outputs]
-        means, names = plan.means, base_names(plan)
+        names = base_names(plan)
 
         def of_masked(item: Item) -> Item:
             name = names[str(item.counted_as)]
@@ -123,11 +123,10 @@ class Localize(GradientMethod):
         stitched = [of_masked(item) if item.tunables else item for item in items]
         moving = [item.name for item in items if item.tunables]
         step: Step = Stitch(len(masked))
-        update = means.pop("progress")("Merged model", sum(item.nbytes for item in stitched))
-        combine_pass(stitched, dict.fromkeys(moving, step), sink, **means, progress=update)
+        combine_pass(stitched, dict.fromkeys(moving, step), sink, plan.engine)
 
     def write(self, folder: Path) -> None:
         super().write(folder)
         if self.request.store is not None:  # before the model is published: --resume can do both
             dense = dense_of(self.request.document, self.plan)
-            sparse_store(dense, self.outputs, self.request.store, **self.plan.means)
+            sparse_store(dense, self.outputs, self.request.store, self.plan.engine)

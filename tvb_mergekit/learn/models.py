@@ -23,7 +23,7 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import Live, attach
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
 
@@ -111,12 +111,10 @@ class TaskModels:
         Args:
             bases: as combinations of the plan's vectors, [N, M].
         """
-        sink, items = Stacked(bases.shape[1]), self.plan.tasks.items
+        items = [replace(item, out=torch.float32) for item in self.plan.tasks.items]
+        sink = Stacked(items, bases.shape[1])
         steps = dict.fromkeys((item.name for item in items), Linear.of(bases))
-        means = self.plan.means
-        update = means.pop("progress")("Bases", sum(item.nbytes for item in items))
-        plain = [replace(item, out=torch.float32) for item in items]
-        combine_pass(plain, steps, sink, **means, progress=update)
+        combine_pass(items, steps, sink, self.plan.engine, title="Bases")
         return {name: held.to(self.device) for name, held in sink.held.items()}
 
     @functools.cached_property
@@ -134,18 +132,6 @@ class TaskModels:
         """Weight of a linear layer -> the dimension of its inputs; loads nothing."""
         layers, parameters = linear_layers(self.empty), self.named(self.empty)
         return {n: input_dimension(layers[id(p)]) for n, p in parameters.items() if id(p) in layers}
-
-
-class Stacked:
-    """A `stream.Sink` that holds all outputs [K, n] of each tensor."""
-
-    def __init__(self, outputs: int) -> None:
-        self.outputs, self.held = outputs, dict[str, Tensor]()
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        if start == 0:
-            self.held[item.name] = torch.empty(self.outputs, item.numel, dtype=item.out)
-        self.held[item.name][:, start:stop] = values
 
 
 def load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Module:

@@ -92,7 +92,7 @@ class Work(ABC):
                 f"tensor `{next(iter(plan.tensors.changed))}` is changed by the recipe's "
                 "tokenizer, and differs from the models that learn; set `tokenizer_source: base`"
             )
-        self.device = plan.devices[0]
+        self.device = plan.engine.devices[0]
         self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)
         self.tasks = self.models.tasks

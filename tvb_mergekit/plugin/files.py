@@ -13,7 +13,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.loaders import MappedLoader, open_model
-from tvb_mergekit.plugin.plan import Plan, devices_of
+from tvb_mergekit.plugin.plan import Plan, engine_of
 from tvb_mergekit.plugin.sources import Candidate, part_of
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
@@ -33,7 +33,7 @@ def plan_files(
     # An import above would call our hook, which needs this module.
     from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
 
-    recipe, config, devices = document.recipe, document.config, devices_of(options)
+    recipe, config, engine = document.recipe, document.config, engine_of(options)
     files = {model: recipe.opened.get(model) or open_file(model) for model in recipe.every}
     base, stored = files[recipe.base], recipe.vectors is not None
     recipe.check_base(base)
@@ -59,7 +59,7 @@ def plan_files(
         for name in sorted(every.intersection(*held) if intersection else every)
     )
     loaders = {model: MappedLoader(file) for model, file in files.items()}
-    return Plan(recipe, options, devices, loaders, tensors)
+    return Plan(recipe, options, engine, loaders, tensors)
 
 
 def open_file(model: ModelReference) -> Checkpoint:

@@ -23,7 +23,7 @@ from mergekit.merge_methods.dtype import promoted_dtype
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.core.gram import block_budget, check_shapes
+from tvb_mergekit.core.gram import check_shapes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import (
     GLOBAL_KEYS,
@@ -34,6 +34,7 @@ from tvb_mergekit.settings import (
     check_value,
     resolve_settings,
 )
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import held_item
@@ -120,14 +121,13 @@ class BasisMethod(MergeMethod):
                 check_shapes(label, group.base.tensor, models, tasks)
                 item = replace(item, counted_as=counted[label], tunables=Tunables.of(values))
             items.append(item)
-        devices, budget = [groups[0].entries[0].tensor.device], block_budget()
-        sink = MemorySink(1)
+        engine, sink = Engine([groups[0].entries[0].tensor.device]), MemorySink(1)
         with torch.no_grad():
             taking_part = [item for item in items if item.counted_as == item.name]
             given_tasks = TaskSet(settings, tasks, weights, taking_part)
-            basis = build_basis(given_tasks, devices=devices, budget=budget)
+            basis = build_basis(given_tasks, engine)
             check_matrices(settings, items, basis.num_bases, None)
-            merge_items(basis, items, sink, devices=devices, budget=budget)
+            merge_items(basis, items, sink, engine)
         return tuple(
             sink.states[0][label].to(group.base.tensor.device)
             for label, group in zip(labels, groups, strict=True)

@@ -15,7 +15,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
-from tvb_mergekit.core.gram import block_budget, count_not_finite, not_finite
+from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.loaders import MappedLoader
@@ -26,6 +26,7 @@ from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import accelerators, device_of
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import (
@@ -61,17 +62,15 @@ class Plan:
 
     Attributes:
         loaders: The base's first.
-        memory: Bytes that a pass may allocate, if the command says so.
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
         config: The merged model's configuration.
     """
 
     recipe: Recipe
     options: MergeOptions
-    devices: Sequence[torch.device]
+    engine: Engine
     loaders: Mapping[ModelReference, MappedLoader]
     tensors: MergedTensors
-    memory: int | None = None
     tokenizer: Any = None
     architecture: Any = None
     config: Any = None
@@ -85,17 +84,6 @@ class Plan:
     @property
     def base(self) -> Checkpoint:
         return self.checkpoints[self.recipe.base]
-
-    @property
-    def budget(self) -> int:
-        """Bytes that a pass may allocate."""
-        return block_budget() * len(self.devices) if self.memory is None else self.memory
-
-    @property
-    def means(self) -> dict[str, Any]:
-        """The arguments that every pass gets."""
-        progress = bars(self.options.quiet)
-        return {"devices": self.devices, "budget": self.budget, "progress": progress}
 
     def items(self) -> list[Item]:
         """The tensors of the merged model for one pass, in the order of the base's files."""
@@ -134,10 +122,11 @@ class Plan:
         """
         with refusing():
             settings, store = self.recipe.settings, self.recipe.store
+            memory = self.engine.memory
             bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
-            if self.memory is not None and settings.method == "basis_ties":
-                check_tables(bases, self.memory)
-            check_matrices(settings, self.tasks.items, bases, self.memory)
+            if memory is not None and settings.method == "basis_ties":
+                check_tables(bases, memory)
+            check_matrices(settings, self.tasks.items, bases, memory)
             world = ranks.world()
             left = [item for item in self.items() if item.counted_as is None]
             for item in left[world.rank :: world.size]:
@@ -152,7 +141,7 @@ class Plan:
     def _combination(self) -> Combination:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
-            basis = build_basis(self.tasks, **self.means)
+            basis = build_basis(self.tasks, self.engine)
             for line in warnings(basis, recipe.model_names):
                 LOG.warning("%s", line)
             return basis
@@ -161,7 +150,7 @@ class Plan:
         mean = [] if store.mean(recipe.settings) is None else [len(order)]
         table = store.bases.reconstruction(store.bases.tasks)[[*order, *mean]]
         stored = StoredBases(recipe.settings, store.bases.tasks, shares, table)
-        count_if_needed(stored, self.tasks.items, **self.means)
+        count_if_needed(stored, self.tasks.items, self.engine)
         return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
@@ -170,7 +159,7 @@ class Plan:
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
             return
-        merge_items(self.basis, items, sink, **self.means)
+        merge_items(self.basis, items, sink, self.engine)
 
     def note_unread(self) -> None:
         """After the merge: name the stored tensors that nothing asked for."""
@@ -225,10 +214,11 @@ class Plan:
         return facts if learned is None else facts.but(method=learned.method), tensors
 
 
-def devices_of(options: MergeOptions) -> list[torch.device]:
-    """Every accelerator with --multi-gpu, else the merge's device.
+def engine_of(options: MergeOptions, memory: int | None = None) -> Engine:
+    """The engine of a merge: every accelerator with --multi-gpu, else the merge's device.
 
     Raises:
         UserError: This machine has no such device.
     """
-    return accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
+    devices = accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
+    return Engine(devices, memory, bars(options.quiet))

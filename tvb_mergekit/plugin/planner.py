@@ -23,7 +23,7 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, install_loader
 from tvb_mergekit.plugin.names import replaced
-from tvb_mergekit.plugin.plan import Plan, devices_of
+from tvb_mergekit.plugin.plan import Plan, engine_of
 from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source
 from tvb_mergekit.plugin.sources import candidate
 from tvb_mergekit.progress import phase
@@ -56,7 +56,7 @@ def plan_only(document: Document, options: MergeOptions) -> Plan:
 
 
 def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan:
-    devices, trust = devices_of(options), options.trust_remote_code
+    engine, trust = engine_of(options, memory), options.trust_remote_code
     recipe, world = document.recipe, ranks.world()
     loaders, planner = world.first(lambda: _opened(document, options))
     task = planner._tokenizer_task
@@ -77,7 +77,7 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
         candidate(tensors.checkpoints, weight, task, tokenizer, options)
         for weight, task in planner._tensors
     )
-    plan = Plan(recipe, options, devices, loaders, tensors, memory=memory)
+    plan = Plan(recipe, options, engine, loaders, tensors)
     plan.tokenizer = tokenizer
     plan.architecture, plan.config = planner.arch_info, planner.out_model_config
     return plan

@@ -1,6 +1,6 @@
 """Tables of benchmark scores from lm-eval's result files: the library behind `tvb score`.
 
-    from tvb_mergekit.score import read_benchmark, read_results, table
+    from tvb_mergekit.score import examine, markdown, read_benchmark, read_results, table
 
     found = table(
         read_benchmark("mergebench"),
@@ -13,34 +13,11 @@
 Scores are percent.
 """
 
-from tvb_mergekit.score.benchmark import Benchmark, Category, Task, find_benchmark, read_benchmark
-from tvb_mergekit.score.columns import Cell, Column, Reference, read_reference
+from tvb_mergekit.score.benchmark import read_benchmark
+from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
-from tvb_mergekit.score.floors import Remark
-from tvb_mergekit.score.pairs import Difference, Pair
-from tvb_mergekit.score.results import Origin, Results, TaskResult, read_results
-from tvb_mergekit.score.table import Table, table
+from tvb_mergekit.score.results import read_results
+from tvb_mergekit.score.table import table
 from tvb_mergekit.score.text import markdown
 
-__all__ = [
-    "Benchmark",
-    "Category",
-    "Cell",
-    "Column",
-    "Difference",
-    "Origin",
-    "Pair",
-    "Reference",
-    "Remark",
-    "Results",
-    "Table",
-    "Task",
-    "TaskResult",
-    "examine",
-    "find_benchmark",
-    "markdown",
-    "read_benchmark",
-    "read_reference",
-    "read_results",
-    "table",
-]
+__all__ = ["examine", "markdown", "read_benchmark", "read_reference", "read_results", "table"]

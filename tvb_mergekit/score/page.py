@@ -51,11 +51,7 @@ def _models(table: Table) -> Iterable[str]:
         for model in sorted({c.origin.model for c in cells if c.origin and c.origin.model}):
             yield f"<h3>{_text(column.label)}: {_text(model)}</h3>\n"
             recipe, facts = Path(model, "mergekit_config.yml"), Path(model, FOLDER, FACTS)
-            found = [
-                file
-                for file in (recipe, facts)
-                if os.path.isfile(file) and os.access(file, os.R_OK)
-            ]
+            found = [f for f in (recipe, facts) if os.path.isfile(f) and os.access(f, os.R_OK)]
             if found and not os.path.isabs(model):
                 yield _paragraph(f"Found as {model} from the current folder.")
             if found and (doubt := _doubt(table, column, model, found)):
@@ -71,21 +67,21 @@ def _models(table: Table) -> Iterable[str]:
 
 def _doubt(table: Table, column: Column, model: str, found: Iterable[Path]) -> str | None:
     """Return why files in the model's folder may belong to another model than the one that ran."""
-    place = os.path.realpath(model)
-    dates = []
-    for name, cell in column.tasks.items():
-        if cell.origin is None or cell.origin.model != model:
-            continue
-        dates.append(cell.origin.date or 0.0)
-        for other in table.columns:
-            rival = other.tasks.get(name)
-            if rival is None or rival.origin is None or rival.origin.model is None:
-                continue
-            if rival.value != cell.value and os.path.realpath(rival.origin.model) == place:
+    own = {n: c for n, c in column.tasks.items() if c.origin and c.origin.model == model}
+    for other in table.columns:
+        for name in (name for name in own if name in other.tasks):
+            rival = other.tasks[name]
+            place = rival.origin.model if rival.origin else None
+            if (
+                rival.value != own[name].value
+                and place
+                and os.path.realpath(place) == os.path.realpath(model)
+            ):
                 return (
                     f"{other.label} was run from the same folder, and its score of {name} is "
                     "different"
                 )
+    dates = [cell.origin.date or 0.0 for cell in own.values() if cell.origin]
     if not all(dates):
         return "its results do not say when they were run"
     newer = [file.name for file in found if os.path.getmtime(file) > min(dates)]
@@ -151,7 +147,7 @@ def _table(sheet: Sheet) -> str:
 
 def _number(cell: str) -> str:
     """Escape a cell, so that phones break it before ± and p only."""
-    return _text(cell).replace("± ", "±&nbsp;").replace(" p ", " p&nbsp;")
+    return _text(cell).replace("± ", "±&#160;").replace(" p ", " p&#160;")
 
 
 def _paragraph(text: str) -> str:

@@ -90,13 +90,10 @@ def _figure(table: Table, by: By) -> Figure:
 
 
 def _set_axes(axes: Any, top: int, angles: Any, labels: list[str], step: float) -> None:
-    axes.set_theta_zero_location("N")
-    axes.set_theta_direction(-1)
-    axes.set_ylim(0, top)
-    axes.set_yticks(range(40, top + 1, 40))
+    axes.set(theta_zero_location="N", theta_direction=-1, ylim=(0, top))
+    axes.set(yticks=range(40, top + 1, 40), rlabel_position=math.degrees(step / 2))
     axes.tick_params(axis="y", labelsize=8, labelcolor="#555555")
     axes.tick_params(axis="x", pad=6)
-    axes.set_rlabel_position(math.degrees(step / 2))
     axes.grid(color="white", linewidth=0.9)
     axes.spines["polar"].set_visible(False)
     axes.set_xticks(angles, labels)

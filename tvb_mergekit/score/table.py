@@ -207,11 +207,19 @@ def table(
         columns.append(measured("base", "base", benchmark, dict.fromkeys(known, base)))
     if specialists:
         columns.append(measured("specialists", "specialists", benchmark, specialists))
-    leading, rest = _reference_columns(reference, not specialists)
+    named: list[Column] = []
+    if reference is not None:
+        named = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
+    leading = [column for column in named if column.kind == "specialists" and not specialists]
+    if reference is not None and not specialists and not leading:
+        raise UserError(
+            f"the reference {reference.name} has no specialists: name them with --specialist"
+        )
     columns += leading
     for label, results in models.items():
         columns.append(measured(label, "model", benchmark, dict.fromkeys(known, results)))
-    columns += rest if show_reference else []
+    if show_reference:
+        columns += [replace(c, kind="reference") for c in named if c not in leading]
     if twice := repeated([column.label for column in columns]):
         raise UserError(f"two columns are called {twice}: give one another label, LABEL=PATH")
     every = [*models.values(), *([base] if base else []), *specialists.values()]
@@ -222,21 +230,6 @@ def table(
         *differing(usual, columns),
     ]
     return Table(benchmark, tuple(columns), partial, tuple(dict.fromkeys(warnings)))
-
-
-def _reference_columns(
-    reference: Reference | None, normalizing: bool
-) -> tuple[list[Column], list[Column]]:
-    """Return the reference's specialists, if they normalize the table, and its other columns."""
-    if reference is None:
-        return [], []
-    named = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
-    leading = [c for c in named if c.kind == "specialists" and normalizing]
-    if normalizing and not leading:
-        raise UserError(
-            f"the reference {reference.name} has no specialists: name them with --specialist"
-        )
-    return leading, [replace(c, kind="reference") for c in named if c not in leading]
 
 
 def _sum(cells: Sequence[Cell | None]) -> Cell | None:

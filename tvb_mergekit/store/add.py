@@ -14,10 +14,8 @@ from torch import Tensor
 
 from tvb_mergekit.core import online
 from tvb_mergekit.core.encoders import Gram
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
@@ -39,36 +37,29 @@ from tvb_mergekit.store.store import (
 from tvb_mergekit.store.task_vectors import join
 from tvb_mergekit.store.vectors import Vectors, facts_of
 from tvb_mergekit.store.writer import StoreWriter, changing, check_new_store
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 
 LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy"
-CPU = torch.device("cpu")
 
 
 def add_to_store(
     path: str | os.PathLike[str],
     inputs: TaskSet,
     growth: Growth,
-    *,
-    device: torch.device = CPU,
-    budget: int | None = None,
-    progress: Progress = silent,
+    engine: Engine = Engine(),
 ) -> Bases:
     """Add the one model of `inputs` to the store at `path`, which is made if it does not exist.
 
     The model joins a store of all tasks as codes, unless `growth` has a budget.
 
-    Args:
-        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
-
     Raises:
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
-    passes = {"devices": [device], "budget": budget or block_budget()}
     with changing(path) as writer:
         bases = load(writer.store) if is_store(writer.store) else None
         if bases is None:
@@ -76,23 +67,21 @@ def add_to_store(
         bases = bases or _empty(inputs, growth.dtype)
         addition.check_new(bases, inputs)
         if growth.keeps_all(bases):
-            return join(writer, bases, inputs, growth, progress, **passes)
-        return _Addition(bases, inputs, growth, progress, **passes).write(writer)
+            return join(writer, bases, inputs, growth, engine)
+        return _Addition(bases, inputs, growth, engine).write(writer)
 
 
 def add_in_memory(
     bases: Bases | None,
     inputs: TaskSet,
     growth: Growth,
-    *,
-    device: torch.device = CPU,
+    engine: Engine = Engine(),
 ) -> Bases:
     """Add the one model of `inputs` to bases, which are not changed, as state dicts."""
     bases = bases or _empty(inputs, growth.dtype)
     addition.check_new(bases, inputs)
     growth.keeps_all(bases)  # False: codes are always on disk
-    passes = {"devices": [device], "budget": block_budget()}
-    return _Addition(bases, inputs, growth, silent, **passes).in_memory()
+    return _Addition(bases, inputs, growth, engine).in_memory()
 
 
 def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
@@ -191,12 +180,10 @@ def _budget(bases: Bases, growth: Growth) -> int:
 class _Addition:
     """One step of Algorithm 1, from the checks to the new facts."""
 
-    def __init__(
-        self, bases: Bases, inputs: TaskSet, growth: Growth, progress: Progress, **passes: Any
-    ) -> None:
+    def __init__(self, bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> None:
         self.started = time.perf_counter()
         self.bases, self.inputs, self.growth = bases, inputs, growth
-        self.progress, self.passes = progress, passes
+        self.engine = engine
         self.dtype = growth.dtype if bases.keeps_tasks else bases.dtype
         self.how = _compression(bases, inputs, growth)
         self.budget = _budget(bases, growth)
@@ -205,7 +192,7 @@ class _Addition:
         items = addition.given_items(bases, inputs) if bases.vectors else inputs.items
         items = [replace(item, out=self.dtype) for item in items]
         self.items = addition.with_vectors(bases.vectors, items)
-        self.sums = addition.new_sums(bases, inputs, self.items, growth.doubt, progress, **passes)
+        self.sums = addition.new_sums(bases, inputs, self.items, growth.doubt, engine)
         held = bases.tensors
         buffer = online.Buffer(
             self.dtype,
@@ -225,8 +212,7 @@ class _Addition:
         """The new bases as state dicts."""
         sink = MemorySink(self.step.matrix.shape[1])
         steps = dict.fromkeys((item.name for item in self.items), Linear.of(self._matrix()))
-        update = self.progress("Bases", sum(item.nbytes for item in self.items))
-        combine_pass(self.items, steps, sink, **self.passes, progress=update)
+        combine_pass(self.items, steps, sink, self.engine, title="Bases")
         vectors = self._vectors({})
         facts = facts_of(vectors, self._history())
         states = [StateDict(state) for state in sink.states]
@@ -247,9 +233,7 @@ class _Addition:
         begun = bases.path is None or bases.keeps_tasks
         config = self.inputs.folder if begun else addition.config_of(bases)
         folders = [writer.folder / basis_folder(m) for m in range(same, same + matrix.shape[1])]
-        found, _measured = addition.write_vectors(
-            folders, items, matrix, config, same, self.progress, **self.passes
-        )
+        found, _measured = addition.write_vectors(folders, items, matrix, config, same, self.engine)
         return writer.commit(self._vectors({**files, **found}), self._history())
 
     def _matrix(self) -> Tensor:

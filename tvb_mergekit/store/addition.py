@@ -16,13 +16,13 @@ from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.folders import finish_vectors, writers_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.vectors import local_path
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.quantized import Coding
@@ -137,8 +137,7 @@ def new_sums(
     inputs: TaskSet,
     items: Sequence[Item],
     doubt: Callable[[str], object],
-    progress: Progress,
-    **passes: Any,
+    engine: Engine,
 ) -> GramSums:
     """Compute the Gram matrix of the items' vectors, the new task vector weighted and last.
 
@@ -153,7 +152,7 @@ def new_sums(
     sums = None if others else inputs.sums
     if sums is None:
         names = [*bases.facts.store.folders[:others], task]
-        sums, _cached = gram_pass(items, names, progress=progress, **passes)
+        sums, _cached = gram_pass(items, names, engine)
     if float(sums.gram[-1, -1]) == 0.0:
         raise UserError(
             f"task `{task}`: its task vector is zero: the model is identical to the base"
@@ -179,9 +178,8 @@ def write_vectors(
     matrix: Tensor,
     config: Path | None,
     first: int,
-    progress: Progress,
+    engine: Engine,
     coding: Coding | None = None,
-    **passes: Any,
 ) -> tuple[dict[str, FileRecord], Sequence[Sequence[float]]]:
     """Write new vectors; returns their files, and the numbers that `coding` measured.
 
@@ -195,8 +193,7 @@ def write_vectors(
     writers = writers_of(work, [folder.name for folder in folders], items, config, coding=coding)
     sink = FoldersSink(writers, coding=coding)
     steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-    update = progress("Codes" if coding else "Bases", sum(item.nbytes for item in items))
-    combine_pass(items, steps, sink, coding=coding, **passes, progress=update)
+    combine_pass(items, steps, sink, engine, title="Codes" if coding else "Bases", coding=coding)
     return finish_vectors(writers, config, first=first), sink.measured
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.errors import UserError, check_names, listed
 from tvb_mergekit.settings import (
     VARYING_KEYS,
@@ -38,6 +37,7 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.task_vectors import remove_task
 from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import device_of
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
@@ -111,20 +111,18 @@ def build(
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
     check_types(build, locals())
-    device = device_of(device)
+    engine = Engine([device_of(device)])
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     quantize = None if bits is None and size is None else Quantize(bits, size)
     if quantize and not inputs.settings.names_a_basis:
         inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
     if out is not None:
-        built = build_store(
-            inputs, out, dtype=dtype, quantize=quantize, devices=[device], warn=told.append
-        )
+        built = build_store(inputs, out, engine, dtype=dtype, quantize=quantize, warn=told.append)
     elif quantize:
         raise UserError("`bits` and `size` are for a store on disk: give `out`")
     else:
-        built = build_in_memory(inputs, dtype=dtype, device=device, warn=told.append)
+        built = build_in_memory(inputs, engine, dtype=dtype, warn=told.append)
     for line in told:
         warnings.warn(line, stacklevel=2)
     return built
@@ -180,7 +178,7 @@ def add(
         UserError: see `add_to_store`.
     """
     check_types(add, locals())
-    device = device_of(device)
+    engine = Engine([device_of(device)])
     if bases is None or isinstance(bases, Bases):
         found, where = bases, None if bases is None else bases.path
     else:
@@ -197,14 +195,14 @@ def add(
     quantize = None if bits is None else Quantize(bits)
     growth = Growth(budget, compress, dtype, quantize, told.append)
     if where is None:
-        grown = add_in_memory(found, inputs, growth, device=device)
+        grown = add_in_memory(found, inputs, growth, engine)
     elif found is None and quantize:
         weights = {task: weight}
         return build(
             base, {task: model}, where, weights=weights, bits=bits, device=device, **settings
         )
     else:
-        grown = add_to_store(where, inputs, growth, device=device)
+        grown = add_to_store(where, inputs, growth, engine)
     for line in told:
         warnings.warn(line, stacklevel=2)
     return grown
@@ -292,20 +290,20 @@ def merge(
         for item in exporting.items_of(bases, found, dtype, sources, settings.excludes)
     ]
     counted = [item for item in items if item.counted_as == item.name]
-    means: dict[str, Any] = {"devices": [device_of(device)], "budget": block_budget()}
+    engine = Engine([device_of(device)])
     combined: Combination
     if bases.keeps_tasks:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
         ones = [1.0] * bases.num_bases
         given_tasks = TaskSet(settings, bases.tasks, ones, counted, sums=known)
-        combined = build_basis(given_tasks, **means)
+        combined = build_basis(given_tasks, engine)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
-        count_if_needed(combined, counted, **means)
+        count_if_needed(combined, counted, engine)
     check_matrices(settings, items, combined.num_bases, None)
     sink = MemorySink(1)
-    merge_items(combined, items, sink, **means)
+    merge_items(combined, items, sink, engine)
     return sink.states[0]
 
 

@@ -31,9 +31,9 @@ from tvb_mergekit.core.quantize import (
     unit_of,
 )
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress
 from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.stream import Item, Part
@@ -198,20 +198,13 @@ def fixed_bytes(
     return vectors * (headers + files) + facts + numbers + recipes
 
 
-def stored_gram(
-    vectors: Sequence[Codes],
-    names: Sequence[str],
-    devices: Sequence[torch.device],
-    budget: int,
-    progress: Progress,
-) -> Tensor:
+def stored_gram(vectors: Sequence[Codes], names: Sequence[str], engine: Engine) -> Tensor:
     """Inner products of vectors as their codes give them, [K, K] float64."""
     items = [
         Item(name, info.shape, None, tuple(Part.of(vector, name, "delta") for vector in vectors))
         for name, info in vectors[0].tensors.items()
     ]
-    sums, _ = gram_pass(items, names, devices=devices, budget=budget, progress=progress)
-    return sums.gram
+    return gram_pass(items, names, engine)[0].gram
 
 
 def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:

@@ -27,10 +27,9 @@ from torch import Tensor
 from tvb_mergekit.atomic import is_left_over, write_file
 from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
-from tvb_mergekit.core.gram import GramSums, block_budget
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
-from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.bits import (
     PLAN,
     RESERVED,
@@ -60,6 +59,7 @@ from tvb_mergekit.store.vectors import (
 )
 from tvb_mergekit.store.writer import StoreWriter, check_new_store, lock
 from tvb_mergekit.tensors import cache, ranks
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass, measure_pass, share_of
@@ -77,7 +77,6 @@ from tvb_mergekit.tensors.writing import (
 
 LOG = logging.getLogger(__name__)
 
-CPU = torch.device("cpu")
 Warn = Callable[[str], object]
 # In STORE.partial: a checksum of the inputs, their Gram matrix, the finished tensors.
 STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
@@ -86,13 +85,11 @@ STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
 def build_store(
     inputs: TaskSet,
     out: str | os.PathLike[str],
+    engine: Engine = Engine(),
     *,
     dtype: torch.dtype = torch.float32,
     quantize: Quantize | None = None,
-    devices: Sequence[torch.device] = (CPU,),
     resume: bool = False,
-    budget: int | None = None,
-    progress: Progress = silent,
     warn: Warn = LOG.warning,
 ) -> Bases:
     """Write the bases of `inputs` as the store `out`.
@@ -100,9 +97,7 @@ def build_store(
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
         quantize: Store codes instead, which are read as float32.
-        devices: The devices that compute.
         resume: Continue `out`.partial if it exists.
-        budget: Bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
         warn: Called with each doubt about a model, one line each.
 
     Raises:
@@ -111,7 +106,7 @@ def build_store(
     """
     dtype_name(dtype)
     dtype = torch.float32 if quantize else dtype
-    world, budget = ranks.world(), budget or block_budget()
+    world = ranks.world()
     out = Path(os.path.realpath(out))
     partial = out.with_name(f"{out.name}.partial")
     if quantize is not None:
@@ -135,7 +130,7 @@ def build_store(
         resuming = world.share(lambda: _can_resume(partial, inputs, out, state, resume))
         started = time.perf_counter()
         known = world.share(lambda: cache.read_sums(partial / SUMS) if resuming else None)
-        sums = known or _sums(inputs, devices, budget, progress)
+        sums = known or sums_of(inputs, engine)[0]
         summed = time.perf_counter()
         basis = world.share(lambda: _basis(inputs, sums, warn))
         if world.leads:
@@ -161,9 +156,7 @@ def build_store(
             if basis.settings.basis == "none":
                 folders = slugs(inputs.tasks, RESERVED)
             items = [replace(item, out=torch.uint8) for item in inputs.items]
-            coding = _coding(
-                basis, inputs, items, quantize, folders, partial, devices, budget, progress
-            )
+            coding = _coding(basis, inputs, items, quantize, folders, partial, engine)
             for folder, coded in zip(folders, coding.coded, strict=True):
                 if not any(width.bits for width in coded.widths.values()):
                     warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
@@ -180,7 +173,7 @@ def build_store(
             warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
                  "--dtype")  # fmt: skip
         sink = FoldersSink(writers, journals[world.rank], coding, [of.measured for of in done])
-        _combine(basis, sink, left[world.rank], devices, budget, progress, coding)
+        _combine(basis, sink, left[world.rank], engine, coding)
         basis.seconds = {
             "gram": summed - started,
             "encode": encoded - summed,
@@ -191,7 +184,7 @@ def build_store(
             vectors = dense_vectors(basis, dtype, files)
         else:
             measured = list(chain(*world.collect(sink.measured)))
-            made = _measured(basis, measured, writers, devices, budget, progress)
+            made = _measured(basis, measured, writers, engine)
             bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
             vectors = Vectors(tensors, folders, files, codec="codes", bits=bits)
@@ -204,18 +197,17 @@ def build_store(
 
 def build_in_memory(
     inputs: TaskSet,
+    engine: Engine = Engine(),
     *,
     dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
     warn: Warn = LOG.warning,
 ) -> Bases:
     """Build the bases of `inputs` as state dicts."""
     dtype_name(dtype)
-    budget = block_budget()
-    basis = _basis(inputs, _sums(inputs, [device], budget, silent), warn)
+    basis = _basis(inputs, sums_of(inputs, engine)[0], warn)
     sink = MemorySink(len(folders_of(basis)))
     items = [replace(item, out=dtype) for item in inputs.items]
-    _combine(basis, sink, items, [device], budget, silent)
+    _combine(basis, sink, items, engine)
     made = dense_vectors(basis, dtype)
     facts = facts_of(made, history_of(inputs, basis))
     vectors = [StateDict(state) for state in sink.states]
@@ -225,24 +217,15 @@ def build_in_memory(
 
 def inspect_inputs(
     inputs: TaskSet,
-    device: torch.device = CPU,
-    progress: Progress = silent,
-    budget: int | None = None,
+    engine: Engine = Engine(),
 ) -> tuple[Facts, dict[str, Tensor]]:
     """basis.json and basis.safetensors of a build in float32, without building."""
-    sums = _sums(inputs, [device], budget or block_budget(), progress)
-    basis = _basis(inputs, sums, LOG.warning)
+    basis = _basis(inputs, sums_of(inputs, engine)[0], LOG.warning)
     vectors = dense_vectors(basis, torch.float32)
     return facts_of(vectors, history_of(inputs, basis)).of_merge(), dict(vectors.tensors)
 
 
 # The passes
-
-
-def _sums(
-    inputs: TaskSet, devices: Sequence[torch.device], budget: int, progress: Progress
-) -> GramSums:
-    return sums_of(inputs, devices=devices, budget=budget, progress=progress)[0]
 
 
 def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
@@ -271,9 +254,7 @@ def _combine(
     basis: Basis,
     sink: FoldersSink | MemorySink,
     items: Sequence[Item],
-    devices: Sequence[torch.device],
-    budget: int,
-    progress: Progress,
+    engine: Engine,
     coding: Coding | None = None,
 ) -> None:
     if basis.sketch is not None:  # Omega is drawn, not read
@@ -282,11 +263,10 @@ def _combine(
         items,
         dict.fromkeys((item.name for item in items), Linear.of(encoder_matrix(basis))),
         sink,
-        devices=devices,
-        budget=budget,
+        engine,
+        title="Bases",
         sketch=basis.sketch,
         coding=coding,
-        progress=progress("Bases", sum(item.nbytes for item in items)),
     )
 
 
@@ -300,9 +280,7 @@ def _coding(
     quantize: Quantize,
     folders: Sequence[str],
     partial: Path,
-    devices: Sequence[torch.device],
-    budget: int,
-    progress: Progress,
+    engine: Engine,
 ) -> Coding:
     """The widths of all tensors. A resumed build keeps its earlier choice."""
     world = ranks.world()
@@ -317,15 +295,7 @@ def _coding(
         if basis.sketch is not None:
             read = [replace(item, base=None, inputs=()) for item in items]
         mine = read[share_of(read)]
-        found = measure_pass(
-            mine,
-            Linear.of(matrix),
-            units,
-            devices=devices,
-            budget=budget,
-            sketch=basis.sketch,
-            progress=progress("Errors at each width", sum(item.nbytes for item in mine)),
-        )
+        found = measure_pass(mine, Linear.of(matrix), units, engine, basis.sketch)
         return torch.cat(world.collect(found))
 
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
@@ -345,15 +315,13 @@ def _measured(
     basis: Basis,
     measured: Sequence[Sequence[float]],
     writers: Sequence[FolderWriter],
-    devices: Sequence[torch.device],
-    budget: int,
-    progress: Progress,
+    engine: Engine,
 ) -> dict[str, Tensor]:
     """Numbers of the vectors as decoded: `gram_bases`, `errors`, and those of each tensor."""
     tensors = measured_tensors(measured)
     names = [writer.folder.name for writer in writers[: basis.encoding.num_bases]]
     vectors = [Codes.open(writers[0].folder.parent / name) for name in names]
-    gram = stored_gram(vectors, names, devices, budget, progress)
+    gram = stored_gram(vectors, names, engine)
     errors = measured_of(basis, torch.float32, lost(tensors)[: len(writers)])
     return {**tensors, **errors, "gram_bases": gram}
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import (
     StagedFolder,
     check_disk,
@@ -28,8 +27,6 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, MemorySink, plan_shards
-
-CPU = torch.device("cpu")
 
 
 def items_of(
@@ -77,12 +74,10 @@ def export(
     matrix: Tensor,
     folders: Sequence[str],
     out: str | os.PathLike[str],
+    engine: Engine = Engine(),
     *,
     what: Sequence[str],
     dtype: torch.dtype | None = None,
-    device: torch.device = CPU,
-    budget: int | None = None,
-    progress: Progress = silent,
 ) -> None:
     """Write theta_0 + sources @ matrix[:, k] as the model `out`/folders[k] for every k.
 
@@ -94,7 +89,6 @@ def export(
         folders: below `out`; "" is `out` itself.
         what: one line about each output, for its model card.
         dtype: of the models; None keeps the base's.
-        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
         UserError: another base, `out` holds something, no room, a value overflows.
@@ -109,14 +103,7 @@ def export(
     try:
         shards = plan_shards(items)
         writers = [FolderWriter(stage.path / name, shards, {"format": "pt"}) for name in folders]
-        combine(
-            items,
-            matrix,
-            FoldersSink(writers),
-            device=device,
-            budget=budget,
-            progress=progress,
-        )
+        combine(items, matrix, FoldersSink(writers), engine)
         for writer, line in zip(writers, what, strict=True):
             writer.finish()
             copy_config(base_folder, writer.folder, dtype=dtype)
@@ -146,21 +133,12 @@ def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
     return torch.eye(len(bases.sources), dtype=torch.float64)[:, list(indices)]
 
 
-def combine(
-    items: Sequence[Item],
-    matrix: Tensor,
-    sink: Sink,
-    *,
-    device: torch.device = CPU,
-    budget: int | None = None,
-    progress: Progress = silent,
-) -> None:
+def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = Engine()) -> None:
     """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item, theta_0 itself to the
     bit where a column is the only one and zero.
 
     Args:
         items: of `items_of`, for the sources that `matrix` [len(sources), K] is over.
-        budget: bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
         UserError: an output overflows its dtype.
@@ -172,9 +150,8 @@ def combine(
         items,
         dict.fromkeys((i.name for i in items if i.inputs), Linear.of(matrix[used], add_base=True)),
         sink,
-        devices=[device],
-        budget=budget or block_budget(),
-        progress=progress("Models", sum(item.nbytes for item in items)),
+        engine,
+        title="Models",
     )
 
 

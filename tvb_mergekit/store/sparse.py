@@ -17,22 +17,20 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.online import NOISE, lengths, of_sum
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.addition import with_vectors
 from tvb_mergekit.store.facts import FileRecord, StoreFacts
 from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, record_of
 from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
 from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
-CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
 KEPT = ("gram", "eigenvalues", "encoder")  # of basis.safetensors, what does not depend on masks
 
@@ -103,10 +101,7 @@ def sparse_store(
     dense: Dense,
     files: Sequence[Path],
     out: str | os.PathLike[str],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int | None = None,
-    progress: Progress = silent,
+    engine: Engine = Engine(),
 ) -> Bases:
     """Write the store `out` of sparse bases.
 
@@ -116,8 +111,6 @@ def sparse_store(
         dense: The bases before their masks.
         files: Files of `write_sparse`, one for each basis, with the tensors of `dense.items`. The
             store links or copies them.
-        devices: The devices that compute.
-        budget: Bytes that may be allocated; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
         UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
@@ -129,9 +122,7 @@ def sparse_store(
     sums, _ = gram_pass(
         with_vectors(vectors, dense.items),
         [*names, *dense.names],
-        devices=devices,
-        budget=budget or block_budget(),
-        progress=progress,
+        engine,
     )
     tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)

@@ -14,7 +14,6 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.progress import Progress
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import (
@@ -30,6 +29,7 @@ from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.store import Bases, load, read_store_facts
 from tvb_mergekit.store.vectors import Vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import measure_pass
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -40,18 +40,16 @@ def join(
     bases: Bases,
     inputs: TaskSet,
     growth: Growth,
-    progress: Progress,
-    **passes: Any,
+    engine: Engine,
 ) -> Bases:
     """Add the task of `inputs` to a store of all tasks, whose other vectors stay as they are."""
     started, count = time.perf_counter(), bases.num_bases
     items = addition.given_items(bases, inputs)
-    sums = addition.new_sums(bases, inputs, items, growth.doubt, progress, **passes)
+    sums = addition.new_sums(bases, inputs, items, growth.doubt, engine)
     matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
     def measure(units: Sequence[float]) -> Tensor:
-        update = progress("Errors at each width", sum(item.nbytes for item in items))
-        return measure_pass(items, Linear.of(matrix), units, **passes, progress=update)
+        return measure_pass(items, Linear.of(matrix), units, engine)
 
     norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
     coding = choose(items, [norm], one, growth.bits or _as_now(bases), measure)
@@ -65,15 +63,13 @@ def join(
     files = writer.keep(bases)
     items = [item.coded(coding.widths(item.name)) for item in items]
     config, new = addition.config_of(bases), [writer.folder / folders[-1]]
-    found, measured = addition.write_vectors(
-        new, items, matrix, config, count, progress, coding, **passes
-    )
+    found, measured = addition.write_vectors(new, items, matrix, config, count, engine, coding)
     # The last column would be of the sum of all tasks, which nobody has measured.
     own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
     own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
     vectors = [Codes.open(writer.folder / name) for name in folders]
-    tensors["gram_bases"] = stored_gram(vectors, folders, **passes, progress=progress)
+    tensors["gram_bases"] = stored_gram(vectors, folders, engine)
     history = addition.grown_history(bases, inputs, sums, started)
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,13 +45,6 @@ class NotPlainLora(UserError):
     """An adapter whose update is more than s B A; fusing it into the base first does work."""
 
 
-class Target(NamedTuple):
-    """The module that owns a tensor, and how PEFT lays out its factors."""
-
-    module: str  # the full name in the model, which may have a prefix that the base's names lack
-    kind: str  # "linear"; "conv1d" (GPT-2: stored as [in, out]); "embedding"
-
-
 @dataclass(eq=False)
 class Adapter(Weights):
     """A PEFT LoRA adapter as a source: the update of a tensor is multiplied out when it is read.
@@ -59,14 +52,12 @@ class Adapter(Weights):
     Attributes:
         file: what the factors were read from.
         factors: of each targeted tensor, by the base's name; as the base stores it, with the scale.
-        targets: likewise, the modules.
         tensors: what can be read, float32; those without factors are zeros.
         label: the task's name, for messages.
     """
 
     file: Checkpoint
     factors: dict[str, Factors]
-    targets: dict[str, Target]
     tensors: dict[str, TensorInfo]
     label: str = ""
 
@@ -178,20 +169,19 @@ class _Reader:
             pair = halves.setdefault((match[1], match[3] is not None), {})
             if pair.setdefault(match[2] or match[3], key) != key:
                 raise self._error(f"holds several adapters (`{key}`); store them one by one")
-        adapter = Adapter(file, {}, {}, {}, self.label)
+        adapter = Adapter(file, {}, {}, self.label)
         for (module, embedding), pair in halves.items():
             name = self._base_name(module)
             if name in adapter.factors:
                 raise self._not_plain(f"targets `{name}` under two names")
             down, up = (self._half(pair, half, file) for half in "AB")
-            kind = "embedding" if embedding else self._kind(name, module, down, up)
-            left, right = (up, down) if kind == "linear" else (down.T, up.T)
+            transposed = embedding or self._is_conv1d(name, module, down, up)
+            left, right = (down.T, up.T) if transposed else (up, down)
             found, wanted = [left.shape[0], right.shape[1]], list(self.base[name].shape)
             if found != wanted:
                 raise self._wrong_base(f"`{module}` is {found}, in the base {wanted}")
             left = (left * self._scale(module, down.shape[0], up.shape[1])).contiguous()
             adapter.factors[name] = Factors(left, right.contiguous())
-            adapter.targets[name] = Target(module, kind)
         if not adapter.factors:
             raise self._error("holds no LoRA factors; save it again")
         return adapter
@@ -261,19 +251,19 @@ class _Reader:
             )
         return value
 
-    def _kind(self, name: str, module: str, down: Tensor, up: Tensor) -> str:
-        """Whether the base stores this tensor as a Linear or as GPT-2's Conv1D (transposed)."""
+    def _is_conv1d(self, name: str, module: str, down: Tensor, up: Tensor) -> bool:
+        """Whether the base stores this tensor as GPT-2's Conv1D (transposed), not as a Linear."""
         rows, columns = up.shape[0], down.shape[1]
         if rows != columns:
-            return "conv1d" if self.base[name].shape == (columns, rows) else "linear"
+            return self.base[name].shape == (columns, rows)
         # A square matrix fits both. Conv1D has biases, and a model has one of the two kinds;
         # `fan_in_fan_out` is the kind of the last layer that PEFT wrapped.
         if name.removesuffix("weight") + "bias" not in self.base:
-            return "linear"
+            return False
         kinds = _kinds_of_biased(self.base)
         if len(kinds) > 1:
             raise self._not_plain(f"targets `{module}`, square in a model of Linear and Conv1D")
-        return kinds.pop() if kinds else "conv1d" if self.config.get("fan_in_fan_out") else "linear"
+        return kinds == {True} if kinds else bool(self.config.get("fan_in_fan_out"))
 
     def _scale(self, module: str, down_rank: int, up_rank: int) -> float:
         """lora_alpha / r, or / sqrt(r), with the patterns as PEFT matches them."""
@@ -312,13 +302,13 @@ class _Reader:
         return kind(f"adapter {self.folder}{who}: {text}")
 
 
-def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[str]:
-    """The kinds of non-square matrices with a bias, which is as long as the output."""
+def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[bool]:
+    """Whether non-square matrices with a bias, which is as long as the output, are Conv1D."""
     kinds = set()
     for name, info in base.items():
         bias = base.get(name.removesuffix("weight") + "bias")
         if name.endswith(".weight") and bias is not None and len(info.shape) == 2:
             rows, columns = info.shape
             if rows != columns and bias.shape in ((rows,), (columns,)):
-                kinds.add("linear" if bias.shape == (rows,) else "conv1d")
+                kinds.add(bias.shape != (rows,))
     return kinds

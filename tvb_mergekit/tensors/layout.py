@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
@@ -17,6 +16,7 @@ import torch
 
 from tvb_mergekit.core.gram import BLOCK
 from tvb_mergekit.errors import UserError, megabytes
+from tvb_mergekit.tensors.engine import Engine
 
 CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each; with 8 models
 CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
@@ -154,26 +154,21 @@ def worker_count(device: torch.device) -> int:
 
 
 def plan_layout(
-    needs: Needs,
-    devices: Sequence[torch.device],
-    budget: int,
-    *,
-    workers: int | None = None,
-    longest: int = LONGEST,
+    needs: Needs, engine: Engine, *, workers: int | None = None, longest: int = LONGEST
 ) -> Layout:
-    """The longest pieces and the most threads that `budget` bytes hold.
+    """The longest pieces and the most threads that the engine's memory holds.
 
     Shorter pieces and fewer threads come before smaller chunks, so that the result does not depend
     on the budget unless it is very small.
 
     Args:
-        devices: all of one kind; each gets threads of its own.
         workers: the most threads; None: as many as the devices can use.
         longest: the longest piece, in elements.
 
     Raises:
         UserError: the budget does not hold the smallest pieces.
     """
+    devices, budget = engine.devices, engine.budget
     groups = [[device] * worker_count(device) for device in devices]
     threads = [d for d in chain.from_iterable(zip_longest(*groups)) if d is not None][:workers]
     chunk = chunk_length(needs.rows, devices[0].type)

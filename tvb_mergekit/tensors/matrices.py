@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from tvb_mergekit.core.basis import Combination
 from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix, rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
+from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import Settings
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
-from tvb_mergekit.tensors.stream import Item, Part, Sink, allocate
+from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
 FAR = 3
@@ -88,19 +91,6 @@ def check_matrices(
         )
 
 
-class Bases:
-    """A `stream.Placing` with all outputs of one item."""
-
-    def __init__(self, count: int, numel: int) -> None:
-        self.rows = allocate(count, numel, dtype=torch.float32)
-
-    def place(self, item: Item, start: int, stop: int) -> Tensor:
-        return self.rows[:, start:stop]
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        raise AssertionError("every piece has a place")
-
-
 class Within:
     """A sink for a slice of `item` that begins at element `first`."""
 
@@ -139,13 +129,9 @@ def _moved(part: Part, first: int) -> Part:
 
 
 def merge_matrices(
-    basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, **passed: Any
+    basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, engine: Engine
 ) -> Iterator[bool]:
-    """Write theta_0 (or 0) + scale * D of each matrix of `item`; see `merge_one` for the results.
-
-    Args:
-        passed: devices (the first one computes) and the budget, as in `combine_pass`.
-    """
+    """Merge each matrix of `item`; see `merge_one` for the results."""
     encoder = basis.weighted_encoder
     if sum_alone(basis.settings):
         encoder = encoder.sum(1, keepdim=True)
@@ -153,7 +139,7 @@ def merge_matrices(
         held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
         within = Within(sink, item, first)
         merging = partial(_merged, basis.settings, matrix, encoder)
-        yield merge_one(matrix, encoder, merging, held, within, scale, add_base, **passed)
+        yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base)
 
 
 def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
@@ -193,9 +179,9 @@ def merge_one(
     merging: Callable[[Tensor], Tensor],
     held: int,
     sink: Sink,
+    engine: Engine,
     scale: float = 1.0,
     add_base: bool = True,
-    **passed: Any,
 ) -> bool:
     """Write theta_0 (or 0) + scale * D of one matrix [m, n].
 
@@ -207,13 +193,12 @@ def merge_one(
     Returns:
         Whether D is more than FAR times as long as all bases together.
     """
-    passed |= {"budget": max(LEAST, passed["budget"] - held)}
+    engine = replace(engine, memory=max(LEAST, engine.budget - held), progress=silent)
     count = encoder.shape[1]
-    bases = Bases(count, matrix.numel)
     plain = replace(matrix, out=torch.float32)
-    combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, **passed)
-    stacked = bases.rows.view(count, *matrix.shape).to(passed["devices"][0])
-    del bases
+    bases = Stacked([plain], count)
+    combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, engine)
+    stacked = bases.held.pop(matrix.name).view(count, *matrix.shape).to(engine.devices[0])
     with torch.no_grad():
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merging(stacked).to("cpu").reshape(-1)
@@ -224,5 +209,5 @@ def merge_one(
 
     direction = Part(torch.float32, read, held=True, holds="delta")
     step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
-    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, **passed)
+    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, engine)
     return float(torch.linalg.vector_norm(merged)) > FAR * together

@@ -8,22 +8,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, build
-from tvb_mergekit.core.gram import DEFAULT_BUDGET, GramSums, Sketch
+from tvb_mergekit.core.gram import GramSums, Sketch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
-from tvb_mergekit.progress import Progress, Update, silent
+from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
-    CPU,
     LEAST,
     beside_tables,
     combine_pass,
@@ -37,13 +36,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 LOG = logging.getLogger(__name__)
 
 
-def build_basis(
-    tasks: TaskSet,
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    progress: Progress = silent,
-) -> Basis:
+def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
     """The basis, from a pass over the models unless its sums are known; see `gram_pass`.
 
     The sums of random directions for rand_proj are never known.
@@ -51,9 +44,8 @@ def build_basis(
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
-    engine: dict[str, Any] = {"devices": devices, "budget": budget, "progress": progress}
     started = time.perf_counter()
-    raw, cached = sums_of(tasks, **engine)
+    raw, cached = sums_of(tasks, engine)
     summed = time.perf_counter()
     sketch = sketch_of(tasks.settings, len(tasks.tasks))
     # Solvers differ in the last bits between machines.
@@ -62,28 +54,21 @@ def build_basis(
     )
     basis.cached = cached
     basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
-    count_if_needed(basis, tasks.items, **engine)
+    count_if_needed(basis, tasks.items, engine)
     return basis
 
 
-def sums_of(tasks: TaskSet, **engine: Any) -> tuple[GramSums, bool]:
+def sums_of(tasks: TaskSet, engine: Engine) -> tuple[GramSums, bool]:
     """The unweighted Gram matrix of a task set, and whether it was known or came from the cache."""
     sketch = sketch_of(tasks.settings, len(tasks.tasks))
     if tasks.sums is not None and sketch is None:
         return tasks.sums, True
     return gram_pass(
-        tasks.items, tasks.tasks, sketch=sketch, key=tasks.key, models=tasks.models, **engine
+        tasks.items, tasks.tasks, engine, sketch=sketch, key=tasks.key, models=tasks.models
     )
 
 
-def count_if_needed(
-    basis: Combination,
-    items: Sequence[Item],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    progress: Progress = silent,
-) -> None:
+def count_if_needed(basis: Combination, items: Sequence[Item], engine: Engine = Engine()) -> None:
     """Set the histogram of the bases' magnitudes, for TIES with `trim: model`."""
     if not basis.trims or basis.settings.trim != "model":
         return
@@ -93,9 +78,7 @@ def count_if_needed(
         basis.weighted_encoder,
         mine,
         lambda: MagnitudeHistogram(basis.num_bases),
-        devices=devices,
-        budget=budget,
-        progress=progress("Trim thresholds", sum(item.nbytes for item in mine)),
+        engine,
     )
     assert isinstance(counted, MagnitudeHistogram)
     ranks.world().add_up(counted.counts)
@@ -117,11 +100,9 @@ def merge_items(
     basis: Combination,
     items: Sequence[Item],
     sink: Sink,
+    engine: Engine = Engine(),
     *,
     alone: bool = False,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    progress: Progress = silent,
 ) -> None:
     """Write the merged tensors to `sink` in order; see `combine_pass`.
 
@@ -140,19 +121,21 @@ def merge_items(
     if sketch is not None:  # Omega is drawn, not read
         items = [replace(item, inputs=()) for item in items]
     sweeps = trims and settings.trim == "tensor"
-    passed: dict[str, Any] = {"devices": devices, "budget": budget}
-    if trims:
-        passed["budget"] = beside_tables(basis.num_bases, budget)
     count = basis.num_bases
     matrices = {i.name: count_matrices(settings, i, count) for i in items if i.tunables}
     total = 0
     for item in items:
         twice_more = sweeps and item.tunables and item.tunables.density < 1
         total += item.nbytes * (3 if twice_more else 1)
+    told = silent("", 0)
     if total_of := sum(matrices.values()):  # they take nearly all of the time
-        update, told = silent("", 0), progress("Merged model", total_of, "matrix")
+        told = engine.progress("Merged model", total_of, "matrix")
+        engine = replace(engine, progress=silent)
     else:
-        update = told = progress("Merged model", total)
+        engine = engine.under(engine.progress("Merged model", total))
+    trimming = engine
+    if trims:
+        engine = replace(engine, memory=beside_tables(basis.num_bases, engine.budget))
     step = functools.lru_cache(basis.step)  # most tensors are merged alike
     counted_as = {item.name: item.counted_as or item.name for item in items}
 
@@ -169,21 +152,19 @@ def merge_items(
                 continue
             if matrices[item.name]:
                 scale = 1.0 if alone else tunables.lambda_ * basis.scale
-                for far in merge_matrices(basis, item, scale, sink, not alone, **passed):
+                for far in merge_matrices(basis, item, scale, sink, not alone, engine):
                     told(whole)
                     whole = 1
                     long += [item.name] * far
             elif trims:
                 # Thresholds of one tensor need two more reads, best just before the last.
-                limits = _thresholds(basis, item, tunables.density, devices, budget, update)
+                limits = _thresholds(basis, item, tunables.density, trimming)
                 steps[item.name] = basis.step(tunables, alone, limits)
             else:
                 steps[item.name] = step(tunables, alone)
         left = [item for item in some if not matrices.get(item.name)]
         if left:
-            combine_pass(
-                left, steps, sink, **passed, sketch=sketch, counted_as=counted_as, progress=update
-            )
+            combine_pass(left, steps, sink, engine, sketch=sketch, counted_as=counted_as)
     if whole:
         told(whole)
     if long:
@@ -195,14 +176,7 @@ def merge_items(
         )
 
 
-def _thresholds(
-    basis: Combination,
-    item: Item,
-    density: float,
-    devices: Sequence[torch.device],
-    budget: int,
-    progress: Update,
-) -> Tensor:
+def _thresholds(basis: Combination, item: Item, density: float, engine: Engine) -> Tensor:
     """The threshold of each basis in one tensor, [M] float32."""
     if density >= 1:
         return torch.zeros(basis.num_bases, dtype=torch.float32, device="cpu")
@@ -210,8 +184,7 @@ def _thresholds(
         return basis.thresholds(density)
 
     def sweep(fresh: Callable[[], Histogram]) -> Histogram:
-        encoder = basis.weighted_encoder
-        return count_pass(encoder, [item], fresh, devices=devices, budget=budget, progress=progress)
+        return count_pass(basis.weighted_encoder, [item], fresh, engine)
 
     return exact_thresholds(sweep, basis.num_bases, item.numel, density)
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import (
     BLOCK,
-    DEFAULT_BUDGET,
     NO_TENSOR,
     GramSums,
     Sketch,
@@ -29,9 +28,9 @@ from tvb_mergekit.core.merge import Linear, Step, check_output
 from tvb_mergekit.core.quantize import CHOICES, Width
 from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress, Update, silent
 from tvb_mergekit.tensors import cache, ranks
-from tvb_mergekit.tensors.layout import LONGEST, Layout, Needs, plan_layout, worker_count
+from tvb_mergekit.tensors.engine import CPU, Engine
+from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
 from tvb_mergekit.tensors.quantized import Coding, Measuring
 from tvb_mergekit.tensors.stream import (
     Buffer,
@@ -41,12 +40,9 @@ from tvb_mergekit.tensors.stream import (
     Sink,
     allocate,
     deliver,
-    fused,
     in_order,
-    read_width,
 )
 
-CPU = torch.device("cpu")
 LEAST = 2**24  # bytes of a pass if a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
 SPLIT = 4  # pieces for each thread, of a tensor alone
@@ -55,13 +51,11 @@ SPLIT = 4  # pieces for each thread, of a tensor alone
 def gram_pass(
     items: Sequence[Item],
     tasks: Sequence[str],
+    engine: Engine = Engine(),
     *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
     sketch: Sketch | None = None,
     key: Mapping[str, object] | None = None,
     models: Sequence[str] = (),
-    progress: Progress = silent,
 ) -> tuple[GramSums, bool]:
     """G [T, T] of the inputs of all items, float64, and whether it came from the cache.
 
@@ -71,7 +65,6 @@ def gram_pass(
     Args:
         items: the tensors that count.
         tasks: names of the inputs, for messages.
-        budget: bytes that may be allocated.
         sketch: sums of Omega as well.
         key: identifies the inputs in the cache; None does not cache.
         models: the models' names, for the cache's listing.
@@ -89,7 +82,7 @@ def gram_pass(
     if not read:
         raise UserError(NO_TENSOR)
     mine = read[share_of(read)]
-    each = _sums(mine, tasks, devices, budget, sketch, progress)
+    each = _sums(mine, tasks, engine, sketch)
     # Every process gets all sums, in the order of the tensors.
     parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
     sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
@@ -106,15 +99,10 @@ def share_of(items: Sequence[Item]) -> slice:
 
 
 def _sums(
-    items: Sequence[Item],
-    tasks: Sequence[str],
-    devices: Sequence[torch.device],
-    budget: int,
-    sketch: Sketch | None,
-    progress: Progress,
+    items: Sequence[Item], tasks: Sequence[str], engine: Engine, sketch: Sketch | None
 ) -> Iterator[GramSums]:
-    layout = gram_layout(items, len(tasks), devices, budget, sketch)
-    update = progress("Gram matrix", sum(item.nbytes for item in items))
+    layout = gram_layout(items, len(tasks), engine, sketch)
+    update = engine.progress("Gram matrix", sum(item.nbytes for item in items))
 
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
@@ -145,13 +133,7 @@ def _sums(
             sums = zero
 
 
-def gram_layout(
-    items: Sequence[Item],
-    tasks: int,
-    devices: Sequence[torch.device],
-    budget: int,
-    sketch: Sketch | None,
-) -> Layout:
+def gram_layout(items: Sequence[Item], tasks: int, engine: Engine, sketch: Sketch | None) -> Layout:
     """The layout of `gram_pass`."""
     columns = 0 if sketch is None else sketch.columns
     squares = tasks**2 + columns * (columns + tasks)
@@ -160,12 +142,12 @@ def gram_layout(
     sums = 8 * (squares + 1)
     several = ranks.world().size > 1  # several processes hold the sums of each item
     held = ((len(items) if several else 1) + 4) * sums  # and those of adding them
-    alike = sketch is None and fused(items, devices)
+    alike = sketch is None and fused(items, engine)
     width = read_width(items, alike)
     needs = Needs(tasks, width, extra=extra, sums=sums, kept=held, fused=alike)
     # Only one thread may draw Omega, which is one sequence in each tensor.
     longest = _longest_piece(items)
-    return plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
+    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
 
 def _chunk_sums(piece: Piece, chunks: Chunks, drawn: _Drawn | None) -> list[GramSums]:
@@ -190,10 +172,7 @@ def count_pass(
     encoder: Tensor,
     items: Sequence[Item],
     fresh: Callable[[], Histogram],
-    *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
-    progress: Update = lambda nbytes: None,
+    engine: Engine = Engine(),
 ) -> Histogram:
     """One histogram of the magnitudes of the bases B = T @ encoder in all items.
 
@@ -203,12 +182,13 @@ def count_pass(
         fresh: makes an empty histogram.
     """
     rows = encoder.shape[1]
-    threads = sum(worker_count(device) for device in devices)
-    rest, table = beside_tables(rows, budget), table_bytes(rows)
+    threads = sum(worker_count(device) for device in engine.devices)
+    rest, table = beside_tables(rows, engine.budget), table_bytes(rows)
     workers = min(threads, 1 + rest // 2 // table)
     needs = Needs(len(encoder), read_width(items), extra=rows + COUNT_ROWS)
-    rest -= (workers - 1) * table
-    layout = plan_layout(needs, devices, rest, workers=workers, longest=_longest_piece(items))
+    left = replace(engine, memory=rest - (workers - 1) * table)
+    layout = plan_layout(needs, left, workers=workers, longest=_longest_piece(items))
+    update = engine.progress("Trim thresholds", sum(item.nbytes for item in items))
     made: list[Histogram] = []
 
     def work(device: torch.device) -> Callable[[Piece], None]:
@@ -222,7 +202,7 @@ def count_pass(
         return count
 
     for piece, _ in in_order(items, layout, work):
-        progress(piece.nbytes)
+        update(piece.nbytes)
     total, *others = made or [fresh()]
     for other in others:
         total.counts += other.counts
@@ -232,6 +212,19 @@ def count_pass(
 def beside_tables(bases: int, budget: int) -> int:
     """The budget without Trim's histogram of all bases, at least LEAST."""
     return max(budget - table_bytes(bases), min(budget, LEAST))
+
+
+def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
+    """Whether `kernels` can compute all items: on a CPU, in the dtypes of FUSED."""
+    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
+    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
+
+
+def read_width(items: Sequence[Item], held: bool = False) -> int:
+    """Bytes of one element of the widest item, and of its codes; `held` counts parts in memory."""
+    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
+    coded = any(part.packed is not None for item in items for part in item.inputs)
+    return max(map(sum, read), default=0) + 2 * coded
 
 
 def _longest_piece(items: Sequence[Item]) -> int:
@@ -246,13 +239,12 @@ def combine_pass(
     items: Sequence[Item],
     steps: Mapping[str, Step],
     sink: Sink,
+    engine: Engine = Engine(),
     *,
-    devices: Sequence[torch.device] = (CPU,),
-    budget: int = DEFAULT_BUDGET,
+    title: str = "Merged model",
     sketch: Sketch | None = None,
     counted_as: Mapping[str, str] | None = None,
     coding: Coding | Measuring | None = None,
-    progress: Update = lambda nbytes: None,
 ) -> None:
     """Combine theta_0 and the task vectors of each item by its step, in order.
 
@@ -261,6 +253,7 @@ def combine_pass(
     Args:
         steps: item -> step, all with the same number of outputs; an item without a step stays the
             base's.
+        title: of the progress bar.
         sketch: use the rows of Omega instead of task vectors: items have no inputs.
         counted_as: tensor -> the name under which Omega was drawn, if it is another.
         coding: of the outputs, if the items are written as codes.
@@ -276,13 +269,13 @@ def combine_pass(
         rows, extra = sketch.columns, extra + 2 * sketch.columns
     fast = sketch is None and all(isinstance(step, Linear) for step in every)
     outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
-    fast = fast and fused(items, devices, *outs)
+    fast = fast and fused(items, engine, *outs)
     width = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
     # Coded outputs are float32 first, and need two more rows while they are measured.
     first = 0 if coding is None else 4 * (outputs + 2)
     needs = Needs(rows, read_width(items, fast) + first, width, extra, fused=fast)
     longest = _longest_piece(items)
-    layout = plan_layout(needs, devices, budget, workers=1 if sketch else None, longest=longest)
+    layout = plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
     buffer_bytes = layout.buffer_bytes - layout.piece * first
 
     def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
@@ -338,7 +331,8 @@ def combine_pass(
 
         return encode
 
-    deliver(items, layout, outputs, checked, sink, progress)
+    update = engine.progress(title, sum(item.nbytes for item in items))
+    deliver(items, layout, outputs, checked, sink, update)
 
 
 def _deltas(items: Sequence[Item]) -> int:
@@ -348,13 +342,17 @@ def _deltas(items: Sequence[Item]) -> int:
 
 
 def measure_pass(
-    items: Sequence[Item], step: Step, units: Sequence[float], **passed: Any
+    items: Sequence[Item],
+    step: Step,
+    units: Sequence[float],
+    engine: Engine,
+    sketch: Sketch | None = None,
 ) -> Tensor:
     """Squared errors of each output of a step in each tensor at each of CHOICES.
 
     Args:
         units: of each output (see `core.quantize`).
-        passed: devices, budget, sketch and progress, as in `combine_pass`.
+        sketch: as in `combine_pass`.
 
     Returns:
         [items, K, 9] float64.
@@ -369,7 +367,8 @@ def measure_pass(
 
     coded = [item.coded([Width(0)] * step.count) for item in items]
     steps = dict.fromkeys((item.name for item in items), step)
-    combine_pass(coded, steps, Sums(), coding=measuring, **passed)
+    title = "Errors at each width"
+    combine_pass(coded, steps, Sums(), engine, title=title, sketch=sketch, coding=measuring)
     shape = (len(items), step.count, len(CHOICES))
     return torch.stack([sums[item.name] for item in items]).view(shape)
 

@@ -23,11 +23,10 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.layout import ALIGN, FUSED, WRITES, Layout
+from tvb_mergekit.tensors.engine import CPU
+from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
 from tvb_mergekit.tensors.quantized import Codes, Packed
 from tvb_mergekit.tensors.source import StateDict, Weights
-
-CPU = torch.device("cpu")
 
 Result = TypeVar("Result")
 Holds = Literal["weight", "delta"]
@@ -289,19 +288,6 @@ class Chunks:
         first, last = (block_bytes(at, part.packed.width) for at in (place.start, place.stop))
         blocks = stored[first:last].to(self.device, non_blocking=True)
         return part.packed.decode(blocks, place.stop - place.start)
-
-
-def fused(items: Sequence[Item], devices: Sequence[torch.device], *outputs: torch.dtype) -> bool:
-    """Whether `kernels` can compute all items: on a CPU, in the dtypes of FUSED."""
-    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
-    return all(d.type == "cpu" for d in devices) and dtypes.union(outputs) <= set(FUSED)
-
-
-def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes of one element of the widest item, and of its codes; `held` counts parts in memory."""
-    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
-    coded = any(part.packed is not None for item in items for part in item.inputs)
-    return max(map(sum, read), default=0) + 2 * coded
 
 
 def in_order(

@@ -23,7 +23,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES
 from tvb_mergekit.tensors.quantized import KEY, Coded, Coding
 from tvb_mergekit.tensors.ranks import shares
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.stream import Item, allocate
 
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
@@ -304,6 +304,19 @@ class MemorySink:
             if start == 0:
                 state[item.name] = torch.empty(item.shape, dtype=item.out, device="cpu")
             state[item.name].view(-1)[start:stop] = row
+
+
+class Stacked:
+    """A `stream.Placing` that holds all outputs of each item, [K, numel]."""
+
+    def __init__(self, items: Sequence[Item], outputs: int) -> None:
+        self.held = {i.name: allocate(outputs, i.numel, dtype=i.out) for i in items}
+
+    def place(self, item: Item, start: int, stop: int) -> Tensor:
+        return self.held[item.name][:, start:stop]
+
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        raise AssertionError("every piece has a place")
 
 
 def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:

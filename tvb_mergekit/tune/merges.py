@@ -53,6 +53,7 @@ from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import METHODS, VARYING_KEYS
 from tvb_mergekit.store.store import is_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
+from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import merge_items, most_bases
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
@@ -217,10 +218,11 @@ class TunedRecipe:
             # A tensor that is loaded at once is freed after a complete read.
             inputs = item.inputs if item.base.held else ()
             starts.append(replace(item, inputs=inputs, out=item.base.dtype, tunables=None))
+        engine = Engine(memory=self.memory, progress=progress)
         for folder, items in ((start, starts), (direction, directions)):
             writer = FolderWriter(folder, plan_shards(items), {"format": "pt"})
             sink, alone = FoldersSink([writer]), folder == direction
-            merge_items(basis, items, sink, alone=alone, budget=self.memory, progress=progress)
+            merge_items(basis, items, sink, engine, alone=alone)
             writer.finish()
         return -1.0 if negation else basis.scale
 

@@ -1,7 +1,7 @@
 """From the Gram matrix of T task vectors to the coefficients of M bases.
 
-`encode` does it for every basis but rand_proj, which needs a sketch of the task vectors besides
-the Gram matrix: `projection`.
+`encode` serves every basis except rand_proj, which needs a sketch of the task vectors as well:
+`projection`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["Encoding", "Gram", "balanced", "encode", "projection"]
 
 
 def encode(gram: Tensor, settings: Settings) -> Encoding:
-    """The bases that `settings` asks for.
+    """The bases of these settings.
 
     Args:
         gram: G = T^T T [T, T] float64.
         settings: basis, size, solver and seed.
 
     Raises:
-        UserError: `gram` is no Gram matrix, M > T, or training diverged.
+        UserError: `gram` is not a Gram matrix, M > T, or training diverged.
     """
     spectrum = Gram.of(gram)
     count = _num_bases(spectrum.values.tolist(), settings)
@@ -52,7 +52,7 @@ def _num_bases(eigenvalues: list[float], settings: Settings) -> int:
     size, count = len(eigenvalues), settings.bases_of(len(eigenvalues))
     if count is None:
         held = np.cumsum(eigenvalues)
-        # relative slack, so that a share met up to rounding is met
+        # relative slack for rounding
         return int(np.argmax(held >= settings.energy * held[-1] * (1 - 1e-12))) + 1
     if not 1 <= count <= size:
         raise UserError(f"`num_bases` is {count}: expected 1 to {size}, the tasks")

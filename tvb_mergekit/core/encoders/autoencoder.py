@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,22 +41,22 @@ def _train(
 ) -> tuple[torch.Tensor, float, torch.Tensor]:
     """Minimize the loss (paper Eq. 6) / T^2 by Adam over A [T, M] and W_d [M, T], in float32.
 
-    The generator is our own: the draws of `torch.manual_seed(seed)`, the global state untouched.
+    Draws the numbers of `torch.manual_seed(seed)`, and leaves PyTorch's global state.
 
     Returns:
         A, the final temperature, W_d.
     """
-    size = gram.size
+    size, generator = gram.size, torch.Generator().manual_seed(settings.seed)
     target = torch.from_numpy(gram.matrix.astype(np.float32))
     identity = torch.eye(size, device="cpu")
-    generator = torch.Generator().manual_seed(settings.seed)
     logits = torch.randn(size, num_bases, generator=generator, device="cpu").requires_grad_()
     decoder = torch.zeros(num_bases, size, device="cpu").requires_grad_()
     trained = [logits, decoder]
     means, squares = ([torch.zeros_like(each) for each in trained] for _ in range(2))
     counts = [torch.zeros((), device="cpu") for _ in trained]
-    softmax = settings.basis == "ae"
-    temperature = settings.temperature
+    keys: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    keys |= {"eps": 1e-8, "foreach": False, "amsgrad": False, "maximize": False}
+    softmax, temperature = settings.basis == "ae", settings.temperature
     with torch.enable_grad():
         for step in range(1, settings.steps + 1):
             scaled = logits / temperature
@@ -64,23 +65,8 @@ def _train(
             loss = torch.sum(error * (target @ error)) / size**2
             gradients = list(torch.autograd.grad(loss, trained))
             with torch.no_grad():
-                # What torch.optim.Adam calls; making one imports the compiler, 1.4 s.
-                adam(
-                    trained,
-                    gradients,
-                    means,
-                    squares,
-                    [],
-                    counts,
-                    foreach=False,
-                    amsgrad=False,
-                    beta1=0.9,
-                    beta2=0.999,
-                    lr=settings.learning_rate,
-                    weight_decay=settings.weight_decay,
-                    eps=1e-8,
-                    maximize=False,
-                )
+                # torch.optim.Adam calls this; making an Adam imports the compiler, 1.4 s.
+                adam(trained, gradients, means, squares, [], counts, beta1=0.9, beta2=0.999, **keys)
             if settings.anneal_every and step % settings.anneal_every == 0:
                 temperature = max(COLDEST, temperature * settings.anneal_factor)
     result, learned = logits.detach(), decoder.detach()

@@ -1,7 +1,7 @@
 """Balanced bases: convex columns in which every task has the same total weight.
 
-Ours, beyond the paper. Addition with one lambda sees the row sums of W_e alone, so with equal row
-sums the sum of the M bases is M/T times the sum of all T task vectors, exactly, for any M.
+They are not in the paper. Addition with one lambda depends on the row sums of W_e alone. With equal
+row sums the sum of the M bases is M/T times the sum of all T task vectors, exactly, for any M.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
     """The balanced encoder of least loss, in closed form.
 
     Args:
-        gram: of T tasks.
         num_bases: M, from 1 to T.
-        weights: [T], positive: how many tasks each one stands for; 1 by default.
+        weights: [T], positive: the number of tasks that each task stands for; 1 by default.
 
     Returns:
         W_e >= 0 with columns that sum to 1 and W_e 1 = (M / sum w) w, the least-squares decoder,
-        and `balanced_bound`, which the loss meets.
+        and `balanced_bound`, equal to the loss.
     """
     weights = np.ones(gram.size) if weights is None else np.asarray(weights, dtype=np.float64)
     if weights.shape != (gram.size,) or not (np.isfinite(weights) & (weights > 0)).all():
@@ -34,29 +33,23 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
 
 
 def spread_encoder(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:
-    """The W_e [T, M] of least loss among convex encoders with row sums as w, and that loss."""
+    """The W_e [T, M] of least loss among convex encoders with row sums ~ w, and this loss."""
     directions, loss = completion(gram, num_bases, weights)
     return spread(weights / weights.sum(), directions, num_bases), loss
 
 
 def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:
-    """The M-1 directions [T, M-1] that lose least beside w, and the loss of the whole span.
+    """The M-1 directions [T, M-1] that lose least together with w, and the loss of their span.
 
-    The top eigenvectors of G' within the complement of w: taken there, null vectors of G', w among
-    them, cannot take the place of a direction.
+    They are the top eigenvectors of G' = G - G w w^T G / (w^T G w) in the complement of w: there
+    null vectors of G', such as w, cannot replace a direction.
     """
+    root, total = gram.root, gram.root @ weights
+    length = np.linalg.norm(total)
+    if length > NULL * np.linalg.norm(root) * np.linalg.norm(weights):  # else T w is zero
+        unit = total / length
+        root = root - np.outer(unit, unit @ root)  # F' with F'^T F' = G'
     complement = np.linalg.svd(weights[:, None])[0][:, 1:]
-    _, scales, right = np.linalg.svd(_deflated(gram.root, weights) @ complement)
+    _, scales, right = np.linalg.svd(root @ complement)
     loss = float(np.square(scales[num_bases - 1 :]).sum())
     return complement @ right.T[:, : num_bases - 1], loss
-
-
-def _deflated(root: Array, weights: Array) -> Array:
-    """F' with F'^T F' = G - G w w^T G / (w^T G w), or F where T w is zero up to rounding."""
-    total = root @ weights
-    length = np.linalg.norm(total)
-    if length <= NULL * np.linalg.norm(root) * np.linalg.norm(weights):
-        return root
-    unit = total / length
-    deflated: Array = root - np.outer(unit, unit @ root)
-    return deflated

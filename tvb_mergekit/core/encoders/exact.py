@@ -1,22 +1,22 @@
-"""The least loss over convex encoders, by a search over nothing but their row sums.
+"""The least loss over convex encoders, by a search over their row sums alone.
 
 The loss depends on the span of W_e alone (variable projection eliminates W_d). The span of M
-columns >= 0 holds x = W_e 1 >= 0, and of all M-dimensional spans that hold x the best one adds the
-top M-1 eigenvectors of G deflated by x; if x > 0, convex columns spread around x reach it
+columns >= 0 holds x = W_e 1 >= 0. The best M-dimensional span that holds x adds the top M-1
+eigenvectors of G deflated by x. If x > 0, convex columns spread around x reach this span
 (`balanced`, with weights x). So the least loss for given row sums is a function of x alone,
 
     phi(x) = the sum of the eigenvalues of G - G x x^T G / (x^T G x) beyond the (M-1)-th,
 
-and the least loss of all is its minimum over x > 0: T variables instead of T M. It equals the
-spectral bound where the top-M eigenspace of G holds a positive x (Theorem 3.4), which a linear
-program decides. Elsewhere phi falls towards an x with zeros, where all columns would coincide:
-an infimum that no encoder attains, so the smallest entry of x is kept at FLOOR times the largest.
+and the least loss of all is its minimum over x > 0: T variables instead of T M. The minimum equals
+the spectral bound if the top-M eigenspace of G holds a positive x (Theorem 3.4); a linear program
+decides this. Otherwise phi falls towards an x with zeros, an infimum that no encoder attains, since
+all columns would coincide. So the smallest entry of x is at least FLOOR times the largest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import scipy  # whose parts are imported when they are used
@@ -34,7 +34,7 @@ RANDOM_STARTS = 20
 def least_loss(gram: Gram, num_bases: int, seed: int = 0) -> Array:
     """W_e [T, M] float64 of the least loss, columns >= 0 that sum to 1.
 
-    Solved with the tasks in an order of their own, so that the recipe's order does not matter.
+    Sorts the tasks first, so that the recipe's order does not matter.
     """
     if num_bases == gram.size:
         return np.eye(gram.size)
@@ -47,12 +47,11 @@ def least_loss(gram: Gram, num_bases: int, seed: int = 0) -> Array:
 
 def _canonical_order(matrix: Array) -> list[int]:
     """Tasks by length, then by exactly rounded sums over their row, equal for any permutation."""
-
-    def key(task: int) -> tuple[float, ...]:
-        row = matrix[task].tolist()
-        return (row[task], *(math.fsum(x**power for x in row) for power in (1, 2, 3)))
-
-    return sorted(range(len(matrix)), key=key, reverse=True)
+    keys = [
+        (row[task], *(math.fsum(x**power for x in row) for power in (1, 2, 3)))
+        for task, row in enumerate(matrix.tolist())
+    ]
+    return sorted(range(len(matrix)), key=keys.__getitem__, reverse=True)
 
 
 def _best_row_sums(gram: Gram, num_bases: int, random: np.random.Generator) -> Array:
@@ -65,17 +64,14 @@ def _best_row_sums(gram: Gram, num_bases: int, random: np.random.Generator) -> A
     if uniform.min() >= FLOOR * uniform.max() > 0:
         return uniform
     scale = max(bound, 1e-12 * gram.total)
-    objective = _objective(gram, num_bases, scale)
+    objective, limits = _objective(gram, num_bases, scale), scipy.optimize.Bounds(FLOOR, 1.0)
+    keys = {"method": "L-BFGS-B", "options": {"maxiter": ITERATIONS, "ftol": 0.0, "gtol": 1e-10}}
     best_value, best = math.inf, uniform
-    for start in [equal, *_starts(gram, uniform, random)]:
-        result = scipy.optimize.minimize(
-            objective,
-            np.clip(start / start.max(), FLOOR, 1.0),
-            method="L-BFGS-B",
-            jac=True,
-            bounds=scipy.optimize.Bounds(FLOOR, 1.0),
-            options={"maxiter": ITERATIONS, "ftol": 0.0, "gtol": 1e-10},
-        )
+    starts = [equal, uniform][: 2 if uniform.max() > 0 else 1]  # near the top eigenvectors
+    starts += [np.abs(gram.vectors[:, 0]), *random.uniform(size=(RANDOM_STARTS, gram.size))]
+    for start in starts:
+        start = np.clip(start / start.max(), FLOOR, 1.0)
+        result = scipy.optimize.minimize(objective, start, jac=True, bounds=limits, **keys)
         if result.fun < best_value * (1 - 1e-12):
             best_value, best = float(result.fun), result.x
         if best_value <= bound / scale * (1 + ATTAINED):
@@ -86,8 +82,8 @@ def _best_row_sums(gram: Gram, num_bases: int, random: np.random.Generator) -> A
 def most_uniform_vector(subspace: Array) -> Array:
     """x [T] in span(V), V [T, M], with sum 1 and the largest smallest entry; positive if any is.
 
-    One positive x is enough for Theorem 3.4's condition: x plus small steps within the span makes M
-    independent ones. A linear program: maximize t such that V c >= t and 1^T V c = 1.
+    One positive x is enough for Theorem 3.4's condition: x plus small steps within the span gives M
+    independent vectors. A linear program: maximize t such that V c >= t and 1^T V c = 1.
     """
     size, count = subspace.shape
     sums = subspace.sum(axis=0)
@@ -100,25 +96,16 @@ def most_uniform_vector(subspace: Array) -> Array:
         bounds=(None, None),
         method="highs",
     )
-    if result.x is None:  # infeasible only where every vector of the span sums to 0
+    if result.x is None:  # infeasible only if every vector of the span sums to 0
         return np.zeros(size)
     vector: Array = subspace @ result.x[:count]
     return vector
 
 
-def _starts(gram: Gram, uniform: Array, random: np.random.Generator) -> Iterator[Array]:
-    """Row sums [T] to search from: near the top eigenvectors, then random ones."""
-    if uniform.max() > 0:
-        yield uniform
-    yield np.abs(gram.vectors[:, 0])
-    for _ in range(RANDOM_STARTS):
-        yield random.uniform(size=gram.size)
-
-
 def _objective(gram: Gram, num_bases: int, scale: float) -> Callable[[Array], tuple[float, Array]]:
     """phi / scale and its gradient, in the coordinates of F where F F^T is diagonal.
 
-    With u = F x / |F x|, K = F F^T and N the projector on what is left beside u and the M-1
+    With u = F x / |F x|, K = F F^T and N the projector on the complement of u and the M-1
     directions, phi = Tr(N K) and its gradient is -2 F^T N K u / |F x|.
     """
     root, spectrum = gram.root / math.sqrt(scale), gram.values / scale

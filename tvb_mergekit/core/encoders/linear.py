@@ -1,8 +1,8 @@
-"""What the families share: the Gram matrix in square-root form, decoder, loss, bounds, result.
+"""The encoders' common parts: the Gram matrix in square-root form, decoder, loss, bounds, result.
 
-G = F^T F with F = S^(1/2) V^T from one `eigh`, and everything else works on F, never on G again:
-||F X||_F^2 = Tr(X^T G X) without cancellation, and least squares on F W_e instead of the normal
-equations W_e^T G W_e, which would square the condition number once more.
+G = F^T F with F = S^(1/2) V^T from one `eigh`. Everything else works on F, never on G again:
+||F X||_F^2 = Tr(X^T G X) without cancellation, and least squares on F W_e. The normal equations
+W_e^T G W_e would square the condition number once more.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 
 Array = NDArray[np.float64]
-NULL = 1e-13  # |F x| / (|F| |x|) up to which x counts as a null vector of G
+NULL = 1e-13  # the largest |F x| / (|F| |x|) of a null vector x of G
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Coefficients of M bases over T tasks, all float64, with what they lose.
+    """Coefficients of M bases over T tasks, all float64, and their loss.
 
     `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only
     rand_proj has neither encoder nor reconstruction: its bases are Omega `mixing` [M, M]. Only `ae`
-    by Adam has `decoders`, what the key `decoder` chooses from, with the loss of each.
+    by Adam has `decoders`, the choices of the key `decoder`, with the loss of each.
     """
 
     basis: str
@@ -50,9 +50,9 @@ class Encoding:
 
     @property
     def relative_gap(self) -> float | None:
-        """(loss - bound) / bound; None where the bound is 0 up to rounding and the loss tells all.
+        """(loss - bound) / bound; None if the bound is 0 up to rounding.
 
-        Negative for PCA where its mean, one direction more than M, gains more than it costs.
+        Negative for PCA if its mean, one direction more than M, gains more than it costs.
         """
         if self.spectral_bound <= 1e-12 * float(self.eigenvalues.sum()):
             return None
@@ -60,7 +60,7 @@ class Encoding:
 
     @property
     def retained_energy(self) -> float:
-        """1 - loss / tr G; 1 where all task vectors are zero."""
+        """1 - loss / tr G; 1 if all task vectors are zero."""
         total = float(self.eigenvalues.sum())
         return 1.0 - self.loss / total if total > 0 else 1.0
 
@@ -69,7 +69,7 @@ class Encoding:
 class Gram:
     """G = T^T T by its spectrum: `values` [T] descending, `vectors` [T, T], `root` F [T, T].
 
-    Eigenvalues that are zero up to rounding are zero here, so that G has its true rank.
+    Eigenvalues that are zero up to rounding are set to zero: G has its true rank.
     """
 
     matrix: Array
@@ -116,7 +116,7 @@ class Gram:
     def decoder(self, encoder: Array) -> Array:
         """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G = (F W_e)^+ F.
 
-        What counts as zero is measured by F and W_e, not by their product, which may be all noise.
+        F and W_e decide which values count as zero: their product may be pure noise.
         """
         left, scales, right = np.linalg.svd(self.root @ encoder, full_matrices=False)
         kept = scales > NULL * np.linalg.norm(self.root) * np.linalg.norm(encoder)
@@ -135,7 +135,7 @@ class Gram:
         reconstruction: Array | None = None,
         balanced_bound: float | None = None,
     ) -> Encoding:
-        """Pack the result; the decoder defaults to least squares, R to W_e W_d."""
+        """The result; the decoder defaults to least squares, R to W_e W_d."""
         if decoder is None:
             decoder = self.decoder(encoder)
         if reconstruction is None:
@@ -158,10 +158,10 @@ def tensor(array: Array) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch and the BLAS of NumPy and SciPy have one thread, afterwards as many as before.
+    """Give PyTorch and the BLAS of NumPy and SciPy one thread; restore their threads at the end.
 
-    Several would wait for each other by spinning, at every step on a T x T matrix: up to a hundred
-    times as long as the work, where another process has a core.
+    Several threads spin while they wait for each other, at every step on a T x T matrix. That can
+    cost a hundred times the work if another process uses a core.
     """
     threads = torch.get_num_threads()
     with threadpool_limits(1):

@@ -22,7 +22,7 @@ def pca(gram: Gram, num_bases: int) -> Encoding:
 
 
 def _signed(vectors: Array) -> Array:
-    """Each column with its entry of largest magnitude positive; of near ties the first decides."""
+    """Each column with its largest entry positive; among near ties the first decides."""
     sizes = np.abs(vectors)
     first = np.argmax(sizes >= (1 - 1e-9) * sizes.max(axis=0), axis=0)
     signed: Array = vectors * np.where(vectors[first, np.arange(vectors.shape[1])] < 0, -1.0, 1.0)

@@ -19,7 +19,7 @@ def rand_select(gram: Gram, num_bases: int, seed: int) -> Encoding:
 
 
 def projection(gram: Tensor, sketch_gram: Tensor, sketch_tasks: Tensor) -> Encoding:
-    """The projection on a random subspace, from products that never needed Omega as a whole.
+    """The projection on a random subspace, without a complete Omega.
 
     With Omega^T Omega = L L^T (Cholesky-QR) the bases are Q = Omega L^-T, orthonormal.
 
@@ -36,12 +36,7 @@ def projection(gram: Tensor, sketch_gram: Tensor, sketch_tasks: Tensor) -> Encod
     """
     spectrum = Gram.of(gram)
     products = sketch_tasks.detach().cpu().double().numpy()
-    size, count = spectrum.size, products.shape[0]
-    if products.shape != (count, size) or tuple(sketch_gram.shape) != (count, count):
-        raise UserError(
-            f"the sketch has shapes {tuple(sketch_gram.shape)} and {tuple(products.shape)}: "
-            f"expected [M, M] and [M, {size}]"
-        )
+    count = len(products)
     try:
         lower = np.linalg.cholesky(sketch_gram.detach().cpu().double().numpy())
     except np.linalg.LinAlgError as error:

@@ -17,10 +17,10 @@ def spread(centre: Array, directions: Array, num_columns: int) -> Array:
     """W_e [T, M] = centre 1^T + eps V Q R: columns >= 0 that sum to 1 and average to the centre.
 
     V [T, M-1] is an orthonormal basis of the directions' span, shifted along the centre so that
-    its columns sum to 0; R holds the vertices of a regular simplex. Every rotation Q gives the
-    same span: the one found keeps the columns as far apart as eps, as large as W_e >= 0 allows.
-    V follows the directions without a jump, and a rotation has to be clearly better than the one
-    before: the last digits of a Gram matrix, which processors sum differently, choose nothing.
+    its columns sum to 0. R holds the vertices of a regular simplex. Every rotation Q gives the
+    same span; the search maximizes eps, the distance of the columns, within W_e >= 0.
+    V is continuous in the directions, and a rotation replaces only a clearly worse one. So the
+    last digits of a Gram matrix, which differ between processors, choose nothing.
 
     Args:
         centre: [T], strictly positive, sums to 1.
@@ -32,9 +32,9 @@ def spread(centre: Array, directions: Array, num_columns: int) -> Array:
         return centre[:, None].copy()
     shifted = directions - np.outer(centre, directions.sum(axis=0))
     left, _, right = np.linalg.svd(shifted, full_matrices=False)
-    frame = left @ right if shifted.shape[1] == count else left[:, :count]  # nearest to the shifted
+    frame = left @ right if shifted.shape[1] == count else left[:, :count]  # nearest to `shifted`
     frame *= np.sign(frame[np.abs(frame).argmax(axis=0), np.arange(count)])
-    frame -= np.outer(centre, frame.sum(axis=0))  # what rounding left of the sums
+    frame -= np.outer(centre, frame.sum(axis=0))  # rounding left small sums
     vertices = scipy.linalg.helmert(num_columns) * np.sqrt(num_columns / count)  # [M-1, M]
 
     best_step, best = 0.0, np.zeros((len(centre), num_columns))
@@ -44,14 +44,14 @@ def spread(centre: Array, directions: Array, num_columns: int) -> Array:
             step = 1.0 / np.max(-offsets / centre[:, None])
             if step > best_step * (1 + CLEARLY):
                 best_step, best = step, offsets
-            # alternate: push the entries up to what a larger step would allow, rotate back there
+            # alternate: raise the entries to the limits of a larger step, rotate back
             wanted = np.maximum(offsets, -centre[:, None] / (OVERSHOOT * step))
             rotation = _polar(frame.T @ wanted @ vertices.T)
     return np.maximum(centre[:, None] + best_step * best, 0.0)
 
 
 def _rotations(frame: Array, centre: Array, vertices: Array) -> list[Array]:
-    """Where to start: the tasks that differ most as corners, the identity, seeded rotations."""
+    """Starts: the tasks that differ most as corners, the identity, seeded rotations."""
     count = frame.shape[1]
     if count == 1:
         return [np.eye(1), -np.eye(1)]

@@ -1,0 +1,370 @@
+"""Commands that make, change and show stores: build, inspect, add, undo, remove and export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+from click import argument, option
+
+from tvb_mergekit.cli.opening import base_of, load_store, open_models, read_recipe
+from tvb_mergekit.cli.options import (
+    DTYPES,
+    MODELS,
+    PLACE,
+    RECIPE,
+    command,
+    engine_of,
+    flag,
+    folder,
+    import_mergekit,
+    place,
+)
+from tvb_mergekit.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from tvb_mergekit.store.bits import Quantize
+    from tvb_mergekit.store.facts import DtypeName
+    from tvb_mergekit.store.inspection import Inspection
+
+OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
+
+
+@command("device", "multi_gpu", "memory", *MODELS, "quiet", writes="store", several=True)
+@argument("recipe", type=RECIPE)
+@argument("store", type=PLACE)
+@option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
+@option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
+@option("--size", metavar="SIZE", help="Store codes of SIZE bytes in all, such as 2GB.")
+@flag("--resume", help="Continue an interrupted build.")
+def build(
+    recipe: str,
+    store: str,
+    dtype: DtypeName | None,
+    bits: float | None,
+    size: str | None,
+    **values: Any,
+) -> None:
+    """Compress the models of RECIPE into the bases of a new folder STORE.
+
+    RECIPE is a recipe for `mergekit-yaml` (or, for weight files, `mergekit-pytorch`). Afterwards
+    you may delete the models, but not the base.
+
+    With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
+    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
+
+    \b
+    Example:
+      tvb build recipe.yml ./store --dtype bfloat16
+      tvb build recipe.yml ./zoo --bits 2
+      torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
+    """
+    from tvb_mergekit.tensors import ranks
+
+    quantize = _quantize(bits, size)
+    if quantize and dtype:
+        raise UserError("--bits and --size do not go with --dtype")
+    world = ranks.world()
+    values["quiet"] |= not world.leads
+    engine = engine_of(values)
+    document = read_recipe(recipe)
+    if quantize:
+        document.whole_tasks()
+
+    from tvb_mergekit.cli.inspect import error_line, store_line
+    from tvb_mergekit.plugin.preflight import input_folders
+    from tvb_mergekit.store.build import build_store
+    from tvb_mergekit.store.writer import check_new_store
+
+    check_new_store(store, input_folders(document.recipe))  # before anything is downloaded
+    inputs = world.first(lambda: open_models(document, values))
+    bases = build_store(
+        inputs,
+        store,
+        engine,
+        dtype=_dtype(dtype) or inputs.own_dtype,
+        quantize=quantize,
+        resume=values["resume"],
+    )
+    energy = bases.facts.retained_energy
+    kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
+    if quantize:
+        kept = f"; {error_line(bases.facts)}"
+    click.echo(f"{store_line(bases)}{kept}")
+    click.echo(f"Recipes: {bases.path}/recipes")
+
+
+def _dtype(name: DtypeName | None) -> Any:
+    from tvb_mergekit.store.store import DTYPES
+
+    return DTYPES[name] if name else None
+
+
+def _quantize(bits: float | None, size: str | None) -> Quantize | None:
+    if bits is None and size is None:
+        return None
+    from tvb_mergekit.store.bits import Quantize
+    from tvb_mergekit.tensors.layout import parse_memory
+
+    return Quantize(bits, parse_memory(size) if size else None)
+
+
+@command("device", "memory", *MODELS, "quiet", writes="plot")
+@argument("path", type=PLACE)
+@flag("--json", "as_text", help="JSON on standard output.")
+@place("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
+def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
+    """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
+
+    \b
+    Example: tvb inspect ./store --plot store.png
+    """
+    from rich.console import Console
+
+    from tvb_mergekit.cli.inspect import print_inspection
+    from tvb_mergekit.store.inspection import as_json
+
+    if plot is not None:
+        from tvb_mergekit.cli import plot as plots
+
+        plots.check_plot(plot)
+    found = _inspection(path, values)
+    if plot is not None:
+        plots.plot(found, plot)
+    if as_text:
+        click.echo(json.dumps(as_json(found), indent=2))
+    else:
+        print_inspection(found, Console(highlight=False))
+
+
+def _inspection(path: str, values: dict[str, Any]) -> Inspection:
+    from tvb_mergekit.store.inspection import Inspection
+    from tvb_mergekit.store.store import is_output, read_output
+
+    if os.path.isfile(path):
+        document = read_recipe(path)
+        if document.recipe.store is None:
+            from tvb_mergekit.store.build import inspect_inputs
+
+            engine = engine_of(values)
+            inputs = open_models(document, values)
+            facts, tensors = inspect_inputs(inputs, engine)
+            return Inspection(facts, tensors, built=False)
+        path = str(document.recipe.store.path)
+    if is_output(path):
+        return Inspection(*read_output(path))
+    return Inspection.of(load_store(path))
+
+
+@command("base", "device", "memory", *MODELS, "quiet", writes="store")
+@argument("store", type=PLACE)
+@argument("model", type=PLACE)
+@option("--task", required=True, help="The new task's name.")
+@option("--weight", type=float, default=1.0, help="Weight of its task vector.")
+@option("--budget", type=int, metavar="M", help="Maximum number of bases in STORE.")
+@option(
+    "--compress",
+    type=click.Choice(["ae", "balanced"]),
+    help="Make room in a full store as in the paper, or keep the sum of all tasks.",
+)
+@option("--dtype", type=DTYPES, help=f"Dtype of a new STORE; {OWN}.")
+@option("--bits", type=float, help="Bits of the new task's codes; by default those of STORE.")
+@flag("--force", help="Also add a model unlike the others, or give up the exact sum.")
+def add(
+    store: str,
+    model: str,
+    task: str,
+    weight: float,
+    base: str | None,
+    force: bool,
+    bits: float | None,
+    **values: Any,
+) -> None:
+    """Add the task of a fine-tuned MODEL to STORE.
+
+    If STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them. Otherwise, and
+    with --budget, STORE holds at most M bases. Below the budget the new task vector becomes a
+    basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
+
+    An addition needs the base and MODEL, but no earlier model. If STORE does not exist, give
+    --base, and --bits or --budget. `tvb undo STORE` undoes the last addition.
+
+    \b
+    Example:
+      tvb add ./store ./new-model --task new --budget 4
+      tvb add ./zoo ./new-model --task new
+    """
+    import_mergekit()
+    from tvb_mergekit.cli.inspect import store_line
+    from tvb_mergekit.plugin.document import from_mapping
+    from tvb_mergekit.store.add import add_to_store
+    from tvb_mergekit.store.addition import Growth
+    from tvb_mergekit.store.build import build_store
+
+    engine, quantize = engine_of(values), _quantize(bits, None)
+    if quantize and values["dtype"]:
+        raise UserError("--bits goes with none of --budget, --compress, --dtype")
+    new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
+    if new:
+        if base is None or (values["budget"] is None and quantize is None):
+            raise UserError(
+                f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
+            )
+        basis = {"basis": values["compress"]} if values["compress"] else {}
+        parameters, names = {"basis": "none"} if quantize else {"num_bases": 1, **basis}, None
+    else:
+        base, parameters, names = _standing(store, base, values)
+    listed_model = {"model": model, "parameters": {"task": task, "weight": weight}}
+    recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
+    inputs = open_models(from_mapping(recipe | {"parameters": parameters}), values, names)
+    dtype, doubt = (
+        _dtype(values["dtype"]) or inputs.own_dtype,
+        logging.warning if force else _refuse,
+    )
+    growth = Growth(values["budget"], values["compress"], dtype, quantize, doubt, click.echo)
+    if new and quantize:
+        grown = build_store(inputs, store, engine, quantize=quantize)
+    else:
+        grown = add_to_store(store, inputs, growth, engine)
+    if grown.keeps_tasks:
+        error = grown.facts.relative_error[task]
+        click.echo(f"{store_line(grown)}; relative error of {task} {error:.3f}")
+        return
+    most = {
+        name: math.inf if error.at_most is None else error.at_most
+        for name, error in grown.facts.errors.items()
+    }
+    worst = max(most, key=lambda name: most[name])
+    click.echo(
+        f"{grown.path}: {counted(len(grown.tasks), 'task')} in {grown.num_bases} of at most "
+        f"{grown.facts.store.budget} bases; largest relative error of a task at most "
+        f"{most[worst]:.3f} ({worst})"
+    )
+
+
+def _standing(
+    store: str, base: str | None, values: dict[str, Any]
+) -> tuple[str, dict[str, Any], list[str]]:
+    """The base, the parameters and the tensors' names for an addition to an existing store.
+
+    Raises:
+        UserError: no store, another base, or another dtype.
+    """
+    bases, dtype = load_store(store), values["dtype"]
+    if bases.keeps_tasks and values["budget"] is None and dtype:
+        raise UserError(
+            f"--dtype: {store} keeps all tasks as codes; --budget M turns them into bases"
+        )
+    if dtype not in (None, own := bases.facts.store.dtype) and not bases.keeps_tasks:
+        raise UserError(f"--dtype {dtype}: {store} exists and holds {own}; leave --dtype out")
+    exclude = bases.settings.exclude
+    parameters = {"num_bases": 1, **({} if exclude is None else {"exclude": exclude})}
+    return base_of(bases, base)[0], parameters, bases.names
+
+
+def _refuse(doubt: str) -> None:
+    raise UserError(f"{doubt}; --force adds it anyway")
+
+
+@command(writes="store")
+@argument("store", type=PLACE)
+def undo(store: str) -> None:
+    """Undo the last `tvb add` or `tvb remove` of STORE. One step can be undone.
+
+    \b
+    Example: tvb undo ./store
+    """
+    from tvb_mergekit.store.writer import undo_change
+
+    bases = undo_change(store)
+    tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
+    click.echo(f"{bases.path}: {tasks}{'' if bases.keeps_tasks else f' in {count}'}, as before")
+
+
+@command(writes="store")
+@argument("store", type=PLACE)
+@option("--task", required=True, help="The task's name.")
+def remove(store: str, task: str) -> None:
+    """Remove a task from a STORE that keeps all of them (`tvb build --bits`).
+
+    The previous store is kept until the next change: `tvb undo STORE` restores it.
+
+    \b
+    Example: tvb remove ./zoo --task math
+    """
+    from tvb_mergekit.cli.inspect import store_line
+    from tvb_mergekit.store.task_vectors import remove_task
+
+    click.echo(store_line(remove_task(store, task)))
+
+
+@command("base", "device", "memory", "quiet", writes="out")
+@argument("store", type=PLACE)
+@argument("out", type=PLACE, required=False)
+@option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
+@option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
+@flag("--all-bases", help="A model for each basis, OUT/basis-000 ...")
+@folder("--all", "every", type=str, is_flag=False, flag_value="", help="All tasks' models, in DIR.")
+@option("--dtype", type=DTYPES, help="Dtype of the model; the base's by default.")
+def export(
+    store: str,
+    out: str | None,
+    task: str | None,
+    basis: int | None,
+    all_bases: bool,
+    every: str | None,
+    **values: Any,
+) -> None:
+    """Write complete Hugging Face models from STORE into OUT, for any use and any merge method.
+
+    \b
+    Example:
+      tvb export ./store ./math --task math
+      tvb export ./store --all ./models           ./models/math, ./models/code ...
+    """
+    import torch
+
+    from tvb_mergekit.store import export as exporting
+    from tvb_mergekit.store.bits import slugs
+
+    if (task is not None) + (basis is not None) + all_bases + (every is not None) != 1:
+        raise UserError("give one of --task NAME, --basis K, --all-bases and --all DIR")
+    if (out is None) != bool(every):
+        raise UserError("name one output folder: OUT, or --all DIR")
+    out = every or str(out)
+    engine = engine_of(values)
+    bases = load_store(store)
+    folders = [""]
+    if task is not None or every is not None:
+        tasks = bases.tasks if task is None else [task]
+        matrix = torch.cat([exporting.task_column(bases, each) for each in tasks], 1)
+        weights = [float(bases.weights[bases.index(each)]) for each in tasks]
+        what = [
+            f"{each}, reconstructed" + f" (without its weight of {weight:g})" * (weight != 1)
+            for each, weight in zip(tasks, weights, strict=True)
+        ]
+        if task is None:
+            folders = bases.facts.store.folders if bases.keeps_tasks else slugs(tasks)
+    else:
+        indices = list(range(bases.num_bases)) if basis is None else [basis]
+        matrix = exporting.basis_columns(bases, indices)
+        what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
+        if all_bases:
+            folders = [bases.facts.store.folders[m] for m in indices]
+    _, base, folder = base_of(bases, values["base"])
+    exporting.export(
+        bases,
+        base,
+        folder,
+        matrix,
+        folders,
+        out,
+        engine,
+        what=what,
+        dtype=_dtype(values["dtype"]),
+    )
+    click.echo(f"Written to {out}")

@@ -1,0 +1,270 @@
+"""The numbers of a merge, a basis store or a recipe: norms, cosines, errors, sizes, bounds.
+
+They follow from `basis.json` (`facts`) and `basis.safetensors` (`tensors`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from tvb_mergekit.core.encoders import Gram
+from tvb_mergekit.core.encoders.balanced import completion
+from tvb_mergekit.core.encoders.linear import NULL
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.store.bits import Losses, losses
+from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
+from tvb_mergekit.store.report import cosines, row_sums
+from tvb_mergekit.store.store import Bases
+
+SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy; the smallest M is reported for each
+
+
+class Choice(NamedTuple):
+    """The best result that M bases can reach, for any encoder.
+
+    `spectral_bound` is the least loss. `next_eigenvalue` is lambda_{M+1}(G), 0 for M = T.
+    `balanced_energy` is the energy of the best balanced bases, None if G is not known.
+    """
+
+    num_bases: int
+    retained_energy: float
+    spectral_bound: float
+    next_eigenvalue: float
+    balanced_energy: float | None
+
+
+class Sizes(NamedTuple):
+    """Bytes of weights; `saved` is negative if a store is larger than its models."""
+
+    models: int
+    store: int
+    saved: int
+    saved_percent: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """Facts and tensors of a merge, a store or a recipe, and the numbers derived from them.
+
+    Args:
+        facts: of a merge or a store.
+        tensors: float64 on the CPU, as in `docs/files.md`. A store that has grown online has no
+            `gram` and no `eigenvalues`.
+        built: false if the facts describe a recipe before its merge.
+        codes: errors of the codes of a quantized store.
+
+    Raises:
+        UserError: a shape does not fit the facts, a tensor is not finite, or there are neither
+            Gram matrix nor `decoder` and `gram_bases`.
+    """
+
+    facts: Facts
+    tensors: Mapping[str, Tensor]
+    built: bool = True
+    codes: Losses | None = None
+
+    @classmethod
+    def of(cls, bases: Bases) -> Inspection:
+        return cls(bases.facts, bases.tensors, codes=losses(bases))
+
+    def __post_init__(self) -> None:
+        check_shapes(TENSORS, len(self.tasks), self.num_bases, self.tensors)
+        for name, tensor in self.tensors.items():
+            if not tensor.isfinite().all():
+                raise UserError(f"basis.safetensors: `{name}` holds NaN or infinity")
+        if "gram" not in self.tensors and not {"decoder", "gram_bases"} <= set(self.tensors):
+            raise UserError(
+                "basis.safetensors holds neither `gram` nor `decoder` and `gram_bases`: "
+                "is it what a merge or `tvb build` wrote?"
+            )
+
+    @property
+    def tasks(self) -> list[str]:
+        return self.facts.tasks
+
+    @property
+    def num_bases(self) -> int:
+        return self.facts.num_bases
+
+    @property
+    def basis(self) -> str:
+        return str(self.facts.parameters.get("basis", "ae"))
+
+    @property
+    def keeps_tasks(self) -> bool:
+        """Whether a store holds all task vectors, as codes."""
+        return isinstance(self.facts, StoreFacts) and self.facts.keeps_tasks
+
+    @property
+    def what(self) -> str:
+        return "store" if self.facts.store else "merge" if self.built else "recipe"
+
+    @cached_property
+    def _gram(self) -> Gram | None:
+        return Gram.of(self.tensors["gram"]) if "gram" in self.tensors else None
+
+    @property
+    def norms(self) -> list[float | None]:
+        """||tau|| of each task, from the Gram matrix if G is known."""
+        if self._gram is not None:
+            return [math.sqrt(max(value, 0.0)) for value in self._gram.matrix.diagonal().tolist()]
+        return [self.facts.norms.get(task) for task in self.tasks]
+
+    @property
+    def base_norm(self) -> float | None:
+        """||theta_0||; None if a task called `base` replaces it in `norms`."""
+        return None if "base" in self.tasks else self.facts.norms.get("base")
+
+    @cached_property
+    def cosines(self) -> tuple[Tensor, str]:
+        """Cosines [T, T] float64 and the compared vectors: reconstructions if G is not known.
+
+        The diagonal is 1, except for zero vectors, whose rows and columns are 0.
+        """
+        if self._gram is not None:
+            return cosines(self._gram.matrix), "task vectors"
+        decoder = self.tensors["decoder"].numpy()
+        root = Gram.of(self.tensors["gram_bases"]).root
+        # a vector as small as rounding errors is zero and has no direction
+        noise = NULL * float(np.linalg.norm(root) * np.linalg.norm(decoder))
+        vectors = root @ decoder
+        return cosines(vectors.T @ vectors, noise), "reconstructed task vectors"
+
+    @property
+    def reconstruction(self) -> Tensor | None:
+        """R with T_hat = T R, [T, T] float64; None for rand_proj and before the bases are built."""
+        if {"encoder", "decoder"} <= set(self.tensors):
+            return self.tensors.get(
+                "reconstruction", self.tensors["encoder"] @ self.tensors["decoder"]
+            )
+        return None
+
+    @cached_property
+    def errors(self) -> dict[str, tuple[float, float]]:
+        """Lower and upper bounds of ||tau_hat - tau|| / ||tau|| by task; equal if it is known.
+
+        A store has measured them; otherwise G and the decoder give them. They are infinite for a
+        zero task vector with another reconstruction, and empty before the bases are built.
+        """
+        if self.facts.errors:
+            return {
+                task: (of.at_least or 0.0, math.inf if of.at_most is None else of.at_most)
+                for task, of in self.facts.errors.items()
+            }
+        if self._gram is None or "decoder" not in self.tensors:
+            return {}
+        norms = np.sqrt(np.maximum(self._gram.matrix.diagonal(), 0.0))
+        if self.reconstruction is not None:
+            # by the root of G: a difference of nearly equal squares would lose all digits
+            residual = self._gram.root @ (self.reconstruction.numpy() - np.eye(len(norms)))
+            lengths = np.linalg.norm(residual, axis=0)
+        else:  # rand_proj: Q is orthonormal, and the decoder Q^T T has the reconstructions' norms
+            inside = np.square(self.tensors["decoder"].numpy()).sum(axis=0)
+            lengths = np.sqrt(np.maximum(norms**2 - inside, 0.0))
+        noise = NULL * float(np.linalg.norm(self._gram.root))
+        ratios = [
+            float(length / norm) if norm > 0 else (math.inf if length > noise else 0.0)
+            for length, norm in zip(lengths, norms, strict=True)
+        ]
+        return {task: (ratio, ratio) for task, ratio in zip(self.tasks, ratios, strict=True)}
+
+    @property
+    def row_sums(self) -> list[float] | None:
+        """The weight of each task in the sum of the bases, [T]; None without an encoder."""
+        encoder = self.tensors.get("encoder")
+        return None if encoder is None else row_sums(self.facts, encoder)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """A choice for each M = 1..T; empty if the eigenvalues are not known."""
+        if "eigenvalues" not in self.tensors:
+            return []
+        values = self.tensors["eigenvalues"].clamp(min=0.0).tolist()
+        found = []
+        for count in range(1, len(values) + 1):
+            bound, balanced = math.fsum(values[count:]), None
+            if self._gram is not None:
+                _, least = completion(self._gram, count, np.ones(len(values)))
+                balanced = _energy(least, self._gram.total)
+            following = values[count] if count < len(values) else 0.0
+            found.append(Choice(count, _energy(bound, sum(values)), bound, following, balanced))
+        return found
+
+    @property
+    def smallest(self) -> dict[float, int]:
+        """The smallest M that can retain each of SHARES of the energy."""
+        return {
+            share: next(c.num_bases for c in self.choices if c.retained_energy >= share - 1e-12)
+            for share in (SHARES if self.choices else ())
+        }
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """Bytes of a store and of its models; None without a store."""
+        if self.facts.store is None:
+            return None
+        files = self.facts.store.files.items()
+        stored = sum(file.bytes for name, file in files if name.endswith(".safetensors"))
+        models = self.facts.store.model_bytes
+        saved = models - stored
+        return Sizes(models, stored, saved, 100 * saved / models if models else None)
+
+    def why_unknown(self, what: str) -> str:
+        """The reason why `gram`, `encoder` or `errors` are missing."""
+        if what != "gram" and "decoder" not in self.tensors:
+            return "not known: the bases are not built yet"
+        if what == "encoder" and self.basis == "rand_proj":
+            return "none: the bases are random directions"
+        grown = "gram" not in self.tensors
+        return "not known: the store has grown online" if grown else "not known"
+
+
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    """Facts and derived numbers in plain JSON types: null if unknown or infinite.
+
+    Matrices are lists of rows. Lists by task are in the order of `tasks`.
+    """
+    matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
+    known = set(Facts.model_fields) - {"seconds", "checksum"}
+    values, of = inspection.cosines
+    sizes, tensors = inspection.sizes, inspection.tensors
+    return {
+        "what": inspection.what,
+        "num_tasks": len(inspection.tasks),
+        **inspection.facts.model_dump(mode="json", include=known),
+        "base_norm": inspection.base_norm,
+        "norms": inspection.norms,
+        "sizes": None if sizes is None else sizes._asdict(),
+        "codes": _codes_json(inspection.codes),
+        "cosines": values.tolist(),
+        "cosines_of": of,
+        "choices": [choice._asdict() for choice in inspection.choices],
+        "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
+        "row_sums": inspection.row_sums,
+        "errors": {
+            task: {
+                "at_least": low if math.isfinite(low) else None,
+                "at_most": high if math.isfinite(high) else None,
+            }
+            for task, (low, high) in inspection.errors.items()
+        },
+        **{name: tensors[name].tolist() if name in tensors else None for name in matrices},
+    }
+
+
+def _codes_json(codes: Losses | None) -> dict[str, Any] | None:
+    if codes is None:
+        return None
+    vectors, groups = ([each._asdict() for each in part] for part in (codes.vectors, codes.groups))
+    return {"vectors": vectors, "sum": codes.sum, "groups": groups}
+
+
+def _energy(loss: float, total: float) -> float:
+    return 1.0 - loss / total if total > 0 else 1.0
