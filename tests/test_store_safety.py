@@ -314,8 +314,15 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
         assert mend in refused(*words.split())
     assert os.system(mend) == 0
     assert files_of(here / "grown") == second
+    for name in ("grown.new", "grown.previous"):
+        shutil.rmtree(here / name, ignore_errors=True)
+        (here / name).mkdir()
+        (here / name / "mine.txt").touch()
+        assert f"{here / name} is in the way" in refused("undo", "grown")
+        shutil.rmtree(here / name)
+    tvb("add", "grown", "f", "--task", "f", "--quiet")
     shutil.rmtree(here / "grown")
-    said = refused("add", "grown", "f", "--task", "f", "--budget", "3", "--base", "base")
+    said = refused("add", "grown", "g", "--task", "g", "--budget", "3", "--base", "base")
     assert "is the previous state of another store of this name" in said
 
 

@@ -7,7 +7,6 @@ one pass over the sparse bases and the vectors before: the small Gram matrix of 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +126,12 @@ def sparse_store(
     tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)
     writer = StoreWriter(out)
-    shutil.rmtree(writer.folder, ignore_errors=True)
+    writer.begin()
     try:
         kept: dict[str, FileRecord] = {}
         for index, (file, name) in enumerate(zip(files, names, strict=True)):
             folder = writer.folder / name
-            folder.mkdir(parents=True)
+            folder.mkdir()
             link(file, folder / WEIGHTS)
             kept[f"{name}/{WEIGHTS}"] = record_of(folder / WEIGHTS)
             kept |= copy_config(dense.config, folder, index, tokenizer=False)
@@ -140,7 +139,7 @@ def sparse_store(
         made = Vectors(tensors, names, kept, dtype_name(dtype), "sparse", density=density)
         return writer.commit(made, history)
     finally:
-        shutil.rmtree(writer.folder, ignore_errors=True)
+        writer.discard()
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:

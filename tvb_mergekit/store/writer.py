@@ -34,6 +34,7 @@ from tvb_mergekit.store.vectors import Vectors, facts_of
 from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)
+MARK = ".unfinished"  # in STORE.new: the folder is ours
 
 
 class StoreWriter:
@@ -47,6 +48,24 @@ class StoreWriter:
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
         self.store = Path(os.path.realpath(path))
         self.folder = folder or next_to(self.store, "new")
+
+    def begin(self) -> None:
+        """Make the folder. A folder that an interrupted change has left is deleted.
+
+        Raises:
+            UserError: a folder of the user has this name.
+        """
+        mine = (self.folder / MARK).is_file()
+        if os.path.lexists(self.folder) and not mine and os.listdir(self.folder):
+            raise UserError(f"{self.folder} is in the way; move or delete it")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        (self.folder / MARK).touch()
+
+    def discard(self) -> None:
+        """Delete the folder of a change that was not published."""
+        if (self.folder / MARK).is_file():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
         """Link the vectors of the present state into the next; returns the records of their files.
@@ -81,14 +100,18 @@ class StoreWriter:
         facts = facts.but(store=store)
         write_recipes(self.folder, facts)
         write_facts(self.folder, facts)
-        if not (self.store / FACTS).is_file():
+        if (self.store / FACTS).is_file():
+            previous = next_to(self.store, "previous")
+            old = self.store.with_name(f".{self.store.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            moves = [(previous, old)] * previous.is_dir()
+            _rename(*moves, (self.store, previous), (self.folder, self.store))
+            shutil.rmtree(old, ignore_errors=True)
+        else:
             with suppress(FileNotFoundError):
                 self.store.rmdir()  # an empty folder
             os.rename(self.folder, self.store)
-        else:
-            previous = next_to(self.store, "previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            _rename((self.store, previous), (self.folder, self.store))
+        (self.store / MARK).unlink(missing_ok=True)
         return load(self.store)
 
 
@@ -103,19 +126,20 @@ def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
     writer = StoreWriter(path)
     store, held = writer.store, lock(path, LOG.warning)
     try:
+        previous = next_to(store, "previous")
         if store.is_dir() and is_store(store):
             _check_own(store, read_store_facts(store))
-        elif writer.folder.is_dir() and next_to(store, "previous").is_dir():
+        elif writer.folder.is_dir() and previous.is_dir():
             read_store_facts(store)  # names the command that completes the change
-        shutil.rmtree(writer.folder, ignore_errors=True)
-        writer.folder.mkdir()
+        if previous.exists() and not is_store(previous):
+            raise UserError(f"{previous} is in the way; move or delete it")
+        writer.begin()
         yield writer
     except OSError as error:
         mend = remedy(error) and f"; {remedy(error)}"
         raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
     finally:
-        if store.exists() or not next_to(store, "previous").exists():
-            shutil.rmtree(writer.folder, ignore_errors=True)
+        writer.discard()
         held.release()
 
 
@@ -132,7 +156,7 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
         if not previous.is_dir():
             raise UserError(f"{path}: nothing to undo: {previous} does not exist")
         load(previous)
-        new.rmdir()
+        writer.discard()
         _rename((store, new), (previous, store), (new, previous))
     return load(store)
 
@@ -188,7 +212,7 @@ class _Lock(filelock.FileLock):
 
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
-    own = {FACTS, *facts.store.files, *recipe_files(facts)}
+    own = {FACTS, MARK, *facts.store.files, *recipe_files(facts)}
     for entry in store.rglob("*"):
         if not entry.is_dir() and entry.relative_to(store).as_posix() not in own:
             raise UserError(
