@@ -52,7 +52,7 @@ from transformers.utils import logging
 
 import tvb_mergekit
 from tvb_mergekit.learn import gradients
-from tvb_mergekit.learn.batches import Batch, Loss, entropy, response_loss
+from tvb_mergekit.learn.batches import Batch, LossFunction, entropy, response_loss
 from tvb_mergekit.learn.batches import runs as batched
 from tvb_mergekit.learn.data import DataFile, Example, encode, read_data
 from tvb_mergekit.learn.descent import Descent
@@ -490,7 +490,7 @@ class Look:
         }  # fmt: skip
 
     @torch.no_grad()
-    def _means(self, model: Any, key: str, *losses: Loss) -> list[float]:
+    def _means(self, model: Any, key: str, *losses: LossFunction) -> list[float]:
         totals, examples = [0.0] * len(losses), sorted(self.examples[key], key=lambda e: len(e.ids))
         for some in batched(examples, 64):
             batch = Batch.of(some, torch.device(self.run.device))

@@ -75,11 +75,11 @@ from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,
     SHARD_BYTES,
+    Finished,
     FoldersSink,
     FolderWriter,
     MemorySink,
     Shard,
-    Whole,
     plan_shards,
     read_journal,
     run_of,
@@ -396,7 +396,7 @@ def writers_of(
     names: Sequence[str],
     items: Sequence[Item],
     config: Path | None,
-    done: Sequence[Whole] = (),
+    done: Sequence[Finished] = (),
     coding: Coding | None = None,
 ) -> list[FolderWriter]:
     """A writer for each vector of a store in `folder`.

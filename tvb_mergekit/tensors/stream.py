@@ -211,7 +211,7 @@ def allocate(
     return torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
 
 
-class Buffer:
+class PieceBuffer:
     """Memory for the stored elements of a piece. One instance per thread."""
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
@@ -251,7 +251,7 @@ class Chunks:
         self.packed = device.type != "cpu"
         # from pinned memory the copy to a GPU is fast
         nbytes = layout.buffer_bytes if buffer_bytes is None else buffer_bytes
-        self.buffer = Buffer(nbytes, pinned=device.type == "cuda")
+        self.buffer = PieceBuffer(nbytes, pinned=device.type == "cuda")
         rows = 1 + layout.needs.rows
         self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
 
