@@ -39,7 +39,7 @@ class Part:
     Attributes:
         held: The elements are in memory, on any device. `read` returns a view and needs no buffer.
         ahead: Called as ahead(start, stop); asks the disk for elements that will be read soon.
-        holds: A weight, from which the base's is subtracted, or a delta, a difference already.
+        holds: A weight or a delta, its difference from the base's weight.
         packed: The codes that the elements are stored as. An accelerator decodes them itself.
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
