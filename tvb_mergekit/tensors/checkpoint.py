@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
 RESTORE = "restore it, or build the store anew"
 # transformers 5 writes experts as its older versions did, unless it is asked for its own names.
 SAVE_AGAIN = (
@@ -218,14 +219,7 @@ def parse_headers(
             newer = int(said["version"]) > version
             if not newer:
                 parse(said)
-        except (
-            LookupError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            RuntimeError,
-            OverflowError,
-        ) as error:
+        except _MALFORMED as error:
             raise UserError(
                 f"{file}: its header does not describe {what} ({error}); {RESTORE}"
             ) from error
