@@ -305,7 +305,7 @@ def test_a_file_that_a_change_would_lose_is_refused_before_the_work(
 
 
 def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
-    """The message names the command that completes it. A previous state is not taken over."""
+    """The message names the command that completes it. Other folders of these names stay."""
     tvb("add", "grown", "e", "--task", "e", "--quiet")
     second = files_of(here / "grown")
     (here / "grown").rename(here / "grown.new")
@@ -322,8 +322,8 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
         shutil.rmtree(here / name)
     tvb("add", "grown", "f", "--task", "f", "--quiet")
     shutil.rmtree(here / "grown")
-    said = refused("add", "grown", "g", "--task", "g", "--budget", "3", "--base", "base")
-    assert "is the previous state of another store of this name" in said
+    tvb("add", "grown", "g", "--task", "g", "--budget", "3", "--base", "base", "--quiet")
+    assert "grown.previous is of another store" in refused("undo", "grown")
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:

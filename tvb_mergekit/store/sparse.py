@@ -23,8 +23,9 @@ from tvb_mergekit.store.facts import FileRecord, StoreFacts
 from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, record_of
 from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
-from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
+from tvb_mergekit.store.writer import StoreWriter, link
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part
@@ -114,7 +115,7 @@ def sparse_store(
     Raises:
         UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
     """
-    check_new_store(out)
+    check_new_folder(out)
     vectors = [Sparse.open(file) for file in files]
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from tvb_mergekit.store.store import (
     record_of,
 )
 from tvb_mergekit.store.vectors import Vectors, facts_of
-from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)
 MARK = ".unfinished"  # in STORE.new: the folder is ours
@@ -97,6 +96,8 @@ class StoreWriter:
         store = facts.store.but(files=files)
         if store.base_path:
             store = store.but(base_beside=os.path.relpath(store.base_path, self.store))
+        if (self.store / FACTS).is_file():
+            store = store.but(previous=read_store_facts(self.store).checksum)
         facts = facts.but(store=store)
         write_recipes(self.folder, facts)
         write_facts(self.folder, facts)
@@ -151,29 +152,16 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
     """
     store = Path(os.path.realpath(path))
     with changing(path) as writer:
-        read_store_facts(store)
+        now = read_store_facts(store)
         previous, new = next_to(store, "previous"), writer.folder
         if not previous.is_dir():
             raise UserError(f"{path}: nothing to undo: {previous} does not exist")
-        load(previous)
+        other = load(previous).facts
+        if now.store.previous != other.checksum and other.store.previous != now.checksum:
+            raise UserError(f"{path}: nothing to undo: {previous} is of another store")
         writer.discard()
         _rename((store, new), (previous, store), (new, previous))
     return load(store)
-
-
-def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """Raise UserError if a folder for a new store is not empty, or a previous state is next to it.
-
-    Args:
-        inputs: paths that the store must not hold.
-    """
-    check_new_folder(out, inputs)
-    previous = next_to(Path(os.path.realpath(out)), "previous")
-    if previous.exists():
-        raise UserError(
-            f"{previous} is the previous state of another store of this name, and `tvb undo` would "
-            "bring it back; delete it or name another folder"
-        )
 
 
 def link(file: Path, target: Path) -> None:
