@@ -528,8 +528,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
-    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M turns them into bases"),
-    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M turns them into bases"),
+    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M makes bases of them"),
+    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M makes bases of them"),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
     "old tasks recoded": ("add {z} {m} --task new --size 2GB", "No such option"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
@@ -669,7 +669,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
         Codes.open(tmp_path / "later.safetensors")
     (tmp_path / "odd.safetensors").write_bytes(text.replace(b'"w\\": [1', b'"w\\": [7'))
-    with pytest.raises(tvb_mergekit.UserError, match="does not say how it is coded"):
+    with pytest.raises(tvb_mergekit.UserError, match="does not describe codes"):
         Codes.open(tmp_path / "odd.safetensors")
     for wrong in ("two", [2]):
         with pytest.raises(tvb_mergekit.UserError, match=r"`bits` is .*: expected a number"):

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from tvb_mergekit.learn.data import Example
 
-Loss = Callable[[Tensor, "Batch"], Tensor]
+LossFunction = Callable[[Tensor, "Batch"], Tensor]
 
 
 class Split(NamedTuple):
