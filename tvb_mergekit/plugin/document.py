@@ -1,4 +1,4 @@
-"""A recipe as a text: its YAML read strictly, its keys checked, the method looked up."""
+"""A recipe as text: strict YAML, known keys and a known method."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tvb_mergekit.store.recipes import located
 
 @dataclass
 class Document:
-    """One recipe, read and checked; nothing of its models has been opened."""
+    """One recipe, read and checked. No model is open, except a store."""
 
     config: Any
     recipe: Recipe
@@ -45,7 +45,7 @@ class Document:
         return dtype
 
     def whole_tasks(self) -> None:
-        """Take the task vectors themselves, unless the recipe says something of bases."""
+        """Use the task vectors themselves, unless the recipe has a key of bases."""
         settings = self.recipe.settings
         if not settings.names_a_basis:
             whole = settings.model_copy(update={"basis": "none"})
@@ -56,7 +56,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     """The recipe in a file.
 
     Raises:
-        UserError: no recipe of ours, several documents, or a mistake in it.
+        UserError: another method, several documents, or a mistake.
     """
     file = parse(str(path))
     document = file.single()
@@ -68,7 +68,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
     """A recipe given as plain objects, and as text if there is one; see `read_document`."""
-    # Not above: importing it calls our hook, which needs this module.
+    # An import above would call our hook, which needs this module.
     from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
 
     with refusing(planning=True):
@@ -84,7 +84,7 @@ def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Docume
 
 
 def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the recipe") -> None:
-    """Refuse keys that mergekit would drop in silence, anywhere in the recipe's own text.
+    """Refuse keys anywhere in a recipe that mergekit would silently drop.
 
     Args:
         raw: the YAML document as plain objects.
@@ -140,7 +140,7 @@ class RecipeFile:
     """The YAML documents of a recipe, parsed once.
 
     Attributes:
-        given: The documents as YAML reads them; of a key that stands twice it keeps the last value.
+        given: The documents as YAML reads them. The last value of a repeated key counts.
         repeated: The message about a key that stands twice in one mapping.
     """
 
@@ -235,9 +235,9 @@ class _Loader(yaml.SafeLoader):
             key = (key_node.tag, key_node.value) if isinstance(key_node.value, str) else None
             twice = key is not None and key in seen and key_node.tag != "tag:yaml.org,2002:merge"
             if twice and self.repeated is None:
-                told = f"`{key_node.value}` stands here a second time"
+                reason = f"`{key_node.value}` stands here a second time"
                 mark = key_node.start_mark
-                self.repeated = yaml.constructor.ConstructorError(None, None, told, mark)
+                self.repeated = yaml.constructor.ConstructorError(None, None, reason, mark)
             seen.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping

@@ -48,8 +48,7 @@ def plan_files(
                     "--tensor-intersection, or keep the base's with --tensor-union"
                 )
     method = merge_methods.get(config.merge_method)
-    safe = options.safe_serialization
-    tensors = MergedTensors(recipe, files, document.dtype, safe=safe)
+    tensors = MergedTensors(recipe, files, document.dtype, safe=options.safe_serialization)
     tensors.fill(
         Candidate(
             WeightInfo(name=name),

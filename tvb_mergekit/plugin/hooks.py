@@ -70,7 +70,7 @@ class RunMerge(Task[None]):
 
 
 def plan_flat_merge(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `plan_flat_merge` that plans a merge of weight files by our methods as one task."""
+    """A `plan_flat_merge` that makes one task of a merge by our methods."""
 
     def replacement(
         config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any

@@ -33,7 +33,7 @@ FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
 
 
 class Options(MergeOptions):
-    """How the command may get at models."""
+    """The command's options for opening models."""
 
     quiet: bool = True
     fuse: bool = False  # adapters, instead of working on their factors
@@ -44,10 +44,11 @@ def read_inputs(
 ) -> TaskSet:
     """Open the models of a recipe, and match their tensors.
 
-    Adapters of one base are taken by their factors; nothing of the size of a weight is made.
+    Adapters of one base stay factors. No tensor of a weight's size is made of them. mergekit plans
+    other models: its architectures know all names of a tensor.
 
     Args:
-        names: tensors that take part although no adapter targets them: as zeros.
+        names: tensors that take part as zeros although no adapter targets them.
 
     Raises:
         UserError: a model is missing, damaged, quantized or does not fit the base.
@@ -65,7 +66,8 @@ def read_inputs(
     elif by_factors(document, options):
         found = _adapter_inputs(document, options, names or ())
     else:
-        found = _planned_inputs(document, options)
+        check_for_store(document)
+        found = tasks_for_store(document, plan_only(document, options))
     if not found.items:
         raise UserError(NO_TENSOR)
     found.varying = document.varying
@@ -73,7 +75,7 @@ def read_inputs(
 
 
 def by_factors(document: Document, options: Options) -> bool:
-    """Whether all models are adapters, which are then taken as they are."""
+    """Whether all models are adapters that stay factors."""
     return not options.fuse and all(model.lora is not None for model in document.recipe.models)
 
 
@@ -151,14 +153,8 @@ def _local(model: ModelReference, options: Options) -> Checkpoint:
     return Checkpoint.open(model.local_path(options.transformers_cache))
 
 
-def _planned_inputs(document: Document, options: Options) -> TaskSet:
-    """Models as mergekit plans them: its architectures know under which names a tensor may go."""
-    check_for_store(document)
-    return tasks_for_store(document, plan_only(document, options))
-
-
 def check_for_store(document: Document) -> None:
-    """Raise UserError where a store cannot hold what the recipe asks for; before it is planned."""
+    """Raise UserError if a store cannot hold the merge of a recipe. Needs no plan."""
     config = document.config
     if config.slices:
         raise UserError(
@@ -204,9 +200,9 @@ def tasks_for_store(document: Document, plan: Plan) -> TaskSet:
             )
         if (owner := owners.setdefault(name, item.name)) != item.name:
             raise UserError(
-                f"tensors `{owner}` and `{item.name}` are one tensor of the base, and two of "
-                "the models: a store holds one difference for each tensor of the base; save the "
-                "base with both, or leave both to it with `exclude`"
+                f"tensors `{owner}` and `{item.name}` are one tensor of the base and two of the "
+                "models. A store holds one difference for each tensor of the base: save the base "
+                "with both, or leave both out with `exclude`"
             )
         shape = plan.base.tensors[name].shape
         if item.shape != shape:

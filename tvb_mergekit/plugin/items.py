@@ -84,7 +84,7 @@ class MergedTensors:
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
 
     def fresh(self) -> list[Item]:
-        """The items for one pass: tensors that are loaded whole stay in memory until read."""
+        """The items for one pass: a tensor that is loaded whole stays in memory until read."""
         return [self._fresh[i.name]() if i.name in self._fresh else i for i in self.items]
 
     def _item(self, given: Candidate) -> Item:

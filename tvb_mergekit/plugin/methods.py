@@ -1,4 +1,4 @@
-"""The methods as mergekit sees them: names, parameters, and merging in memory."""
+"""The methods in mergekit's registry: names, parameters, and merging in memory."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 mergekit promises none of these names. `problem` compares them with the table as soon as mergekit
 has imported their modules. A version of mergekit with the same names works, tested or not.
-A row is all that a new name needs. `replace` and `replaced` refuse a name without a row.
+A new name needs only a row. `replace` and `replaced` refuse a name without a row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Name(NamedTuple):
         return self.place.replace(":", ".")
 
 
-Rows = dict[str, list[tuple[Any, ...]]]  # a module -> the rest of its rows
+Rows = dict[str, list[tuple[Any, ...]]]  # a module -> the fields of its names
 
 
 def _names(rows: Rows) -> tuple[Name, ...]:
@@ -167,7 +167,7 @@ PLACES = {name.place for names in PROBED.values() for name in names}
 
 
 def problem(module: str) -> str | None:
-    """The reason why this mergekit cannot be used, in one line, or None.
+    """Reason why this mergekit cannot be used, in one line, or None.
 
     Args:
         module: the module of `PROBED` whose import has just ended.
@@ -225,14 +225,14 @@ def note_untested() -> None:
 
 
 def withdraw() -> None:
-    """Take our methods out of mergekit's registry again."""
+    """Remove our methods from mergekit's registry."""
     registry = sys.modules.get("mergekit.merge_methods.registry")
     for name in METHODS:
         getattr(registry, "_METHODS", {}).pop(name, None)
 
 
 def replace(name: Name, make: Callable[[Any], Any]) -> None:
-    """Replace a name for good by `make(original)`, unless that has been done."""
+    """Replace a name permanently by `make(original)`, once."""
     owner, attribute = _owner(name.place)
     original = getattr(owner, attribute)
     if not getattr(original, "tvb_mergekit", False):

@@ -40,6 +40,7 @@ from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
+UNREAD = "not used by this recipe, or unknown to mergekit's definition of the architecture"
 
 
 class Learned(Protocol):
@@ -47,13 +48,13 @@ class Learned(Protocol):
 
     @property
     def method(self) -> str:
-        """Its name, for the report."""
+        """The method's name, for the report."""
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         """Give `sink` the merged tensors."""
 
     def write(self, folder: Path) -> None:
-        """Write what was learned into the folder of the merged model, before it is published."""
+        """Write the learned values into the folder of the merged model."""
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Plan:
         return tasks
 
     def build(self) -> Combination:
-        """The basis, by the passes that it needs. Checks tensors that stay the base's on the way.
+        """Build the basis, and check the tensors that stay the base's.
 
         Raises:
             UserError: Too little memory, NaN or infinity, a zero task vector.
@@ -142,7 +143,7 @@ class Plan:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
             basis = build_basis(self.tasks, self.engine)
-            for line in warnings(basis, recipe.model_names):
+            for line in warnings(basis, dict(zip(recipe.tasks, self.tasks.models, strict=True))):
                 LOG.warning("%s", line)
             return basis
         order = list(store.order)
@@ -154,7 +155,7 @@ class Plan:
         return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
-        """The last pass: give `sink` the merged tensors, of `build`'s basis."""
+        """Give `sink` the merged tensors, after `build`."""
         assert self.basis is not None
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
@@ -162,7 +163,7 @@ class Plan:
         merge_items(self.basis, items, sink, self.engine)
 
     def note_unread(self) -> None:
-        """After the merge: name the stored tensors that nothing asked for."""
+        """Name the stored tensors that the merge did not need, once it is done."""
         left_out = self.tensors.left_out
         read = {model: set(loader.read) for model, loader in self.loaders.items()}
         for item in self.tensors.items:
@@ -176,17 +177,11 @@ class Plan:
             and name not in left_out
             and (model == self.recipe.base or name not in self.base.tensors)
         }
-        for name, model in unread.items():
-            left_out[name] = (
-                f"in {model}, but not used by this recipe or not in mergekit's definition of the "
-                "architecture; not written"
-            )
+        left_out.update({name: f"in {m}, but {UNREAD}; not written" for name, m in unread.items()})
         if unread:
+            names = listed(list(unread))
             LOG.warning(
-                "%d tensors are not in the merged model: not used by this recipe, or unknown to "
-                "mergekit's definition of the architecture: %s",
-                len(unread),
-                listed(list(unread)),
+                "%d tensors are not in the merged model: %s: %s", len(unread), UNREAD, names
             )
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:

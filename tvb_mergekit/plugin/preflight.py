@@ -1,4 +1,4 @@
-"""What lies on this disk of a recipe's models: looked at before anything is read or downloaded."""
+"""Checks of a recipe's models on this disk, before a tensor is read or a file downloaded."""
 
 from __future__ import annotations
 
@@ -30,15 +30,11 @@ TOKENIZER_FILES = (
 
 
 def check_local_files(recipe: Recipe, options: MergeOptions) -> dict[ModelReference, Checkpoint]:
-    """The models of a recipe that lie on this disk, open, before anything is downloaded or planned.
-
-    Raises:
-        UserError: see `check_model`.
-    """
+    """The open checkpoints of a recipe's models on this disk; see `check_model`."""
     opened = {}
     for model in recipe.every:
-        stored = recipe.vectors is not None and model != recipe.base  # open already
-        if (found := check_model(model, recipe.base, options, not stored)) is not None:
+        found = check_model(model, recipe.base, options, model not in recipe.opened)
+        if found is not None:
             opened[model] = found
     return opened
 
@@ -91,7 +87,7 @@ def check_model(
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:
-    """Raise UserError where a model that is to give its tokenizer is missing or has none."""
+    """Raise UserError if the model of `tokenizer_source` is missing or has no tokenizer."""
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source is None:
         return
@@ -119,12 +115,12 @@ def may_be_on_the_hub(path: str) -> bool:
 
 
 def _check_config(path: str, base: str, any_architecture: bool) -> None:
-    """Raise UserError where a folder is no unquantized model of the base's architecture."""
+    """Raise UserError unless a folder is an unquantized model of the base's architecture."""
     if not os.path.isfile(os.path.join(path, "config.json")):
         found = ", ".join(weight_files(path)) or "no weight file"
         raise UserError(
             f"model {path}: no config.json in this folder (found {found}); expected a Hugging Face "
-            "model folder; an adapter is listed as BASE+ADAPTER"
+            "model folder, or an adapter as BASE+ADAPTER"
         )
     config = _read_config(path)
     architectures, expected = (c.get("architectures") for c in (config, _read_config(base)))
@@ -155,7 +151,7 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def check_adapter_place(path: str) -> None:
-    """Raise UserError where an adapter can be neither in its folder nor on the Hub."""
+    """Raise UserError if an adapter can be neither in its folder nor on the Hub."""
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "adapter_config.json")):
             raise UserError(
@@ -173,8 +169,7 @@ def check_adapter_place(path: str) -> None:
 
 
 def _check_adapter(model: ModelReference, cache: str | None) -> None:
-    """Check an adapter, and the copy of the base into which mergekit has fused it: mergekit takes
-    a copy that was cut, or that the adapter has changed since, for whole."""
+    """Check an adapter and mergekit's fused copy: mergekit itself accepts a cut or old copy."""
     assert model.lora is not None
     if not cache:
         raise UserError(

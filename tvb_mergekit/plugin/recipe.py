@@ -1,7 +1,8 @@
-"""mergekit's configuration to a recipe: models, tasks, weights and settings, all checked."""
+"""A recipe in mergekit's configuration: models, tasks, weights and settings, all checked."""
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import os
 import re
@@ -36,7 +37,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One merge by one of our methods, as the recipe's keys say it.
+    """One merge by one of our methods.
 
     Attributes:
         models: In the order of the tasks.
@@ -56,7 +57,7 @@ class Recipe:
         """The store whose bases the models are; None for task vectors."""
         return None if self.vectors is None or self.vectors.keeps_tasks else self.vectors
 
-    @property
+    @functools.cached_property
     def opened(self) -> dict[ModelReference, Any]:
         """The models that are vectors of a store, as the store has opened them."""
         if self.vectors is None:
@@ -68,11 +69,6 @@ class Recipe:
     def every(self) -> tuple[ModelReference, ...]:
         """The base and the models."""
         return self.base, *self.models
-
-    @property
-    def model_names(self) -> dict[str, str]:
-        """Task -> model, as the recipe writes it."""
-        return {task: str(model) for task, model in zip(self.tasks, self.models, strict=True)}
 
     def check_base(self, opened: Weights) -> None:
         """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""
@@ -108,7 +104,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Section:
-    """A part of the configuration, and the one model that it is about, if it is."""
+    """A part of the configuration, and its model if the part is about one."""
 
     where: str
     parameters: Mapping[str, Any]
@@ -116,7 +112,7 @@ class _Section:
 
     @property
     def list(self) -> str:
-        """The list of models that it is an entry of."""
+        """The list that has this entry."""
         return self.where.rpartition("[")[0]
 
 
@@ -124,8 +120,7 @@ def read_recipe(config: BaseModel) -> Recipe:
     """The recipe in a MergeConfiguration or RawPyTorchMergeConfig of one of our methods.
 
     Raises:
-        UserError: a key, value, model or task name is wrong or missing. Nothing of the models has
-            been read by then.
+        UserError: a key, value, model or task name is wrong or missing.
     """
     method = config.merge_method  # type: ignore[attr-defined]
     _check_output(config)
@@ -155,7 +150,7 @@ def read_recipe(config: BaseModel) -> Recipe:
 
 
 def _check_output(config: Any) -> None:
-    """Check what mergekit looks at when the weights are merged: dtypes and the chat template."""
+    """Check dtypes and the chat template, which mergekit checks after merging the weights."""
     for key in ("dtype", "out_dtype"):
         name = getattr(config, key)
         if name is not None and name.removeprefix("torch.") not in DTYPES:
@@ -172,7 +167,7 @@ def _check_output(config: Any) -> None:
 
 
 def _reference(model: Any) -> ModelReference | None:
-    """mergekit-pytorch names its models by plain paths, which may hold `+` and `@`."""
+    """A model; mergekit-pytorch names models by plain paths, which may hold `+` and `@`."""
     if isinstance(model, str):
         return ModelReference.model_validate({"model": {"path": model}})
     assert model is None or isinstance(model, ModelReference)
@@ -180,7 +175,7 @@ def _reference(model: Any) -> ModelReference | None:
 
 
 def _sections(config: Any) -> Iterator[_Section]:
-    """Everything in the configuration that may have parameters of its own."""
+    """All parts of the configuration that may have parameters."""
 
     def section(where: str, part: Any, model: Any = None) -> _Section:
         return _Section(where, part.model_dump().get("parameters") or {}, _reference(model))
@@ -238,7 +233,7 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
 
 
 def _identity(model: ModelReference) -> object:
-    """Equal for two ways to write one model: where it lies, its revision, and its adapter's."""
+    """The real paths and revisions of a model and its adapter."""
     parts = [part for part in (model.model, model.lora) if part is not None]
     return tuple(
         (os.path.realpath(part.path) if os.path.exists(part.path) else part.path, part.revision)
@@ -247,7 +242,7 @@ def _identity(model: ModelReference) -> object:
 
 
 def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
-    """key -> value (varying keys: all settings of it in a list) of the whole merge."""
+    """Key -> value of the complete merge; a varying key -> the list of its settings."""
     found: dict[str, Any] = {}
     for section in sections:
         where = f"{section.where}parameters"
@@ -267,7 +262,7 @@ def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
 def _model_values(
     sections: Sequence[_Section], base: ModelReference
 ) -> dict[tuple[ModelReference, str], Any]:
-    """(model, key) -> value; said once, it holds for all slices."""
+    """(model, key) -> value. A value given once is valid for all slices."""
     found: dict[tuple[ModelReference, str], Any] = {}
     for section in sections:
         model, where = section.model, f"{section.where}parameters"

@@ -67,13 +67,13 @@ def merge_recipe(
     """Merge into the folder `out`, as `mergekit-yaml` does.
 
     Args:
-        document: the recipe; used up, since mergekit rewrites its configuration.
+        document: used up, since mergekit rewrites its configuration.
         memory: bytes that the passes may allocate.
         out_shard_size: as a user writes it.
-        options: others of mergekit's `MergeOptions`.
+        options: other fields of mergekit's `MergeOptions`.
 
     Raises:
-        UserError, MergeRefused: what refuses the merge.
+        UserError, MergeRefused: a reason that stops the merge.
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
     if document.raw:
@@ -87,8 +87,7 @@ def merge_recipe(
         raise UserError(
             f"--out-shard-size {out_shard_size}: expected a size such as 500M or 5B"
         ) from error
-    settings = MergeOptions(out_shard_size=shard, **options)
-    merge(document, out, settings, memory)
+    merge(document, out, MergeOptions(out_shard_size=shard, **options), memory)
 
 
 def merge(document: Document, out: str, options: MergeOptions, memory: int | None = None) -> None:
@@ -99,7 +98,7 @@ def merge(document: Document, out: str, options: MergeOptions, memory: int | Non
         memory: bytes that the passes may allocate; None: TVB_MERGEKIT_BLOCK_MB.
 
     Raises:
-        MergeRefused: what refuses the merge.
+        MergeRefused: a reason that stops the merge.
     """
     started = time.perf_counter()
     if options.random_seed is not None:
@@ -154,10 +153,7 @@ def write_model(plan: Plan, document: Document, stage: StagedFolder, started: fl
 
 @contextmanager
 def staged(out: str) -> Iterator[StagedFolder]:
-    """A folder for the merged model that is deleted after an error.
-
-    The leader of several processes makes and deletes the folder.
-    """
+    """A folder for the merged model, which the leader makes, and deletes after an error."""
     world = ranks.world()
     made = StagedFolder(out) if world.leads else None
     try:
@@ -184,8 +180,7 @@ class TorchSink(MemorySink):
 
 
 def write_tensors(plan: Plan, folder: Path) -> None:
-    """Merge all tensors into the weight files of `folder`; of several processes, only the leader
-    comes back."""
+    """Merge all tensors into the weight files of `folder`. Only the leader returns."""
     items = plan.items()
     options, world = plan.options, ranks.world()
     if not options.safe_serialization:
@@ -231,11 +226,11 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
     elif options.copy_tokenizer:
         try:
             _copy_tokenizer(config, str(folder), options=options)
-        except Exception as error:  # of whatever kind the tokenizer's code leads to
-            told = "the tokenizer could not be copied; the merge is whole: %s"
-            LOG.error(told, " ".join(str(error).split()))
+        except Exception as error:  # a tokenizer's own code may raise any
+            reason = " ".join(str(error).split())
+            LOG.error("the tokenizer could not be copied; the merge is complete: %s", reason)
     elif config.chat_template:
-        LOG.warning("`chat_template` is not saved: there is no tokenizer")
+        LOG.warning("`chat_template` is not saved: the merge has no tokenizer")
     files = plan.architecture.tagalong_files or []
     _copy_tagalong_files(config, str(folder), files=files, options=options)
 
@@ -257,4 +252,4 @@ def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> No
         try:
             report.print_summary(facts, tensors, str(stage.out))
         except Exception as error:  # a closed pipe, a terminal without the characters
-            LOG.warning("the merge is whole, but its summary cannot be printed: %s", error)
+            LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)

@@ -26,7 +26,7 @@ from tvb_mergekit.tensors.stream import Part
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tensor of the merged model as mergekit plans it, before anything of it is read.
+    """One tensor of the merged model as mergekit plans it. Nothing is read yet.
 
     Attributes:
         values: The values of the recipe's keys for this tensor.
@@ -51,7 +51,7 @@ def candidate(
     tokenizer: Any,
     options: MergeOptions,
 ) -> Candidate:
-    """A tensor planned by mergekit; its parts are found by the rules of mergekit's `LoadTensor`.
+    """A tensor planned by mergekit. The rules of mergekit's `LoadTensor` find its parts.
 
     Args:
         checkpoints: The base's first.
@@ -94,7 +94,7 @@ def _unread(start: int, stop: int, buffer: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that mergekit makes of others when it loads one of the models."""
+    """A tensor that mergekit makes of other tensors when it loads one of the models."""
 
     loads: Sequence[Callable[[], Tensor]]
     options: MergeOptions

@@ -74,36 +74,30 @@ class StoreVectors:
         return self.bases.mean if negation else None
 
     def why_absent(self, stored: str | None, name: str) -> str:
-        """Reason why the store does not hold a tensor.
-
-        Args:
-            stored: Its name in the base's files.
-            name: Its name in the merged model.
-        """
+        """Reason why the store does not hold a tensor, by the base's or the merged model's name."""
         left_out = self.bases.facts["left_out"]
         return str(left_out.get(stored, left_out.get(name, "not in the store")))
 
 
 def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
-    """The store whose vectors the models are, or None if none is one.
+    """The store whose vectors the models are; None if no model is a vector.
 
     Raises:
-        UserError: Only some are, they are of several stores, or not all bases of one; a task that
+        UserError: Only some are vectors, they are of several stores, a basis is missing, or a task
             is no longer there.
     """
     folders = [folder_of(model.model.path) if model.lora is None else None for model in models]
     for model in models:
         _check_there(model)
-    if not any(folders):
-        return None
-    for model, folder in zip(models, folders, strict=True):
-        if folder is None:
-            basis = next(path for path in folders if path)
-            raise UserError(
-                f"model {model} is not a vector of a store, and {basis} is one: list those of one "
-                "store, or models only (`tvb export` makes models of a store's vectors)"
-            )
     known = [folder for folder in folders if folder is not None]
+    if not known:
+        return None
+    if None in folders:
+        raise UserError(
+            f"model {models[folders.index(None)]} is not a vector of a store, and {known[0]} is "
+            "one: list those of one store, or models only (`tvb export` makes models of a store's "
+            "vectors)"
+        )
     place = known[0].parent
     for folder in known:
         if os.path.realpath(folder.parent) != os.path.realpath(place):
@@ -125,7 +119,7 @@ def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
 
 
 def _check_there(model: ModelReference) -> None:
-    """Raise UserError if a model should be a task of a store, and is not there."""
+    """Raise UserError if a model is a task that its store no longer has."""
     place = Path(model.model.path)
     if not place.exists() and store.is_store(place.parent):
         facts = store.read_store_facts(place.parent)
@@ -137,10 +131,10 @@ def _check_there(model: ModelReference) -> None:
 
 
 def folder_of(path: str) -> Path | None:
-    """The folder of the vector at `path` (the folder or its weight file); None if it is a model.
+    """The folder of the vector at `path` (the folder or its weight file); None for a model.
 
     Raises:
-        UserError: It is a vector, and its store is not around it.
+        UserError: the vector lies outside its store.
     """
     place = Path(path)
     folder = place.parent if place.is_file() else place
@@ -156,8 +150,7 @@ def folder_of(path: str) -> Path | None:
 
 
 def refuse_bases(paths: Sequence[str], method: str) -> None:
-    """Raise UserError if one of the models is a vector of a store: other methods would take the
-    difference for a model."""
+    """Raise UserError if a model is a vector of a store. Other methods would use it as a model."""
     for path in paths:
         if not store.is_basis(path):
             continue
