@@ -176,10 +176,8 @@ class RecipeFile:
         Raises:
             UserError: mergekit does not know the method either.
         """
-        methods = []
-        for document in self.given:
-            part = document[0] if isinstance(document, list) and document else document
-            methods.append(part.get("merge_method") if isinstance(part, dict) else None)
+        parts = [d[0] if isinstance(d, list) and d else d for d in self.given]
+        methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
         for method in methods:
             if isinstance(method, str) and method not in registered():
                 raise unknown_method(self.path, method, registered())

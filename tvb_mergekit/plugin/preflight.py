@@ -209,6 +209,6 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
 
 def input_folders(recipe: Recipe) -> Sequence[str]:
     """Every local folder that the merge reads."""
-    paths = [model.model.path for model in (recipe.base, *recipe.models)]
+    paths = [model.model.path for model in recipe.every]
     paths += [model.lora.path for model in recipe.models if model.lora]
     return [path for path in paths if os.path.exists(path)]

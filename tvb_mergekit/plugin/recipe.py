@@ -174,22 +174,15 @@ def _reference(model: Any) -> ModelReference | None:
     return model
 
 
-def _sections(config: Any) -> Iterator[_Section]:
-    """All parts of the configuration that may have parameters."""
-
-    def section(where: str, part: Any, model: Any = None) -> _Section:
-        return _Section(where, part.model_dump().get("parameters") or {}, _reference(model))
-
-    modules = getattr(config, "modules", None) or {}
-    for prefix, part in (("", config), *((f"modules.{name}.", m) for name, m in modules.items())):
-        yield section(prefix, part)
-        for index, item in enumerate(getattr(part, "models", None) or ()):
-            yield section(f"{prefix}models[{index}].", item, item.model)
-        for number, piece in enumerate(getattr(part, "slices", None) or ()):
-            where = f"{prefix}slices[{number}]."
-            yield section(where, piece)
-            for index, item in enumerate(piece.sources):
-                yield section(f"{where}sources[{index}].", item, item.model)
+def _sections(part: Any, where: str = "") -> Iterator[_Section]:
+    """All parts of a configuration that may have parameters."""
+    parameters = part.model_dump().get("parameters") or {}
+    yield _Section(where, parameters, _reference(getattr(part, "model", None)))
+    for key in ("models", "slices", "sources"):
+        for index, item in enumerate(getattr(part, key, None) or ()):
+            yield from _sections(item, f"{where}{key}[{index}].")
+    for name, module in (getattr(part, "modules", None) or {}).items():
+        yield from _sections(module, f"{where}modules.{name}.")
 
 
 def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelReference, ...]:
