@@ -15,7 +15,7 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.names import note_untested
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Candidate
+from tvb_mergekit.plugin.sources import Candidate, Changed
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.stream import Item, Part, whole_parts
@@ -114,8 +114,8 @@ class MergedTensors:
         if reason is None:
             counted, tunables = self._count_once(given, item), self._tunables(given)
             item = replace(item, counted_as=counted, tunables=tunables)
-            if counted == name and whole is not None and (change := whole.identity()):
-                self.changed[name] = change
+            if counted == name and isinstance(whole, Changed):
+                self.changed[name] = whole.identity()
         if fresh is not None:
             self._fresh[name] = lambda: _refreshed(item, *fresh())
         return item

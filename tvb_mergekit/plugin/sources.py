@@ -104,9 +104,6 @@ class Made:
         LoaderCache().setup(options=self.options)  # mergekit has one for each thread
         return [load() for load in (self.loads[:1] if base_alone else self.loads)]
 
-    def identity(self) -> None:
-        """No checksum: the checkpoints decide."""
-
 
 @dataclass(frozen=True)
 class Changed:
