@@ -96,12 +96,12 @@ class StoreWriter:
         store = facts.store.but(files=files)
         if store.base_path:
             store = store.but(base_beside=os.path.relpath(store.base_path, self.store))
-        if (self.store / FACTS).is_file():
-            store = store.but(previous=read_store_facts(self.store).checksum)
-        facts = facts.but(store=store)
+        there = (self.store / FACTS).is_file()
+        before = read_store_facts(self.store).checksum if there else None
+        facts = facts.but(store=store.but(previous=before))
         write_recipes(self.folder, facts)
         write_facts(self.folder, facts)
-        if (self.store / FACTS).is_file():
+        if there:
             previous = next_to(self.store, "previous")
             old = self.store.with_name(f".{self.store.name}.old")
             shutil.rmtree(old, ignore_errors=True)
