@@ -46,16 +46,16 @@ class Name(NamedTuple):
         return self.place.replace(":", ".")
 
 
-Rows = dict[str, list[tuple[Any, ...]]]  # a module -> the fields of its names
+NameTable = dict[str, list[tuple[Any, ...]]]  # a module -> the fields of its names
 
 
-def _names(rows: Rows) -> tuple[Name, ...]:
+def _names(rows: NameTable) -> tuple[Name, ...]:
     return tuple(
         Name(f"{module}:{place}", *rest) for module in rows for place, *rest in rows[module]
     )
 
 
-IN_MEMORY: Rows = {
+IN_MEMORY: NameTable = {
     "mergekit.merge_methods.registry": [
         ("register", "method ...", "adds our methods"),
         ("registered_methods", "...", "lists all methods"),
@@ -75,7 +75,7 @@ IN_MEMORY: Rows = {
         ("MergeMethod._bind_parameters", "self groups parameters ...", "checks inputs and keys"),
     ],
 }
-MERGES: Rows = {
+MERGES: NameTable = {
     "mergekit.merge": [
         ("run_merge", "merge_config out_path options config_source", "ours run here", "run_merge"),
         ("_model_out_config", "config arch_info trust_remote_code ...", "makes config.json"),
@@ -135,7 +135,7 @@ MERGES: Rows = {
         ("TensorWriter", "out_path max_shard_size safe_serialization ...", "writes .bin files"),
     ],
 }
-RAW: Rows = {
+RAW: NameTable = {
     "mergekit.scripts.merge_raw_pytorch": [
         (
             "plan_flat_merge",
