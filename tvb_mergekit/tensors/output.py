@@ -39,6 +39,8 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
     place = _existing(Path(target))
     if not place.is_dir():
         raise UserError(f"the output {out}: {place} is a file; name a folder")
+    if not os.access(place, os.W_OK):
+        raise UserError(f"the output {out}: {place} is not writable; name another folder")
     if found := weight_files(target):
         raise UserError(
             f"the output folder {out} already holds weight files ({listed(found, 4)}); delete them "
