@@ -54,10 +54,11 @@ def is_ours(file: Path) -> bool:
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 
-def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
-    """Raise UserError if a file was changed, or if its facts differ from the wanted ones.
+def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts in a finished file. The fact `file`, where the data lie, may differ.
 
-    The fact `file`, where the data lie, may differ.
+    Raises:
+        UserError: the file was changed, or its facts differ from the wanted ones.
     """
     with safe_open(file, "pt") as held:
         metadata = held.metadata()
@@ -75,3 +76,4 @@ def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
             f"--resume: {file} differs from this command in {listed(other)}: repeat the options of "
             "that run, or leave out --resume to begin again"
         )
+    return facts
