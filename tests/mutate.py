@@ -41,7 +41,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/work.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
     ],
     "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or counts'": [
-        ("learn/moving.py", "own.sigmoid() * basis", "own.tanh() * basis"),
+        ("learn/moving.py", "own.sigmoid() * self", "own.tanh() * self"),
         ("learn/moving.py", "self.penalty * own", "-self.penalty * own"),
         ("learn/moving.py", "value.square() if", "value if"),
         ("learn/batches.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),

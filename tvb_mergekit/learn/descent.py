@@ -143,8 +143,7 @@ class Descent:
     def held_loss(self, examples: Sequence[Example]) -> float:
         """The mean loss of the merged model, without gradients."""
         self.optimizer.zero_grad()  # frees the last step's gradients: comparing masks needs memory
-        with self.moving.sharp():
-            self.moving.set(self.parameters)
+        self.moving.set(self.parameters, self.moving.merged())
         batches = runs(examples, self.schedule.batch)
         total = sum(len(batch) * self._mean(batch) for batch in batches)
         self.history.forward += len(examples)
