@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn import descent as descent_module
 from tvb_mergekit.learn import gradients, localize, models
 from tvb_mergekit.learn.batches import Batch, Split, drawn, entropy, response_loss, shuffled
 from tvb_mergekit.learn.data import Example
@@ -358,100 +357,116 @@ def test_half_of_the_bases_take_half_of_the_passes(case: Case, tmp_path: Path) -
         assert all(half <= 0.55 * whole for half, whole in zip(*found[::-1], strict=True)), method
 
 
-def test_an_interrupted_run_goes_on_after_its_last_mask(case: Case) -> None:
-    source, kept = case.recipe("cut", basis="balanced", num_bases=2), descent_module.Descent._epoch
-    words = (*case.words, "--epochs", 3, "--quiet", "--patience", 9)
-    for method, stops in (("atlas", 2), ("localize", 5)):
-        whole = case.learn(source, method, f"{method}-whole", *words)
-        out, calls = case.folder / f"{method}-cut", 0
-
-        def stopping(self: Descent, some: Any, epoch: int, keep: bool) -> float:
-            nonlocal calls
-            calls += 1
-            if calls == stops:  # noqa: B023
-                raise KeyboardInterrupt
-            return kept(self, some, epoch, keep)
-
-        with mock.patch.object(Descent, "_epoch", stopping):
-            done = tvb("learn", source, method, *words, "--out", out, code=130)
-            assert "--resume goes on" in done.stderr and not out.exists()
-            tvb("learn", source, method, *words, "--out", out, "--resume")
-        assert calls == stops + 3  # the mask or coefficients that were cut, again
-        found = load(out)
-        assert all(torch.equal(t, found[n]) for n, t in whole.tensors.items())
-        told = [facts(folder) for folder in (out, whole.folder)]
-        assert told[0]["history"] == told[1]["history"] and told[0]["passes"] == told[1]["passes"]
+STOPS: dict[str, tuple[Any, str, int, int]] = {  # the call that fails, and all calls of both runs
+    "fisher": (TaskModels, "load", 3, 4),
+    "atlas": (Descent, "_epoch", 2, 5),
+    "localize": (Descent, "_epoch", 5, 8),
+}
 
 
-@pytest.mark.parametrize("method", ["localize", "atlas"])
-def test_a_bit_that_flips_in_an_unfinished_run(case: Case, method: str) -> None:
-    """Of a mask or of coefficients; whatever bit it is."""
-    source, out = case.recipe("flip", basis="balanced", num_bases=2), case.folder / method
-    words = ["learn", source, method, *case.words, "--quiet", "--epochs", 3]
+def finished(case: Case, method: str) -> tuple[list[Any], Path]:
+    """The words of a short run, and its merged model."""
+    source = case.recipe("stopped", basis="balanced", num_bases=2)
+    short = () if method == "fisher" else ("--epochs", 3, "--patience", 9)
+    words = ["learn", source, method, *case.words, *short, "--quiet"]
+    if not (out := case.folder / f"{method}-unhurt").exists():
+        tvb(*words, "--out", out)
+    return words, out
+
+
+@pytest.mark.parametrize("method", STOPS)
+def test_an_interrupted_run_continues_after_its_last_file(case: Case, method: str) -> None:
+    (words, unhurt), out = finished(case, method), case.folder / f"{method}-stopped"
+    owner, name, stop, every = STOPS[method]
+    original, calls = getattr(owner, name), 0
+
+    def stopping(*given: Any, **keys: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == stop:
+            raise KeyboardInterrupt
+        return original(*given, **keys)
+
+    with mock.patch.object(owner, name, stopping):
+        done = tvb(*words, "--out", out, code=130)
+        assert "--resume goes on" in done.stderr and not out.exists()
+        left = Path(f"{out}.partial") / ".partial-cut_0123"  # as `atomic.beside` leaves it
+        left.mkdir()
+        (left / "chat.safetensors").write_bytes(b"half")
+        tvb(*words, "--out", out, "--resume")
+    assert calls == every and not left.parent.exists()
+    assert_same_run(out, unhurt)
+    assert f"{out} is complete already" in refused(*words, "--out", out, "--resume")
+
+
+def assert_same_run(out: Path, unhurt: Path) -> None:
+    found, want = load(out), load(unhurt)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in want.items())
+    one, other = facts(out), facts(unhurt)
+    assert all(one.get(key) == other.get(key) for key in ("tasks", "history", "passes"))
+
+
+@pytest.mark.parametrize("method", STOPS)
+def test_files_of_an_unfinished_run_that_have_changed(case: Case, method: str) -> None:
+    (words, unhurt), out = finished(case, method), case.folder / f"{method}-changed"
     with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt):
         tvb(*words, "--out", out, code=130)
-    file, *_ = sorted(Path(f"{out}.partial").iterdir())
-    whole = file.read_bytes()
+    file = min(Path(f"{out}.partial").iterdir(), key=lambda file: (file.stem != "math", file))
+    whole, resumed = file.read_bytes(), [*words, "--out", out, "--resume"]
+    code = [f"math={case.folder / 'code.jsonl'}" if str(w).startswith("math=") else w
+            for w in resumed]  # fmt: skip
+    data = "sha256" if method == "fisher" else "data"
+    for told, changed in (("seed", [*resumed, "--seed", 1]), (data, code)):
+        assert f"{file} differs from this command in {told}: repeat" in refused(*changed)
     # In the last number, in the JSON of the metadata, in the name of a tensor.
     for place in (len(whole) - 1, whole.index(b"seed"), whole.index(b"data_offsets") - 20):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        line = refused(*words, "--out", out, "--resume")
+        line = refused(*resumed)
         assert str(file) in line and "delete it" in line and "--resume learns" in line, place
+    file.write_bytes(whole[:100])
+    assert f"{file} is in the way: damaged" in refused(*resumed)
     file.unlink()  # as it says
-    tvb(*words, "--out", out, "--resume")
-    whole_run = case.learn(source, method, f"{method}-unhurt", *words[3:])
-    found = load(out)
-    assert all(torch.equal(t, found[n]) for n, t in whole_run.tensors.items())
-
-
-def test_a_loss_that_is_not_finite_keeps_the_last_good(
-    case: Case, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = case.recipe("wild", basis="none")
-    kept, calls = response_loss, 0
-
-    def spoiled(logits: Tensor, batch: Batch) -> Tensor:
-        nonlocal calls
-        calls += logits.requires_grad
-        return kept(logits, batch) * (math.nan if calls > 4 and logits.requires_grad else 1)
-
-    words = ("learn", source, "atlas", *case.words, "--epochs", 9, "--quiet", "--batch-size", 4)
-    with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
-        tvb(*words, "--out", case.folder / "wild-out")
-    assert "the loss is nan in a batch that begins with" in caplog.text
-    assert coefficients(case.folder / "wild-out").isfinite().all()
-    calls = 5
-    with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
-        assert "the loss is nan" in refused(*words, "--out", case.folder / "wild-no")
+    tvb(*resumed)
+    assert_same_run(out, unhurt)
 
 
 @pytest.mark.parametrize(
-    ("held", "begins", "best"), [(True, 4, 1), (True, 3, None), (True, 9, 2), (False, 4, 1)]
-)
-def test_without_held_out_examples_what_is_kept_has_a_finite_loss(
-    case: Case, tmp_path: Path, held: bool, begins: int, best: int | None
+    ("data", "begins", "best"),
+    [("unheld", 4, 1), ("unheld", 3, None), ("unheld", 9, 2), ("single", 4, 1), ("held", 5, 1),
+     ("held", 4, None)],
+)  # fmt: skip
+def test_a_loss_that_is_not_finite_keeps_the_last_good(
+    case: Case, tmp_path: Path, data: str, begins: int, best: int | None
 ) -> None:
-    """Three steps an epoch, of which a third begins. The weights that a step gives are known to be
-    good only by the next one, or by one more batch at the end."""
-    source, kept, calls = case.recipe("nothing-held", basis="none"), response_loss, 0
+    """Three steps an epoch; two, and one batch that is held out, with `held`.
+
+    Without held-out examples the weights of a step are known to be good only by the next step, or
+    by one more batch at the end.
+    """
+    source, kept, calls = case.recipe("wild", basis="none"), response_loss, 0
 
     def spoiled(logits: Tensor, batch: Batch) -> Tensor:
         nonlocal calls
         calls += 1
         return kept(logits, batch) * (math.nan if calls > begins else 1)
 
-    files, more = case.words, ("--held-out", 0)
-    if not held:  # one example a task: none can be held out
-        files, more = data_words(tmp_path, {t: lines(k, 1) for k, t in enumerate(TASKS)}), ()
-    words = ("learn", source, "atlas", *files, "--quiet", "--batch-size", 4 if held else 1, *more)
+    files, size = case.words, 4
+    if data == "single":  # one example a task: none can be held out
+        files, size = data_words(tmp_path, {t: lines(k, 1) for k, t in enumerate(TASKS)}), 1
+    more = ("--held-out", 0) if data == "unheld" else ()
     out = tmp_path / "out"
+    words = ("learn", source, "atlas", *files, "--quiet", "--batch-size", size, *more)
     with mock.patch("tvb_mergekit.learn.gradients.response_loss", spoiled):
         if best is None:
-            assert "; lower --learning-rate" in refused(*words, "--epochs", 3, "--out", out)
+            line = refused(*words, "--epochs", 3, "--out", out)
+            assert "the loss is nan in a batch that begins with" in line
+            assert "; lower --learning-rate" in line
             return
         tvb(*words, "--epochs", 3, "--out", out)
     told = facts(out)["history"][0]
-    assert told["best"] == best and ("is nan" in told["stopped"])
+    assert told["best"] <= best and "is nan" in told["stopped"]
+    assert told["best"] == best or data == "held"
+    assert coefficients(out).isfinite().all()
 
 
 def test_the_bill_is_what_masks_take_at_most(case: Case, tmp_path: Path) -> None:
@@ -577,8 +592,8 @@ def test_bases_without_mixtures(case: Case) -> None:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_over_a_store_and_a_zoo(case: Case, bits: int | None) -> None:
-    """As over a recipe of the same bases, and of the models that the zoo stands for."""
+def test_over_a_store(case: Case, bits: int | None) -> None:
+    """As over a recipe of the same bases, or of the models that the store's vectors make."""
     store, models = case.folder / f"learn-{bits}", case.folder / f"learned-from-{bits}"
     if bits is None:
         source = case.recipe("for-store", basis="balanced", num_bases=2)
@@ -589,8 +604,9 @@ def test_over_a_store_and_a_zoo(case: Case, bits: int | None) -> None:
         made = recipe("basis_ta", case.base, [models / task for task in TASKS], basis="none")
         source = write(made, case.folder / "for-exported")
     base = load(case.base)
-    for method in LEARNED:
-        how = (*case.words, "--epochs", 2)
+    # Fisher over a store of bases has the statistics of other models: see test_learn.py.
+    for method in LEARNED if bits is None else ("fisher", *LEARNED):
+        how = (*case.words, *(("--epochs", 2) if method in LEARNED else ()))
         found, want = (case.learn(of, method, f"{method}-{bits}-{of.name}", *how)
                        for of in (store, source))  # fmt: skip
         change, wanted = (
@@ -598,7 +614,7 @@ def test_over_a_store_and_a_zoo(case: Case, bits: int | None) -> None:
             for each in (found, want)
         )
         # Codes are of few sizes, and the exported models round: masks cut elsewhere among equals.
-        most = 0.1 if method == "localize" and bits else 1e-5
+        most = 0.1 if method == "localize" and bits else 3e-5
         assert float((change - wanted).norm()) < most * float(wanted.norm()) > 0, method
 
 
