@@ -129,8 +129,7 @@ class GradientMethod(Work):
                 raise UserError("--checkpointing: this model's code has no layers for it")
             for layer in layers:  # transformers' own switch works in training mode alone
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
         self._model, self._parameters = model, self.models.named(model)
         self.base = {name: p.detach().clone().view(-1) for name, p in self._parameters.items()}
         self.splits = [

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from tvb_mergekit.learn.statistics import gradients_to
 
 PER = Literal["layer", "tensor"]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -45,15 +47,14 @@ class Moving(ABC):
         """A function that returns the weights of one tensor in the merged model."""
         return self.theta
 
-    @contextmanager
-    def attached(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    def attached(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
         """Compute the gradients of these parameters, and pass them on to the variables."""
-        with ExitStack() as stack:
-            for name, parameter in parameters.items():
-                parameter.requires_grad_(True)
-                hook = parameter.register_post_accumulate_grad_hook(self._pulling(name))
-                stack.callback(hook.remove)
-            yield
+
+        def pull(name: str, gradient: Tensor) -> None:
+            with torch.enable_grad():
+                self.theta(name).backward(gradient.view(-1))
+
+        return gradients_to(pull, parameters)
 
     def set(
         self, parameters: Mapping[str, nn.Parameter], theta: Callable[[str], Tensor] | None = None
@@ -63,15 +64,6 @@ class Moving(ABC):
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.view(-1).copy_(theta(name))
-
-    def _pulling(self, name: str) -> Callable[[Tensor], None]:
-        def pull(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            with torch.enable_grad():
-                self.theta(name).backward(gradient.view(-1))
-
-        return pull
 
 
 @dataclass(frozen=True)
