@@ -386,7 +386,6 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
     ):
         assert told in refused("learn", source, "fisher", *words, "--out", tmp_path / "out"), told
     words = ["learn", plain, "regmean", *files, "--out", tmp_path / "out"]
-    assert "No such option '--samples'" in refused(*words, "--samples", 2)
     place = tmp_path / "out.partial"
     for make in (Path.touch, lambda path: path.symlink_to("/nowhere")):
         make(place)
