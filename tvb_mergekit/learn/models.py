@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import Live, attach
@@ -156,8 +156,7 @@ def refused(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"{folder}: not a causal language model: {text}") from error
+        raise UserError(f"{folder}: not a causal language model: {one_line(error)}") from error
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:

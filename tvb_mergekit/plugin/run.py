@@ -27,7 +27,7 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, open_model
 from tvb_mergekit.plugin.names import replaced
@@ -246,7 +246,7 @@ def _write_companions(
             _copy_tokenizer(config, str(folder), options=options)
         except Exception as error:  # of whatever kind the tokenizer's code leads to
             told = "the tokenizer could not be copied; the merge is whole: %s"
-            LOG.error(told, " ".join(str(error).split()))
+            LOG.error(told, one_line(error))
     elif config.chat_template:
         LOG.warning("`chat_template` is not saved: there is no tokenizer")
     files = plan.architecture.tagalong_files or []
