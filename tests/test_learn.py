@@ -87,7 +87,7 @@ def test_without_any_fisher_it_is_the_mean_of_the_bases() -> None:
     assert torch.allclose(step(torch.ones(3), rows)[0], torch.tensor([4.0, 3.4, 5.0]))
 
 
-def test_inputs_that_are_never_seen_and_singular_sums() -> None:
+def test_inputs_that_are_always_zero_and_singular_sums() -> None:
     torch.manual_seed(0)
     bases, x = torch.randn(2, 3, 4), torch.randn(2, 2, 4)
     x[:, :, 1] = 0
@@ -114,8 +114,8 @@ def dense(
 
     Args:
         bases: B_m by tensor.
-        models: theta_i, of which the statistics are.
-        data: of each task in the order of `models`, tokens and where the response begins.
+        models: theta_i, whose statistics are summed.
+        data: for each task in the order of `models`, tokens and the place of the response.
     """
     found: list[dict[str, Tensor]] = []
     for folder, examples in zip(models, data.values(), strict=True):
@@ -208,7 +208,7 @@ def as_lines(path: Path, records: Sequence[Any]) -> Path:
 
 
 def data_words(folder: Path, records: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The words that give each task's examples to the command, in files that are written here."""
+    """Write each task's examples, and return the options that name the files."""
     files = {task: as_lines(folder / f"{task}.jsonl", each) for task, each in records.items()}
     return [word for task, file in files.items() for word in ("--data", f"{task}={file}")]
 

@@ -1,7 +1,7 @@
 """`tvb learn` by gradients: Localize-and-Stitch, AdaMerging and aTLAS over bases.
 
-What is learned is compared with a model of its own in float64, whose weights are functions of the
-variables in one graph (`torch.func.functional_call`), and with finite differences.
+The reference is a model in float64. Its weights are functions of the variables in one graph
+(`torch.func.functional_call`). Gradients are also compared with finite differences.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def moving(kind: str, base: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Of GPT-2, which computes in the dtype of its weights: Llama's norms are float32."""
+    """GPT-2 computes in the dtype of its weights; Llama's norms are float32."""
     return Case(tmp_path_factory.mktemp("exact"), make=gpt2)
 
 
@@ -196,7 +196,7 @@ def test_over_all_tasks_it_is_the_published_method(case: Case) -> None:
         moved = float((wanted - base[name]).norm())
         assert float((merged.tensors[name].double() - wanted).norm()) < 1e-4 * moved, name
     told = facts(merged.folder)
-    assert told["passes"] == {"forward": 36 + 5, "backward": 36}  # a batch of what came out
+    assert told["passes"] == {"forward": 36 + 5, "backward": 36}  # a batch for the last weights
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def test_coefficients_make_the_model(case: Case, method: str, more: tuple[object
 
 
 def metadata(folder: Path) -> dict[str, Any]:
-    """What the file of coefficients says of itself."""
+    """The facts in the file of coefficients."""
     with safe_open(folder / "basis" / "learned" / "coefficients.safetensors", "pt") as file:
         told: dict[str, Any] = json.loads(file.metadata()["tvb_learned"])
     return told
@@ -311,7 +311,7 @@ def load_sparse(folder: Path) -> dict[str, Any]:
 
 
 @given(st.data())
-def test_what_is_drawn_keeps_to_the_mixture(data: st.DataObject) -> None:
+def test_drawn_examples_keep_to_the_mixture(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     raw = data.draw(st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)))
     weights = [w / sum(raw) for w in raw] if sum(raw) > 0.01 else [1 / len(raw)] * len(raw)
@@ -642,8 +642,8 @@ def test_masks_keep_the_largest_however_large() -> None:
     assert mask.kept()["w"].tolist() == [False, False, False, True, True, True, False]
 
 
-def test_what_a_loss_counts() -> None:
-    """The tokens of the response, each by what stands before it; of a prompt alone the next."""
+def test_tokens_that_count_in_a_loss() -> None:
+    """All tokens of the response count; after a prompt alone the next token counts."""
     torch.manual_seed(0)
     answered, prompt = Example([3, 1, 2, 0], 2, 1), Example([2, 2, 1], 3, 2, unlabeled=True)
     batch = Batch.of([answered, prompt], torch.device("cpu"))
@@ -657,7 +657,7 @@ def test_what_a_loss_counts() -> None:
     assert torch.allclose(entropy(logits, batch), wanted.float())
 
 
-def test_what_is_held_out_is_not_learned_from() -> None:
+def test_held_out_examples_are_not_learned_from() -> None:
     every = [Example([k], 1, k) for k in range(20)]
     split = Split.of(every, 0.2, "seed")
     assert len(split.held) == 4
@@ -665,7 +665,7 @@ def test_what_is_held_out_is_not_learned_from() -> None:
 
 
 def test_adamerging_begins_at_the_addition(case: Case) -> None:
-    """Of a store that has grown, with a lambda for some tensors and a scale."""
+    """A store that has grown, a lambda for some tensors, and a scale."""
     source = case.recipe("start", basis="balanced", num_bases=2, lambda_scale="tasks",
                          lambda_=[{"filter": "mlp", "value": 0.5}, {"value": 0.2}])  # fmt: skip
     plain = case.recipe("start-plain", basis="balanced", num_bases=1)

@@ -172,7 +172,7 @@ def rewrite(folder: str, task: str, change: Callable[[dict[str, Any]], None]) ->
 
 
 def tabled(*words: str) -> tuple[str, Any]:
-    """What is printed, and scores.json."""
+    """The printed text, and scores.json."""
     text = run(*words, *BENCH, "--out", "out", "--radar", "none")
     return text, json.loads(Path("out/scores.json").read_text())
 
@@ -392,7 +392,7 @@ REMARKS: list[tuple[dict[str, list[float]], dict[str, Any], str]] = [
     ({"run": of(0)}, {"resps": texts(90, [FENCE] * 6 + ["x"] * 4, ["x"])}, ""),
     ({"run": of(2)}, {"resps": [[FENCE]]}, "m: Run: 2.00 with code fences in 100 of 100 items"),
     ({"run": of(3)}, {"resps": [[FENCE]]}, ""),
-    # empty answers of the model's own, or of the filter; right ones are no sign if the item wants
+    # empty answers of the model's own, or of the filter; right ones are no fault if the item wants
     # nothing, or if only the filter finds nothing
     *(({"add": [1.0] * right + [0.0] * 40 + [1.0] * (60 - right)}, said,
        EMPTY.format(11, 100) if (most, right) == (11, 0) else "")
