@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -35,6 +35,13 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 
 LOG = logging.getLogger(__name__)
+
+
+class LearnedFacts(pydantic.BaseModel):
+    """The keys of `learned.json` that --from needs."""
+
+    method: str
+    files: dict[str, FileRecord]
 
 
 class StatisticsMethod(Work):
@@ -98,20 +105,18 @@ class StatisticsMethod(Work):
             LOG.warning("%s is neither used nor deleted (--from)", self.request.partial)
         file = Path(source) / FOLDER / LEARNED
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            method, files = found["method"], found["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = LearnedFacts.model_validate_json(file.read_bytes())
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"--from {source}: {file} cannot be read; expected an --out of `tvb learn`"
             ) from error
-        if method != self.method:
-            raise UserError(f"--from {source}: learned by {method}, not by {self.method}")
-        records = {name: FileRecord.model_validate(record) for name, record in files.items()}
-        compare_checksums(self.place, records, LEARNED, "restore it, or learn again")
+        if found.method != self.method:
+            raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
+        compare_checksums(self.place, found.files, LEARNED, "restore it, or learn again")
         for task, file in zip(self.tasks, self.outputs, strict=True):
-            facts = kept.facts_in(file, kept.STATISTICS)
-            if facts is None:
+            if not file.is_file():
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")
+            facts = kept.facts_in(file, kept.STATISTICS)
             if facts["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
             self.tasks_facts.append(facts)

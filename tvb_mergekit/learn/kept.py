@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.tensors.checkpoint import metadata_of
+from tvb_mergekit.tensors.checkpoint import metadata_of, said_in
 from tvb_mergekit.tensors.writing import HASH, content_hash
 
 VERSION = 1
@@ -34,17 +34,14 @@ def described(facts: Mapping[str, Any]) -> str:
     return json.dumps({"version": VERSION, **facts})
 
 
-def facts_in(file: Path, key: str) -> dict[str, Any] | None:
-    """The facts in a file, or None if it is missing or has no such key.
+def facts_in(file: Path, key: str) -> dict[str, Any]:
+    """The facts in a file.
 
     Raises:
-        UserError: a later version wrote it.
+        UserError: there are none, or a later version wrote the file.
     """
-    if not file.is_file() or key not in (metadata := metadata_of(file)):
-        return None
-    facts: dict[str, Any] = json.loads(metadata[key])
-    if facts.pop("version") > VERSION:
-        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
+    facts = said_in(file, key, VERSION, "results of `tvb learn`")
+    del facts["version"]
     return facts
 
 
@@ -69,7 +66,7 @@ def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> dict[str, Any
             f"--resume: {file}: its content does not have the checksum in its header: the file was "
             "changed; delete it, and --resume learns its content again"
         )
-    facts = facts_in(file, key) or {}
+    facts = facts_in(file, key)
     other = [name for name, value in wanted.items() if name != "file" and facts.get(name) != value]
     if other:
         raise UserError(
