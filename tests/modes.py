@@ -31,6 +31,6 @@ def in_every_thread(mode: Callable[[], TorchDispatchMode]) -> Iterator[None]:
         return mock.patch.object(kind, "__init__", watched)
 
     with ExitStack() as stack:
-        stack.enter_context(watching(stream.Buffer))
+        stack.enter_context(watching(stream.PieceBuffer))
         stack.enter_context(mode())
         yield

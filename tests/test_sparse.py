@@ -154,9 +154,9 @@ def _shape(*shape: object) -> Change:
 U16 = torch.uint16
 DAMAGE: dict[str, tuple[Change, str]] = {
     "a newer version": (lambda held, said: said.update(version=2), "of version 2, .* upgrade it"),
-    "no version": (lambda held, said: said.pop("version"), "does not say that it holds sparse"),
-    "no shapes": (lambda held, said: said.pop("tensors"), "which shapes"),
-    "a shape of text": (_shape("x"), "which shapes"),
+    "no version": (lambda held, said: said.pop("version"), "does not describe sparse"),
+    "no shapes": (lambda held, said: said.pop("tensors"), "does not describe sparse"),
+    "a shape of text": (_shape("x"), "does not describe sparse"),
     "a shape too large": (_shape(2**70), "do not fit its shape"),
     "none times too large": (_shape(0, 2**62, 2**62), "do not fit its shape"),
     "a negative shape": (_shape(-1, -300), "do not fit its shape"),

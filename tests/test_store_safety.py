@@ -305,7 +305,7 @@ def test_a_file_that_a_change_would_lose_is_refused_before_the_work(
 
 
 def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
-    """The message names the command that completes it. A previous state is not taken over."""
+    """The message names the command that completes it. Other folders of these names stay."""
     tvb("add", "grown", "e", "--task", "e", "--quiet")
     second = files_of(here / "grown")
     (here / "grown").rename(here / "grown.new")
@@ -314,9 +314,16 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
         assert mend in refused(*words.split())
     assert os.system(mend) == 0
     assert files_of(here / "grown") == second
+    for name in ("grown.new", "grown.previous"):
+        shutil.rmtree(here / name, ignore_errors=True)
+        (here / name).mkdir()
+        (here / name / "mine.txt").touch()
+        assert f"{here / name} is in the way" in refused("undo", "grown")
+        shutil.rmtree(here / name)
+    tvb("add", "grown", "f", "--task", "f", "--quiet")
     shutil.rmtree(here / "grown")
-    said = refused("add", "grown", "f", "--task", "f", "--budget", "3", "--base", "base")
-    assert "is the previous state of another store of this name" in said
+    tvb("add", "grown", "g", "--task", "g", "--budget", "3", "--base", "base", "--quiet")
+    assert "grown.previous is of another store" in refused("undo", "grown")
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:

@@ -669,7 +669,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
         Codes.open(tmp_path / "later.safetensors")
     (tmp_path / "odd.safetensors").write_bytes(text.replace(b'"w\\": [1', b'"w\\": [7'))
-    with pytest.raises(tvb_mergekit.UserError, match="does not say how it is coded"):
+    with pytest.raises(tvb_mergekit.UserError, match="does not describe codes"):
         Codes.open(tmp_path / "odd.safetensors")
     for wrong in ("two", [2]):
         with pytest.raises(tvb_mergekit.UserError, match=r"`bits` is .*: expected a number"):

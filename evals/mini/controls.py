@@ -19,7 +19,7 @@ from runs import Run, Weights, difference
 from safetensors.torch import load_file
 
 from tvb_mergekit.learn import gradients
-from tvb_mergekit.learn.batches import Batch, Loss, entropy, response_loss
+from tvb_mergekit.learn.batches import Batch, LossFunction, entropy, response_loss
 from tvb_mergekit.learn.batches import runs as batched
 from tvb_mergekit.learn.data import Example, encode
 from tvb_mergekit.learn.descent import Descent
@@ -212,7 +212,7 @@ class Look:
         }  # fmt: skip
 
     @torch.no_grad()
-    def _means(self, model: Any, key: str, *losses: Loss) -> list[float]:
+    def _means(self, model: Any, key: str, *losses: LossFunction) -> list[float]:
         totals, examples = [0.0] * len(losses), sorted(self.examples[key], key=lambda e: len(e.ids))
         for some in batched(examples, 64):
             batch = Batch.of(some, torch.device(self.run.device))

@@ -78,9 +78,9 @@ def build(
     from tvb_mergekit.cli.inspect import error_line, store_line
     from tvb_mergekit.plugin.preflight import input_folders
     from tvb_mergekit.store.build import build_store
-    from tvb_mergekit.store.writer import check_new_store
+    from tvb_mergekit.tensors.output import check_new_folder
 
-    check_new_store(store, input_folders(document.recipe))  # before anything is downloaded
+    check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: open_models(document, values))
     bases = build_store(
         inputs,

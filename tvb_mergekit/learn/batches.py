@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tvb_mergekit.learn.data import Example
 
-Loss = Callable[[Tensor, "Batch"], Tensor]
+LossFunction = Callable[[Tensor, "Batch"], Tensor]
 
 
 class Split(NamedTuple):

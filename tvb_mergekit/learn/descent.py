@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.batches import Batch, Loss, runs
+from tvb_mergekit.learn.batches import Batch, LossFunction, runs
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.moving import Moving
 from tvb_mergekit.tensors import ranks
@@ -71,7 +71,7 @@ class Descent:
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
     moving: Moving
-    loss: Loss
+    loss: LossFunction
     schedule: Schedule
     dtype: torch.dtype = torch.float32
     update: Callable[..., object] = lambda done, note: None

@@ -18,7 +18,7 @@ from tvb_mergekit.tensors.layout import MEMORY
 
 LOG = logging.getLogger(__name__)
 
-Method = Literal["fisher", "regmean", "localize", "adamerging", "atlas"]
+LearningMethod = Literal["fisher", "regmean", "localize", "adamerging", "atlas"]
 Precision = Literal["float32", "bfloat16"]
 
 
@@ -30,7 +30,7 @@ class Request:
     """
 
     document: Document
-    method: Method
+    method: LearningMethod
     out: str
     data: Sequence[str] = ()
     source: str | None = None

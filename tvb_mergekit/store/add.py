@@ -36,8 +36,9 @@ from tvb_mergekit.store.store import (
 )
 from tvb_mergekit.store.task_vectors import join
 from tvb_mergekit.store.vectors import Vectors, facts_of
-from tvb_mergekit.store.writer import StoreWriter, changing, check_new_store
+from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -63,7 +64,7 @@ def add_to_store(
     with changing(path) as writer:
         bases = load(writer.store) if is_store(writer.store) else None
         if bases is None:
-            check_new_store(path, [n for n in inputs.fingerprints if os.path.exists(n)])
+            check_new_folder(path, [n for n in inputs.fingerprints if os.path.exists(n)])
         bases = bases or _empty(inputs, growth.dtype)
         addition.check_new(bases, inputs)
         if growth.keeps_all(bases):

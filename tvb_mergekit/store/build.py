@@ -57,11 +57,11 @@ from tvb_mergekit.store.vectors import (
     measured_of,
     sizes_of,
 )
-from tvb_mergekit.store.writer import StoreWriter, check_new_store, lock
+from tvb_mergekit.store.writer import StoreWriter, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
-from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.output import check_disk, check_new_folder
 from tvb_mergekit.tensors.passes import combine_pass, measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import StateDict
@@ -337,7 +337,7 @@ def _can_resume(
     Raises:
         UserError: it was begun with something else, or the output or its partial is in the way.
     """
-    check_new_store(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
     begun = (partial / STATE).is_file()
     there = partial.iterdir() if partial.is_dir() else [partial] * os.path.lexists(partial)
     if not begun and not all(map(is_left_over, there)):

@@ -92,6 +92,7 @@ class StoreRecord(Record):
     added: Count
     files: dict[str, FileRecord]
     base_beside: str | None = None
+    previous: str | None = None
 
 
 class Facts(Record):

@@ -19,9 +19,9 @@ from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.writing import (
     MARKER,
     SHARD_BYTES,
+    Finished,
     FolderWriter,
     Shard,
-    Whole,
     plan_shards,
 )
 
@@ -48,7 +48,7 @@ def writers_of(
     names: Sequence[str],
     items: Sequence[Item],
     config: Path | None,
-    done: Sequence[Whole] = (),
+    done: Sequence[Finished] = (),
     coding: Coding | None = None,
 ) -> list[FolderWriter]:
     """A writer for each vector of a store in `folder`.

@@ -7,7 +7,6 @@ one pass over the sparse bases and the vectors before: the small Gram matrix of 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,9 @@ from tvb_mergekit.store.facts import FileRecord, StoreFacts
 from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, record_of
 from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
-from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
+from tvb_mergekit.store.writer import StoreWriter, link
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item, Part
@@ -115,7 +115,7 @@ def sparse_store(
     Raises:
         UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
     """
-    check_new_store(out)
+    check_new_folder(out)
     vectors = [Sparse.open(file) for file in files]
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
@@ -127,12 +127,12 @@ def sparse_store(
     tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)
     writer = StoreWriter(out)
-    shutil.rmtree(writer.folder, ignore_errors=True)
+    writer.begin()
     try:
         kept: dict[str, FileRecord] = {}
         for index, (file, name) in enumerate(zip(files, names, strict=True)):
             folder = writer.folder / name
-            folder.mkdir(parents=True)
+            folder.mkdir()
             link(file, folder / WEIGHTS)
             kept[f"{name}/{WEIGHTS}"] = record_of(folder / WEIGHTS)
             kept |= copy_config(dense.config, folder, index, tokenizer=False)
@@ -140,7 +140,7 @@ def sparse_store(
         made = Vectors(tensors, names, kept, dtype_name(dtype), "sparse", density=density)
         return writer.commit(made, history)
     finally:
-        shutil.rmtree(writer.folder, ignore_errors=True)
+        writer.discard()
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ from tvb_mergekit.store.store import (
     record_of,
 )
 from tvb_mergekit.store.vectors import Vectors, facts_of
-from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)
+MARK = ".unfinished"  # in STORE.new: the folder is ours
 
 
 class StoreWriter:
@@ -47,6 +47,24 @@ class StoreWriter:
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
         self.store = Path(os.path.realpath(path))
         self.folder = folder or next_to(self.store, "new")
+
+    def begin(self) -> None:
+        """Make the folder. A folder that an interrupted change has left is deleted.
+
+        Raises:
+            UserError: a folder of the user has this name.
+        """
+        mine = (self.folder / MARK).is_file()
+        if os.path.lexists(self.folder) and not mine and os.listdir(self.folder):
+            raise UserError(f"{self.folder} is in the way; move or delete it")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        (self.folder / MARK).touch()
+
+    def discard(self) -> None:
+        """Delete the folder of a change that was not published."""
+        if (self.folder / MARK).is_file():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
         """Link the vectors of the present state into the next; returns the records of their files.
@@ -78,17 +96,23 @@ class StoreWriter:
         store = facts.store.but(files=files)
         if store.base_path:
             store = store.but(base_beside=os.path.relpath(store.base_path, self.store))
-        facts = facts.but(store=store)
+        there = (self.store / FACTS).is_file()
+        before = read_store_facts(self.store).checksum if there else None
+        facts = facts.but(store=store.but(previous=before))
         write_recipes(self.folder, facts)
         write_facts(self.folder, facts)
-        if not (self.store / FACTS).is_file():
+        if there:
+            previous = next_to(self.store, "previous")
+            old = self.store.with_name(f".{self.store.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            moves = [(previous, old)] * previous.is_dir()
+            _rename(*moves, (self.store, previous), (self.folder, self.store))
+            shutil.rmtree(old, ignore_errors=True)
+        else:
             with suppress(FileNotFoundError):
                 self.store.rmdir()  # an empty folder
             os.rename(self.folder, self.store)
-        else:
-            previous = next_to(self.store, "previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            _rename((self.store, previous), (self.folder, self.store))
+        (self.store / MARK).unlink(missing_ok=True)
         return load(self.store)
 
 
@@ -103,19 +127,20 @@ def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
     writer = StoreWriter(path)
     store, held = writer.store, lock(path, LOG.warning)
     try:
+        previous = next_to(store, "previous")
         if store.is_dir() and is_store(store):
             _check_own(store, read_store_facts(store))
-        elif writer.folder.is_dir() and next_to(store, "previous").is_dir():
+        elif writer.folder.is_dir() and previous.is_dir():
             read_store_facts(store)  # names the command that completes the change
-        shutil.rmtree(writer.folder, ignore_errors=True)
-        writer.folder.mkdir()
+        if previous.exists() and not is_store(previous):
+            raise UserError(f"{previous} is in the way; move or delete it")
+        writer.begin()
         yield writer
     except OSError as error:
         mend = remedy(error) and f"; {remedy(error)}"
         raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
     finally:
-        if store.exists() or not next_to(store, "previous").exists():
-            shutil.rmtree(writer.folder, ignore_errors=True)
+        writer.discard()
         held.release()
 
 
@@ -127,29 +152,16 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
     """
     store = Path(os.path.realpath(path))
     with changing(path) as writer:
-        read_store_facts(store)
+        now = read_store_facts(store)
         previous, new = next_to(store, "previous"), writer.folder
         if not previous.is_dir():
             raise UserError(f"{path}: nothing to undo: {previous} does not exist")
-        load(previous)
-        new.rmdir()
+        other = load(previous).facts
+        if now.store.previous != other.checksum and other.store.previous != now.checksum:
+            raise UserError(f"{path}: nothing to undo: {previous} is of another store")
+        writer.discard()
         _rename((store, new), (previous, store), (new, previous))
     return load(store)
-
-
-def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """Raise UserError if a folder for a new store is not empty, or a previous state is next to it.
-
-    Args:
-        inputs: paths that the store must not hold.
-    """
-    check_new_folder(out, inputs)
-    previous = next_to(Path(os.path.realpath(out)), "previous")
-    if previous.exists():
-        raise UserError(
-            f"{previous} is the previous state of another store of this name, and `tvb undo` would "
-            "bring it back; delete it or name another folder"
-        )
 
 
 def link(file: Path, target: Path) -> None:
@@ -188,7 +200,7 @@ class _Lock(filelock.FileLock):
 
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
-    own = {FACTS, *facts.store.files, *recipe_files(facts)}
+    own = {FACTS, MARK, *facts.store.files, *recipe_files(facts)}
     for entry in store.rglob("*"):
         if not entry.is_dir() and entry.relative_to(store).as_posix() not in own:
             raise UserError(

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
 RESTORE = "restore it, or build the store anew"
 # transformers 5 writes experts as its older versions did, unless it is asked for its own names.
 SAVE_AGAIN = (
@@ -199,29 +200,34 @@ class Decoded(Weights):
         return self.stored.nbytes
 
 
-def said_in(file: Path, key: str, version: int, what: str) -> dict[str, Any]:
-    """The JSON in the metadata of a file of a `Decoded` vector.
+def parse_headers(
+    stored: Checkpoint, key: str, version: int, what: str, parse: Callable[[Any], object]
+) -> None:
+    """Call `parse` with the JSON in the metadata of each file of a `Decoded` vector.
 
     Args:
         version: the newest that can be read.
-        what: the file's content, for messages.
+        what: the content of the files, for messages.
 
     Raises:
-        UserError: there is none, or it is of a newer version.
+        UserError: there is no JSON, `parse` fails, or the version is newer.
     """
-    try:
-        said: dict[str, Any] = json.loads(metadata_of(file)[key])
-        found = int(said["version"])
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{file}: its header does not say that it holds {what} ({error}); {RESTORE}"
-        ) from error
-    if found > version:
-        raise UserError(
-            f"{file}: {what} of version {found}, this tvb-mergekit reads up to {version}; upgrade "
-            "it: pip install -U tvb-mergekit"
-        )
-    return said
+    for shard in stored.shards:
+        file = stored.folder / shard
+        try:
+            said = json.loads(metadata_of(file)[key])
+            newer = int(said["version"]) > version
+            if not newer:
+                parse(said)
+        except _MALFORMED as error:
+            raise UserError(
+                f"{file}: its header does not describe {what} ({error}); {RESTORE}"
+            ) from error
+        if newer:
+            raise UserError(
+                f"{file}: {what} of version {said['version']}, this tvb-mergekit reads up to "
+                f"{version}; upgrade it: pip install -U tvb-mergekit"
+            )
 
 
 def metadata_of(path: Path) -> dict[str, str]:

@@ -47,7 +47,7 @@ def _zeros(rows: int) -> NDArray[np.float32]:
     return zeros
 
 
-class Gram:
+class Summing:
     """The sums of a piece, chunk by chunk. One instance per thread.
 
     Args:
@@ -70,7 +70,7 @@ class Gram:
 
 
 class Combining:
-    """One `Linear` step. One instance per thread; `deltas` as for `Gram`."""
+    """One `Linear` step. One instance per thread; `deltas` as for `Summing`."""
 
     def __init__(self, tasks: int, deltas: int, step: Linear) -> None:
         self._deltas, self._with_base = deltas, step.add_base

@@ -21,8 +21,8 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
     """Refuse an output folder in which two models would mix or a user's files would be lost.
 
     Raises:
-        UserError: it is, lies in or holds an input; it holds weights or a file that the merge
-            writes; it is a file, or its name is not a line of text.
+        UserError: it is, lies in or holds an input, or is a file. It holds weights or a file that
+            the merge writes. Its name is not a line of text.
     """
     check_names(out)
     target = os.path.realpath(out)

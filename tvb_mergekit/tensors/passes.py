@@ -33,10 +33,10 @@ from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
 from tvb_mergekit.tensors.quantized import Coding, Measuring
 from tvb_mergekit.tensors.stream import (
-    Buffer,
     Chunks,
     Item,
     Piece,
+    PieceBuffer,
     Sink,
     allocate,
     deliver,
@@ -107,7 +107,7 @@ def _sums(
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        buffer, gram = Buffer(layout.buffer_bytes), kernels.Gram(len(tasks), _deltas(items))
+        buffer, gram = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(items))
 
         def add(piece: Piece) -> list[GramSums]:
             found = buffer.read(piece, copy=True)
@@ -281,7 +281,7 @@ def combine_pass(
     def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
         from tvb_mergekit.tensors import kernels
 
-        buffer, deltas = Buffer(buffer_bytes), _deltas(items)
+        buffer, deltas = PieceBuffer(buffer_bytes), _deltas(items)
         combining = functools.cache(functools.partial(kernels.Combining, rows, deltas))
 
         def act(piece: Piece, out: Tensor) -> bool:

@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import CHOICES, GROUP, Width, block_bytes, decode
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, said_in
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, parse_headers
 
 KEY = "tvb_codes"  # in the metadata of a file of codes
 VERSION = 2
@@ -55,18 +56,14 @@ class Codes(Decoded):
         """
         stored = Checkpoint.open(path)
         units, widths, shapes = set[float](), dict[str, Width](), dict[str, torch.Size]()
-        for shard in stored.shards:
-            file = stored.folder / shard
-            said = said_in(file, KEY, VERSION, "codes")
-            try:
-                units.add(float(said["unit"]))
-                for name, (bits, shape, *group) in said["tensors"].items():
-                    widths[name] = CHOICES[CHOICES.index(Width(bits, *group))]
-                    shapes[name] = torch.Size(shape)
-            except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-                raise UserError(
-                    f"{file}: its header does not say how it is coded ({error}); {RESTORE}"
-                ) from error
+
+        def parse(said: dict[str, Any]) -> None:
+            units.add(float(said["unit"]))
+            for name, (bits, shape, *group) in said["tensors"].items():
+                widths[name] = CHOICES[CHOICES.index(Width(bits, *group))]
+                shapes[name] = torch.Size(shape)
+
+        parse_headers(stored, KEY, VERSION, "codes", parse)
         for name, info in stored.tensors.items():
             held = name in widths and block_bytes(shapes[name].numel(), widths[name])
             if len(units) > 1 or held is False or info.nbytes != held:
@@ -84,7 +81,7 @@ class Codes(Decoded):
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
 
         first = start // width.group * width.group
-        low, high = self._place(name, first, stop)
+        low, high = self.place(name, first, stop)
         blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
         codes.decode(blocks, width, self.coded.unit, start - first, stop - first, chunk)
         return chunk
@@ -92,12 +89,7 @@ class Codes(Decoded):
     def packed(self, name: str) -> Packed:
         return Packed(self, name, self.coded.widths[name])
 
-    def read_blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        """The blocks of elements `start` to `stop`, as a view of `out`; `start` begins a group."""
-        low, high = self._place(name, start, stop)
-        return self.stored.read(name, low, high, out)
-
-    def _place(self, name: str, start: int, stop: int) -> tuple[int, int]:
+    def place(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of these elements; `start` begins a group."""
         width = self.coded.widths[name]
         return block_bytes(start, width), block_bytes(stop, width)
@@ -105,7 +97,7 @@ class Codes(Decoded):
     def ahead(self, name: str, start: int, stop: int) -> None:
         width = self.coded.widths[name]
         if width.bits and start < stop:
-            self.stored.ahead(name, *self._place(name, start // width.group * width.group, stop))
+            self.stored.ahead(name, *self.place(name, start // width.group * width.group, stop))
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ class Packed:
 
     def read(self, start: int, stop: int, out: Tensor) -> Tensor:
         """The blocks of these elements in `out`, uint8; `start` begins a group."""
-        return self.codes.read_blocks(self.name, start, stop, out)
+        return self.codes.stored.read(self.name, *self.codes.place(self.name, start, stop), out)
 
     def decode(self, blocks: Tensor, numel: int) -> Tensor:
         """The elements [numel] float32, on the device of the blocks."""
@@ -139,14 +131,14 @@ class Measured:
 
 
 class Coding(Measured):
-    """How the outputs of a pass are coded.
+    """The codes of the outputs of a pass.
 
-    `measured` gives of a piece the squared norms of the outputs and of their sum, then the squares
-    of what their codes leave of each, [2 K + 2].
+    `measured` returns squared norms: of the outputs and their sum, then of the errors of each,
+    [2 K + 2].
 
     Attributes:
-        coded: of each output.
-        shares: what each counts in the sum that a merge adds, [K].
+        coded: the code of each output.
+        shares: the factor of each output in the sum that a merge adds, [K].
     """
 
     def __init__(self, coded: Sequence[Coded], shares: Tensor) -> None:
@@ -154,7 +146,7 @@ class Coding(Measured):
         self.coded, self.shares = coded, shares
 
     def widths(self, name: str) -> tuple[Width, ...]:
-        """Of each output in one tensor."""
+        """The width of each output in one tensor."""
         return tuple(each.widths[name] for each in self.coded)
 
     def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
@@ -162,7 +154,7 @@ class Coding(Measured):
 
         Args:
             values: [K, n] float32 on the CPU; overwritten.
-            out: [K, bytes] uint8, of which each row gets as many as its width takes.
+            out: [K, bytes] uint8; a row ends in unused bytes if its width is not the largest.
         """
         from tvb_mergekit.tensors import codes
 

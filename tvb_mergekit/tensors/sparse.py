@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, said_in
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, parse_headers
 from tvb_mergekit.tensors.writing import HASH, MARKER, content_hash, header_of
 
 KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors
@@ -59,16 +59,11 @@ class Sparse(Decoded):
             UserError: no such files, a newer format, or files that do not fit their headers.
         """
         stored, shapes = Checkpoint.open(path), dict[str, torch.Size]()
-        for shard in stored.shards:
-            file = stored.folder / shard
-            said = said_in(file, KEY, VERSION, "sparse vectors")
-            try:
-                shapes |= {name: torch.Size(shape) for name, shape in said["tensors"].items()}
-            except (KeyError, AttributeError, TypeError, RuntimeError, OverflowError) as error:
-                raise UserError(
-                    f"{file}: its header does not say which shapes its tensors have ({error}); "
-                    f"{RESTORE}"
-                ) from error
+
+        def parse(said: dict[str, Any]) -> None:
+            shapes.update({name: torch.Size(shape) for name, shape in said["tensors"].items()})
+
+        parse_headers(stored, KEY, VERSION, "sparse vectors", parse)
         return cls(stored, shapes)
 
     @property

@@ -39,7 +39,7 @@ class Part:
     Attributes:
         held: The elements are in memory, on any device. `read` returns a view and needs no buffer.
         ahead: Called as ahead(start, stop); asks the disk for elements that will be read soon.
-        holds: A weight, from which the base's is subtracted, or a delta, a difference already.
+        holds: A weight or a delta, its difference from the base's weight.
         packed: The codes that the elements are stored as. An accelerator decodes them itself.
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
@@ -211,7 +211,7 @@ def allocate(
     return torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
 
 
-class Buffer:
+class PieceBuffer:
     """Memory for the stored elements of a piece. One instance per thread."""
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
@@ -251,7 +251,7 @@ class Chunks:
         self.packed = device.type != "cpu"
         # from pinned memory the copy to a GPU is fast
         nbytes = layout.buffer_bytes if buffer_bytes is None else buffer_bytes
-        self.buffer = Buffer(nbytes, pinned=device.type == "cuda")
+        self.buffer = PieceBuffer(nbytes, pinned=device.type == "cuda")
         rows = 1 + layout.needs.rows
         self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
 

@@ -1,4 +1,4 @@
-"""The task vectors of one command: models, the tensors that take part, and what is left out."""
+"""The task vectors of one command: models, tensors that take part, tensors left out and why."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TaskSet:
 
     @property
     def key(self) -> dict[str, object] | None:
-        """The same for the cache; None if a state dict, which may change unseen, is among them."""
+        """`identity`, for the cache; None with a state dict, which may change unseen."""
         stamped = all(weights.stamp() for weights in (self.base, *self.sources))
         return self.identity if stamped else None
 

@@ -260,14 +260,14 @@ class FoldersSink:
                     file.write(line + "\n")
 
 
-class Whole(NamedTuple):
+class Finished(NamedTuple):
     """A finished tensor in a journal."""
 
     hashes: list[str]  # one for each folder
     measured: list[float]
 
 
-def read_journal(path: Path) -> list[Whole]:
+def read_journal(path: Path) -> list[Finished]:
     """The finished tensors in a journal. An incomplete last line is deleted.
 
     Raises:
@@ -277,11 +277,11 @@ def read_journal(path: Path) -> list[Whole]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
         path.write_bytes(b"".join(lines))
-    found: list[Whole] = []
+    found: list[Finished] = []
     for number, line in enumerate(lines, 1):
         try:
             done, each, *measured = json.loads(line)
-            read = Whole(each, [float(value) for value in measured[0]] if measured else [])
+            read = Finished(each, [float(value) for value in measured[0]] if measured else [])
             whole = done == number and all(isinstance(text, str) for text in each)
             first = found[0] if found else read
             alike = [len(part) for part in read] == [len(part) for part in first]
