@@ -114,9 +114,8 @@ class StatisticsMethod(Work):
             raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
         compare_checksums(self.place, found.files, LEARNED, "restore it, or learn again")
         for task, file in zip(self.tasks, self.outputs, strict=True):
-            if not file.is_file():
+            if not (facts := kept.facts_in(file, kept.STATISTICS)):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")
-            facts = kept.facts_in(file, kept.STATISTICS)
             if facts["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
             self.tasks_facts.append(facts)

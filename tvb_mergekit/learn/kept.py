@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.tensors.checkpoint import metadata_of, said_in
+from tvb_mergekit.tensors.checkpoint import metadata_of
 from tvb_mergekit.tensors.writing import HASH, content_hash
 
 VERSION = 1
@@ -35,13 +35,14 @@ def described(facts: Mapping[str, Any]) -> str:
 
 
 def facts_in(file: Path, key: str) -> dict[str, Any]:
-    """The facts in a file.
+    """The facts in a file; empty if there are none.
 
     Raises:
-        UserError: there are none, or a later version wrote the file.
+        UserError: a later version wrote it.
     """
-    facts = said_in(file, key, VERSION, "results of `tvb learn`")
-    del facts["version"]
+    facts: dict[str, Any] = json.loads(metadata_of(file).get(key, "{}"))
+    if facts.pop("version", VERSION) > VERSION:
+        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
     return facts
 
 
