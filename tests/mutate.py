@@ -40,8 +40,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/statistics.py", "example.start - 1 : -1", "example.start : -1"),
         ("learn/work.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
     ],
-    "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or counts'": [
-        ("learn/moving.py", "own.sigmoid() * basis", "own.tanh() * basis"),
+    "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or count_in'": [
+        ("learn/moving.py", "own.sigmoid() * self", "own.tanh() * self"),
         ("learn/moving.py", "self.penalty * own", "-self.penalty * own"),
         ("learn/moving.py", "value.square() if", "value if"),
         ("learn/batches.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),

@@ -189,7 +189,7 @@ def test_means_and_standard_errors_by_hand(small: Path) -> None:
     assert found.normalized(base) == Cell(pytest.approx(20), None)
     assert found.relative(ta, math.tasks[0]) == pytest.approx(100 * 5 / 6)
     assert found.relative(ta, math) == pytest.approx(100 * 2 / 3)
-    # nor where one is no number
+    # nor where one is NaN
     write_results("m.json", {"add": (0.5, 0.04), "run": (0.2, float("nan"))})
     text = run("m.json", *BENCH)
     assert re.search(r"Add +50.00 ± 4.00\n", text) and re.search(r"Run +20.00\n", text)

@@ -113,7 +113,7 @@ def test_points_are_what_separate_runs_give(
 def test_merged_with_what_was_found(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """dare draws at random: it is merged point by point, with a seed that tuned.yml tells."""
+    """dare draws at random: it is merged point by point, with the seed in tuned.yml."""
     path, out = write(tmp_path, quick(method, lambda_=0.1)), tmp_path / "out"
     path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
     said = tvb(*words(path, out, "--limit", 4, "--grid", "0.2,0.4", "--write", tmp_path / "model"))
@@ -130,7 +130,7 @@ def test_merged_with_what_was_found(
 
 
 def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same files, nothing scored twice, and a line that was cut is scored again."""
+    """The files are equal, nothing is scored twice, and a line that was cut is scored again."""
     path = write(tmp_path, quick())
     more = ("--limit", 4, "--grid", "0:1:0.25")
     tvb(*words(path, tmp_path / "whole", *more))
@@ -166,7 +166,7 @@ def test_scores_of_another_tuning_are_not_taken(tmp_path: Path) -> None:
     path, out = write(tmp_path, quick()), tmp_path / "out"
     more = ("--limit", 2, "--grid", "0.2")
     tvb(*words(path, out, *more))
-    tvb(*words(path, out, "--limit", 2, "--grid", "0.2,0.3"))  # more points are no other tuning
+    tvb(*words(path, out, "--limit", 2, "--grid", "0.2,0.3"))  # more points, the same tuning
     assert len(facts(out)["points"]) == 2
     said = refused(*words(path, out, "--limit", 3, "--grid", "0.2"))
     assert "holds scores of another tuning (tasks differ)" in said
@@ -293,7 +293,7 @@ def test_which_items_choose(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     parts = chosen(out)
     assert parts["tt_both"]["split"] == "validation" and parts["tt_both"]["left_to_test"] is None
     counts = {name: len(part["chosen"]) for name, part in parts.items()}
-    # M / T = 4 / 8 of 16 items, or of what the part has; 0.2 of the test's
+    # M / T = 4 / 8 of 16 items, or of all in a part; 0.2 of the test's
     assert counts == {"tt_both": 8, "tt_test": 5, "tt_only": 2, "tt_part_a": 8, "tt_part_b": 5}
     rest = json.loads((out / "test_samples.json").read_text())
     assert {name: len(items) for name, items in rest.items()} == {"tt_test": 40, "tt_only": 16}
@@ -351,8 +351,10 @@ def test_tasks_know_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("own_class", "shots"), [(False, 3), (True, 0), (True, 3)])
 def test_an_item_is_not_its_own_example(own_class: bool, shots: int, tmp_path: Path) -> None:
-    """Where examples come from the validation split that is scored now, and where a class of the
-    task's own finds the splits, which are no keys of the configuration."""
+    """Examples come from the validation split, which is scored now.
+
+    A task's own class may find the splits instead of the configuration.
+    """
     tasks = tmp_path / "tasks"
     splits = {"validation_split": None, "test_split": None} if own_class else {}
     own_task(tasks, "tt", {"validation": 6, "test": 8}, num_fewshot=shots, **splits)

@@ -70,7 +70,7 @@ def written(document: Mapping[str, Any] | str, path: Path) -> TunedRecipe:
 def moved_as_merged(
     tuned: TunedRecipe, work: Path, points: Mapping[float, dict[str, Tensor]]
 ) -> int:
-    """How many tensors a line moves, each to what the merge of every point wrote."""
+    """The number of tensors that a line moves, each to the merged tensor of every point."""
     unit = tuned.draw(work / "start", work / "direction")
     for point, made in points.items():
         live = {name: (torch.empty_like(t).view(-1), t.dtype) for name, t in made.items()}
@@ -103,8 +103,10 @@ def test_every_point_is_what_mergekit_writes(
 
 @pytest.mark.parametrize("what", ["a store", "adapters", "a layer taken twice"])
 def test_other_inputs(what: str, tmp_path: Path) -> None:
-    """Bases of a store; adapters, which mergekit fuses into one folder for line and merge; and a
-    layer of mergekit's own methods under two names."""
+    """Bases of a store, adapters, and a layer of mergekit's own methods under two names.
+
+    mergekit fuses adapters into one folder for line and merge.
+    """
     base, listed = family(tmp_path / "in", dtypes=[torch.bfloat16])
     options: list[str] = []
     if what == "a store":
@@ -191,7 +193,7 @@ SLICES = (
 
 @pytest.mark.parametrize(
     ("text", "found", "replaced"),
-    [  # the number at 0.5, elsewhere, and what of the text changes
+    [  # the number at 0.5, elsewhere, and the part of the text that changes
         (HEAD + "parameters:\n  lambda: 0.4  # a guess\n  basis: ae\n", 0.5, "0.4  # a guess"),
         (HEAD + "parameters: {lambda: [0.1, 0.9]}\n", [0.05, 0.45], None),
         (HEAD + "parameters: {lambda: [{filter: mlp, value: 2}]}\n",

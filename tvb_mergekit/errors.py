@@ -35,6 +35,11 @@ def check_names(*paths: str | os.PathLike[str]) -> None:
                 raise UserError(f"the path {text!r} {why}; name a file or a folder")
 
 
+def one_line(error: BaseException) -> str:
+    """The text of an error in one line, or its type."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """The first names and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

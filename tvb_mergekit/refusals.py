@@ -15,7 +15,7 @@ import click
 import pydantic
 import safetensors
 
-from tvb_mergekit.errors import UserError, remedy
+from tvb_mergekit.errors import UserError, one_line, remedy
 from tvb_mergekit.progress import closing_bars
 
 LOG = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
         if not planning:
             raise
         LOG.info("refused while planning", exc_info=error)
-        raise MergeRefused(f"mergekit cannot plan this merge: {_one_line(error)}") from error
+        raise MergeRefused(f"mergekit cannot plan this merge: {one_line(error)}") from error
     except Exception as error:
         if not _of_the_network(error):
             raise
-        raise MergeRefused(f"the Hugging Face Hub cannot be reached: {_one_line(error)}") from error
+        raise MergeRefused(f"the Hugging Face Hub cannot be reached: {one_line(error)}") from error
 
 
 def _of_the_network(error: BaseException) -> bool:
@@ -66,7 +66,7 @@ def _of_the_network(error: BaseException) -> bool:
 
 
 def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:
-    text, mend = _one_line(error), remedy(error)
+    text, mend = one_line(error), remedy(error)
     if not mend:
         return text + "; raise `ulimit -n`" * (getattr(error, "errno", None) == errno.EMFILE)
     if os.path.isdir(keeps):
@@ -89,10 +89,6 @@ def unwinding() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _complaints(error: pydantic.ValidationError) -> str:

@@ -172,8 +172,7 @@ def measure_path(run: Run, cell: Cell) -> dict[str, Any]:
         class Watched(Descent):
             def held_loss(self, examples: Sequence[Example]) -> float:
                 found = super().held_loss(examples)
-                with self.moving.sharp():
-                    self.moving.set(self.parameters)
+                self.moving.set(self.parameters, self.moving.merged())
                 seen.append(look(self.model))
                 return found
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from tvb_mergekit.learn.data import Example
 
@@ -88,13 +89,10 @@ class Batch:
 
     @classmethod
     def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
-        longest = max(len(example.ids) for example in examples)
-        ids = torch.zeros(len(examples), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        counted = torch.zeros(len(examples), longest, dtype=torch.bool)
+        ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)
+        mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         for row, example in enumerate(examples):
             count = len(example.ids)
-            ids[row, :count] = torch.tensor(list(example.ids))
             mask[row, :count] = 1
             counted[row, example.start - 1 : count - (not example.unlabeled)] = True
         return cls(ids.to(device), mask.to(device), counted.to(device))

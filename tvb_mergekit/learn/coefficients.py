@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tvb_mergekit.learn.mixtures import bases_of
 from tvb_mergekit.learn.moving import PER, Coefficients, Rows
 from tvb_mergekit.learn.work import CostEstimate
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.matrices import slice_of
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
@@ -83,20 +82,16 @@ class CoefficientMethod(GradientMethod):
         request, wanted, file = self.request, self._wanted(), self.outputs[0]
         if self._is_finished(file, wanted):
             return
-        model, parameters, base = self._model()
+        self._prepare(1)
         bases, rows = self.models.stacked(bases_of(self.plan)), self.rows
-        moving = Coefficients(base, bases, rows, self._start(), request.nonnegative)
-        splits, seed = self._splits(), request.seed
-        train = [split.train for split in splits]
-        held = [example for split in splits for example in split.held]
-        descent = self._descent(model, parameters, moving, self._bar(1))
-        history = descent.run(lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
-        facts = {**wanted, "history": asdict(history), "rows": list(rows.titles)}
-        facts["tasks"] = self.data_facts()
-        self._note(history, facts)
-        if ranks.world().leads:
-            kept.save(file, kept.LEARNED, {"coefficients": moving.values.detach()}, facts)
-        ranks.world().share(lambda: None)
+        moving = Coefficients(self.base, bases, rows, self._start(), request.nonnegative)
+        train = [split.train for split in self.splits]
+        held = [example for split in self.splits for example in split.held]
+        seed = request.seed
+        history = self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
+        values = {"coefficients": moving.values.detach()}
+        wanted["rows"] = list(rows.titles)
+        self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, values, facts))
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         values, rows = load_file(self.outputs[0])["coefficients"], self.rows

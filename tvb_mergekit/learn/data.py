@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tvb_mergekit.errors import UserError, counted, listed
+from tvb_mergekit.errors import UserError, counted, listed, one_line
 from tvb_mergekit.settings import nearest
 
 LOG = logging.getLogger(__name__)
@@ -162,8 +162,8 @@ def open_tokenizer(folders: Sequence[Path], trust_remote_code: bool) -> Any:
             try:
                 return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
             except Exception as error:  # a tokenizer's code and files raise anything
-                text = " ".join(str(error).split())
-                raise UserError(f"the tokenizer in {folder} cannot be read: {text}") from error
+                why = one_line(error)
+                raise UserError(f"the tokenizer in {folder} cannot be read: {why}") from error
     places = " and ".join(map(str, dict.fromkeys(folders)))
     raise UserError(f"no tokenizer in {places}: put one next to the weights (tokenizer.json ...)")
 
@@ -229,8 +229,8 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
                 messages[:-1], tokenize=False, add_generation_prompt=True
             )  # fmt: skip
         except Exception as error:  # a template raises anything
-            text = " ".join(str(error).split())
-            raise UserError(f"{where}: the chat template refuses `messages`: {text}") from error
+            why = one_line(error)
+            raise UserError(f"{where}: the chat template refuses `messages`: {why}") from error
     else:
         prompt, whole = record["prompt"], record["prompt"] + record.get("response", "")
     before, ids = (

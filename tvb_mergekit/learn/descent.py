@@ -57,30 +57,29 @@ class History:
     stopped: str | None = None
 
 
+@dataclass(eq=False)
 class Descent:
     """Learns the variables of one `Moving`.
 
-    Args:
+    Attributes:
         parameters: of `model`, by tensor.
         loss: the sum over a batch.
         dtype: of the passes, by `torch.autocast`.
         update: called with the number of finished examples, and the loss as text.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        moving: Moving,
-        loss: LossFunction,
-        schedule: Schedule,
-        dtype: torch.dtype = torch.float32,
-        update: Callable[..., object] = lambda done, note: None,
-    ) -> None:
-        self.model, self.parameters, self.moving = model, parameters, moving
-        self.loss, self.schedule, self.dtype, self.update = loss, schedule, dtype, update
-        self.device, self.world = next(model.parameters()).device, ranks.world()
-        rate, variables = schedule.rate, moving.variables
+    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    moving: Moving
+    loss: LossFunction
+    schedule: Schedule
+    dtype: torch.dtype = torch.float32
+    update: Callable[..., object] = lambda done, note: None
+
+    def __post_init__(self) -> None:
+        self.device, self.world = next(self.model.parameters()).device, ranks.world()
+        schedule, variables = self.schedule, self.moving.variables
+        rate = schedule.rate
         self.optimizer: torch.optim.Optimizer
         if schedule.mask:
             self.optimizer = torch.optim.SGD(variables, lr=rate)
@@ -143,8 +142,7 @@ class Descent:
     def held_loss(self, examples: Sequence[Example]) -> float:
         """The mean loss of the merged model, without gradients."""
         self.optimizer.zero_grad()  # frees the last step's gradients: comparing masks needs memory
-        with self.moving.sharp():
-            self.moving.set(self.parameters)
+        self.moving.set(self.parameters, self.moving.merged())
         batches = runs(examples, self.schedule.batch)
         total = sum(len(batch) * self._mean(batch) for batch in batches)
         self.history.forward += len(examples)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from tvb_mergekit.learn.mixtures import bases_of, check_mixture, mixtures_of
 from tvb_mergekit.learn.request import Request
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Work
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.progress import bars
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import FOLDER, FileRecord
 from tvb_mergekit.store.store import compare_checksums
@@ -36,6 +35,13 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 
 LOG = logging.getLogger(__name__)
+
+
+class LearnedFacts(pydantic.BaseModel):
+    """The keys of `learned.json` that --from needs."""
+
+    method: str
+    files: dict[str, FileRecord]
 
 
 class StatisticsMethod(Work):
@@ -86,33 +92,34 @@ class StatisticsMethod(Work):
     def outputs(self) -> list[Path]:
         return [self.place / f"{name}.safetensors" for name in slugs(self.tasks)]
 
-    def check_place(self) -> None:
-        """Raise UserError if OUT.partial holds foreign files, or if --from does not fit."""
+    def finished(self) -> list[Path]:
+        """The finished files in OUT.partial, or of --from.
+
+        Raises:
+            UserError: a file does not fit.
+        """
         source = self.request.source
         if source is None:
-            super().check_place()
-            return
+            return super().finished()
         if self.request.partial.is_dir():
             LOG.warning("%s is neither used nor deleted (--from)", self.request.partial)
         file = Path(source) / FOLDER / LEARNED
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            method, files = found["method"], found["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = LearnedFacts.model_validate_json(file.read_bytes())
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"--from {source}: {file} cannot be read; expected an --out of `tvb learn`"
             ) from error
-        if method != self.method:
-            raise UserError(f"--from {source}: learned by {method}, not by {self.method}")
-        records = {name: FileRecord.model_validate(record) for name, record in files.items()}
-        compare_checksums(self.place, records, LEARNED, "restore it, or learn again")
+        if found.method != self.method:
+            raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
+        compare_checksums(self.place, found.files, LEARNED, "restore it, or learn again")
         for task, file in zip(self.tasks, self.outputs, strict=True):
-            facts = kept.facts_in(file, kept.STATISTICS)
-            if facts is None:
+            if not (facts := kept.facts_in(file, kept.STATISTICS)):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")
             if facts["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
             self.tasks_facts.append(facts)
+        return self.outputs
 
     def begin(self) -> None:
         if self.request.source is None:
@@ -134,7 +141,7 @@ class StatisticsMethod(Work):
         left = [task for task in self.tasks if task not in done]
         mine = left[world.rank :: world.size]
         total = sum(wanted[task]["examples"] for task in mine)
-        update = bars(request.options.quiet)(self.method, total, "example")
+        update = self.plan.engine.progress(self.method, total, "example")
         for task in mine:
             kept.save(files[task], kept.STATISTICS, self._sums(task, update), wanted[task])
         forward = sum(facts["examples"] for facts in self.tasks_facts)
@@ -142,14 +149,10 @@ class StatisticsMethod(Work):
         world.collect(None)
 
     def _wanted(self) -> list[dict[str, Any]]:
-        options = {key: getattr(self.request, key) for key in ("seed", "samples", "precision")}
+        keys = ("method", "seed", "samples", "precision")
+        same = {key: getattr(self.request, key) for key in keys}
         return [
-            {
-                **facts,
-                "method": self.method,
-                "weights": self.models.weights(facts["task"]),
-                **options,
-            }
+            {**facts, **same, "weights": self.models.weights(facts["task"])}
             for facts in self.data_facts()
         ]
 

@@ -6,19 +6,20 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import Split, amount, entropy, held_out, response_loss
+from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.descent import Descent, History, Schedule
 from tvb_mergekit.learn.mixtures import bases_of
 from tvb_mergekit.learn.models import load_model
@@ -26,7 +27,7 @@ from tvb_mergekit.learn.moving import Moving
 from tvb_mergekit.learn.request import Request
 from tvb_mergekit.learn.work import Work
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.progress import bars
+from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class GradientMethod(Work):
     """A method that moves the base's model in steps.
 
     Attributes:
+        base: theta_0 of each tensor that moves, flattened.
+        splits: the examples of each task.
         histories: of the finished files.
         learned: the facts in the last finished file.
     """
@@ -60,6 +63,8 @@ class GradientMethod(Work):
         }
         changes: Any = {key: value for key, value in given.items() if value is not None}
         self.schedule = replace(SCHEDULES[request.method], **changes)
+        self.base: dict[str, Tensor] = {}
+        self.splits: list[Split] = []
         self.histories: list[History] = []
         self.learned: dict[str, Any] = {}
         every = self.models.named(self.models.empty)
@@ -114,47 +119,49 @@ class GradientMethod(Work):
             **self._own_facts(),
         }
 
-    def _model(self) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Tensor]]:
-        """The base's model, its parameters that move, and theta_0 of each, flattened."""
+    def _prepare(self, runs: int) -> None:
+        """Load the base's model, and split the examples, for a number of descents."""
+        request = self.request
         model = load_model(self.models.folder(None), self.device, self.models.trust)
-        if self.request.checkpointing:
+        if request.checkpointing:
             layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
             if not layers:
                 raise UserError("--checkpointing: this model's code has no layers for it")
             for layer in layers:  # transformers' own switch works in training mode alone
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        parameters = self.models.named(model)
-        base = {name: p.detach().clone().view(-1) for name, p in parameters.items()}
-        return model, parameters, base
-
-    def _splits(self) -> list[Split]:
-        request = self.request
-        return [
+        model.requires_grad_(False)
+        self._model, self._parameters = model, self.models.named(model)
+        self.base = {name: p.detach().clone().view(-1) for name, p in self._parameters.items()}
+        self.splits = [
             Split.of(examples, request.held_out, f"{request.seed} {task}")
             for task, examples in self.examples.items()
         ]
+        self._update = self.plan.engine.progress(self.method, self._passes(runs)[0], "example")
 
-    def _bar(self, runs: int) -> Any:
-        return bars(self.request.options.quiet)(self.method, self._passes(runs)[0], "example")
-
-    def _descent(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], moving: Moving, update: Any
-    ) -> Descent:
+    def _descend(
+        self, moving: Moving, examples: Callable[[int], Sequence[Example]], held: Sequence[Example]
+    ) -> History:
         loss = entropy if self.method == "adamerging" else response_loss
-        return Descent(model, parameters, moving, loss, self.schedule, self.dtype, update)
+        model = self._model, self._parameters
+        descent = Descent(*model, moving, loss, self.schedule, self.dtype, self._update)
+        return descent.run(examples, held)
 
     def _is_finished(self, file: Path, wanted: Mapping[str, Any]) -> bool:
         """Whether an interrupted run has finished a file."""
         if not file.is_file():
             return False
-        kept.check_same(file, kept.LEARNED, wanted)
-        facts = kept.facts_in(file, kept.LEARNED)
-        assert facts is not None
+        facts = kept.check_same(file, kept.LEARNED, wanted)
         LOG.warning("--resume: %s is complete", file.stem)
         self._note(History(**facts["history"]), facts)
         return True
+
+    def _finish(
+        self, history: History, facts: dict[str, Any], write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Let rank 0 write a file with its facts."""
+        facts = {**facts, "history": asdict(history), "tasks": self.data_facts()}
+        self._note(history, facts)
+        ranks.world().share(lambda: write(facts))
 
     def _note(self, history: History, facts: dict[str, Any]) -> None:
         self.histories.append(history)

@@ -34,16 +34,14 @@ def described(facts: Mapping[str, Any]) -> str:
     return json.dumps({"version": VERSION, **facts})
 
 
-def facts_in(file: Path, key: str) -> dict[str, Any] | None:
-    """The facts in a file, or None if it is missing or has no such key.
+def facts_in(file: Path, key: str) -> dict[str, Any]:
+    """The facts in a file; empty if there are none.
 
     Raises:
         UserError: a later version wrote it.
     """
-    if not file.is_file() or key not in (metadata := metadata_of(file)):
-        return None
-    facts: dict[str, Any] = json.loads(metadata[key])
-    if facts.pop("version") > VERSION:
+    facts: dict[str, Any] = json.loads(metadata_of(file).get(key, "{}"))
+    if facts.pop("version", VERSION) > VERSION:
         raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
     return facts
 
@@ -54,10 +52,11 @@ def is_ours(file: Path) -> bool:
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 
 
-def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
-    """Raise UserError if a file was changed, or if its facts differ from the wanted ones.
+def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts in a finished file. The fact `file`, where the data lie, may differ.
 
-    The fact `file`, where the data lie, may differ.
+    Raises:
+        UserError: the file was changed, or its facts differ from the wanted ones.
     """
     with safe_open(file, "pt") as held:
         metadata = held.metadata()
@@ -68,10 +67,11 @@ def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> None:
             f"--resume: {file}: its content does not have the checksum in its header: the file was "
             "changed; delete it, and --resume learns its content again"
         )
-    facts = facts_in(file, key) or {}
+    facts = facts_in(file, key)
     other = [name for name, value in wanted.items() if name != "file" and facts.get(name) != value]
     if other:
         raise UserError(
             f"--resume: {file} differs from this command in {listed(other)}: repeat the options of "
             "that run, or leave out --resume to begin again"
         )
+    return facts

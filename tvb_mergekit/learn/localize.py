@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from tvb_mergekit.core.learned import Stitch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.learn import kept
-from tvb_mergekit.learn.batches import Split, drawn
+from tvb_mergekit.learn.batches import drawn
 from tvb_mergekit.learn.descent import History
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.mixtures import base_names, bases_of, check_mixture, mixtures_of
@@ -23,7 +22,6 @@ from tvb_mergekit.learn.work import CostEstimate
 from tvb_mergekit.plugin.inputs import dense_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.sparse import sparse_store
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.sparse import DTYPES, Sparse, write_sparse
 from tvb_mergekit.tensors.stream import Item, Part, Sink
@@ -64,51 +62,41 @@ class Localize(GradientMethod):
         request, plan, basis = self.request, self.plan, self.plan.basis
         assert basis is not None
         matrix, wanted = bases_of(plan) * basis.scale, self._wanted(basis.scale)
-        weights, splits = torch.zeros(0), list[Split]()
-        if not request.dataless:
-            weights, splits = mixtures_of(plan, request.mixture), self._splits()
-            weights = weights / weights.sum(0)
+        weights = torch.zeros(0)
         if request.store is not None:
             dense_of(request.document, plan)  # refuses tensors that a store cannot hold
-        model, parameters, base = self._model() if splits else (nn.Module(), {}, {})
-        factor = len(self.tasks) / matrix.shape[1]
-        update = self._bar(matrix.shape[1]) if splits else None
+        if not request.dataless:
+            weights = mixtures_of(plan, request.mixture)
+            weights = weights / weights.sum(0)
+            self._prepare(matrix.shape[1])
 
-        def descend(mask: Mask, number: int) -> History:
-            column: list[float] = weights[:, number].tolist()
-            train, held = [split.train for split in splits], [split.held for split in splits]
-            seed = f"{request.seed} {number}"
-            return self._descent(model, parameters, mask, update).run(
-                lambda epoch: drawn(column, train, factor, f"{seed} {epoch}"),
-                drawn(column, held, factor, seed),
-            )
-
-        def learn_one(number: int, file: Path, own: Mapping[str, Any]) -> None:
+        def learn_one(number: int, file: Path, own: dict[str, Any]) -> None:
             bases = self.models.stacked(matrix[:, number : number + 1])
-            mask = Mask(base, bases, request.density, penalty=request.penalty)
-            history = descend(mask, number) if splits else History()
-            facts = {**own, "history": asdict(history), "tasks": self.data_facts()}
-            self._note(history, facts)
-            if ranks.world().leads:
-                self._write(file, mask.kept(), bases, facts)
-            ranks.world().share(lambda: None)
+            mask = Mask(self.base, bases, request.density, penalty=request.penalty)
+            history = History()
+            if not request.dataless:
+                history = self._learn_mask(mask, weights[:, number].tolist(), number)
+            self._finish(history, own, lambda facts: self._write(file, mask, facts))
 
         for number, file in enumerate(self.outputs):
             own = {**wanted, "basis": number}
             if not self._is_finished(file, own):
                 learn_one(number, file, own)  # its memory is free before the next basis is read
 
-    def _write(
-        self,
-        file: Path,
-        masks: Mapping[str, Tensor],
-        bases: Mapping[str, Tensor],
-        facts: dict[str, Any],
-    ) -> None:
+    def _learn_mask(self, mask: Mask, weights: Sequence[float], number: int) -> History:
+        factor, seed = len(self.tasks) / len(self.outputs), f"{self.request.seed} {number}"
+        train, held = [split.train for split in self.splits], [split.held for split in self.splits]
+        return self._descend(
+            mask,
+            lambda epoch: drawn(weights, train, factor, f"{seed} {epoch}"),
+            drawn(weights, held, factor, seed),
+        )
+
+    def _write(self, file: Path, mask: Mask, facts: dict[str, Any]) -> None:
         names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.tasks.items}
         masked = (
-            (names[name], (bases[name][0] * mask).view(shapes[name]).cpu())
-            for name, mask in masks.items()
+            (names[name], (mask.bases[name][0] * entries).view(shapes[name]).cpu())
+            for name, entries in mask.kept().items()
         )
         write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(facts)})
 

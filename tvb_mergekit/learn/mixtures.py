@@ -53,13 +53,13 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
         tasks = plan.recipe.tasks if store is None else store.bases.tasks
         return torch.full((len(tasks), bases_of(plan).shape[1]), 1 / len(tasks)).double()
     if encoder is None:
-        raise needs_mixtures("this", mixture)
+        raise _without_mixtures(plan, mixture)
     if mixture == "positive":
         if float(encoder.amax(0).min()) <= 0:
             raise UserError("--mixture positive: a basis has no positive weight; choose equal")
         return torch.where(encoder > 0, encoder, -torch.inf).softmax(0)
     if float(encoder.min()) < 0:
-        raise needs_mixtures("this", mixture)
+        raise _without_mixtures(plan, mixture)
     if float(encoder.sum(0).min()) <= 0:
         raise UserError("a basis holds no task (its column of W_e is 0); ask for fewer bases")
     return encoder
@@ -67,16 +67,18 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
 
 def check_mixture(plan: Plan, mixture: Mixture) -> None:
     """Raise UserError if the recipe's basis never gives this mixture."""
+    if _basis_name(plan) in MIXED and mixture == "encoder":
+        raise _without_mixtures(plan, mixture)
+
+
+def _basis_name(plan: Plan) -> str | None:
     recipe = plan.recipe
-    name = recipe.settings.basis if recipe.store is None else recipe.store.bases.basis
-    if name in MIXED and mixture == "encoder":
-        raise needs_mixtures(str(name), mixture)
+    return recipe.settings.basis if recipe.store is None else recipe.store.bases.basis
 
 
-def needs_mixtures(name: str, mixture: Mixture) -> UserError:
-    """The refusal of a basis."""
+def _without_mixtures(plan: Plan, mixture: Mixture) -> UserError:
     return UserError(
-        f"`basis` is {name}, whose encoder has negative weights, and a basis learns from a mixture "
-        "of the tasks' data; choose balanced, ae, rand_select or none, or --mixture "
+        f"`basis` is {_basis_name(plan)}, whose encoder has negative weights, and a basis learns "
+        "from a mixture of the tasks' data; choose balanced, ae, rand_select or none, or --mixture "
         f"equal{' or positive' if mixture == 'encoder' else ''}"
     )

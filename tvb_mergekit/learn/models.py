@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import Live, attach
@@ -38,7 +38,6 @@ class TaskModels:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device, self.trust = plan, device, plan.options.trust_remote_code
         self.stored = plan.recipe.vectors
-        self._live: Live | None = None
         self._model: nn.Module | None = None
         self._warned = set[str]()
 
@@ -74,11 +73,14 @@ class TaskModels:
             self._model = None  # before the next one is loaded
             self._model = load_model(self.folder(task), self.device, self.trust)
             return self._model
-        if self._live is None:
-            base = self.folder(None)
-            model = load_model(base, self.device, self.trust)
-            self._live = attach(model, self.stored.bases, os.fspath(base))
         return self._live.use(task)
+
+    @functools.cached_property
+    def _live(self) -> Live:
+        assert self.stored is not None
+        base = self.folder(None)
+        model = load_model(base, self.device, self.trust)
+        return attach(model, self.stored.bases, os.fspath(base))
 
     def named(self, model: nn.Module, task: str | None = None) -> dict[str, nn.Parameter]:
         """The parameters of a task's model that the merge moves, by their names in the merge.
@@ -154,8 +156,7 @@ def refused(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"{folder}: not a causal language model: {text}") from error
+        raise UserError(f"{folder}: not a causal language model: {one_line(error)}") from error
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from tvb_mergekit.learn.statistics import gradients_to
 
 PER = Literal["layer", "tensor"]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -41,35 +43,27 @@ class Moving(ABC):
         """Add the gradient of the penalty to the variables, and return the penalty."""
         return 0.0
 
-    @contextmanager
-    def sharp(self) -> Iterator[None]:
-        """Let `theta` be the merged model's."""
-        yield
+    def merged(self) -> Callable[[str], Tensor]:
+        """A function that returns the weights of one tensor in the merged model."""
+        return self.theta
 
-    @contextmanager
-    def attached(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    def attached(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
         """Compute the gradients of these parameters, and pass them on to the variables."""
-        with ExitStack() as stack:
-            for name, parameter in parameters.items():
-                parameter.requires_grad_(True)
-                hook = parameter.register_post_accumulate_grad_hook(self._pulling(name))
-                stack.callback(hook.remove)
-            yield
 
-    def set(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Write theta into a model's parameters."""
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.view(-1).copy_(self.theta(name))
-
-    def _pulling(self, name: str) -> Callable[[Tensor], None]:
-        def pull(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+        def pull(name: str, gradient: Tensor) -> None:
             with torch.enable_grad():
                 self.theta(name).backward(gradient.view(-1))
 
-        return pull
+        return gradients_to(pull, parameters)
+
+    def set(
+        self, parameters: Mapping[str, nn.Parameter], theta: Callable[[str], Tensor] | None = None
+    ) -> None:
+        """Write theta into a model's parameters."""
+        theta = theta or self.theta
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.view(-1).copy_(theta(name))
 
 
 @dataclass(frozen=True)
@@ -158,21 +152,21 @@ class Mask(Moving):
         """Set S to `bias` at the largest entries of B, a fraction `density`, else to -`bias`."""
         super().__init__(base, bases)
         self.density, self.penalty = density, penalty
-        self.names = list(bases)
-        self._kept: dict[str, Tensor] | None = None
         sizes = {n: torch.where(b[0] != 0, b[0].abs(), -torch.inf) for n, b in bases.items()}
         chosen = largest(sizes, density)
-        self.variables = [
-            torch.where(chosen[name], bias, -bias).to(sizes[name].dtype).requires_grad_()
-            for name in self.names
-        ]
+        self.scores = {
+            name: torch.where(chosen[name], bias, -bias).to(size.dtype).requires_grad_()
+            for name, size in sizes.items()
+        }
+        self.variables = list(self.scores.values())
 
     def theta(self, name: str) -> Tensor:
-        basis = self.bases[name][0]
-        if self._kept is not None:
-            return self.base[name] + basis * self._kept[name]
-        own = self.variables[self.names.index(name)]
-        return self.base[name] + own.sigmoid() * basis
+        own = self.scores[name]
+        return self.base[name] + own.sigmoid() * self.bases[name][0]
+
+    def merged(self) -> Callable[[str], Tensor]:
+        kept = self.kept()
+        return lambda name: self.base[name] + self.bases[name][0] * kept[name]
 
     def add_penalty(self) -> float:
         if not self.penalty:
@@ -189,17 +183,9 @@ class Mask(Moving):
         with torch.no_grad():
             sizes = {
                 name: torch.where(self.bases[name][0] != 0, own, -torch.inf)
-                for name, own in zip(self.names, self.variables, strict=True)
+                for name, own in self.scores.items()
             }
         return largest(sizes, self.density)
-
-    @contextmanager
-    def sharp(self) -> Iterator[None]:
-        self._kept = self.kept()
-        try:
-            yield
-        finally:
-            self._kept = None
 
 
 def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.mixtures import Mixture
@@ -68,39 +68,34 @@ class Request:
         Raises:
             UserError: a mistake that shows without the models.
         """
-        for wrong, message in self._mistakes():
-            if wrong:
-                raise UserError(message)
+        recipe = self.document.recipe
+        if recipe.settings.method != "basis_ta":
+            raise UserError(
+                f"the recipe's `merge_method` is {recipe.settings.method}, and {self.method} "
+                "replaces addition: expected basis_ta"
+            )
+        if self.document.raw:
+            raise UserError(
+                "the recipe's models are weight files, which cannot run: list folders as Hugging "
+                "Face writes them"
+            )
+        if self.store is not None:
+            self._check_store(self.store)
         keys = self.document.varying
         unused = [key for key in keys if (self.method, key) != ("adamerging", "lambda")]
-        if unused and self.document.recipe.vectors is None:  # a store's own recipes have some
+        if unused and recipe.vectors is None:  # a store's own recipes have some
             LOG.warning("%s does not use the recipe's `%s`", self.method, listed(unused))
 
-    def _mistakes(self) -> Iterator[tuple[Any, str]]:
-        name = self.document.recipe.settings.method
-        yield (
-            name != "basis_ta",
-            f"the recipe's `merge_method` is {name}, and {self.method} replaces addition: "
-            "expected basis_ta",
-        )
-        yield (
-            self.document.raw,
-            "the recipe's models are weight files, which cannot run: list folders as Hugging Face "
-            "writes them",
-        )
-        if self.store is None:
-            return
-        out, store = Path(os.path.realpath(self.out)), Path(os.path.realpath(self.store))
-        yield (
-            ranks.world().size > 1,
-            "--store needs a single process: start one, or leave out --store",
-        )
-        yield (
-            out.is_relative_to(store) or store.is_relative_to(out),
-            f"--store {self.store} and --out {self.out}: name two folders, none in the other",
-        )
-        yield (
-            store.is_relative_to(self.partial),
-            f"--store {self.store}: {self.partial} holds finished files until --out is complete, "
-            "and is then deleted; name another folder",
-        )
+    def _check_store(self, name: str) -> None:
+        out, store = Path(os.path.realpath(self.out)), Path(os.path.realpath(name))
+        if ranks.world().size > 1:
+            raise UserError("--store needs a single process: start one, or leave out --store")
+        if out.is_relative_to(store) or store.is_relative_to(out):
+            raise UserError(
+                f"--store {name} and --out {self.out}: name two folders, none in the other"
+            )
+        if store.is_relative_to(self.partial):
+            raise UserError(
+                f"--store {name}: {self.partial} holds finished files until --out is complete, "
+                "and is then deleted; name another folder"
+            )

@@ -6,8 +6,9 @@ Examples pass one at a time, so no sum contains padding.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +45,12 @@ def fisher(
     device = next(model.parameters()).device
     generator = torch.Generator("cpu").manual_seed(_number(seed))
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(True)
-            hook = parameter.register_post_accumulate_grad_hook(_squaring(sums[name]))
-            stack.callback(hook.remove)
+
+    def add(name: str, gradient: Tensor) -> None:
+        sums[name].addcmul_(gradient, gradient)
+
+    model.requires_grad_(False)
+    with torch.enable_grad(), gradients_to(add, parameters):
         for example in examples:
             logits, labels = _predicted(model, example, device)
             drawn = [labels]
@@ -68,15 +67,23 @@ def fisher(
     return _checked({name: total.mul_(scale).cpu() for name, total in sums.items()}, path)
 
 
-def _squaring(total: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds the square of a gradient and drops the gradient."""
+@contextmanager
+def gradients_to(
+    use: Callable[[str, Tensor], None], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[None]:
+    """Compute the gradients of parameters; `use` gets each with its name, then it is freed."""
 
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.addcmul_(parameter.grad, parameter.grad)
-        parameter.grad = None
+    def hand_on(name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        use(name, gradient)
 
-    return add
+    with ExitStack() as stack:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(True)
+            hook = parameter.register_post_accumulate_grad_hook(partial(hand_on, name))
+            stack.callback(hook.remove)
+        yield
 
 
 def grams(

@@ -194,15 +194,15 @@ class Work(ABC):
                 f"needs {megabytes(costs.memory)} without activations; raise --memory"
             )
         check_disk(request.out, costs.disk)
-        self.check_place()
+        self.finished()
         return costs
 
-    def check_place(self) -> None:
-        """Raise UserError if OUT.partial holds other files than finished ones."""
-        self._left()
+    def finished(self) -> list[Path]:
+        """The finished files in OUT.partial; ignores remains of `atomic.beside`.
 
-    def _left(self) -> list[Path]:
-        """The finished files in OUT.partial; ignores remains of `atomic.beside`."""
+        Raises:
+            UserError: it holds other files, or is not a folder.
+        """
         partial = self.request.partial
         if os.path.lexists(partial) and not partial.is_dir():
             raise UserError(
@@ -220,20 +220,20 @@ class Work(ABC):
 
     def begin(self) -> None:
         """Make OUT.partial; with --resume keep its files, else replace it."""
-        partial, resume = self.request.partial, self.request.resume
-        if ranks.world().leads:
-            left = self._left()
-            if left and not resume:
-                LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", partial)
-                shutil.rmtree(partial)
-            other = sorted({f.name for f in left} - {f.name for f in self.outputs})
-            if other and resume:
-                raise UserError(
-                    f"--resume: {partial} is of another run ({listed(other)}): repeat the options "
-                    "of that run, or leave out --resume to begin again"
-                )
-            partial.mkdir(parents=True, exist_ok=True)
-        ranks.world().share(lambda: None)
+        ranks.world().share(self._make_partial)
+
+    def _make_partial(self) -> None:
+        partial, resume, left = self.request.partial, self.request.resume, self.finished()
+        if left and not resume:
+            LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", partial)
+            shutil.rmtree(partial)
+        other = sorted({f.name for f in left} - {f.name for f in self.outputs})
+        if other and resume:
+            raise UserError(
+                f"--resume: {partial} is of another run ({listed(other)}): repeat the options "
+                "of that run, or leave out --resume to begin again"
+            )
+        partial.mkdir(parents=True, exist_ok=True)
 
     def write(self, folder: Path) -> None:
         """Write `learned.json`, the finished files, and a line in the model card."""

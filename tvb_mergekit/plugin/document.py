@@ -14,7 +14,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import BaseModel
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import (
@@ -218,7 +218,7 @@ def parse(path: str) -> RecipeFile:
 def _not_yaml(path: str, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f", line {mark.line + 1}" if mark else ""
-    reason = getattr(error, "problem", None) or " ".join(str(error).split())
+    reason = getattr(error, "problem", None) or one_line(error)
     return f"{path}{place}: not a YAML recipe: {reason}"
 
 

@@ -14,7 +14,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
@@ -70,7 +70,7 @@ def check_model(
     try:
         model.config(trust_remote_code=options.trust_remote_code)  # which planning needs anyway
     except (ValueError, KeyError, OSError) as error:
-        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+        reason = one_line(error).split(". ")[0].rstrip(".")
         if os.path.isdir(path):
             problem = "transformers cannot read its config.json"
         else:

@@ -23,7 +23,7 @@ from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan
@@ -227,8 +227,8 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
         try:
             _copy_tokenizer(config, str(folder), options=options)
         except Exception as error:  # a tokenizer's own code may raise any
-            reason = " ".join(str(error).split())
-            LOG.error("the tokenizer could not be copied; the merge is complete: %s", reason)
+            told = "the tokenizer could not be copied; the merge is complete: %s"
+            LOG.error(told, one_line(error))
     elif config.chat_template:
         LOG.warning("`chat_template` is not saved: the merge has no tokenizer")
     files = plan.architecture.tagalong_files or []

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic
 import yaml
 
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.settings import nearest
 
 HERE = Path(__file__).parent
@@ -145,8 +145,7 @@ def read_described(path: Path, kind: type[Described], what: str) -> Described:
     except pydantic.ValidationError as error:
         raise UserError(f"{path} is not {what}: {first_mistake(error)}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} cannot be read as {what}: {reason}") from error
+        raise UserError(f"{path} cannot be read as {what}: {one_line(error)}") from error
 
 
 def first_mistake(error: pydantic.ValidationError) -> str:

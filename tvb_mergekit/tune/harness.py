@@ -24,7 +24,7 @@ from typing import Any
 
 import tqdm
 
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.score.benchmark import check_known
 from tvb_mergekit.settings import nearest
 
@@ -166,7 +166,7 @@ def load_tasks(
             with _without_bars():
                 found = manager.load([name])
         except Exception as error:  # a task's own code: data sets, network, anything
-            raise UserError(f"task {name} cannot be loaded: {_one_line(error)}") from error
+            raise UserError(f"task {name} cannot be loaded: {one_line(error):.300}") from error
         group = found.get("groups", {}).get(name)
         members = found["tasks"].values() if group is None else [group]
         for member in (each for item in members for each in _members(item)):
@@ -185,10 +185,6 @@ def _matches(name: str, manager: Any) -> list[str]:
         hint = f"; did you mean {guess}?" if guess else "."
         raise UserError(f"lm-eval knows no task {name}{hint} Your own need --include-path")
     return matches
-
-
-def _one_line(error: Exception) -> str:
-    return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
 
 
 def _members(item: Any) -> Iterator[Any]:
@@ -300,7 +296,7 @@ def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
             **options.model_keys,
         )
     except Exception as error:  # --model-args may be wrong in any way
-        raise UserError(f"lm-eval cannot load the model: {_one_line(error)}") from error
+        raise UserError(f"lm-eval cannot load the model: {one_line(error):.300}") from error
     if options.chat_template and lm.tokenizer.chat_template is None:
         raise UserError("--apply-chat-template: the base's tokenizer has no chat template")
     return lm

@@ -116,12 +116,10 @@ class TunedRecipe:
 
     def check(self, points: Sequence[float]) -> None:
         """Raise UserError or MergeRefused if the recipe does not allow one of the points."""
+        read = MergeConfiguration.model_validate if self.recipe is None else from_mapping
         for point in points:
             with refusing(planning=True):
-                if self.recipe is not None:
-                    from_mapping(self.at(point))
-                else:
-                    MergeConfiguration.model_validate(self.at(point))
+                read(self.at(point))
 
     @contextmanager
     def _planned(self, point: float) -> Iterator[Plan | Tasks]:
@@ -145,9 +143,7 @@ class TunedRecipe:
             yield tasks
 
     def _models(self) -> set[ModelReference]:
-        models: set[ModelReference]
-        models = MergeConfiguration.model_validate(self.document).referenced_models()
-        return models
+        return set(MergeConfiguration.model_validate(self.document).referenced_models())
 
     def output_bytes(self) -> int:
         """Return the bytes of the merged model; raise here, early, if it cannot be merged."""
@@ -256,15 +252,13 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     file = parse(path)
     document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
-    recipe = None
-    linear = method in METHODS or _check_stock(path, document)
-    if method in METHODS:
-        found = from_mapping(document)
-        if found.raw:
-            raise UserError(
-                f"{path}: its models are weight files, which lm-eval cannot load; list folders"
-            )
-        recipe = found.recipe
+    found = from_mapping(document) if method in METHODS else None
+    if found is not None and found.raw:
+        raise UserError(
+            f"{path}: its models are weight files, which lm-eval cannot load; list folders"
+        )
+    linear = found is not None or _check_stock(path, document)
+    recipe = None if found is None else found.recipe
     key = "alpha" if method == "basis_negate" else "lambda"
     root = document.get("parameters") or {}
     given = [section for section in _sections(document) if key in section]

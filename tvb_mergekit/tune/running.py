@@ -230,18 +230,18 @@ def _searched(
 
 
 def _search(request: TuneRequest, points: Sequence[float], scorer: Scorer) -> float:
+    sign = -1 if scorer.goals["target"].lower else 1
+
     def target(value: float) -> float:
-        return scorer.point(value).target.value
-
-    def control(value: float) -> float:
-        found = scorer.point(value).control
-        assert found is not None
-        return found.value
-
-    def score(value: float) -> float:
-        return -target(value) if scorer.goals["target"].lower else target(value)
+        return sign * scorer.point(value).target.value
 
     if "control" in scorer.goals:
+
+        def control(value: float) -> float:
+            found = scorer.point(value).control
+            assert found is not None
+            return found.value
+
         every = sorted({0.0, *points})
         scorer.bar.reset(len(every) * len(scorer.tasks))
         if control(0.0) <= 0:
@@ -251,7 +251,6 @@ def _search(request: TuneRequest, points: Sequence[float], scorer: Scorer) -> fl
         return search.most_forgotten(points, target, control, request.keep)
     if request.search == "golden":
         step = min(b - a for a, b in itertools.pairwise(points))
-        return search.golden(points[0], points[-1], request.tolerance or step / 2, score)
+        return search.golden(points[0], points[-1], request.tolerance or step / 2, target)
     scorer.bar.reset(len(points) * len(scorer.tasks))
-    best, _ = search.grid(points, score)
-    return best
+    return search.grid(points, target)[0]
