@@ -138,7 +138,7 @@ def _kept(loss: Loss) -> tuple[str, str, str, str]:
 
 
 def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
-    """Norm, error and row sum of each task; in a zoo bits and bytes replace the row sum."""
+    """Norm, error and row sum of each task; for task-vector stores bits and bytes, no row sum."""
     base, unknown, codes = inspection.base_norm, [None] * len(names), inspection.codes
     weights, last = inspection.row_sums or unknown, ["row sum"]
     cells = [["?" if weight is None else f"{round(weight, 3) + 0.0:.3f}"] for weight in weights]

@@ -225,7 +225,7 @@ def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str]) -> No
 
 
 def _draw_groups(axes: Axes, codes: Losses | None) -> None:
-    """Bars of the codes' errors in each group of tensors of a zoo."""
+    """Bars of the codes' errors in each group of tensors of a task-vector store."""
     axes.set_title("Error by kind of tensor")
     groups = [] if codes is None else codes.groups
     names = [f"{group.name}, {counted(group.bits, 'bit')}" for group in groups]

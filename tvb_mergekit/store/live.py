@@ -242,7 +242,7 @@ def attach(
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder or bases in memory: a zoo, dense or sparse bases.
+        store: the folder of any store, or bases in memory.
         base: theta_0; by default where the store says that it is.
 
     Returns:
