@@ -577,7 +577,7 @@ def test_the_page_holds_what_is_hostile_as_text() -> None:
     # label, task, answer, target, recipe
     assert said.count("alert(1)") >= 5 and text.count("<script") == 0
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
-    facts = "bad<script>/basis/basis.json is not whole"
+    facts = "bad<script>/basis/basis.json is not complete"
     recipe = f"Recipemerge_method: linear  # {HOSTILE}"
     for part in ("Better beyond chance", "Floors", "Models", facts, recipe, "other<script>"):
         assert part in said

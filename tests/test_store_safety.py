@@ -94,7 +94,7 @@ def test_facts_that_are_half_valid_name_the_key(case: str, here: Path) -> None:
     (here / "grown/basis.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match=message):
         store.load(here / "grown")
-    assert "basis.json is not whole" in refused("export", "grown", "out", "--task", "a")
+    assert "basis.json is not complete" in refused("export", "grown", "out", "--task", "a")
 
 
 def test_damaged_and_missing_facts_are_told_apart(here: Path) -> None:
@@ -104,7 +104,7 @@ def test_damaged_and_missing_facts_are_told_apart(here: Path) -> None:
         (b"{", "cannot be read"),
         (b"\xff" + text, "cannot be read"),
         (b"[]", "cannot be read (expected an object"),
-        (text.replace(b": 0.", b': NaN, "x": 0.', 1), "NaN is no number"),
+        (text.replace(b": 0.", b': NaN, "x": 0.', 1), "NaN is not a number"),
         (text.replace(b'"a"', b'"A"', 1), "was changed after it was written"),
         (text.replace(b"1.5", b"5.5", 1), "was changed after it was written"),  # one bit
         (None, "is not a basis store"),

@@ -184,7 +184,7 @@ def read_facts(file: Path) -> Facts:
     Raises:
         UserError: no JSON, another checksum, a newer format, or a key that is missing or wrong.
     """
-    remedy = "restore it from a copy, or build it anew"
+    remedy = "restore it from a copy, or build it again"
     try:
         found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
         if not isinstance(found, dict):
@@ -209,7 +209,7 @@ def read_facts(file: Path) -> Facts:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(f"{file} is not whole: `{place}`: {first['msg']}; {remedy}") from error
+        raise UserError(f"{file} is not complete: `{place}`: {first['msg']}; {remedy}") from error
 
 
 def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:
@@ -237,4 +237,4 @@ def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str,
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
