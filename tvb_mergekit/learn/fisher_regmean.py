@@ -27,8 +27,7 @@ from tvb_mergekit.learn.work import LEARNED, CostEstimate, Work
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store.bits import slugs
-from tvb_mergekit.store.facts import FOLDER, FileRecord
-from tvb_mergekit.store.store import compare_checksums
+from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import merge_one
@@ -105,7 +104,7 @@ class StatisticsMethod(Work):
         if method != self.method:
             raise UserError(f"--from {source}: learned by {method}, not by {self.method}")
         records = {name: FileRecord.model_validate(record) for name, record in files.items()}
-        compare_checksums(self.place, records, LEARNED, "restore it, or learn again")
+        check_files(self.place, records, LEARNED, "restore it, or learn again", checksums=True)
         for task, file in zip(self.tasks, self.outputs, strict=True):
             facts = kept.facts_in(file, kept.STATISTICS)
             if facts is None:

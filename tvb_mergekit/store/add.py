@@ -128,7 +128,7 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
     Raises:
         UserError: the store cannot grow, or not so.
     """
-    store, where = bases.facts.store, addition.place_of(bases)
+    store, where = bases.facts.store, bases.place
     if store.codec == "codes" and not bases.keeps_tasks:
         raise UserError(
             f"{where} holds bases at {counted(bases.facts.bits or 0.0, 'bit')}, which would lose "

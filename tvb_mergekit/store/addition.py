@@ -70,21 +70,16 @@ class Growth:
         if bases.keeps_tasks and self.budget is None:
             if self.compress:
                 raise UserError(
-                    f"--compress: {place_of(bases)} keeps all tasks as codes; --budget M makes "
+                    f"--compress: {bases.place} keeps all tasks as codes; --budget M makes "
                     "bases of them"
                 )
             return True
         if self.bits:
             raise UserError(
-                f"{place_of(bases)}: --bits is for stores of all tasks (`tvb build --bits`), not "
+                f"{bases.place}: --bits is for stores of all tasks (`tvb build --bits`), not "
                 "of bases"
             )
         return False
-
-
-def place_of(bases: Bases) -> str:
-    """The name of bases in messages."""
-    return str(bases.path or "these bases")
 
 
 def check_new(bases: Bases, inputs: TaskSet) -> None:
@@ -92,7 +87,7 @@ def check_new(bases: Bases, inputs: TaskSet) -> None:
     (task,) = inputs.tasks
     if task in bases.tasks:
         raise UserError(
-            f"the task {task!r} is in {place_of(bases)} already: give another name with --task"
+            f"the task {task!r} is in {bases.place} already: give another name with --task"
         )
     check_tasks([*bases.tasks, task], [*bases.facts.models, task])
     bases.check_base(inputs.base, inputs.base_model)
@@ -105,7 +100,7 @@ def given_items(bases: Bases, inputs: TaskSet) -> list[Item]:
         UserError: the model lacks a tensor, or trained a tensor that takes no part.
     """
     given, left_out = {item.name: item for item in inputs.items}, bases.facts.left_out
-    where, (model,) = place_of(bases), inputs.models
+    where, (model,) = bases.place, inputs.models
     for name in given:
         if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
             raise UserError(

@@ -271,10 +271,7 @@ def merge(
     """
     check_types(merge, locals())
     given = _keys(parameters)
-    if bases.keeps_tasks:
-        settings = resolve_settings(method, given, bases.tasks)
-    else:
-        settings = bases.merge_settings(method, given)
+    settings = bases.merge_settings(method, given)
     tunables = Tunables.of(
         {
             key: check_value(key, given[key]) if key in given else spec.default_for(method)

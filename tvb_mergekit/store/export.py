@@ -127,8 +127,7 @@ def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
     for index in indices:
         if not 0 <= index < bases.num_bases:
             raise UserError(
-                f"basis {index}: {bases.path or 'these bases'} has the bases 0 to "
-                f"{bases.num_bases - 1}"
+                f"basis {index}: {bases.place} has the bases 0 to {bases.num_bases - 1}"
             )
     return torch.eye(len(bases.sources), dtype=torch.float64)[:, list(indices)]
 

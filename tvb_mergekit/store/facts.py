@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.writing import file_record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -209,6 +210,41 @@ def read_facts(file: Path) -> Facts:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise UserError(f"{file} is not whole: `{place}`: {first['msg']}; {remedy}") from error
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is."""
+    return FileRecord.model_validate(file_record(path))
+
+
+def check_files(
+    folder: Path,
+    files: Mapping[str, FileRecord],
+    named_in: str,
+    remedy: str,
+    checksums: bool = False,
+) -> None:
+    """Raise UserError if a recorded file is missing, or has another size or checksum.
+
+    Args:
+        named_in: the name of the file with the records.
+        checksums: compare these, too.
+    """
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing, and {named_in} names it; {remedy}")
+        if (size := path.stat().st_size) != record.bytes:
+            raise UserError(
+                f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
+                f"{remedy}"
+            )
+    for name, record in files.items() if checksums else ():
+        if record_of(folder / name).xxh3_128 != record.xxh3_128:
+            raise UserError(
+                f"{folder / name}: its checksum is not the one in {named_in}: the file was "
+                f"changed; {remedy}"
+            )
 
 
 def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:

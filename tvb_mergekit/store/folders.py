@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.store import dtype_name, record_of
+from tvb_mergekit.store.facts import FileRecord, record_of
+from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.stream import Item

@@ -270,7 +270,7 @@ def attach(
     if base is None and not os.path.exists(bases.base_name):
         raise UserError(
             f"base {bases.base_name}: no such file or folder (from {os.getcwd()}); say with `base` "
-            f"where the base of {bases.path or 'these bases'} is"
+            f"where the base of {bases.place} is"
         )
     given: Model = bases.base_name if base is None else base
     found = open_model(given)

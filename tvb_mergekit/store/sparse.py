@@ -20,9 +20,9 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.online import NOISE, lengths, of_sum
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.addition import with_vectors
-from tvb_mergekit.store.facts import FileRecord, StoreFacts
+from tvb_mergekit.store.facts import FileRecord, StoreFacts, record_of
 from tvb_mergekit.store.folders import copy_config
-from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, record_of
+from tvb_mergekit.store.store import Bases, basis_folder, dtype_name
 from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
 from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
 from tvb_mergekit.tensors.engine import Engine

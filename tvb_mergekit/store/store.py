@@ -31,9 +31,9 @@ from tvb_mergekit.store.facts import (
     TENSORS,
     DtypeName,
     Facts,
-    FileRecord,
     StoreFacts,
     StoreRecord,
+    check_files,
     check_shapes,
     read_facts,
 )
@@ -42,7 +42,7 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
-from tvb_mergekit.tensors.writing import MARKER, file_record
+from tvb_mergekit.tensors.writing import MARKER
 
 # The tensors of basis.safetensors that merges and additions need.
 NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms", "errors"}
@@ -101,6 +101,11 @@ class Bases:
     @property
     def tasks(self) -> list[str]:
         return self.facts.tasks
+
+    @property
+    def place(self) -> str:
+        """The name of the bases in messages."""
+        return str(self.path or "these bases")
 
     @property
     def num_bases(self) -> int:
@@ -170,25 +175,29 @@ class Bases:
         sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
         return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
 
-    def merge_settings(self, method: str, given: Mapping[str, Any]) -> Settings:
-        """The settings of a merge over these bases.
+    def merge_settings(
+        self, method: str, given: Mapping[str, Any], tasks: Sequence[str] = ()
+    ) -> Settings:
+        """The settings of a merge over these vectors.
+
+        Args:
+            tasks: Those of the merge, if the vectors are task vectors; all by default.
 
         Raises:
-            UserError: a key that is fixed when they are built, or that does not fit.
+            UserError: A key that is fixed when bases are built, or that does not fit.
         """
-        where = self.path or "these bases"
-        for key in given:
+        for key in () if self.keeps_tasks else given:
             if key in GLOBAL_KEYS and key not in (*MERGING_KEYS, "exclude"):
                 raise UserError(
-                    f"`{key}`: the models are bases of {where}, which is built; leave the key "
+                    f"`{key}`: the models are bases of {self.place}, which is built; leave the key "
                     "out, or list the fine-tuned models"
                 )
         if self.basis == "rand_proj" and method != "basis_negate":
             raise UserError(
-                f"the bases in {where} are rand_proj, random directions: only basis_negate takes "
-                f"them, not {method}"
+                f"the bases in {self.place} are rand_proj, random directions: only basis_negate "
+                f"takes them, not {method}"
             )
-        return resolve_settings(method, given, self.tasks)
+        return resolve_settings(method, given, tasks or self.tasks)
 
     def index(self, task: str) -> int:
         """The column of a task.
@@ -200,8 +209,7 @@ class Bases:
             return self.tasks.index(task)
         guess = nearest(str(task), self.tasks)
         hint = f": did you mean {guess!r}?" if guess else "."
-        where = self.path or "these bases"
-        raise UserError(f"no task {task!r} in {where}{hint} Tasks: {', '.join(self.tasks)}")
+        raise UserError(f"no task {task!r} in {self.place}{hint} Tasks: {', '.join(self.tasks)}")
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[M (+ 1 for the mean), len(tasks)]: each tau_hat over the bases (and the mean)."""
@@ -219,7 +227,7 @@ class Bases:
         """Raise UserError unless `base` is the model that the bases are differences from."""
         if base.fingerprint() != self.facts.store.base_fingerprint:
             raise UserError(
-                f"{self.path or 'these bases'}: belongs to the base {self.facts.base_model}, "
+                f"{self.place}: belongs to the base {self.facts.base_model}, "
                 f"and the weights of {name} are others; give the base that it was built from"
             )
 
@@ -277,7 +285,7 @@ def check(path: str | os.PathLike[str]) -> Bases:
         UserError: as `load`; a file has another checksum.
     """
     facts = read_store_facts(Path(path))
-    compare_checksums(Path(path), facts.store.files, FACTS, _mending(facts))
+    check_files(Path(path), facts.store.files, FACTS, _mending(facts), checksums=True)
     return load(path)
 
 
@@ -400,39 +408,3 @@ def read_store_facts(folder: Path) -> StoreFacts:
     if not isinstance(facts, StoreFacts):
         raise UserError(f"{folder} is the output of a merge, not a basis store (see `tvb build`)")
     return facts
-
-
-def check_files(folder: Path, files: Mapping[str, FileRecord], named_in: str, remedy: str) -> None:
-    """Raise UserError if a recorded file is missing or has another size.
-
-    Args:
-        named_in: the name of the file with the records.
-    """
-    for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing, and {named_in} names it; {remedy}")
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise UserError(
-                f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
-                f"{remedy}"
-            )
-
-
-def compare_checksums(
-    folder: Path, files: Mapping[str, FileRecord], named_in: str, remedy: str
-) -> None:
-    """Raise UserError if a recorded file is missing or has another size or checksum."""
-    check_files(folder, files, named_in, remedy)
-    for name, record in files.items():
-        if record_of(folder / name).xxh3_128 != record.xxh3_128:
-            raise UserError(
-                f"{folder / name}: its checksum is not the one in {named_in}: the file was "
-                f"changed; {remedy}"
-            )
-
-
-def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file as it is."""
-    return FileRecord.model_validate(file_record(path))
