@@ -10,26 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store.bits import Quantize
-from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.folders import finish_vectors, writers_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.vectors import local_path
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.passes import combine_pass, gram_pass
-from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import FoldersSink
 
 LOG = logging.getLogger(__name__)
 
@@ -165,31 +158,6 @@ def config_of(bases: Bases) -> Path | None:
     assert bases.path is not None
     folder = bases.path / bases.facts.store.folders[0]
     return folder if (folder / "config.json").is_file() else None
-
-
-def write_vectors(
-    folders: Sequence[Path],
-    items: Sequence[Item],
-    matrix: Tensor,
-    config: Path | None,
-    first: int,
-    engine: Engine,
-    coding: Coding | None = None,
-) -> tuple[dict[str, FileRecord], Sequence[Sequence[float]]]:
-    """Write new vectors; returns their files, and the numbers that `coding` measured.
-
-    Args:
-        matrix: the factors of the items' inputs in each vector.
-        config: the folder of the configuration that the vectors get.
-        first: the index of the first new vector in the store.
-    """
-    work, outputs = folders[0].parent, range(len(folders))
-    check_disk(str(work), sum(item.written(item.numel, k) for item in items for k in outputs))
-    writers = writers_of(work, [folder.name for folder in folders], items, config, coding=coding)
-    sink = FoldersSink(writers, coding=coding)
-    steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-    combine_pass(items, steps, sink, engine, title="Codes" if coding else "Bases", coding=coding)
-    return finish_vectors(writers, config, first=first), sink.measured
 
 
 def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tvb_mergekit.store.bits import (
     stored_gram,
 )
 from tvb_mergekit.store.facts import FileRecord
+from tvb_mergekit.store.folders import write_vectors
 from tvb_mergekit.store.store import Bases, load, read_store_facts
 from tvb_mergekit.store.vectors import Vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
@@ -62,8 +63,10 @@ def join(
     folders = [*old, *slugs(inputs.tasks, [*RESERVED, *old])]
     files = writer.keep(bases)
     items = [item.coded(coding.widths(item.name)) for item in items]
-    config, new = addition.config_of(bases), [writer.folder / folders[-1]]
-    found, measured = addition.write_vectors(new, items, matrix, config, count, engine, coding)
+    config, new = addition.config_of(bases), folders[-1:]
+    found, measured = write_vectors(
+        writer.folder, new, items, matrix, config, engine, first=count, coding=coding
+    )
     # The last column would be of the sum of all tasks, which nobody has measured.
     own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
     own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
