@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +31,12 @@ from tvb_mergekit.core.quantize import (
 )
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
+from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
@@ -71,14 +72,11 @@ class Quantize:
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.size is None):
             raise UserError("give either bits or a size, not both")
-        for name in ("bits", "size"):
-            value = getattr(self, name)
-            if value is not None and not hasattr(value, "__float__"):
-                raise UserError(f"`{name}` is {value!r}: expected a number")
-        if self.bits is not None:
-            object.__setattr__(self, "bits", float(self.bits))
-        if self.size is not None:
-            object.__setattr__(self, "size", int(self.size))
+        name, kind = ("bits", float) if self.size is None else ("size", int)
+        value = getattr(self, name)
+        if not hasattr(value, "__float__"):
+            raise UserError(f"`{name}` is {value!r}: expected a number")
+        object.__setattr__(self, name, kind(value))
         if self.bits is not None and not LEAST_BITS <= self.bits <= BITS[-1]:
             raise UserError(
                 f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
@@ -200,11 +198,15 @@ def fixed_bytes(
 
 def stored_gram(vectors: Sequence[Codes], names: Sequence[str], engine: Engine) -> Tensor:
     """Inner products of vectors as their codes give them, [K, K] float64."""
-    items = [
+    return gram_pass(items_of(vectors), names, engine)[0].gram
+
+
+def items_of(vectors: Sequence[Weights]) -> list[Item]:
+    """The tensors of the vectors of a store."""
+    return [
         Item(name, info.shape, None, tuple(Part.of(vector, name, "delta") for vector in vectors))
         for name, info in vectors[0].tensors.items()
     ]
-    return gram_pass(items, names, engine)[0].gram
 
 
 def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
@@ -255,7 +257,8 @@ def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
     return made
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True)
+class Loss:
     """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
 
     `bits` is the mean of an element. `relative_error` is None if the norm is zero.
@@ -300,20 +303,16 @@ def losses(bases: Bases) -> Losses | None:
         mean = float((bits * numels)[rows, columns].sum()) / elements
         return Loss(name, nbytes, mean, _ratio(errors[rows, columns], squares[rows, columns]))
 
-    every, of_vectors = slice(None), []
-    stored = [each for each in facts.store.files.items() if each[0].endswith(".safetensors")]
-    names = [f"B{m}" for m in range(bases.num_bases)] + ["mean"]
-    for place, folder in enumerate(facts.store.folders):
-        name = facts.tasks[place] if bases.keeps_tasks else names[place]
-        files = (of.bytes for path, of in stored if path.startswith(f"{folder}/"))
-        of_vectors.append(loss(name, sum(files), every, place))
-    of_groups = []
+    of_vectors = [
+        loss(label, weight_bytes(facts.store.files, f"{folder}/"), slice(None), place)
+        for place, (label, folder) in enumerate(zip(bases.labels, facts.store.folders, strict=True))
+    ]
+    of_groups, known = [], errors.shape[1] > len(vectors)
     for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
         sizes = (block_bytes(int(each[r]), w) for r in rows for w in widths[bases.names[r]])
         if rows:
             of_groups.append(loss(group, sum(sizes), rows, slice(len(vectors))))
-    known = errors.shape[1] > len(vectors)
     return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
 
 

@@ -217,6 +217,12 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord.model_validate(file_record(path))
 
 
+def weight_bytes(files: Mapping[str, FileRecord], folder: str = "") -> int:
+    """Bytes of the weights among the files of a store, or of one of its folders."""
+    weights = (name for name in files if name.endswith(".safetensors") and name.startswith(folder))
+    return sum(files[name].bytes for name in weights)
+
+
 def check_files(
     folder: Path,
     files: Mapping[str, FileRecord],

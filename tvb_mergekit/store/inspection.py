@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.bits import Losses, losses
-from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
+from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes, weight_bytes
 from tvb_mergekit.store.report import cosines, row_sums
 from tvb_mergekit.store.store import Bases
 
@@ -210,9 +210,7 @@ class Inspection:
         """Bytes of a store and of its models; None without a store."""
         if self.facts.store is None:
             return None
-        files = self.facts.store.files.items()
-        stored = sum(file.bytes for name, file in files if name.endswith(".safetensors"))
-        models = self.facts.store.model_bytes
+        models, stored = self.facts.store.model_bytes, weight_bytes(self.facts.store.files)
         saved = models - stored
         return Sizes(models, stored, saved, 100 * saved / models if models else None)
 
@@ -234,6 +232,10 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
     known = set(Facts.model_fields) - {"seconds", "checksum"}
     values, of = inspection.cosines
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
     sizes, tensors = inspection.sizes, inspection.tensors
     return {
         "what": inspection.what,
@@ -242,28 +244,18 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "base_norm": inspection.base_norm,
         "norms": inspection.norms,
         "sizes": None if sizes is None else sizes._asdict(),
-        "codes": _codes_json(inspection.codes),
+        "codes": None if inspection.codes is None else asdict(inspection.codes),
         "cosines": values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
         "row_sums": inspection.row_sums,
         "errors": {
-            task: {
-                "at_least": low if math.isfinite(low) else None,
-                "at_most": high if math.isfinite(high) else None,
-            }
+            task: {"at_least": finite(low), "at_most": finite(high)}
             for task, (low, high) in inspection.errors.items()
         },
         **{name: tensors[name].tolist() if name in tensors else None for name in matrices},
     }
-
-
-def _codes_json(codes: Losses | None) -> dict[str, Any] | None:
-    if codes is None:
-        return None
-    vectors, groups = ([each._asdict() for each in part] for part in (codes.vectors, codes.groups))
-    return {"vectors": vectors, "sum": codes.sum, "groups": groups}
 
 
 def _energy(loss: float, total: float) -> float:

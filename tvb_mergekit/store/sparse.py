@@ -20,6 +20,7 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.online import NOISE, lengths, of_sum
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.addition import with_vectors
+from tvb_mergekit.store.bits import items_of
 from tvb_mergekit.store.facts import FileRecord, StoreFacts, record_of
 from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name
@@ -28,7 +29,7 @@ from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
 
 WEIGHTS = "model.safetensors"
@@ -83,18 +84,14 @@ class Dense:
         if bases.encoder is not None:
             scales = torch.tensor(list(weights) or [1.0] * len(order), dtype=torch.float64)
             tensors["encoder"] = bases.encoder[:, list(order)] * scales
-        shapes = {name: info.shape for name, info in bases.vectors[0].tensors.items()}
-        items = [
-            Item(name, shape, None, tuple(Part.of(each, name, "delta") for each in bases.sources))
-            for name, shape in shapes.items()
-        ]
         own = [bases.path / basis_folder(0)] if bases.path else []
         places = [*own, Path(bases.base_name)]
         config = next((place for place in places if (place / "config.json").is_file()), None)
         where = local_path(bases.base_name)
         store = bases.facts.store.but(base_path=where, base_beside=None)
         facts, targets = bases.facts.but(store=store), bases.reconstruction(bases.tasks)
-        return cls(facts, tensors, items, targets, bases.tensors["errors"], config)
+        items, errors = items_of(bases.sources), bases.tensors["errors"]
+        return cls(facts, tensors, items, targets, errors, config)
 
 
 def sparse_store(

@@ -159,6 +159,13 @@ class Bases:
         return counted if counted in self.vectors[0].tensors else None
 
     @property
+    def labels(self) -> list[str]:
+        """The names of the vectors: tasks, or B0, B1 ... and PCA's mean."""
+        if self.keeps_tasks:
+            return self.tasks
+        return [f"B{m}" for m in range(self.num_bases)] + ["mean"] * (self.mean is not None)
+
+    @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.facts.store.dtype]
 

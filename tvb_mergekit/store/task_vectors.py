@@ -20,6 +20,7 @@ from tvb_mergekit.store.bits import (
     RESERVED,
     Quantize,
     choose,
+    lost,
     mean_bits,
     measured_tensors,
     slugs,
@@ -69,7 +70,7 @@ def join(
     )
     # The last column would be of the sum of all tasks, which nobody has measured.
     own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
-    own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
+    own["errors"] = lost(own).expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
     vectors = [Codes.open(writer.folder / name) for name in folders]
     tensors["gram_bases"] = stored_gram(vectors, folders, engine)

@@ -19,6 +19,7 @@ from tvb_mergekit.store.facts import (
     DtypeName,
     FileRecord,
     StoreFacts,
+    weight_bytes,
 )
 from tvb_mergekit.store.report import facts, tensors_of, versions
 from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name
@@ -72,8 +73,7 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     errors = reported(history["tasks"], history["norms"], vectors.tensors["errors"], sizes, decoder)
     made = {key: history[key] for key in history if key not in MEASURED}
     if vectors.codec != "dense":
-        weights = (of.bytes for name, of in vectors.files.items() if name.endswith(".safetensors"))
-        made["bytes"] = sum(weights)
+        made["bytes"] = weight_bytes(vectors.files)
     if vectors.bits is not None:
         made["bits"] = vectors.bits
         made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
