@@ -17,21 +17,10 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.facts import (
-    Compression,
-    FileRecord,
-    StoreFacts,
-    StoreRecord,
-)
+from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
 from tvb_mergekit.store.folders import in_memory, write_vectors
 from tvb_mergekit.store.report import LOSSES
-from tvb_mergekit.store.store import (
-    Bases,
-    basis_folder,
-    dtype_name,
-    is_store,
-    load,
-)
+from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, is_store, load
 from tvb_mergekit.store.task_vectors import join
 from tvb_mergekit.store.vectors import Vectors, facts_of
 from tvb_mergekit.store.writer import StoreWriter, changing, check_new_store
@@ -42,10 +31,7 @@ STEP = ("encoder", "decoder", "gram_bases", "errors")  # tensors of a step in ba
 
 
 def add_to_store(
-    path: str | os.PathLike[str],
-    inputs: TaskSet,
-    growth: Growth,
-    engine: Engine = Engine(),
+    path: str | os.PathLike[str], inputs: TaskSet, growth: Growth, engine: Engine = Engine()
 ) -> Bases:
     """Add the one model of `inputs` to the store at `path`, which is made if it does not exist.
 
@@ -67,10 +53,7 @@ def add_to_store(
 
 
 def add_in_memory(
-    bases: Bases | None,
-    inputs: TaskSet,
-    growth: Growth,
-    engine: Engine = Engine(),
+    bases: Bases | None, inputs: TaskSet, growth: Growth, engine: Engine = Engine()
 ) -> Bases:
     """Add the one model of `inputs` to bases, which are not changed, as state dicts."""
     bases = bases or _empty(inputs, growth.dtype)

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
 from tvb_mergekit.errors import UserError, check_names, listed
-from tvb_mergekit.settings import (
-    VARYING_KEYS,
-    check_tasks,
-    check_value,
-    resolve_settings,
-    shown,
-)
+from tvb_mergekit.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings, shown
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store

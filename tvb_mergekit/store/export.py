@@ -52,10 +52,7 @@ def items_of(
 
 
 def state_dict_of(
-    bases: Bases,
-    base: Weights,
-    column: Tensor,
-    dtype: torch.dtype | None = None,
+    bases: Bases, base: Weights, column: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """theta_0 + sources @ column, as a state dict on the CPU.
 

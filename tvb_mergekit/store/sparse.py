@@ -95,10 +95,7 @@ class Dense:
 
 
 def sparse_store(
-    dense: Dense,
-    files: Sequence[Path],
-    out: str | os.PathLike[str],
-    engine: Engine = Engine(),
+    dense: Dense, files: Sequence[Path], out: str | os.PathLike[str], engine: Engine = Engine()
 ) -> Bases:
     """Write the store `out` of sparse bases.
 
@@ -116,11 +113,7 @@ def sparse_store(
     vectors = [Sparse.open(file) for file in files]
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
-    sums, _ = gram_pass(
-        with_vectors(vectors, dense.items),
-        [*names, *dense.names],
-        engine,
-    )
+    sums, _ = gram_pass(with_vectors(vectors, dense.items), [*names, *dense.names], engine)
     tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)
     writer = StoreWriter(out)

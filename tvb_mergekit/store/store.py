@@ -19,13 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import (
-    GLOBAL_KEYS,
-    MERGING_KEYS,
-    Settings,
-    nearest,
-    resolve_settings,
-)
+from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, nearest, resolve_settings
 from tvb_mergekit.store.facts import (
     FACTS,
     TENSORS,

@@ -38,11 +38,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 
 
 def join(
-    writer: StoreWriter,
-    bases: Bases,
-    inputs: TaskSet,
-    growth: Growth,
-    engine: Engine,
+    writer: StoreWriter, bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine
 ) -> Bases:
     """Add the task of `inputs` to a store of all tasks, whose other vectors stay as they are."""
     started, count = time.perf_counter(), bases.num_bases

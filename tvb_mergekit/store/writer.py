@@ -21,14 +21,7 @@ from tvb_mergekit.errors import UserError, check_names, remedy
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
 from tvb_mergekit.store.recipes import recipe_files, write_recipes
 from tvb_mergekit.store.report import write_tensors
-from tvb_mergekit.store.store import (
-    Bases,
-    is_store,
-    load,
-    next_to,
-    numbers_of,
-    read_store_facts,
-)
+from tvb_mergekit.store.store import Bases, is_store, load, next_to, numbers_of, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, facts_of
 from tvb_mergekit.tensors.output import check_new_folder
 
