@@ -100,11 +100,7 @@ def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
 
 
 def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
-    """The way in which a full store makes room.
-
-    Raises:
-        UserError: the store cannot grow, or not so.
-    """
+    """The way in which a full store makes room. Raise UserError if the store cannot grow so."""
     store, where = bases.facts.store, bases.place
     if store.codec == "codes" and not bases.keeps_tasks:
         raise UserError(
@@ -141,11 +137,7 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
 
 
 def _budget(bases: Bases, growth: Growth) -> int:
-    """The most bases that the store may hold.
-
-    Raises:
-        UserError: no budget for a new store, or one that does not fit.
-    """
+    """The most bases of the store. Raise UserError if there is none, or if it does not fit."""
     budget = bases.facts.store.budget if growth.budget is None else growth.budget
     if budget is None:
         raise UserError("a new store needs --budget M, the most bases that it may hold")

@@ -55,11 +55,7 @@ class Growth:
             raise UserError("--bits goes with none of --budget, --compress, --dtype")
 
     def keeps_all(self, bases: Bases) -> bool:
-        """Whether the new task joins the task vectors of a store, which stay as they are.
-
-        Raises:
-            UserError: choices that do not fit the store.
-        """
+        """Whether the new task joins the task vectors of a store. It refuses bad choices."""
         if bases.keeps_tasks and self.budget is None:
             if self.compress:
                 raise UserError(
@@ -87,11 +83,7 @@ def check_new(bases: Bases, inputs: TaskSet) -> None:
 
 
 def given_items(bases: Bases, inputs: TaskSet) -> list[Item]:
-    """The store's tensors, with the new model as input.
-
-    Raises:
-        UserError: the model lacks a tensor, or trained a tensor that takes no part.
-    """
+    """The store's tensors, with the new model as input. Raise UserError for other tensors."""
     given, left_out = {item.name: item for item in inputs.items}, bases.facts.left_out
     where, (model,) = bases.place, inputs.models
     for name in given:
@@ -127,14 +119,7 @@ def new_sums(
     doubt: Callable[[str], object],
     engine: Engine,
 ) -> GramSums:
-    """Compute the Gram matrix of the items' vectors, the new task vector weighted and last.
-
-    Args:
-        doubt: as of `Growth`, for a task vector unlike the others.
-
-    Raises:
-        UserError: the new task vector is zero.
-    """
+    """The Gram matrix of the items' vectors, the new one weighted and last; it must not be 0."""
     (task,), (model,), (weight,) = inputs.tasks, inputs.models, inputs.weights
     others = len(items[0].inputs) - 1
     sums = None if others else inputs.sums
@@ -163,9 +148,7 @@ def config_of(bases: Bases) -> Path | None:
 def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float) -> dict[str, Any]:
     """The keys of basis.json after an addition that do not follow from the vectors.
 
-    Args:
-        sums: of `new_sums`.
-        started: when the addition began, by `time.perf_counter`.
+    `started` is the time by `time.perf_counter`.
     """
     facts, (task,), (weight,) = bases.facts, inputs.tasks, inputs.weights
     norm, base_norm = float(sums.gram[-1, -1]) ** 0.5, sums.base_norm_squared**0.5

@@ -173,11 +173,9 @@ def add(
     """
     check_types(add, locals())
     engine = Engine([device_of(device)])
-    if bases is None or isinstance(bases, Bases):
-        found, where = bases, None if bases is None else bases.path
-    else:
-        where = Path(bases)
-        found = store.load(where) if store.is_store(where) else None
+    found, where = (bases, bases.path) if isinstance(bases, Bases) else (None, bases)
+    if found is None and where is not None and store.is_store(where):
+        found = store.load(where)
     if found is not None:
         if settings:
             raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
@@ -234,7 +232,7 @@ def reconstruct(
         UserError: no such task, or another base.
     """
     check_types(reconstruct, locals())
-    found = _base_of(bases, base, dtype)
+    found = base_of(bases, base, dtype)
     column = exporting.task_column(bases, task)[:, 0]
     return exporting.state_dict_of(bases, found, column, dtype)
 
@@ -272,7 +270,7 @@ def merge(
             for key, spec in VARYING_KEYS.items()
         }
     )
-    found = _base_of(bases, base, dtype)
+    found = base_of(bases, base, dtype)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     items = [
         replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)
@@ -322,7 +320,7 @@ def _keys(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key.rstrip("_"): value for key, value in given.items()}
 
 
-def _base_of(bases: Bases, base: Model, dtype: torch.dtype | None) -> Weights:
+def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weights:
     """Open the base. Raise UserError for another base, or a `dtype` that is not floating-point."""
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")

@@ -89,14 +89,7 @@ class Quantize:
         return Width(int(self.bits)) if self.bits in BITS else None
 
     def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
-        """The most bytes that the codes of all vectors may take.
-
-        Args:
-            fixed: bytes of all else in the store.
-
-        Raises:
-            UserError: the size does not hold the scales alone.
-        """
+        """The most bytes of all codes; other files take `fixed`. Raise UserError below that."""
         if self.bits is not None:
             return vectors * mean_bytes(numels, self.bits)
         assert self.size is not None

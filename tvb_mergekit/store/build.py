@@ -29,20 +29,8 @@ from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
-from tvb_mergekit.store.bits import (
-    PLAN,
-    RESERVED,
-    Quantize,
-    choose,
-    fixed_bytes,
-    from_json,
-    lost,
-    mean_bits,
-    measured_tensors,
-    slugs,
-    stored_gram,
-    to_json,
-)
+from tvb_mergekit.store import bits
+from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.folders import in_memory, write_vectors
 from tvb_mergekit.store.report import tensors_of
@@ -118,7 +106,7 @@ def build_store(
         items = [replace(item, out=dtype) for item in inputs.items]
         if quantize is not None:
             if basis.settings.basis == "none":
-                folders = slugs(inputs.tasks, RESERVED)
+                folders = bits.slugs(inputs.tasks, bits.RESERVED)
             items = [replace(item, out=torch.uint8) for item in inputs.items]
             coding = _coding(basis, inputs, items, quantize, folders, partial, engine)
             for folder, coded in zip(folders, coding.coded, strict=True):
@@ -150,9 +138,9 @@ def build_store(
             vectors = dense_vectors(basis, dtype, files)
         else:
             made = _measured(basis, measured, partial, folders, engine)
-            bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
+            mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
-            vectors = Vectors(tensors, folders, files, codec="codes", bits=bits)
+            vectors = Vectors(tensors, folders, files, codec="codes", bits=mean)
         world.dismiss()
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
@@ -217,8 +205,8 @@ def _coding(
     matrix = encoder_matrix(basis)
     shares = torch.ones(matrix.shape[1], dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    if world.share((partial / PLAN).is_file):
-        return from_json(partial / PLAN, shares)
+    if world.share((partial / bits.PLAN).is_file):
+        return bits.from_json(partial / bits.PLAN, shares)
 
     def measure(units: Sequence[float]) -> Tensor:
         read = list(items)
@@ -230,15 +218,15 @@ def _coding(
 
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
     fixed = _fixed(inputs, len(folders))
-    coding = choose(items, sizes.tolist(), shares, quantize, measure, fixed)
+    coding = bits.choose(items, sizes.tolist(), shares, quantize, measure, fixed)
     if world.leads:
-        write_file(partial / PLAN, to_json(coding).encode())
+        write_file(partial / bits.PLAN, bits.to_json(coding).encode())
     return coding
 
 
 def _fixed(inputs: TaskSet, vectors: int) -> int:
     tasks = len(inputs.tasks)
-    return fixed_bytes(inputs.items, vectors, tasks, inputs.left_out, inputs.folder)
+    return bits.fixed_bytes(inputs.items, vectors, tasks, inputs.left_out, inputs.folder)
 
 
 def _measured(
@@ -249,22 +237,18 @@ def _measured(
     engine: Engine,
 ) -> dict[str, Tensor]:
     """Numbers of the vectors as decoded: `gram_bases`, `errors`, and those of each tensor."""
-    tensors = measured_tensors(measured)
+    tensors = bits.measured_tensors(measured)
     names = folders[: basis.encoding.num_bases]
-    gram = stored_gram([Codes.open(partial / name) for name in names], names, engine)
-    errors = measured_of(basis, torch.float32, lost(tensors)[: len(folders)])
+    gram = bits.stored_gram([Codes.open(partial / name) for name in names], names, engine)
+    errors = measured_of(basis, torch.float32, bits.lost(tensors)[: len(folders)])
     return {**tensors, **errors, "gram_bases": gram}
 
 
 class _Unfinished:
-    """STORE.partial: a build that `resume` continues.
-
-    Attributes:
-        journals: the journal of each process.
+    """STORE.partial, which `resume` continues, with a journal for each process.
 
     Raises:
-        UserError: the output or its partial is in the way, or the build to continue was begun with
-            something else.
+        UserError: a folder is in the way, or the build to continue was begun with something else.
     """
 
     def __init__(
@@ -340,5 +324,5 @@ class _Unfinished:
 
     def forget(self) -> None:
         """Delete the state of the build, which `resume` needs until the store is published."""
-        for name in (STATE, SUMS, PLAN, *(journal.name for journal in self.journals)):
+        for name in (STATE, SUMS, bits.PLAN, *(journal.name for journal in self.journals)):
             (self.out / name).unlink(missing_ok=True)

@@ -54,11 +54,7 @@ def items_of(
 def state_dict_of(
     bases: Bases, base: Weights, column: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """theta_0 + sources @ column, as a state dict on the CPU.
-
-    Args:
-        column: [len(bases.sources)].
-    """
+    """theta_0 + sources @ column [len(bases.sources)], as a state dict on the CPU."""
     sink = MemorySink(1)
     combine(items_of(bases, base, dtype, bases.sources), column[:, None], sink)
     return sink.states[0]
@@ -116,11 +112,7 @@ def task_column(bases: Bases, task: str) -> Tensor:
 
 
 def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
-    """The combinations that are single bases, [len(bases.sources), len(indices)].
-
-    Raises:
-        UserError: unknown basis.
-    """
+    """The combinations that are single bases, [len(bases.sources), len(indices)]."""
     for index in indices:
         if not 0 <= index < bases.num_bases:
             raise UserError(

@@ -39,10 +39,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Record(BaseModel, Mapping[str, Any]):
-    """A JSON object: its keys as attributes, and as those of a mapping where it has them.
-
-    Keys of a later version are let through.
-    """
+    """A JSON object, as attributes and as a mapping. Keys of a later version are let through."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -230,12 +227,7 @@ def check_files(
     remedy: str,
     checksums: bool = False,
 ) -> None:
-    """Raise UserError if a recorded file is missing, or has another size or checksum.
-
-    Args:
-        named_in: the name of the file with the records.
-        checksums: compare these, too.
-    """
+    """Raise UserError if a file that `named_in` records is missing or differs."""
     for name, record in files.items():
         path = folder / name
         if not path.is_file():

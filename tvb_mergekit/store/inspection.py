@@ -54,15 +54,13 @@ class Inspection:
     """Facts and tensors of a merge, a store or a recipe, and the numbers derived from them.
 
     Args:
-        facts: of a merge or a store.
         tensors: float64 on the CPU, as in `docs/files.md`. A store that has grown online has no
             `gram` and no `eigenvalues`.
         built: false if the facts describe a recipe before its merge.
         codes: errors of the codes of a quantized store.
 
     Raises:
-        UserError: a shape does not fit the facts, a tensor is not finite, or there are neither
-            Gram matrix nor `decoder` and `gram_bases`.
+        UserError: a shape does not fit the facts, or a tensor is missing or not finite.
     """
 
     facts: Facts

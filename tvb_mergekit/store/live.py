@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store import store as stores
-from tvb_mergekit.store.api import Model, check_types, name_of, open_model
+from tvb_mergekit.store.api import Model, base_of, check_types
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.source import StateDict, Weights
@@ -49,13 +49,11 @@ class Live:
 
     @property
     def tasks(self) -> list[str]:
-        """Names that `use` accepts."""
         return list(self.bases.tasks)
 
     @property
     def current(self) -> dict[str, float] | None:
-        """Task -> scale, as in use. Empty for the base. None while a change runs, or after one was
-        interrupted."""
+        """Task -> scale; empty for the base. None during a change and after an interruption."""
         return None if self._current is None else dict(self._current)
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
@@ -125,7 +123,7 @@ class Live:
             self._stream(self._current, writing=False)
 
     def _end(self, before: Mapping[str, float]) -> None:
-        """Bring back the tasks that were in use before the innermost block; for others the base."""
+        """Bring back the tasks in use before the innermost block; for other blocks the base."""
         if self._blocks and self._blocks.pop() is before:
             self._change(before)
             return
@@ -141,9 +139,7 @@ class Live:
     ) -> nn.Module:
         """Write the weights of these scales; if that fails, those of `back`, or else the base's.
 
-        Args:
-            back: brought back after an interruption (Ctrl-C) too. None: the base, after a
-                `UserError`.
+        `back` is brought back after an interruption (Ctrl-C), too.
         """
         with self._lock:
             try:
@@ -273,9 +269,7 @@ def attach(
             f"where the base of {bases.place} is"
         )
     given: Model = bases.base_name if base is None else base
-    found = open_model(given)
-    bases.check_base(found, name_of(given))
-    return Live(model, bases, found)
+    return Live(model, bases, base_of(bases, given))
 
 
 def _scales(tasks: str | Mapping[str, float]) -> dict[str, float]:
@@ -336,9 +330,6 @@ def _moving(
     Args:
         known: the parameters that `attach` found in the base's files or tied to a tensor there;
             others, such as an adapter's, are left alone. None: all must be found.
-
-    Raises:
-        UserError: see `attach`.
     """
     live, others = live_tensors(model, base)
     if known is not None and (others := [name for name in others if name in known]):
@@ -414,9 +405,11 @@ def _unfit(tensor: Tensor) -> str:
 
 def _check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
     """Raise UserError if sampled weights differ from the base, in the model's dtype."""
-    for name, start, stop in _samples(live, base):
-        base.ahead(name, start, stop)
-    for name, start, stop in _samples(live, base):
+    fit = {n for n, t in live.items() if base.tensors[n].dtype.is_floating_point and not _unfit(t)}
+    samples = [sample for sample in base.samples() if sample[0] in fit]
+    for sample in samples:
+        base.ahead(*sample)
+    for name, start, stop in samples:
         tensor, info = live[name], base.tensors[name]
         want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
         if not torch.equal(_elements(tensor, start, stop), want.to(tensor.dtype)):
@@ -424,13 +417,6 @@ def _check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
                 f"tensor `{name}`: the model's weights are not the base's; attach to the base as "
                 "it was loaded, before anything changes it"
             )
-
-
-def _samples(live: Mapping[str, Tensor], base: Weights) -> Iterator[tuple[str, int, int]]:
-    for name, start, stop in base.samples():
-        floating = base.tensors[name].dtype.is_floating_point
-        if floating and name in live and not _unfit(live[name]):
-            yield name, start, stop
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:

@@ -36,12 +36,7 @@ ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
 def write_recipes(folder: Path, facts: StoreFacts) -> None:
-    """Write the recipes of a store into `folder`/recipes.
-
-    Args:
-        folder: the new folder of the store, with its vectors.
-        facts: its basis.json.
-    """
+    """Write the recipes of a store into the new folder of the store, which has its vectors."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
     config = folder / facts.store.folders[0] / "config.json"

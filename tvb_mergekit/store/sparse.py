@@ -134,11 +134,7 @@ def sparse_store(
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
-    """The dtype of all values.
-
-    Raises:
-        UserError: there are several, or a vector has other tensors than the bases.
-    """
+    """The dtype of all values. Raise UserError if there are several, or for other tensors."""
     if len(vectors) != dense.facts.num_bases:
         raise UserError(f"{len(vectors)} sparse vectors for {dense.facts.num_bases} bases")
     wanted = {item.name: tuple(item.shape) for item in dense.items}
@@ -161,8 +157,7 @@ def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
 def _measured(dense: Dense, gram: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`basis.safetensors`, and the keys of `basis.json` that do not follow from it.
 
-    Args:
-        gram: inner products of the M sparse bases and the N vectors before, [M + N, M + N].
+    `gram` [M + N, M + N] is of the M sparse bases and the N vectors before.
     """
     old, count = dense.facts, dense.facts.num_bases
     products = gram[:count, :count]

@@ -49,11 +49,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """The name of a store's dtype.
-
-    Raises:
-        UserError: stores have no such dtype.
-    """
+    """The name of a store's dtype. Raise UserError if stores have no such dtype."""
     for name, value in DTYPES.items():
         if value == dtype:
             return name
@@ -179,10 +175,7 @@ class Bases:
     def merge_settings(
         self, method: str, given: Mapping[str, Any], tasks: Sequence[str] = ()
     ) -> Settings:
-        """The settings of a merge over these vectors.
-
-        Args:
-            tasks: Those of the merge, if the vectors are task vectors; all by default.
+        """The settings of a merge over these vectors, or over the task vectors of `tasks`.
 
         Raises:
             UserError: A key that is fixed when bases are built, or that does not fit.
@@ -201,11 +194,7 @@ class Bases:
         return resolve_settings(method, given, tasks or self.tasks)
 
     def index(self, task: str) -> int:
-        """The column of a task.
-
-        Raises:
-            UserError: an unknown task.
-        """
+        """The column of a task. Raise UserError for an unknown task."""
         if task in self.tasks:
             return self.tasks.index(task)
         guess = nearest(str(task), self.tasks)
@@ -280,11 +269,7 @@ def _load(folder: Path, without: str) -> Bases:
 
 
 def check(path: str | os.PathLike[str]) -> Bases:
-    """Compare the checksums of all files of a store, and open it.
-
-    Raises:
-        UserError: as `load`; a file has another checksum.
-    """
+    """Open a store as `load`, and compare the checksums of all its files."""
     facts = read_store_facts(Path(path))
     check_files(Path(path), facts.store.files, FACTS, _mending(facts), checksums=True)
     return load(path)
@@ -352,11 +337,7 @@ def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of a merged model.
-
-    Raises:
-        UserError: one is missing or damaged.
-    """
+    """basis.json and basis.safetensors of a merged model. Raise UserError if one is damaged."""
     folder = Path(path) / MERGED
     try:
         return read_facts(folder / FACTS), load_file(folder / TENSORS)
@@ -370,11 +351,7 @@ def is_output(path: str | os.PathLike[str]) -> bool:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a store's basis.json.
-
-    Raises:
-        UserError: it holds a damaged one.
-    """
+    """Whether a folder holds a store's basis.json. Raise UserError if that is damaged."""
     file = Path(path) / FACTS
     return file.is_file() and isinstance(read_facts(file), StoreFacts)
 
@@ -390,11 +367,7 @@ def is_basis(path: str | os.PathLike[str]) -> bool:
 
 
 def read_store_facts(folder: Path) -> StoreFacts:
-    """The facts of the store in a folder.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """The facts of the store in a folder. Raise UserError if there is none."""
     file = folder / FACTS
     if not folder.is_dir():
         partial, new = next_to(folder, "partial"), next_to(folder, "new")

@@ -14,18 +14,9 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.store import addition
+from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import (
-    RESERVED,
-    Quantize,
-    choose,
-    lost,
-    mean_bits,
-    measured_tensors,
-    slugs,
-    stored_gram,
-)
+from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.folders import write_vectors
 from tvb_mergekit.store.store import Bases, load, read_store_facts
@@ -50,14 +41,14 @@ def join(
         return measure_pass(items, Linear.of(matrix), units, engine)
 
     norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-    coding = choose(items, [norm], one, growth.bits or _as_now(bases), measure)
-    bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
+    coding = bits.choose(items, [norm], one, growth.bits or _as_now(bases), measure)
+    mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
     growth.tell(
-        f"{inputs.tasks[0]} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they stay as "
+        f"{inputs.tasks[0]} joins {counted(count, 'task')} at {counted(mean, 'bit')}; they stay as "
         "they are"
     )
     old = bases.facts.store.folders
-    folders = [*old, *slugs(inputs.tasks, [*RESERVED, *old])]
+    folders = [*old, *bits.slugs(inputs.tasks, [*bits.RESERVED, *old])]
     files = writer.keep(bases)
     items = [item.coded(coding.widths(item.name)) for item in items]
     config, new = addition.config_of(bases), folders[-1:]
@@ -65,11 +56,11 @@ def join(
         writer.folder, new, items, matrix, config, engine, first=count, coding=coding
     )
     # The last column would be of the sum of all tasks, which nobody has measured.
-    own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
-    own["errors"] = lost(own).expand(2, 1)
+    own = {name: of[:, :1] for name, of in bits.measured_tensors(measured).items()}
+    own["errors"] = bits.lost(own).expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
     vectors = [Codes.open(writer.folder / name) for name in folders]
-    tensors["gram_bases"] = stored_gram(vectors, folders, engine)
+    tensors["gram_bases"] = bits.stored_gram(vectors, folders, engine)
     history = addition.grown_history(bases, inputs, sums, started)
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
 
@@ -153,7 +144,7 @@ def _commit(
     if "gram" in tensors:
         tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
     numels = {name: info.numel for name, info in vectors[0].tensors.items()}
-    bits = mean_bits([vector.coded for vector in vectors], numels)
+    mean = bits.mean_bits([vector.coded for vector in vectors], numels)
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
-    made = Vectors(tensors, folders, files, codec="codes", bits=bits)
+    made = Vectors(tensors, folders, files, codec="codes", bits=mean)
     return writer.commit(made, {**history, "store": store})

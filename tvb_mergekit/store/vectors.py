@@ -61,9 +61,7 @@ class Vectors:
 def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     """`basis.json` of a store, except the keys that `StoreWriter.commit` adds.
 
-    Args:
-        history: All keys that do not follow from the vectors: of `history_of`, or of the present
-            state with the changes.
+    `history` has all keys that do not follow from the vectors.
     """
     sizes = vectors.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
     decoder = vectors.tensors["decoder"]
@@ -166,12 +164,7 @@ def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -
 
 
 def sizes_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of the bases and of PCA's mean: norms, norms of all summands, decoder.
-
-    Returns:
-        The norms of the K vectors [K]. For each vector, the sum of the norms of its summands [K].
-        The factor of each vector in every tau_hat [K, T].
-    """
+    """Norms of K bases and PCA's mean [K], sums of their summands' norms [K], decoder [K, T]."""
     encoding, gram = basis.encoding, basis.sums.gram
     sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
     norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder

@@ -29,23 +29,14 @@ LOG = logging.getLogger(__name__)
 
 
 class StoreWriter:
-    """The next state of a store, in a folder next to it.
-
-    Args:
-        path: the store, which may be missing.
-        folder: where the next state is written; None: STORE.new.
-    """
+    """The next state of the store at `path`, in a `folder` next to it; STORE.new by default."""
 
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
         self.store = Path(os.path.realpath(path))
         self.folder = folder or next_to(self.store, "new")
 
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
-        """Link the vectors of the present state into the next; returns the records of their files.
-
-        Args:
-            without: the folder of a vector that is left out.
-        """
+        """Link the present vectors, except one, into the next state; returns their records."""
         assert bases.path is not None
         files = {
             name: record
@@ -58,12 +49,7 @@ class StoreWriter:
         return files
 
     def commit(self, vectors: Vectors, history: Mapping[str, Any]) -> Bases:
-        """Write the rest of the next state, basis.json last, and publish it.
-
-        Args:
-            vectors: Their files are in the folder.
-            history: As for `facts_of`.
-        """
+        """Write the rest of the next state, whose vectors are there, and publish it."""
         facts = facts_of(vectors, history)
         write_tensors(self.folder, {**numbers_of(facts), **vectors.tensors})
         files = {**vectors.files, TENSORS: record_of(self.folder / TENSORS)}
@@ -112,11 +98,7 @@ def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
 
 
 def undo_change(path: str | os.PathLike[str]) -> Bases:
-    """Swap a store and its previous state. A second call swaps them back.
-
-    Raises:
-        UserError: no store, or no previous state.
-    """
+    """Swap a store and its previous state, which must be there. A second call swaps them back."""
     store = Path(os.path.realpath(path))
     with changing(path) as writer:
         read_store_facts(store)
@@ -132,8 +114,7 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
 def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
     """Raise UserError if a folder for a new store is not empty, or a previous state is next to it.
 
-    Args:
-        inputs: paths that the store must not hold.
+    The store must not hold the paths `inputs`.
     """
     check_new_folder(out, inputs)
     previous = next_to(Path(os.path.realpath(out)), "previous")
