@@ -18,11 +18,10 @@ from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
-from tvb_mergekit.store.folders import in_memory, write_vectors
 from tvb_mergekit.store.report import LOSSES
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, is_store, load
 from tvb_mergekit.store.task_vectors import join
-from tvb_mergekit.store.vectors import Vectors, facts_of
+from tvb_mergekit.store.vectors import Vectors, facts_of, in_memory, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing, check_new_store
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.taskset import TaskSet

@@ -38,6 +38,7 @@ from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
@@ -165,14 +166,9 @@ def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
     return sum(bits) / total
 
 
-def fixed_bytes(
-    items: Sequence[Item],
-    vectors: int,
-    tasks: int,
-    left_out: Mapping[str, str],
-    config: Path | None,
-) -> int:
+def fixed_bytes(inputs: TaskSet, vectors: int) -> int:
     """The most bytes of a store without codes: headers, configurations, facts, recipes."""
+    items, tasks, config = inputs.items, len(inputs.tasks), inputs.folder
     shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
     names = sum(len(item.name.encode()) for item in items)
     headers = 600 * shards + 150 * len(items) + 2 * names
@@ -182,7 +178,7 @@ def fixed_bytes(
     if config is not None and (config / "config.json").is_file():
         files += (config / "config.json").stat().st_size + 500
         files += sum(file.stat().st_size for file in config.glob("*.py"))
-    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(left_out)))
+    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(inputs.left_out)))
     numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
     listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
     recipes = (len(METHODS) - 1) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)

@@ -32,7 +32,6 @@ from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import bits
 from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.folders import in_memory, write_vectors
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name, next_to
 from tvb_mergekit.store.vectors import (
@@ -41,8 +40,10 @@ from tvb_mergekit.store.vectors import (
     facts_of,
     folders_of,
     history_of,
+    in_memory,
     measured_of,
     sizes_of,
+    write_vectors,
 )
 from tvb_mergekit.store.writer import StoreWriter, check_new_store, lock
 from tvb_mergekit.tensors import cache, ranks
@@ -50,7 +51,6 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.passes import measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
-from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def build_store(
     if quantize is not None:
         dtype, least = torch.float32, inputs.settings.bases_of(len(inputs.tasks)) or 1
         numels = [item.numel for item in inputs.items]
-        quantize.weight_bytes(numels, least, _fixed(inputs, least))
+        quantize.weight_bytes(numels, least, bits.fixed_bytes(inputs, least))
     world, out = ranks.world(), Path(os.path.realpath(out))
     with ExitStack() as stack:
         if world.leads:
@@ -107,11 +107,11 @@ def build_store(
         if quantize is not None:
             if basis.settings.basis == "none":
                 folders = bits.slugs(inputs.tasks, bits.RESERVED)
-            items = [replace(item, out=torch.uint8) for item in inputs.items]
-            coding = _coding(basis, inputs, items, quantize, folders, partial, engine)
+            coding = _coding(basis, inputs, quantize, partial, engine)
             for folder, coded in zip(folders, coding.coded, strict=True):
                 if not any(width.bits for width in coded.widths.values()):
                     warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
+            items = [replace(item, out=torch.uint8) for item in inputs.items]
             items = [item.coded(coding.widths(item.name)) for item in items]
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
         if stored > inputs.model_bytes and quantize is None:
@@ -194,9 +194,7 @@ def encoder_matrix(basis: Basis) -> Tensor:
 def _coding(
     basis: Basis,
     inputs: TaskSet,
-    items: Sequence[Item],
     quantize: Quantize,
-    folders: Sequence[str],
     partial: Path,
     engine: Engine,
 ) -> Coding:
@@ -208,25 +206,21 @@ def _coding(
     if world.share((partial / bits.PLAN).is_file):
         return bits.from_json(partial / bits.PLAN, shares)
 
+    items = [replace(item, out=torch.uint8) for item in inputs.items]
+    if basis.sketch is not None:  # Omega is drawn, not read
+        items = [replace(item, base=None, inputs=()) for item in items]
+
     def measure(units: Sequence[float]) -> Tensor:
-        read = list(items)
-        if basis.sketch is not None:
-            read = [replace(item, base=None, inputs=()) for item in items]
-        mine = read[share_of(read)]
+        mine = items[share_of(items)]
         found = measure_pass(mine, Linear.of(matrix), units, engine, basis.sketch)
         return torch.cat(world.collect(found))
 
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
-    fixed = _fixed(inputs, len(folders))
+    fixed = bits.fixed_bytes(inputs, len(sizes))
     coding = bits.choose(items, sizes.tolist(), shares, quantize, measure, fixed)
     if world.leads:
         write_file(partial / bits.PLAN, bits.to_json(coding).encode())
     return coding
-
-
-def _fixed(inputs: TaskSet, vectors: int) -> int:
-    tasks = len(inputs.tasks)
-    return bits.fixed_bytes(inputs.items, vectors, tasks, inputs.left_out, inputs.folder)
 
 
 def _measured(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.store.vectors import copy_config
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import (
     StagedFolder,

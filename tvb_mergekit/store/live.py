@@ -66,18 +66,14 @@ class Live:
             tasks: one task, whose scale is 1; or task -> scale.
 
         Raises:
-            UserError: no task, an unknown one, a scale that is not finite, a file that was changed,
-                or a model that no longer fits (see `attach`); the model stays as it is. An overflow
-                of its dtype, or a file that changes meanwhile; the message says what the model has.
+            UserError: an unknown task, a scale that is not finite, or a model that no longer fits;
+                the model stays as it is. After an overflow of its dtype, or if a file changes
+                meanwhile, the message says which weights the model has.
         """
         return self._change(_scales(tasks))
 
     def reset(self) -> nn.Module:
-        """The model with the base's weights, to the bit.
-
-        Raises:
-            UserError: the base's files were changed; a model that no longer fits.
-        """
+        """The model with the base's weights, to the bit."""
         return self._change({})
 
     @contextmanager
@@ -88,9 +84,6 @@ class Live:
         base if a change had been interrupted. If both fail, the block's error is raised and the
         other is logged. A block must not span an `await`: blocks that end out of order bring the
         base back and raise an error.
-
-        Raises:
-            UserError: see `use`. After an overflow the model has the earlier tasks again.
         """
         scales = _scales(tasks)
         with self._lock:
@@ -108,12 +101,7 @@ class Live:
             self._end(before)
 
     def verify(self) -> None:
-        """Compare every tensor that the store holds with the weights of `current`, bit by bit.
-
-        Raises:
-            UserError: a tensor differs (the first is named), a change was interrupted, a file was
-                changed, or the model no longer fits.
-        """
+        """Raise UserError if a tensor differs in any bit from the weights of `current`."""
         with self._lock:
             if self._current is None:
                 raise UserError(
@@ -167,8 +155,8 @@ class Live:
             column += scale * task_column(self.bases, task)[:, 0]
         live = _moving(self.model, self.bases, self._base, self._known)
         items = [replace(i, out=live[i.name].dtype) for i in self._items if i.name in live]
-        pairs = zip(self.bases.sources, column.tolist(), strict=True)
-        read = [self._base, *(source for source, scale in pairs if scale)]
+        used = zip(self.bases.sources, column.tolist(), strict=True)
+        read = [self._base, *(source for source, scale in used if scale)]
         for weights in read:
             weights.check_unchanged()
         sink = LiveSink(live) if writing else ComparingSink(live, scales)
@@ -238,7 +226,7 @@ def attach(
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder or bases in memory: a zoo, dense or sparse bases.
+        store: a store's folder, or bases in memory.
         base: theta_0; by default where the store says that it is.
 
     Returns:
@@ -247,8 +235,7 @@ def attach(
     Raises:
         UserError: The base is not the store's. The model names its tensors otherwise than the base,
             or has other shapes or weights. A parameter to be moved is quantized, on the meta
-            device, in the memory of `base`, copied by PEFT (`modules_to_save`), or tied to one that
-            moves otherwise. Changes raise it too, except for other weights.
+            device, in the memory of `base`, copied by PEFT, or tied to one that moves otherwise.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
@@ -263,12 +250,12 @@ def attach(
     """
     check_types(attach, locals())
     bases = store if isinstance(store, Bases) else stores.load(store)
+    given: Model = bases.base_name if base is None else base
     if base is None and not os.path.exists(bases.base_name):
         raise UserError(
-            f"base {bases.base_name}: no such file or folder (from {os.getcwd()}); say with `base` "
-            f"where the base of {bases.place} is"
+            f"base {given}: no such file or folder (from {os.getcwd()}); say with `base` where the "
+            f"base of {bases.place} is"
         )
-    given: Model = bases.base_name if base is None else base
     return Live(model, bases, base_of(bases, given))
 
 
@@ -338,19 +325,16 @@ def _moving(
             "change would leave it behind; tie it again (`model.tie_weights()`)"
         )
     missing = [name for name in base.tensors if bases.stored_name(name) and name not in live]
-    if missing or others:
-        said = [f"{listed(missing)} of the base's files are not in it"] if missing else []
-        said += [f"its {listed(others)} are not in the base's files"] if others else []
+    said = [f"{listed(missing)} of the base's files are not in it"] * bool(missing)
+    said += [f"its {listed(others)} are not in the base's files"] * bool(others)
+    if said:
         raise UserError(
             f"the model names its tensors otherwise than the base: {', and '.join(said)}; load it "
             "from the base's folder, by the class that its config.json names"
         )
     given = {_place(t) for t in base.state.values()} if isinstance(base, StateDict) else set()
-    copied = {
-        _place(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not set(COPYING).isdisjoint(name.split("."))
-    }
+    every = model.named_parameters(remove_duplicate=False)
+    copied = {_place(p) for name, p in every if not set(COPYING).isdisjoint(name.split("."))}
     moving: dict[str, Tensor] = {}
     tied: dict[object, str] = {}
     for name, tensor in live.items():
@@ -367,23 +351,25 @@ def _moving(
                 f"tensor `{name}`: the model has shape {list(tensor.shape)}, the base "
                 f"{list(base.tensors[name].shape)}; attach to the base as it was loaded"
             )
-        first = tied.setdefault(_place(tensor), name)
+        first = tied.setdefault(place := _place(tensor), name)
         if bases.stored_name(first) != held:
             raise UserError(
                 f"tensors `{first}` and `{name}`: the model ties them, and the store moves them "
                 "apart; load the model with `tie_word_embeddings=False`"
             )
-        if held is not None and _place(tensor) in given:
+        if held is None:
+            continue
+        if place in given:
             raise UserError(
                 f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
             )
-        if held is not None and _place(tensor) in copied:
+        if place in copied:
             raise UserError(
                 f"tensor `{name}`: a module that PEFT wraps it in holds a copy of its values "
                 "(`modules_to_save`, `trainable_token_indices`), which a change would leave "
                 "behind; `unload()` the PEFT model first"
             )
-        if held is not None and first == name:
+        if first == name:
             moving[name] = tensor
     return moving
 

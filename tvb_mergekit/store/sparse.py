@@ -22,9 +22,15 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.addition import with_vectors
 from tvb_mergekit.store.bits import items_of
 from tvb_mergekit.store.facts import FileRecord, StoreFacts, record_of
-from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name
-from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
+from tvb_mergekit.store.vectors import (
+    Vectors,
+    copy_config,
+    dense_vectors,
+    facts_of,
+    history_of,
+    local_path,
+)
 from tvb_mergekit.store.writer import StoreWriter, check_new_store, link
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import gram_pass

@@ -18,9 +18,8 @@ from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.folders import write_vectors
 from tvb_mergekit.store.store import Bases, load, read_store_facts
-from tvb_mergekit.store.vectors import Vectors
+from tvb_mergekit.store.vectors import Vectors, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import measure_pass
