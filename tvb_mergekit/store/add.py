@@ -41,10 +41,11 @@ def add_to_store(
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
     with changing(path) as writer:
-        bases = load(writer.store) if is_store(writer.store) else None
-        if bases is None:
+        if is_store(writer.store):
+            bases = load(writer.store)
+        else:
             check_new_store(path, [n for n in inputs.fingerprints if os.path.exists(n)])
-        bases = bases or _empty(inputs, growth.dtype)
+            bases = _empty(inputs, growth.dtype)
         addition.check_new(bases, inputs)
         if growth.keeps_all(bases):
             return join(writer, bases, inputs, growth, engine)

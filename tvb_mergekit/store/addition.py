@@ -59,8 +59,8 @@ class Growth:
         if bases.keeps_tasks and self.budget is None:
             if self.compress:
                 raise UserError(
-                    f"--compress: {bases.place} keeps all tasks as codes; --budget M makes "
-                    "bases of them"
+                    f"--compress: {bases.place} keeps all tasks as codes; --budget M turns them "
+                    "into bases"
                 )
             return True
         if self.bits:

@@ -17,18 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tvb_mergekit.core import quantize
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import (
-    BITS,
-    CHOICES,
-    LEAST_BITS,
-    LONG,
-    Width,
-    block_bytes,
-    choose_widths,
-    mean_bytes,
-    unit_of,
-)
+from tvb_mergekit.core.quantize import BITS, CHOICES, Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import weight_bytes
@@ -78,10 +69,10 @@ class Quantize:
         if not hasattr(value, "__float__"):
             raise UserError(f"`{name}` is {value!r}: expected a number")
         object.__setattr__(self, name, kind(value))
-        if self.bits is not None and not LEAST_BITS <= self.bits <= BITS[-1]:
+        if self.bits is not None and not quantize.LEAST_BITS <= self.bits <= BITS[-1]:
             raise UserError(
                 f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
-                f"from {LEAST_BITS} to {BITS[-1]}"
+                f"from {quantize.LEAST_BITS} to {BITS[-1]}"
             )
 
     @property
@@ -92,9 +83,9 @@ class Quantize:
     def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
         """The most bytes of all codes; other files take `fixed`. Raise UserError below that."""
         if self.bits is not None:
-            return vectors * mean_bytes(numels, self.bits)
+            return vectors * quantize.mean_bytes(numels, self.bits)
         assert self.size is not None
-        scales = vectors * sum(2 * -(-numel // LONG) for numel in numels)
+        scales = vectors * sum(2 * -(-numel // quantize.LONG) for numel in numels)
         if self.size < fixed + scales:
             raise UserError(
                 f"--size {self.size:,} bytes: the scales of all vectors and the other "
@@ -121,7 +112,7 @@ def choose(
         fixed: bytes of the other files in the store, which a size includes.
     """
     numels, count = [item.numel for item in items], len(norms)
-    units = [unit_of(norm, sum(numels)) for norm in norms]
+    units = [quantize.unit_of(norm, sum(numels)) for norm in norms]
     most = wanted.weight_bytes(numels, count, fixed)
     if wanted.uniform is not None:
         places = np.full((len(items), count), CHOICES.index(wanted.uniform))
@@ -129,7 +120,7 @@ def choose(
         errors = measure(units).reshape(-1, len(CHOICES)).numpy()
         each = [numel for numel in numels for _ in range(count)]
         owners = [*range(count)] * len(numels)
-        places = choose_widths(errors, each, most, owners).reshape(len(items), count)
+        places = quantize.choose_widths(errors, each, most, owners).reshape(len(items), count)
     names = [item.name for item in items]
     return Coding(
         [
@@ -299,7 +290,9 @@ def losses(bases: Bases) -> Losses | None:
     of_groups, known = [], errors.shape[1] > len(vectors)
     for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
-        sizes = (block_bytes(int(each[r]), w) for r in rows for w in widths[bases.names[r]])
+        sizes = (
+            quantize.block_bytes(int(each[r]), w) for r in rows for w in widths[bases.names[r]]
+        )
         if rows:
             of_groups.append(loss(group, sum(sizes), rows, slice(len(vectors))))
     return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)

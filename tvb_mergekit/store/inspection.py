@@ -40,15 +40,6 @@ class Choice(NamedTuple):
     balanced_energy: float | None
 
 
-class Sizes(NamedTuple):
-    """Bytes of weights; `saved` is negative if a store is larger than its models."""
-
-    models: int
-    store: int
-    saved: int
-    saved_percent: float | None
-
-
 @dataclass(frozen=True, eq=False)
 class Inspection:
     """Facts and tensors of a merge, a store or a recipe, and the numbers derived from them.
@@ -204,13 +195,18 @@ class Inspection:
         }
 
     @property
-    def sizes(self) -> Sizes | None:
-        """Bytes of a store and of its models; None without a store."""
+    def sizes(self) -> dict[str, Any] | None:
+        """Bytes of weights; `saved` is negative if a store is larger than its models."""
         if self.facts.store is None:
             return None
         models, stored = self.facts.store.model_bytes, weight_bytes(self.facts.store.files)
-        saved = models - stored
-        return Sizes(models, stored, saved, 100 * saved / models if models else None)
+        percent = 100 * (models - stored) / models if models else None
+        return {
+            "models": models,
+            "store": stored,
+            "saved": models - stored,
+            "saved_percent": percent,
+        }
 
     def why_unknown(self, what: str) -> str:
         """The reason why `gram`, `encoder` or `errors` are missing."""
@@ -234,14 +230,14 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    sizes, tensors = inspection.sizes, inspection.tensors
+    tensors = inspection.tensors
     return {
         "what": inspection.what,
         "num_tasks": len(inspection.tasks),
         **inspection.facts.model_dump(mode="json", include=known),
         "base_norm": inspection.base_norm,
         "norms": inspection.norms,
-        "sizes": None if sizes is None else sizes._asdict(),
+        "sizes": inspection.sizes,
         "codes": None if inspection.codes is None else asdict(inspection.codes),
         "cosines": values.tolist(),
         "cosines_of": of,

@@ -252,11 +252,9 @@ def _load(folder: Path, without: str) -> Bases:
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
-        names = [name for name in facts.store.folders[: facts.num_bases] if name != without]
+        names = [name for name in facts.store.folders if name != without]
         vectors = [open_vector(folder / name, facts.store) for name in names]
-        mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
-        every = [*vectors, *([] if mean is None else [mean])]
-        shapes = [{n: info.shape for n, info in each.tensors.items()} for each in every]
+        shapes = [{n: info.shape for n, info in each.tensors.items()} for each in vectors]
         if shapes.count(shapes[0]) < len(shapes):
             raise KeyError("its vectors have different tensors")
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -265,6 +263,7 @@ def _load(folder: Path, without: str) -> Bases:
         raise UserError(
             f"{folder}: not a complete basis store ({error}); build it again"
         ) from error
+    mean = vectors.pop() if MEAN in names else None
     return Bases(facts, tensors, vectors, mean, folder)
 
 
@@ -314,14 +313,9 @@ def shares(store: StoreRecord, num_bases: int) -> Tensor:
 def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     """`weights`, `norms`, `matrix_norms` [T] and, where the bases hold the sum of all tasks,
     `basis_weights` [M], float64: the numbers of basis.json that basis.safetensors has too."""
-    numbers = {
-        name: [of[task] for task in facts.tasks]
-        for name, of in (
-            ("weights", facts.parameters["weights"]),
-            ("norms", facts.norms),
-            ("matrix_norms", facts.matrix_norms),
-        )
-    }
+    tables = {"norms": facts.norms, "matrix_norms": facts.matrix_norms}
+    tables["weights"] = facts.parameters["weights"]
+    numbers = {name: [of[task] for task in facts.tasks] for name, of in tables.items()}
     if facts.store.basis_weights is not None:
         numbers["basis_weights"] = facts.store.basis_weights
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}

@@ -114,10 +114,10 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
 
     models = [*facts.models[:index], *facts.models[index + 1 :]]
     known, count = {facts.base_model, *models}, len(facts.tasks)
-    bytes_left = facts.store.model_bytes * (count - 1) // count
+    store = {**facts.store, "model_bytes": facts.store.model_bytes * (count - 1) // count}
     return {
         **facts,
-        "tasks": [*facts.tasks[:index], *facts.tasks[index + 1 :]],
+        "tasks": list(others(dict.fromkeys(facts.tasks))),
         "models": models,
         "parameters": {**facts.parameters, "weights": others(facts.parameters["weights"])},
         "norms": others(facts.norms),
@@ -125,7 +125,7 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
         "fingerprints": {n: of for n, of in facts.fingerprints.items() if n in known},
         "gram_cached": False,
         "seconds": {"remove": round(time.perf_counter() - started, 3)},
-        "store": {**facts.store, "model_bytes": bytes_left},
+        "store": store,
     }
 
 
