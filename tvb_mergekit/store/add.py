@@ -152,6 +152,7 @@ class _Addition:
     def __init__(self, bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> None:
         self.started = time.perf_counter()
         self.bases, self.inputs, self.growth, self.engine = bases, inputs, growth, engine
+        self.exact = not bases.keeps_tasks  # else the vectors are codes of the task vectors
         self.dtype = bases.dtype if self.exact else growth.dtype
         self.how = _compression(bases, inputs, growth)
         self.budget = _budget(bases, growth)
@@ -178,11 +179,6 @@ class _Addition:
         # The factors of the bases and of the new model's difference in the new bases.
         self.matrix = self.step.matrix.clone()
         self.matrix[-1] *= self.inputs.weights[0]
-
-    @property
-    def exact(self) -> bool:
-        """Whether the vectors are not codes of the task vectors."""
-        return not self.bases.keeps_tasks
 
     def in_memory(self) -> Bases:
         """The new bases as state dicts."""

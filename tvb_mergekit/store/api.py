@@ -169,7 +169,7 @@ def add(
             the sum of all tasks. `tvb add` refuses both without `--force`.
 
     Raises:
-        UserError: see `add_to_store`.
+        UserError: As `add_to_store`.
     """
     check_types(add, locals())
     engine = Engine([device_of(device)])
@@ -201,21 +201,13 @@ def add(
 
 
 def remove(path: str | os.PathLike[str], task: str) -> Bases:
-    """The store of all tasks at `path` without one of them.
-
-    Raises:
-        UserError: As `remove_task`.
-    """
+    """The store of all tasks at `path` without one of them, which must not be the only one."""
     check_types(remove, locals())
     return remove_task(path, task)
 
 
 def undo(path: str | os.PathLike[str]) -> Bases:
-    """The store at `path` as it was before the last `add` or `remove`; one step is kept.
-
-    Raises:
-        UserError: no store, or nothing to undo.
-    """
+    """The store at `path` as it was before the last `add` or `remove`; one step is kept."""
     check_types(undo, locals())
     return undo_change(path)
 
@@ -264,12 +256,9 @@ def merge(
     check_types(merge, locals())
     given = _keys(parameters)
     settings = bases.merge_settings(method, given)
-    tunables = Tunables.of(
-        {
-            key: check_value(key, given[key]) if key in given else spec.default_for(method)
-            for key, spec in VARYING_KEYS.items()
-        }
-    )
+    defaults = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
+    chosen = {key: check_value(key, given[key]) for key in defaults if key in given}
+    tunables = Tunables.of({**defaults, **chosen})
     found = base_of(bases, base, dtype)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     items = [
@@ -284,8 +273,7 @@ def merge(
     if bases.keeps_tasks:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
         ones = [1.0] * bases.num_bases
-        given_tasks = TaskSet(settings, bases.tasks, ones, counted, sums=known)
-        combined = build_basis(given_tasks, engine)
+        combined = build_basis(TaskSet(settings, bases.tasks, ones, counted, sums=known), engine)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
@@ -343,11 +331,9 @@ def _inputs(
     tasks = list(models)
     names = [name_of(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
-    for task in weights:
-        if task not in models:
-            raise UserError(f"`weights` names the unknown task {task!r}")
-    method = "basis_ta"
-    given = _keys(settings)
+    if unknown := [task for task in weights if task not in models]:
+        raise UserError(f"`weights` names the unknown task {unknown[0]!r}")
+    method, given = "basis_ta", _keys(settings)
     varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
     if check_value("basis", given.get("basis", "ae")) == "rand_proj":  # which no addition takes
         method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
@@ -356,21 +342,11 @@ def _inputs(
     for note in matched.notes:
         warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
-    folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
-    return TaskSet(
-        resolved,
-        tasks,
-        scales,
-        matched.items,
-        found,
-        name_of(base, "base"),
-        names,
-        sources,
-        matched.left_out,
-        matched.tied,
-        folder=folder,
-        varying=varying,
-    )
+    made = TaskSet(resolved, tasks, scales, matched.items, found, name_of(base, "base"), names)
+    made.sources, made.left_out, made.tied = sources, matched.left_out, matched.tied
+    made.folder = None if isinstance(base, Mapping) or not os.path.isdir(base) else Path(base)
+    made.varying = varying
+    return made
 
 
 def open_model(model: Model) -> Weights:

@@ -273,10 +273,10 @@ def losses(bases: Bases) -> Losses | None:
     if not vectors or "tensor_errors" not in tensors:
         return None
     squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
-    widths = {name: [vector.coded.widths[name] for vector in vectors] for name in bases.names}
-    bits = np.array([[width.bits for width in widths[name]] for name in bases.names])
-    each = np.array([vectors[0].tensors[name].numel for name in bases.names])
-    numels = np.broadcast_to(each[:, None], bits.shape)
+    widths = [[vector.coded.widths[name] for vector in vectors] for name in bases.names]
+    bits = np.array([[width.bits for width in each] for each in widths])
+    sizes = [vectors[0].tensors[name].numel for name in bases.names]
+    numels = np.broadcast_to(np.array(sizes)[:, None], bits.shape)
 
     def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
         elements = max(int(numels[rows, columns].sum()), 1)
@@ -290,11 +290,9 @@ def losses(bases: Bases) -> Losses | None:
     of_groups, known = [], errors.shape[1] > len(vectors)
     for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
-        sizes = (
-            quantize.block_bytes(int(each[r]), w) for r in rows for w in widths[bases.names[r]]
-        )
+        blocks = (quantize.block_bytes(sizes[row], width) for row in rows for width in widths[row])
         if rows:
-            of_groups.append(loss(group, sum(sizes), rows, slice(len(vectors))))
+            of_groups.append(loss(group, sum(blocks), rows, slice(len(vectors))))
     return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
 
 

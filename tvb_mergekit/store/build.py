@@ -37,6 +37,7 @@ from tvb_mergekit.store.store import Bases, dtype_name, next_to
 from tvb_mergekit.store.vectors import (
     Vectors,
     dense_vectors,
+    drawn,
     facts_of,
     folders_of,
     history_of,
@@ -206,9 +207,7 @@ def _coding(
     if world.share((partial / bits.PLAN).is_file):
         return bits.from_json(partial / bits.PLAN, shares)
 
-    items = [replace(item, out=torch.uint8) for item in inputs.items]
-    if basis.sketch is not None:  # Omega is drawn, not read
-        items = [replace(item, base=None, inputs=()) for item in items]
+    items = drawn([replace(item, out=torch.uint8) for item in inputs.items], basis.sketch)
 
     def measure(units: Sequence[float]) -> Tensor:
         mine = items[share_of(items)]

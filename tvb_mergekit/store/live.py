@@ -32,10 +32,7 @@ WRAPPERS = ("base_layer", "_orig_mod", *COPYING)  # parts that PEFT and torch.co
 
 
 class Live:
-    """A loaded model, its base and the store of its tasks; see `attach`.
-
-    Threads take turns: one change, comparison or `using` block runs at a time.
-    """
+    """A loaded model, its base and the store of its tasks; see `attach`. Threads take turns."""
 
     def __init__(self, model: nn.Module, bases: Bases, base: Weights) -> None:
         self.model, self.bases, self._base = model, bases, base
@@ -162,8 +159,8 @@ class Live:
         sink = LiveSink(live) if writing else ComparingSink(live, scales)
         if writing:
             self._current = None
-            for tensor in live.values():
-                if not tensor.is_inference():  # gradients through the old weights are an error
+            for tensor in live.values():  # gradients through the old weights are an error
+                if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
         # On the CPU wherever the model is: what an accelerator adds up may differ in the last bit.
         combine(items, column[:, None], sink)
@@ -204,8 +201,7 @@ class ComparingSink:
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         found, want = _elements(self._live[item.name], start, stop), values[0]
         bits = (tensor.contiguous().view(torch.uint8) for tensor in (found, want))
-        differing = torch.ne(*bits).nonzero()
-        if len(differing):
+        if len(differing := torch.ne(*bits).nonzero()):
             at = int(differing[0]) // want.itemsize
             raise UserError(
                 f"tensor `{item.name}`: element {start + at} is {found[at].item()} in the model, "
@@ -219,9 +215,8 @@ def attach(
     """The model as one that changes tasks in place: `.use("math")`, `.reset()`.
 
     A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
-    (256 MB). It writes each parameter that the store holds, in its own dtype and on its device.
-    All other tensors of the model are left alone. Each change looks the model's tensors up, so
-    `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
+    (256 MB). It writes only the parameters that the store holds, in their dtypes and on their
+    devices. `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
 
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
@@ -233,9 +228,9 @@ def attach(
         An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`.
 
     Raises:
-        UserError: The base is not the store's. The model names its tensors otherwise than the base,
-            or has other shapes or weights. A parameter to be moved is quantized, on the meta
-            device, in the memory of `base`, copied by PEFT, or tied to one that moves otherwise.
+        UserError: The base is not the store's. The model has other names, shapes or weights. A
+            parameter to be moved is quantized, on the meta device, in the memory of `base`, copied
+            by PEFT, or tied to one that moves otherwise.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
@@ -296,10 +291,9 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters, those that are tied under each of their names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _plain(name), parameter
+    return [(_plain(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
 def _place(tensor: Tensor) -> object:
@@ -314,9 +308,8 @@ def _moving(
 ) -> dict[str, Tensor]:
     """The tensors of the model that move, one name for those that are tied.
 
-    Args:
-        known: the parameters that `attach` found in the base's files or tied to a tensor there;
-            others, such as an adapter's, are left alone. None: all must be found.
+    Parameters that are not in `known`, such as an adapter's, are left alone. None: all must be
+    in the base's files, or tied to a tensor there.
     """
     live, others = live_tensors(model, base)
     if known is not None and (others := [name for name in others if name in known]):

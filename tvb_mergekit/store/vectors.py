@@ -38,7 +38,7 @@ from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.source import StateDict
-from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,
@@ -278,7 +278,8 @@ def write_vectors(
     check_disk(str(place), sum(item.written(item.numel, k) for item in rest for k in outputs))
     journal = journals[world.rank] if journals else None
     sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
-    _combine(left[world.rank], matrix, sink, engine, coding, sketch)
+    mine, steps = drawn(left[world.rank], sketch), _steps(items, matrix)
+    combine_pass(mine, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
     records = world.collect([writer.whole() for writer in writers])
 
     def finish() -> dict[str, FileRecord]:
@@ -302,24 +303,20 @@ def in_memory(
 ) -> Bases:
     """Bases as state dicts; the arguments are those of `facts_of` and `write_vectors`."""
     sink = MemorySink(matrix.shape[1])
-    _combine(items, matrix, sink, engine, None, sketch)
+    steps = _steps(items, matrix)
+    combine_pass(drawn(items, sketch), steps, sink, engine, title="Bases", sketch=sketch)
     facts, states = facts_of(vectors, history), [StateDict(state) for state in sink.states]
     mean = states.pop() if MEAN in vectors.folders else None
     return Bases(facts, {**numbers_of(facts), **vectors.tensors}, states, mean)
 
 
-def _combine(
-    items: Sequence[Item],
-    matrix: Tensor,
-    sink: Sink,
-    engine: Engine,
-    coding: Coding | None,
-    sketch: Sketch | None,
-) -> None:
-    if sketch is not None:  # Omega is drawn, not read
-        items = [replace(item, base=None, inputs=()) for item in items]
-    steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-    combine_pass(items, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
+def drawn(items: Sequence[Item], sketch: Sketch | None) -> list[Item]:
+    """The items, without inputs if random directions replace them."""
+    return [replace(i, base=None, inputs=()) if sketch is not None else i for i in items]
+
+
+def _steps(items: Sequence[Item], matrix: Tensor) -> dict[str, Linear]:
+    return dict.fromkeys((item.name for item in items), Linear.of(matrix))
 
 
 def copy_config(
