@@ -87,7 +87,7 @@ def export(
         UserError: another base, `out` holds something, no room, a value overflows.
     """
     if any(folders):
-        check_new_folder(out)  # in which folders of these names could be
+        check_new_folder(out)  # it could have folders of these names
     check_output_folder(out, [str(path) for path in (bases.path, base_folder) if path is not None])
     items = items_of(bases, base, dtype, bases.sources)
     size = sum(item.numel * item.out.itemsize for item in items)

@@ -91,6 +91,10 @@ class StoreRecord(Record):
     files: dict[str, FileRecord]
     base_beside: str | None = None
 
+    def without(self, folder: str) -> dict[str, FileRecord]:
+        """The files, except those in a folder."""
+        return {name: of for name, of in self.files.items() if name.partition("/")[0] != folder}
+
 
 class Facts(Record):
     """All of a merge's `basis.json`. Keys with a default may be missing."""

@@ -122,10 +122,7 @@ class Live:
     def _change(
         self, scales: Mapping[str, float], back: Mapping[str, float] | None = None
     ) -> nn.Module:
-        """Write the weights of these scales; if that fails, those of `back`, or else the base's.
-
-        `back` is brought back after an interruption (Ctrl-C), too.
-        """
+        """Write these weights; if that fails, those of `back` (after Ctrl-C too) or the base's."""
         with self._lock:
             try:
                 self._stream(scales, writing=True)

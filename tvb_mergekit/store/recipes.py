@@ -78,11 +78,6 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
     return {**recipe, "base_model": base, "models": models}
 
 
-def recipe_files(facts: StoreFacts) -> list[str]:
-    """The paths below a store of its recipes."""
-    return [f"{FOLDER}/{name}.yml" for name in templates(facts, "", "")]
-
-
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> a sentence, and the recipe; `store` and `base` are their paths in it."""
     made = {}

@@ -38,7 +38,7 @@ from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
 
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KEPT = ("gram", "eigenvalues", "encoder")  # of basis.safetensors, what does not depend on masks
 
 
@@ -90,14 +90,12 @@ class Dense:
         if bases.encoder is not None:
             scales = torch.tensor(list(weights) or [1.0] * len(order), dtype=torch.float64)
             tensors["encoder"] = bases.encoder[:, list(order)] * scales
-        own = [bases.path / basis_folder(0)] if bases.path else []
-        places = [*own, Path(bases.base_name)]
-        config = next((place for place in places if (place / "config.json").is_file()), None)
-        where = local_path(bases.base_name)
-        store = bases.facts.store.but(base_path=where, base_beside=None)
+        places = [bases.path / basis_folder(0)] if bases.path else []
+        places = [each for each in (*places, Path(bases.base_name)) if (each / CONFIG).is_file()]
+        store = bases.facts.store.but(base_path=local_path(bases.base_name), base_beside=None)
         facts, targets = bases.facts.but(store=store), bases.reconstruction(bases.tasks)
         items, errors = items_of(bases.sources), bases.tensors["errors"]
-        return cls(facts, tensors, items, targets, errors, config)
+        return cls(facts, tensors, items, targets, errors, next(iter(places), None))
 
 
 def sparse_store(

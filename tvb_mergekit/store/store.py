@@ -245,9 +245,7 @@ def load(path: str | os.PathLike[str], without: str = "") -> Bases:
 def _load(folder: Path, without: str) -> Bases:
     facts = read_store_facts(folder)
     try:
-        files = facts.store.files
-        own = {name: of for name, of in files.items() if name.partition("/")[0] != without}
-        check_files(folder, own, FACTS, _mending(facts))
+        check_files(folder, facts.store.without(without), FACTS, _mending(facts))
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):

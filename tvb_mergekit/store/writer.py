@@ -19,7 +19,7 @@ import filelock
 
 from tvb_mergekit.errors import UserError, check_names, remedy
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
-from tvb_mergekit.store.recipes import recipe_files, write_recipes
+from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
 from tvb_mergekit.store.report import write_tensors
 from tvb_mergekit.store.store import Bases, is_store, load, next_to, numbers_of, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, facts_of
@@ -38,11 +38,8 @@ class StoreWriter:
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
         """Link the present vectors, except one, into the next state; returns their records."""
         assert bases.path is not None
-        files = {
-            name: record
-            for name, record in bases.facts.store.files.items()
-            if "/" in name and name.partition("/")[0] != without
-        }
+        files = bases.facts.store.without(without)
+        files.pop(TENSORS, None)
         for name in files:
             (self.folder / name).parent.mkdir(exist_ok=True)
             link(bases.path / name, self.folder / name)
@@ -161,7 +158,8 @@ class _Lock(filelock.FileLock):
 
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
-    own = {FACTS, *facts.store.files, *recipe_files(facts)}
+    recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
+    own = {FACTS, *facts.store.files, *recipes}
     for entry in store.rglob("*"):
         if not entry.is_dir() and entry.relative_to(store).as_posix() not in own:
             raise UserError(
