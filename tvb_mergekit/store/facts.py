@@ -185,7 +185,7 @@ def read_facts(file: Path) -> Facts:
     Raises:
         UserError: no JSON, another checksum, a newer format, or a key that is missing or wrong.
     """
-    remedy = "restore it from a copy, or build it anew"
+    remedy = "restore it from a copy, or build it again"
     try:
         found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
         if not isinstance(found, dict):
