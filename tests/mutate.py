@@ -108,7 +108,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_zoo.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
-        ("store/task_vectors.py",
+        ("store/bits.py",
          '["tensor_errors"].sum(0).sqrt()', '["tensor_errors"].sum(0)'),
         ("store/report.py", "weights[task] *= scale", "pass"),
     ],

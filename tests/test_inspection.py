@@ -223,7 +223,7 @@ def test_sizes_and_norms() -> None:
     line = "4 bases of 8 tasks: 8.4 GB in bfloat16, 25.2 GB less than the models' 33.6 GB"
     assert line in printed(inspected(8, kind="store"), 100)
     empty = inspected(8, kind="store", record={"model_bytes": 0})
-    assert empty.sizes is not None and empty.sizes.saved_percent is None
+    assert empty.sizes is not None and empty.sizes["saved_percent"] is None
     assert "8.4 GB more" in printed(empty, 100) and inspected(8).sizes is None
     lengths = np.linalg.norm(vectors_of(2), axis=0).tolist()
     named = inspected(2, names=["base", "code"])

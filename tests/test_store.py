@@ -27,8 +27,8 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import build as building
-from tvb_mergekit.store import folders as folders_
 from tvb_mergekit.store import store
+from tvb_mergekit.store import vectors as folders_
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.tensors import passes as engine
 from tvb_mergekit.tensors import writing

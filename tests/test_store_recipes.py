@@ -26,8 +26,8 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.refusals import MergeRefused
-from tvb_mergekit.store import folders as building
 from tvb_mergekit.store import store
+from tvb_mergekit.store import vectors as building
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.recipes import ALL_TASKS
 

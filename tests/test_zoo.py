@@ -264,7 +264,7 @@ def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_pa
         inputs = read_inputs(
             read_document((tmp_path / f"at-{bits}").with_suffix(".yml")), Options()
         )
-        fixed = fixed_bytes(inputs.items, 5, 5, inputs.left_out, inputs.folder)
+        fixed = fixed_bytes(inputs, 5)
         size = sum(files.values()) + fixed
         mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size)
         assert float(mixed.tensors["tensor_errors"][:, :-1].sum()) <= lost[bits]

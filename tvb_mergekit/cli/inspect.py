@@ -91,9 +91,9 @@ def size_line(inspection: Inspection) -> str:
     if inspection.keeps_tasks:
         held = counted(len(inspection.tasks), "task vector")
     return (
-        f"{held}: {megabytes(sizes.store)} in {_stored_as(facts)}, "
-        f"{megabytes(abs(sizes.saved))} {'less' if sizes.saved >= 0 else 'more'} than the "
-        f"models' {megabytes(sizes.models)}"
+        f"{held}: {megabytes(sizes['store'])} in {_stored_as(facts)}, "
+        f"{megabytes(abs(sizes['saved']))} {'less' if sizes['saved'] >= 0 else 'more'} than the "
+        f"models' {megabytes(sizes['models'])}"
     )
 
 

@@ -26,8 +26,7 @@ from tvb_mergekit.learn.request import Request
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Work
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.bits import slugs
-from tvb_mergekit.store.facts import FOLDER, FileRecord
-from tvb_mergekit.store.store import compare_checksums
+from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import merge_one
@@ -112,7 +111,7 @@ class StatisticsMethod(Work):
             ) from error
         if found.method != self.method:
             raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
-        compare_checksums(self.place, found.files, LEARNED, "restore it, or learn again")
+        check_files(self.place, found.files, LEARNED, "restore it, or learn again", checksums=True)
         for task, file in zip(self.tasks, self.outputs, strict=True):
             if not (facts := kept.facts_in(file, kept.STATISTICS)):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")

@@ -25,8 +25,7 @@ from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, r
 from tvb_mergekit.learn.models import TaskModels
 from tvb_mergekit.learn.request import Request
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.store.facts import FOLDER
-from tvb_mergekit.store.store import record_of
+from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.store.writer import link
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.merging import most_bases

@@ -12,7 +12,7 @@ from mergekit.common import ModelReference
 
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import Settings, resolve_settings
+from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import store
 from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.facts import FACTS
@@ -60,9 +60,7 @@ class StoreVectors:
         Raises:
             UserError: A key that the store has fixed, or that does not fit its basis.
         """
-        if self.keeps_tasks:
-            return resolve_settings(method, given, self.names)
-        return self.bases.merge_settings(method, given)
+        return self.bases.merge_settings(method, given, self.names if self.keeps_tasks else ())
 
     def sums(self) -> GramSums | None:
         """The Gram matrix of the listed task vectors; None if the store does not have it."""

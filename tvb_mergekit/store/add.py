@@ -10,48 +10,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tvb_mergekit.core import online
 from tvb_mergekit.core.encoders import Gram
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.facts import (
-    STORE_VERSION,
-    Compression,
-    FileRecord,
-    StoreFacts,
-    StoreRecord,
-)
-from tvb_mergekit.store.store import (
-    Bases,
-    basis_folder,
-    dtype_name,
-    is_store,
-    load,
-    numbers_of,
-)
+from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
+from tvb_mergekit.store.report import LOSSES
+from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, is_store, load
 from tvb_mergekit.store.task_vectors import join
-from tvb_mergekit.store.vectors import Vectors, facts_of
+from tvb_mergekit.store.vectors import Vectors, facts_of, in_memory, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import MemorySink
 
-LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy"
+STEP = ("encoder", "decoder", "gram_bases", "errors")  # tensors of a step in basis.safetensors
 
 
 def add_to_store(
-    path: str | os.PathLike[str],
-    inputs: TaskSet,
-    growth: Growth,
-    engine: Engine = Engine(),
+    path: str | os.PathLike[str], inputs: TaskSet, growth: Growth, engine: Engine = Engine()
 ) -> Bases:
     """Add the one model of `inputs` to the store at `path`, which is made if it does not exist.
 
@@ -62,10 +42,11 @@ def add_to_store(
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
     with changing(path) as writer:
-        bases = load(writer.store) if is_store(writer.store) else None
-        if bases is None:
+        if is_store(writer.store):
+            bases = load(writer.store)
+        else:
             check_new_folder(path, [n for n in inputs.fingerprints if os.path.exists(n)])
-        bases = bases or _empty(inputs, growth.dtype)
+            bases = _empty(inputs, growth.dtype)
         addition.check_new(bases, inputs)
         if growth.keeps_all(bases):
             return join(writer, bases, inputs, growth, engine)
@@ -73,10 +54,7 @@ def add_to_store(
 
 
 def add_in_memory(
-    bases: Bases | None,
-    inputs: TaskSet,
-    growth: Growth,
-    engine: Engine = Engine(),
+    bases: Bases | None, inputs: TaskSet, growth: Growth, engine: Engine = Engine()
 ) -> Bases:
     """Add the one model of `inputs` to bases, which are not changed, as state dicts."""
     bases = bases or _empty(inputs, growth.dtype)
@@ -100,7 +78,6 @@ def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
         added=0,
     )
     facts = StoreFacts.model_construct(
-        format_version=STORE_VERSION,
         method=inputs.settings.method,
         parameters={"lambda_scale": inputs.settings.lambda_scale, "weights": {}, **inputs.varying},
         tasks=[],
@@ -124,12 +101,8 @@ def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
 
 
 def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
-    """The way in which a full store makes room.
-
-    Raises:
-        UserError: the store cannot grow, or not so.
-    """
-    store, where = bases.facts.store, addition.place_of(bases)
+    """The way in which a full store makes room. Raise UserError if the store cannot grow so."""
+    store, where = bases.facts.store, bases.place
     if store.codec == "codes" and not bases.keeps_tasks:
         raise UserError(
             f"{where} holds bases at {counted(bases.facts.bits or 0.0, 'bit')}, which would lose "
@@ -165,11 +138,7 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
 
 
 def _budget(bases: Bases, growth: Growth) -> int:
-    """The most bases that the store may hold.
-
-    Raises:
-        UserError: no budget for a new store, or one that does not fit.
-    """
+    """The most bases of the store. Raise UserError if there is none, or if it does not fit."""
     budget = bases.facts.store.budget if growth.budget is None else growth.budget
     if budget is None:
         raise UserError("a new store needs --budget M, the most bases that it may hold")
@@ -183,9 +152,9 @@ class _Addition:
 
     def __init__(self, bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> None:
         self.started = time.perf_counter()
-        self.bases, self.inputs, self.growth = bases, inputs, growth
-        self.engine = engine
-        self.dtype = growth.dtype if bases.keeps_tasks else bases.dtype
+        self.bases, self.inputs, self.growth, self.engine = bases, inputs, growth, engine
+        self.exact = not bases.keeps_tasks  # else the vectors are codes of the task vectors
+        self.dtype = bases.dtype if self.exact else growth.dtype
         self.how = _compression(bases, inputs, growth)
         self.budget = _budget(bases, growth)
         settings = bases.settings if bases.vectors else inputs.settings
@@ -201,77 +170,66 @@ class _Addition:
             held["encoder"],
             held["decoder"],
             # The Gram matrix of a store of codes is of the task vectors before their codes.
-            None if bases.keeps_tasks else held.get("gram"),
+            held.get("gram") if self.exact else None,
             held.get("basis_weights"),
             held["norms"],
             held["errors"],
-            exact=not bases.keeps_tasks,
+            self.exact,
         )
         self.step = online.add_task(buffer, self.sums.gram, self.budget, self.how, self.settings)
+        # The factors of the bases and of the new model's difference in the new bases.
+        self.matrix = self.step.matrix.clone()
+        self.matrix[-1] *= self.inputs.weights[0]
 
     def in_memory(self) -> Bases:
         """The new bases as state dicts."""
-        sink = MemorySink(self.step.matrix.shape[1])
-        steps = dict.fromkeys((item.name for item in self.items), Linear.of(self._matrix()))
-        combine_pass(self.items, steps, sink, self.engine, title="Bases")
-        vectors = self._vectors({})
-        facts = facts_of(vectors, self._history())
-        states = [StateDict(state) for state in sink.states]
-        return Bases(facts, {**numbers_of(facts), **vectors.tensors}, states)
+        return in_memory(self._vectors(), self._history(), self.items, self.matrix, self.engine)
 
     def write(self, writer: StoreWriter) -> Bases:
         """Write and publish the new store."""
-        bases, items, matrix = self.bases, self.items, self._matrix()
-        files: dict[str, FileRecord] = {}
-        same = 0 if self.step.compressed or bases.keeps_tasks else bases.num_bases
-        if same:  # the old vectors stay the same files
-            files = writer.keep(bases)
+        bases, items, matrix = self.bases, self.items, self.matrix
+        config = self.inputs.folder  # of a new store; and a store of codes lacks the tokenizer
+        if bases.path is not None and self.exact:
+            config = addition.config_of(bases)
+        if not self.exact:
+            self.growth.tell(f"{counted(matrix.shape[1], 'basis')} {self._effect()}")
+        files, vectors, same = dict[str, FileRecord](), self._vectors(), 0
+        if self.exact and not self.step.compressed:  # the old vectors stay the same files
+            files, same = writer.keep(bases) if bases.vectors else {}, bases.num_bases
             items = [replace(item, inputs=item.inputs[-1:]) for item in items]
             matrix = matrix[-1:, -1:]
-        if bases.keeps_tasks:
-            self.growth.tell(f"{counted(matrix.shape[1], 'basis')} {self._effect()}")
-        # A store of codes lacks the tokenizer.
-        begun = bases.path is None or bases.keeps_tasks
-        config = self.inputs.folder if begun else addition.config_of(bases)
-        folders = [writer.folder / basis_folder(m) for m in range(same, same + matrix.shape[1])]
-        found, _measured = addition.write_vectors(folders, items, matrix, config, same, self.engine)
-        return writer.commit(self._vectors({**files, **found}), self._history())
-
-    def _matrix(self) -> Tensor:
-        """The factors of the bases and of the new model's difference in the new bases."""
-        matrix = self.step.matrix.clone()
-        matrix[-1] *= self.inputs.weights[0]
-        return matrix
+        new = vectors.folders[same:]
+        found, _ = write_vectors(writer.folder, new, items, matrix, config, self.engine, first=same)
+        return writer.commit(replace(vectors, files={**files, **found}), self._history())
 
     def _effect(self) -> str:
         """The effect on the errors of the tasks of a store of all tasks."""
         old = self.bases.facts
         before = {task: f"{error:.3f} -> " for task, error in old.relative_error.items()}
-        errors = facts_of(self._vectors({}), self._history()).errors
+        errors = facts_of(self._vectors(), self._history()).errors
         told = [f"{t} {before.get(t, '')}{of.at_most or 0:.3f}" for t, of in errors.items()]
         return (
             f"by Algorithm 1 ({self.how}) instead of {self.bases.num_bases} vectors at "
             f"{counted(old.bits or 0.0, 'bit')}; relative error at most: {', '.join(told)}"
         )
 
-    def _vectors(self, files: Mapping[str, FileRecord]) -> Vectors:
+    def _vectors(self) -> Vectors:
         step = self.step
-        tensors = {
-            "encoder": step.encoder,
-            "decoder": step.decoder,
-            "gram_bases": step.gram_bases,
-            "errors": step.errors,
-        }
+        tensors = {name: getattr(step, name) for name in STEP}
         if step.gram is not None:
             values = torch.from_numpy(Gram.of(step.gram).values.copy())
             tensors |= {"gram": step.gram, "eigenvalues": values}
         folders = [basis_folder(m) for m in range(len(step.decoder))]
-        return Vectors(tensors, folders, files, dtype_name(self.dtype))
+        return Vectors(tensors, folders, dtype=dtype_name(self.dtype))
 
     def _history(self) -> dict[str, Any]:
         """The keys of basis.json that do not follow from the vectors."""
         made = addition.grown_history(self.bases, self.inputs, self.sums, self.started)
-        weights = self.step.basis_weights
+        step, encoding = self.step, None
+        if step.gram is not None:  # else the losses are not known
+            encoder, decoder = step.encoder.numpy(), step.decoder.numpy()
+            encoding = Gram.of(step.gram).encoding("ae", encoder, decoder)
+        weights = step.basis_weights
         store = {
             "budget": self.budget,
             "compress": self.how,
@@ -279,7 +237,7 @@ class _Addition:
         }
         return {
             **made,
-            **self._losses(),
+            **{name: getattr(encoding, name, None) for name in LOSSES},
             "parameters": {**made["parameters"], **self._parameters()},
             "store": {**made["store"], **store},
         }
@@ -296,14 +254,6 @@ class _Addition:
                 given = parameters.get("lambda", VARYING_KEYS["lambda"].default_for(old.method))
                 changed["lambda"] = _times(given, self.bases.num_bases / len(old.tasks))
         return changed
-
-    def _losses(self) -> dict[str, Any]:
-        """Losses by the Gram matrix of all tasks; None if it is not known."""
-        step, encoding = self.step, None
-        if step.gram is not None:
-            encoder, decoder = step.encoder.numpy(), step.decoder.numpy()
-            encoding = Gram.of(step.gram).encoding("ae", encoder, decoder)
-        return {name: getattr(encoding, name, None) for name in LOSSES.split()}
 
 
 def _times(setting: Any, factor: float) -> Any:

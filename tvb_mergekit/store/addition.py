@@ -10,26 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store.bits import Quantize
-from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.folders import finish_vectors, writers_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.vectors import local_path
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.passes import combine_pass, gram_pass
-from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import FoldersSink
 
 LOG = logging.getLogger(__name__)
 
@@ -62,29 +55,20 @@ class Growth:
             raise UserError("--bits goes with none of --budget, --compress, --dtype")
 
     def keeps_all(self, bases: Bases) -> bool:
-        """Whether the new task joins the task vectors of a store, which stay as they are.
-
-        Raises:
-            UserError: choices that do not fit the store.
-        """
+        """Whether the new task joins the task vectors of a store. It refuses bad choices."""
         if bases.keeps_tasks and self.budget is None:
             if self.compress:
                 raise UserError(
-                    f"--compress: {place_of(bases)} keeps all tasks as codes; --budget M turns "
-                    "them into bases"
+                    f"--compress: {bases.place} keeps all tasks as codes; --budget M turns them "
+                    "into bases"
                 )
             return True
         if self.bits:
             raise UserError(
-                f"{place_of(bases)}: --bits is for stores of all tasks (`tvb build --bits`), not "
+                f"{bases.place}: --bits is for stores of all tasks (`tvb build --bits`), not "
                 "of bases"
             )
         return False
-
-
-def place_of(bases: Bases) -> str:
-    """The name of bases in messages."""
-    return str(bases.path or "these bases")
 
 
 def check_new(bases: Bases, inputs: TaskSet) -> None:
@@ -92,20 +76,16 @@ def check_new(bases: Bases, inputs: TaskSet) -> None:
     (task,) = inputs.tasks
     if task in bases.tasks:
         raise UserError(
-            f"the task {task!r} is in {place_of(bases)} already: give another name with --task"
+            f"the task {task!r} is in {bases.place} already: give another name with --task"
         )
     check_tasks([*bases.tasks, task], [*bases.facts.models, task])
     bases.check_base(inputs.base, inputs.base_model)
 
 
 def given_items(bases: Bases, inputs: TaskSet) -> list[Item]:
-    """The store's tensors, with the new model as input.
-
-    Raises:
-        UserError: the model lacks a tensor, or trained a tensor that takes no part.
-    """
+    """The store's tensors, with the new model as input. Raise UserError for other tensors."""
     given, left_out = {item.name: item for item in inputs.items}, bases.facts.left_out
-    where, (model,) = place_of(bases), inputs.models
+    where, (model,) = bases.place, inputs.models
     for name in given:
         if name not in bases.names and not left_out.get(name, "").startswith("excluded"):
             raise UserError(
@@ -139,14 +119,7 @@ def new_sums(
     doubt: Callable[[str], object],
     engine: Engine,
 ) -> GramSums:
-    """Compute the Gram matrix of the items' vectors, the new task vector weighted and last.
-
-    Args:
-        doubt: as of `Growth`, for a task vector unlike the others.
-
-    Raises:
-        UserError: the new task vector is zero.
-    """
+    """The Gram matrix of the items' vectors, the new one weighted and last; it must not be 0."""
     (task,), (model,), (weight,) = inputs.tasks, inputs.models, inputs.weights
     others = len(items[0].inputs) - 1
     sums = None if others else inputs.sums
@@ -172,37 +145,10 @@ def config_of(bases: Bases) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def write_vectors(
-    folders: Sequence[Path],
-    items: Sequence[Item],
-    matrix: Tensor,
-    config: Path | None,
-    first: int,
-    engine: Engine,
-    coding: Coding | None = None,
-) -> tuple[dict[str, FileRecord], Sequence[Sequence[float]]]:
-    """Write new vectors; returns their files, and the numbers that `coding` measured.
-
-    Args:
-        matrix: the factors of the items' inputs in each vector.
-        config: the folder of the configuration that the vectors get.
-        first: the index of the first new vector in the store.
-    """
-    work, outputs = folders[0].parent, range(len(folders))
-    check_disk(str(work), sum(item.written(item.numel, k) for item in items for k in outputs))
-    writers = writers_of(work, [folder.name for folder in folders], items, config, coding=coding)
-    sink = FoldersSink(writers, coding=coding)
-    steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-    combine_pass(items, steps, sink, engine, title="Codes" if coding else "Bases", coding=coding)
-    return finish_vectors(writers, config, first=first), sink.measured
-
-
 def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float) -> dict[str, Any]:
     """The keys of basis.json after an addition that do not follow from the vectors.
 
-    Args:
-        sums: of `new_sums`.
-        started: when the addition began, by `time.perf_counter`.
+    `started` is the time by `time.perf_counter`.
     """
     facts, (task,), (weight,) = bases.facts, inputs.tasks, inputs.weights
     norm, base_norm = float(sums.gram[-1, -1]) ** 0.5, sums.base_norm_squared**0.5

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
 from tvb_mergekit.errors import UserError, check_names, listed
-from tvb_mergekit.settings import (
-    VARYING_KEYS,
-    check_tasks,
-    check_value,
-    resolve_settings,
-    shown,
-)
+from tvb_mergekit.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings, shown
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store
@@ -175,15 +169,13 @@ def add(
             the sum of all tasks. `tvb add` refuses both without `--force`.
 
     Raises:
-        UserError: see `add_to_store`.
+        UserError: As `add_to_store`.
     """
     check_types(add, locals())
     engine = Engine([device_of(device)])
-    if bases is None or isinstance(bases, Bases):
-        found, where = bases, None if bases is None else bases.path
-    else:
-        where = Path(bases)
-        found = store.load(where) if store.is_store(where) else None
+    found, where = (bases, bases.path) if isinstance(bases, Bases) else (None, bases)
+    if found is None and where is not None and store.is_store(where):
+        found = store.load(where)
     if found is not None:
         if settings:
             raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
@@ -209,21 +201,13 @@ def add(
 
 
 def remove(path: str | os.PathLike[str], task: str) -> Bases:
-    """The store of all tasks at `path` without one of them.
-
-    Raises:
-        UserError: As `remove_task`.
-    """
+    """The store of all tasks at `path` without one of them, which must not be the only one."""
     check_types(remove, locals())
     return remove_task(path, task)
 
 
 def undo(path: str | os.PathLike[str]) -> Bases:
-    """The store at `path` as it was before the last `add` or `remove`; one step is kept.
-
-    Raises:
-        UserError: no store, or nothing to undo.
-    """
+    """The store at `path` as it was before the last `add` or `remove`; one step is kept."""
     check_types(undo, locals())
     return undo_change(path)
 
@@ -240,7 +224,7 @@ def reconstruct(
         UserError: no such task, or another base.
     """
     check_types(reconstruct, locals())
-    found = _base_of(bases, base, dtype)
+    found = base_of(bases, base, dtype)
     column = exporting.task_column(bases, task)[:, 0]
     return exporting.state_dict_of(bases, found, column, dtype)
 
@@ -271,17 +255,11 @@ def merge(
     """
     check_types(merge, locals())
     given = _keys(parameters)
-    if bases.keeps_tasks:
-        settings = resolve_settings(method, given, bases.tasks)
-    else:
-        settings = bases.merge_settings(method, given)
-    tunables = Tunables.of(
-        {
-            key: check_value(key, given[key]) if key in given else spec.default_for(method)
-            for key, spec in VARYING_KEYS.items()
-        }
-    )
-    found = _base_of(bases, base, dtype)
+    settings = bases.merge_settings(method, given)
+    defaults = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
+    chosen = {key: check_value(key, given[key]) for key in defaults if key in given}
+    tunables = Tunables.of({**defaults, **chosen})
+    found = base_of(bases, base, dtype)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     items = [
         replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)
@@ -295,8 +273,7 @@ def merge(
     if bases.keeps_tasks:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
         ones = [1.0] * bases.num_bases
-        given_tasks = TaskSet(settings, bases.tasks, ones, counted, sums=known)
-        combined = build_basis(given_tasks, engine)
+        combined = build_basis(TaskSet(settings, bases.tasks, ones, counted, sums=known), engine)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
@@ -331,7 +308,7 @@ def _keys(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key.rstrip("_"): value for key, value in given.items()}
 
 
-def _base_of(bases: Bases, base: Model, dtype: torch.dtype | None) -> Weights:
+def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weights:
     """Open the base. Raise UserError for another base, or a `dtype` that is not floating-point."""
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
@@ -354,11 +331,9 @@ def _inputs(
     tasks = list(models)
     names = [name_of(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
-    for task in weights:
-        if task not in models:
-            raise UserError(f"`weights` names the unknown task {task!r}")
-    method = "basis_ta"
-    given = _keys(settings)
+    if unknown := [task for task in weights if task not in models]:
+        raise UserError(f"`weights` names the unknown task {unknown[0]!r}")
+    method, given = "basis_ta", _keys(settings)
     varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
     if check_value("basis", given.get("basis", "ae")) == "rand_proj":  # which no addition takes
         method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
@@ -367,21 +342,11 @@ def _inputs(
     for note in matched.notes:
         warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
-    folder = Path(base) if isinstance(base, str | os.PathLike) and os.path.isdir(base) else None
-    return TaskSet(
-        resolved,
-        tasks,
-        scales,
-        matched.items,
-        found,
-        name_of(base, "base"),
-        names,
-        sources,
-        matched.left_out,
-        matched.tied,
-        folder=folder,
-        varying=varying,
-    )
+    made = TaskSet(resolved, tasks, scales, matched.items, found, name_of(base, "base"), names)
+    made.sources, made.left_out, made.tied = sources, matched.left_out, matched.tied
+    made.folder = None if isinstance(base, Mapping) or not os.path.isdir(base) else Path(base)
+    made.varying = varying
+    return made
 
 
 def open_model(model: Model) -> Weights:

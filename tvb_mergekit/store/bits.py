@@ -11,32 +11,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tvb_mergekit.core import quantize
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import (
-    BITS,
-    CHOICES,
-    LEAST_BITS,
-    LONG,
-    Width,
-    block_bytes,
-    choose_widths,
-    mean_bytes,
-    unit_of,
-)
+from tvb_mergekit.core.quantize import BITS, CHOICES, Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
+from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
@@ -71,18 +64,15 @@ class Quantize:
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.size is None):
             raise UserError("give either bits or a size, not both")
-        for name in ("bits", "size"):
-            value = getattr(self, name)
-            if value is not None and not hasattr(value, "__float__"):
-                raise UserError(f"`{name}` is {value!r}: expected a number")
-        if self.bits is not None:
-            object.__setattr__(self, "bits", float(self.bits))
-        if self.size is not None:
-            object.__setattr__(self, "size", int(self.size))
-        if self.bits is not None and not LEAST_BITS <= self.bits <= BITS[-1]:
+        name, kind = ("bits", float) if self.size is None else ("size", int)
+        value = getattr(self, name)
+        if not hasattr(value, "__float__"):
+            raise UserError(f"`{name}` is {value!r}: expected a number")
+        object.__setattr__(self, name, kind(value))
+        if self.bits is not None and not quantize.LEAST_BITS <= self.bits <= BITS[-1]:
             raise UserError(
                 f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
-                f"from {LEAST_BITS} to {BITS[-1]}"
+                f"from {quantize.LEAST_BITS} to {BITS[-1]}"
             )
 
     @property
@@ -91,18 +81,11 @@ class Quantize:
         return Width(int(self.bits)) if self.bits in BITS else None
 
     def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
-        """The most bytes that the codes of all vectors may take.
-
-        Args:
-            fixed: bytes of all else in the store.
-
-        Raises:
-            UserError: the size does not hold the scales alone.
-        """
+        """The most bytes of all codes; other files take `fixed`. Raise UserError below that."""
         if self.bits is not None:
-            return vectors * mean_bytes(numels, self.bits)
+            return vectors * quantize.mean_bytes(numels, self.bits)
         assert self.size is not None
-        scales = vectors * sum(2 * -(-numel // LONG) for numel in numels)
+        scales = vectors * sum(2 * -(-numel // quantize.LONG) for numel in numels)
         if self.size < fixed + scales:
             raise UserError(
                 f"--size {self.size:,} bytes: the scales of all vectors and the other "
@@ -129,7 +112,7 @@ def choose(
         fixed: bytes of the other files in the store, which a size includes.
     """
     numels, count = [item.numel for item in items], len(norms)
-    units = [unit_of(norm, sum(numels)) for norm in norms]
+    units = [quantize.unit_of(norm, sum(numels)) for norm in norms]
     most = wanted.weight_bytes(numels, count, fixed)
     if wanted.uniform is not None:
         places = np.full((len(items), count), CHOICES.index(wanted.uniform))
@@ -137,7 +120,7 @@ def choose(
         errors = measure(units).reshape(-1, len(CHOICES)).numpy()
         each = [numel for numel in numels for _ in range(count)]
         owners = [*range(count)] * len(numels)
-        places = choose_widths(errors, each, most, owners).reshape(len(items), count)
+        places = quantize.choose_widths(errors, each, most, owners).reshape(len(items), count)
     names = [item.name for item in items]
     return Coding(
         [
@@ -174,14 +157,9 @@ def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
     return sum(bits) / total
 
 
-def fixed_bytes(
-    items: Sequence[Item],
-    vectors: int,
-    tasks: int,
-    left_out: Mapping[str, str],
-    config: Path | None,
-) -> int:
+def fixed_bytes(inputs: TaskSet, vectors: int) -> int:
     """The most bytes of a store without codes: headers, configurations, facts, recipes."""
+    items, tasks, config = inputs.items, len(inputs.tasks), inputs.folder
     shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
     names = sum(len(item.name.encode()) for item in items)
     headers = 600 * shards + 150 * len(items) + 2 * names
@@ -191,7 +169,7 @@ def fixed_bytes(
     if config is not None and (config / "config.json").is_file():
         files += (config / "config.json").stat().st_size + 500
         files += sum(file.stat().st_size for file in config.glob("*.py"))
-    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(left_out)))
+    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(inputs.left_out)))
     numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
     listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
     recipes = (len(METHODS) - 1) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
@@ -200,11 +178,15 @@ def fixed_bytes(
 
 def stored_gram(vectors: Sequence[Codes], names: Sequence[str], engine: Engine) -> Tensor:
     """Inner products of vectors as their codes give them, [K, K] float64."""
-    items = [
+    return gram_pass(items_of(vectors), names, engine)[0].gram
+
+
+def items_of(vectors: Sequence[Weights]) -> list[Item]:
+    """The tensors of the vectors of a store."""
+    return [
         Item(name, info.shape, None, tuple(Part.of(vector, name, "delta") for vector in vectors))
         for name, info in vectors[0].tensors.items()
     ]
-    return gram_pass(items, names, engine)[0].gram
 
 
 def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
@@ -255,7 +237,8 @@ def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
     return made
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True)
+class Loss:
     """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
 
     `bits` is the mean of an element. `relative_error` is None if the norm is zero.
@@ -290,30 +273,26 @@ def losses(bases: Bases) -> Losses | None:
     if not vectors or "tensor_errors" not in tensors:
         return None
     squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
-    widths = {name: [vector.coded.widths[name] for vector in vectors] for name in bases.names}
-    bits = np.array([[width.bits for width in widths[name]] for name in bases.names])
-    each = np.array([vectors[0].tensors[name].numel for name in bases.names])
-    numels = np.broadcast_to(each[:, None], bits.shape)
+    widths = [[vector.coded.widths[name] for vector in vectors] for name in bases.names]
+    bits = np.array([[width.bits for width in each] for each in widths])
+    sizes = [vectors[0].tensors[name].numel for name in bases.names]
+    numels = np.broadcast_to(np.array(sizes)[:, None], bits.shape)
 
     def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
         elements = max(int(numels[rows, columns].sum()), 1)
         mean = float((bits * numels)[rows, columns].sum()) / elements
         return Loss(name, nbytes, mean, _ratio(errors[rows, columns], squares[rows, columns]))
 
-    every, of_vectors = slice(None), []
-    stored = [each for each in facts.store.files.items() if each[0].endswith(".safetensors")]
-    names = [f"B{m}" for m in range(bases.num_bases)] + ["mean"]
-    for place, folder in enumerate(facts.store.folders):
-        name = facts.tasks[place] if bases.keeps_tasks else names[place]
-        files = (of.bytes for path, of in stored if path.startswith(f"{folder}/"))
-        of_vectors.append(loss(name, sum(files), every, place))
-    of_groups = []
+    of_vectors = [
+        loss(label, weight_bytes(facts.store.files, f"{folder}/"), slice(None), place)
+        for place, (label, folder) in enumerate(zip(bases.labels, facts.store.folders, strict=True))
+    ]
+    of_groups, known = [], errors.shape[1] > len(vectors)
     for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
-        sizes = (block_bytes(int(each[r]), w) for r in rows for w in widths[bases.names[r]])
+        blocks = (quantize.block_bytes(sizes[row], width) for row in rows for width in widths[row])
         if rows:
-            of_groups.append(loss(group, sum(sizes), rows, slice(len(vectors))))
-    known = errors.shape[1] > len(vectors)
+            of_groups.append(loss(group, sum(blocks), rows, slice(len(vectors))))
     return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
 
 

@@ -15,10 +15,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,50 +29,31 @@ from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
-from tvb_mergekit.store.bits import (
-    PLAN,
-    RESERVED,
-    Quantize,
-    choose,
-    fixed_bytes,
-    from_json,
-    lost,
-    mean_bits,
-    measured_tensors,
-    slugs,
-    stored_gram,
-    to_json,
-)
+from tvb_mergekit.store import bits
+from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.folders import finish_vectors, writers_of
 from tvb_mergekit.store.report import tensors_of
-from tvb_mergekit.store.store import Bases, dtype_name, numbers_of
+from tvb_mergekit.store.store import Bases, dtype_name, next_to
 from tvb_mergekit.store.vectors import (
     Vectors,
     dense_vectors,
+    drawn,
     facts_of,
     folders_of,
     history_of,
+    in_memory,
     measured_of,
     sizes_of,
+    write_vectors,
 )
 from tvb_mergekit.store.writer import StoreWriter, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
-from tvb_mergekit.tensors.output import check_disk, check_new_folder
-from tvb_mergekit.tensors.passes import combine_pass, measure_pass, share_of
+from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.tensors.passes import measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
-from tvb_mergekit.tensors.source import StateDict
-from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import (
-    FoldersSink,
-    FolderWriter,
-    MemorySink,
-    read_journal,
-    run_of,
-)
 
 LOG = logging.getLogger(__name__)
 
@@ -105,93 +85,67 @@ def build_store(
             begun with other inputs.
     """
     dtype_name(dtype)
-    dtype = torch.float32 if quantize else dtype
-    world = ranks.world()
-    out = Path(os.path.realpath(out))
-    partial = out.with_name(f"{out.name}.partial")
     if quantize is not None:
-        least = inputs.settings.bases_of(len(inputs.tasks)) or 1
+        dtype, least = torch.float32, inputs.settings.bases_of(len(inputs.tasks)) or 1
         numels = [item.numel for item in inputs.items]
-        quantize.weight_bytes(numels, least, _fixed(inputs, least))
+        quantize.weight_bytes(numels, least, bits.fixed_bytes(inputs, least))
+    world, out = ranks.world(), Path(os.path.realpath(out))
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
-        begun: dict[str, object] = {
-            **inputs.identity,
-            "dtype": str(dtype),
-            "weights": list(inputs.weights),
-            "settings": inputs.settings.model_dump(mode="json"),
-            "tasks": list(inputs.tasks),
-            "processes": world.size,
-            "quantize": [quantize.bits, quantize.size] if quantize else None,
-        }
-        state = {"inputs": cache.key_of(begun)}
         world.agree([item.name for item in inputs.items], "tensors")
-        resuming = world.share(lambda: _can_resume(partial, inputs, out, state, resume))
+        unfinished = _Unfinished(inputs, out, dtype, quantize, resume)
         started = time.perf_counter()
-        known = world.share(lambda: cache.read_sums(partial / SUMS) if resuming else None)
+        known = world.share(unfinished.sums)
         sums = known or sums_of(inputs, engine)[0]
         summed = time.perf_counter()
         basis = world.share(lambda: _basis(inputs, sums, warn))
         if world.leads:
-            state["encoder"] = cache.key_of({"matrix": encoder_matrix(basis).tolist()})
-            if resuming:
-                _check_same(partial, state)
-                for stale in partial.rglob(".partial-*"):  # left by a kill
-                    shutil.rmtree(stale)
-            else:  # only now, so that refused inputs leave nothing
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                write_file(partial / STATE, json.dumps(state).encode())
-            cache.write_sums(partial / SUMS, sums, inputs.tasks, inputs.models)
+            unfinished.begin(basis, sums)
         encoded = time.perf_counter()
-        # Each of several processes has its own journal.
-        prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
-        journals = [partial / f"{prefix}{JOURNAL}" for prefix in prefixes]
-        every = world.share(lambda: [read_journal(journal) for journal in journals])
+        partial, folders, coding = unfinished.folder, folders_of(basis), None
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        folders, coding = folders_of(basis), None
         if quantize is not None:
             if basis.settings.basis == "none":
-                folders = slugs(inputs.tasks, RESERVED)
-            items = [replace(item, out=torch.uint8) for item in inputs.items]
-            coding = _coding(basis, inputs, items, quantize, folders, partial, engine)
+                folders = bits.slugs(inputs.tasks, bits.RESERVED)
+            coding = _coding(basis, inputs, quantize, partial, engine)
             for folder, coded in zip(folders, coding.coded, strict=True):
                 if not any(width.bits for width in coded.widths.values()):
                     warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
+            items = [replace(item, out=torch.uint8) for item in inputs.items]
             items = [item.coded(coding.widths(item.name)) for item in items]
-        done = every[world.rank]
-        writers = writers_of(partial, folders, items, inputs.folder, done, coding)
-        left = [run_of(writers[0].plan, rank)[len(done) :] for rank, done in enumerate(every)]
-        outputs = range(len(writers))
-        to_write = (i.written(i.numel, k) for i in chain.from_iterable(left) for k in outputs)
-        check_disk(str(partial), sum(to_write))
-        stored = sum(item.written(item.numel, k) for item in items for k in outputs)
+        stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
         if stored > inputs.model_bytes and quantize is None:
             more = megabytes(stored - inputs.model_bytes)
             warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
                  "--dtype")  # fmt: skip
-        sink = FoldersSink(writers, journals[world.rank], coding, [of.measured for of in done])
-        _combine(basis, sink, left[world.rank], engine, coding)
+        files, measured = write_vectors(
+            partial,
+            folders,
+            items,
+            encoder_matrix(basis),
+            inputs.folder,
+            engine,
+            coding=coding,
+            sketch=basis.sketch,
+            journals=unfinished.journals,
+        )
         basis.seconds = {
             "gram": summed - started,
             "encode": encoded - summed,
             "write": time.perf_counter() - encoded,
         }
-        files = finish_vectors(writers, inputs.folder)
         if coding is None:
             vectors = dense_vectors(basis, dtype, files)
         else:
-            measured = list(chain(*world.collect(sink.measured)))
-            made = _measured(basis, measured, writers, engine)
-            bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
+            made = _measured(basis, measured, partial, folders, engine)
+            mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
-            vectors = Vectors(tensors, folders, files, codec="codes", bits=bits)
+            vectors = Vectors(tensors, folders, files, codec="codes", bits=mean)
         world.dismiss()
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
-        for name in (STATE, SUMS, PLAN, *(journal.name for journal in journals)):
-            (out / name).unlink(missing_ok=True)  # not before: until then `resume` may need them
+        unfinished.forget()
         return bases
 
 
@@ -205,27 +159,16 @@ def build_in_memory(
     """Build the bases of `inputs` as state dicts."""
     dtype_name(dtype)
     basis = _basis(inputs, sums_of(inputs, engine)[0], warn)
-    sink = MemorySink(len(folders_of(basis)))
     items = [replace(item, out=dtype) for item in inputs.items]
-    _combine(basis, sink, items, engine)
-    made = dense_vectors(basis, dtype)
-    facts = facts_of(made, history_of(inputs, basis))
-    vectors = [StateDict(state) for state in sink.states]
-    mean = vectors.pop() if basis.settings.basis == "pca" else None
-    return Bases(facts, {**numbers_of(facts), **made.tensors}, vectors, mean)
+    vectors, history = dense_vectors(basis, dtype), history_of(inputs, basis)
+    return in_memory(vectors, history, items, encoder_matrix(basis), engine, basis.sketch)
 
 
-def inspect_inputs(
-    inputs: TaskSet,
-    engine: Engine = Engine(),
-) -> tuple[Facts, dict[str, Tensor]]:
+def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
     """basis.json and basis.safetensors of a build in float32, without building."""
     basis = _basis(inputs, sums_of(inputs, engine)[0], LOG.warning)
     vectors = dense_vectors(basis, torch.float32)
     return facts_of(vectors, history_of(inputs, basis)).of_merge(), dict(vectors.tensors)
-
-
-# The passes
 
 
 def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
@@ -241,33 +184,10 @@ def encoder_matrix(basis: Basis) -> Tensor:
 
     [T, M]; [T, M + 1] for PCA, with the mean last; [M, M] for rand_proj.
     """
-    if basis.encoding.mixing is not None:
-        return basis.encoding.mixing
-    encoder = basis.weighted_encoder
     if basis.settings.basis != "pca":
-        return encoder
+        return basis.weighted_encoder
     mean = torch.tensor(basis.weights, dtype=torch.float64)[:, None] / len(basis.tasks)
-    return torch.cat([encoder, mean], dim=1)
-
-
-def _combine(
-    basis: Basis,
-    sink: FoldersSink | MemorySink,
-    items: Sequence[Item],
-    engine: Engine,
-    coding: Coding | None = None,
-) -> None:
-    if basis.sketch is not None:  # Omega is drawn, not read
-        items = [replace(item, base=None, inputs=()) for item in items]
-    combine_pass(
-        items,
-        dict.fromkeys((item.name for item in items), Linear.of(encoder_matrix(basis))),
-        sink,
-        engine,
-        title="Bases",
-        sketch=basis.sketch,
-        coding=coding,
-    )
+    return torch.cat([basis.weighted_encoder, mean], dim=1)
 
 
 # Codes
@@ -276,9 +196,7 @@ def _combine(
 def _coding(
     basis: Basis,
     inputs: TaskSet,
-    items: Sequence[Item],
     quantize: Quantize,
-    folders: Sequence[str],
     partial: Path,
     engine: Engine,
 ) -> Coding:
@@ -287,81 +205,118 @@ def _coding(
     matrix = encoder_matrix(basis)
     shares = torch.ones(matrix.shape[1], dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    if world.share((partial / PLAN).is_file):
-        return from_json(partial / PLAN, shares)
+    if world.share((partial / bits.PLAN).is_file):
+        return bits.from_json(partial / bits.PLAN, shares)
+
+    items = drawn([replace(item, out=torch.uint8) for item in inputs.items], basis.sketch)
 
     def measure(units: Sequence[float]) -> Tensor:
-        read = list(items)
-        if basis.sketch is not None:
-            read = [replace(item, base=None, inputs=()) for item in items]
-        mine = read[share_of(read)]
+        mine = items[share_of(items)]
         found = measure_pass(mine, Linear.of(matrix), units, engine, basis.sketch)
         return torch.cat(world.collect(found))
 
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
-    fixed = _fixed(inputs, len(folders))
-    coding = choose(items, sizes.tolist(), shares, quantize, measure, fixed)
+    fixed = bits.fixed_bytes(inputs, len(sizes))
+    coding = bits.choose(items, sizes.tolist(), shares, quantize, measure, fixed)
     if world.leads:
-        write_file(partial / PLAN, to_json(coding).encode())
+        write_file(partial / bits.PLAN, bits.to_json(coding).encode())
     return coding
-
-
-def _fixed(inputs: TaskSet, vectors: int) -> int:
-    tasks = len(inputs.tasks)
-    return fixed_bytes(inputs.items, vectors, tasks, inputs.left_out, inputs.folder)
 
 
 def _measured(
     basis: Basis,
     measured: Sequence[Sequence[float]],
-    writers: Sequence[FolderWriter],
+    partial: Path,
+    folders: Sequence[str],
     engine: Engine,
 ) -> dict[str, Tensor]:
     """Numbers of the vectors as decoded: `gram_bases`, `errors`, and those of each tensor."""
-    tensors = measured_tensors(measured)
-    names = [writer.folder.name for writer in writers[: basis.encoding.num_bases]]
-    vectors = [Codes.open(writers[0].folder.parent / name) for name in names]
-    gram = stored_gram(vectors, names, engine)
-    errors = measured_of(basis, torch.float32, lost(tensors)[: len(writers)])
+    tensors = bits.measured_tensors(measured)
+    names = folders[: basis.encoding.num_bases]
+    gram = bits.stored_gram([Codes.open(partial / name) for name in names], names, engine)
+    errors = measured_of(basis, torch.float32, bits.lost(tensors)[: len(folders)])
     return {**tensors, **errors, "gram_bases": gram}
 
 
-# An unfinished build
-
-
-def _can_resume(
-    partial: Path, inputs: TaskSet, out: Path, state: Mapping[str, str], resume: bool
-) -> bool:
-    """Whether there is an unfinished build to continue.
+class _Unfinished:
+    """STORE.partial, which `resume` continues, with a journal for each process.
 
     Raises:
-        UserError: it was begun with something else, or the output or its partial is in the way.
+        UserError: a folder is in the way, or the build to continue was begun with something else.
     """
-    check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
-    begun = (partial / STATE).is_file()
-    there = partial.iterdir() if partial.is_dir() else [partial] * os.path.lexists(partial)
-    if not begun and not all(map(is_left_over, there)):
-        raise UserError(
-            f"{partial} is in the way, and is not an unfinished build; move or delete it"
-        )
-    if resume and begun:
-        _check_same(partial, state)
-    elif resume:
-        LOG.warning("--resume: nothing to continue in %s; starting again", partial)
-    elif begun:
-        LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
-    return resume and begun
 
+    def __init__(
+        self,
+        inputs: TaskSet,
+        out: Path,
+        dtype: torch.dtype,
+        quantize: Quantize | None,
+        resume: bool,
+    ) -> None:
+        world, self.inputs, self.out = ranks.world(), inputs, out
+        self.folder = next_to(out, "partial")
+        prefixes = [f"{rank}-" if world.size > 1 else "" for rank in range(world.size)]
+        self.journals = [self.folder / f"{prefix}{JOURNAL}" for prefix in prefixes]
+        begun: dict[str, object] = {
+            **inputs.identity,
+            "dtype": str(dtype),
+            "weights": list(inputs.weights),
+            "settings": inputs.settings.model_dump(mode="json"),
+            "tasks": list(inputs.tasks),
+            "processes": world.size,
+            "quantize": [quantize.bits, quantize.size] if quantize else None,
+        }
+        self.state = {"inputs": cache.key_of(begun)}
+        self.resuming = world.share(lambda: self._can_resume(out, resume))
 
-def _check_same(partial: Path, state: Mapping[str, str]) -> None:
-    """Raise UserError unless a build was begun with this `state`."""
-    try:
-        before = json.loads((partial / STATE).read_text(encoding="utf-8"))
-        same = all(before[key] == state[key] for key in state)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--resume: {partial} cannot be continued; delete it") from error
-    if not same:
-        raise UserError(
-            f"--resume: {partial} was begun with other models, settings, --dtype, --bits, --size "
-            "or number of processes, or with another PyTorch; start again without --resume"
-        )
+    def _can_resume(self, out: Path, resume: bool) -> bool:
+        check_new_folder(out, [name for name in self.inputs.fingerprints if os.path.exists(name)])
+        partial, begun = self.folder, (self.folder / STATE).is_file()
+        there = partial.iterdir() if partial.is_dir() else [partial] * os.path.lexists(partial)
+        if not begun and not all(map(is_left_over, there)):
+            raise UserError(
+                f"{partial} is in the way, and is not an unfinished build; move or delete it"
+            )
+        if resume and begun:
+            self._check_same()
+        elif resume:
+            LOG.warning("--resume: nothing to continue in %s; starting again", partial)
+        elif begun:
+            LOG.warning("%s, an unfinished build, is replaced (--resume continues it)", partial)
+        return resume and begun
+
+    def _check_same(self) -> None:
+        """Raise UserError unless the build was begun with this `state`."""
+        try:
+            before = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            same = all(before[key] == self.state[key] for key in self.state)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--resume: {self.folder} cannot be continued; delete it") from error
+        if not same:
+            raise UserError(
+                f"--resume: {self.folder} was begun with other models, settings, --dtype, --bits, "
+                "--size or number of processes, or with another PyTorch; start again without "
+                "--resume"
+            )
+
+    def sums(self) -> GramSums | None:
+        """The Gram matrix of the build to continue."""
+        return cache.read_sums(self.folder / SUMS) if self.resuming else None
+
+    def begin(self, basis: Basis, sums: GramSums) -> None:
+        """Begin or continue the build with this basis and Gram matrix."""
+        self.state["encoder"] = cache.key_of({"matrix": encoder_matrix(basis).tolist()})
+        if self.resuming:
+            self._check_same()
+            for stale in self.folder.rglob(".partial-*"):  # left by a kill
+                shutil.rmtree(stale)
+        else:  # only now, so that refused inputs leave nothing
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            write_file(self.folder / STATE, json.dumps(self.state).encode())
+        cache.write_sums(self.folder / SUMS, sums, self.inputs.tasks, self.inputs.models)
+
+    def forget(self) -> None:
+        """Delete the state of the build, which `resume` needs until the store is published."""
+        for name in (STATE, SUMS, bits.PLAN, *(journal.name for journal in self.journals)):
+            (self.out / name).unlink(missing_ok=True)

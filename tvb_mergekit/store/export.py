@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.folders import copy_config
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.store.vectors import copy_config
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import (
     StagedFolder,
@@ -52,16 +52,9 @@ def items_of(
 
 
 def state_dict_of(
-    bases: Bases,
-    base: Weights,
-    column: Tensor,
-    dtype: torch.dtype | None = None,
+    bases: Bases, base: Weights, column: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """theta_0 + sources @ column, as a state dict on the CPU.
-
-    Args:
-        column: [len(bases.sources)].
-    """
+    """theta_0 + sources @ column [len(bases.sources)], as a state dict on the CPU."""
     sink = MemorySink(1)
     combine(items_of(bases, base, dtype, bases.sources), column[:, None], sink)
     return sink.states[0]
@@ -94,7 +87,7 @@ def export(
         UserError: another base, `out` holds something, no room, a value overflows.
     """
     if any(folders):
-        check_new_folder(out)  # in which folders of these names could be
+        check_new_folder(out)  # it could have folders of these names
     check_output_folder(out, [str(path) for path in (bases.path, base_folder) if path is not None])
     items = items_of(bases, base, dtype, bases.sources)
     size = sum(item.numel * item.out.itemsize for item in items)
@@ -119,16 +112,11 @@ def task_column(bases: Bases, task: str) -> Tensor:
 
 
 def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
-    """The combinations that are single bases, [len(bases.sources), len(indices)].
-
-    Raises:
-        UserError: unknown basis.
-    """
+    """The combinations that are single bases, [len(bases.sources), len(indices)]."""
     for index in indices:
         if not 0 <= index < bases.num_bases:
             raise UserError(
-                f"basis {index}: {bases.path or 'these bases'} has the bases 0 to "
-                f"{bases.num_bases - 1}"
+                f"basis {index}: {bases.place} has the bases 0 to {bases.num_bases - 1}"
             )
     return torch.eye(len(bases.sources), dtype=torch.float64)[:, list(indices)]
 

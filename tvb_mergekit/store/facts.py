@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.writing import file_record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,10 +39,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Record(BaseModel, Mapping[str, Any]):
-    """A JSON object: its keys as attributes, and as those of a mapping where it has them.
-
-    Keys of a later version are let through.
-    """
+    """A JSON object, as attributes and as a mapping. Keys of a later version are let through."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -93,6 +91,10 @@ class StoreRecord(Record):
     files: dict[str, FileRecord]
     base_beside: str | None = None
     previous: str | None = None
+
+    def without(self, folder: str) -> dict[str, FileRecord]:
+        """The files, except those in a folder."""
+        return {name: of for name, of in self.files.items() if name.partition("/")[0] != folder}
 
 
 class Facts(Record):
@@ -210,6 +212,42 @@ def read_facts(file: Path) -> Facts:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise UserError(f"{file} is not complete: `{place}`: {first['msg']}; {remedy}") from error
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is."""
+    return FileRecord.model_validate(file_record(path))
+
+
+def weight_bytes(files: Mapping[str, FileRecord], folder: str = "") -> int:
+    """Bytes of the weights among the files of a store, or of one of its folders."""
+    weights = (name for name in files if name.endswith(".safetensors") and name.startswith(folder))
+    return sum(files[name].bytes for name in weights)
+
+
+def check_files(
+    folder: Path,
+    files: Mapping[str, FileRecord],
+    named_in: str,
+    remedy: str,
+    checksums: bool = False,
+) -> None:
+    """Raise UserError if a file that `named_in` records is missing or differs."""
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path}: missing, and {named_in} names it; {remedy}")
+        if (size := path.stat().st_size) != record.bytes:
+            raise UserError(
+                f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
+                f"{remedy}"
+            )
+    for name, record in files.items() if checksums else ():
+        if record_of(folder / name).xxh3_128 != record.xxh3_128:
+            raise UserError(
+                f"{folder / name}: its checksum is not the one in {named_in}: the file was "
+                f"changed; {remedy}"
+            )
 
 
 def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:

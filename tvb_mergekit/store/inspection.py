@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.bits import Losses, losses
-from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes
+from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes, weight_bytes
 from tvb_mergekit.store.report import cosines, row_sums
 from tvb_mergekit.store.store import Bases
 
@@ -40,29 +40,18 @@ class Choice(NamedTuple):
     balanced_energy: float | None
 
 
-class Sizes(NamedTuple):
-    """Bytes of weights; `saved` is negative if a store is larger than its models."""
-
-    models: int
-    store: int
-    saved: int
-    saved_percent: float | None
-
-
 @dataclass(frozen=True, eq=False)
 class Inspection:
     """Facts and tensors of a merge, a store or a recipe, and the numbers derived from them.
 
     Args:
-        facts: of a merge or a store.
         tensors: float64 on the CPU, as in `docs/files.md`. A store that has grown online has no
             `gram` and no `eigenvalues`.
         built: false if the facts describe a recipe before its merge.
         codes: errors of the codes of a quantized store.
 
     Raises:
-        UserError: a shape does not fit the facts, a tensor is not finite, or there are neither
-            Gram matrix nor `decoder` and `gram_bases`.
+        UserError: a shape does not fit the facts, or a tensor is missing or not finite.
     """
 
     facts: Facts
@@ -206,15 +195,18 @@ class Inspection:
         }
 
     @property
-    def sizes(self) -> Sizes | None:
-        """Bytes of a store and of its models; None without a store."""
+    def sizes(self) -> dict[str, Any] | None:
+        """Bytes of weights; `saved` is negative if a store is larger than its models."""
         if self.facts.store is None:
             return None
-        files = self.facts.store.files.items()
-        stored = sum(file.bytes for name, file in files if name.endswith(".safetensors"))
-        models = self.facts.store.model_bytes
-        saved = models - stored
-        return Sizes(models, stored, saved, 100 * saved / models if models else None)
+        models, stored = self.facts.store.model_bytes, weight_bytes(self.facts.store.files)
+        percent = 100 * (models - stored) / models if models else None
+        return {
+            "models": models,
+            "store": stored,
+            "saved": models - stored,
+            "saved_percent": percent,
+        }
 
     def why_unknown(self, what: str) -> str:
         """The reason why `gram`, `encoder` or `errors` are missing."""
@@ -234,36 +226,30 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
     known = set(Facts.model_fields) - {"seconds", "checksum"}
     values, of = inspection.cosines
-    sizes, tensors = inspection.sizes, inspection.tensors
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    tensors = inspection.tensors
     return {
         "what": inspection.what,
         "num_tasks": len(inspection.tasks),
         **inspection.facts.model_dump(mode="json", include=known),
         "base_norm": inspection.base_norm,
         "norms": inspection.norms,
-        "sizes": None if sizes is None else sizes._asdict(),
-        "codes": _codes_json(inspection.codes),
+        "sizes": inspection.sizes,
+        "codes": None if inspection.codes is None else asdict(inspection.codes),
         "cosines": values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
         "row_sums": inspection.row_sums,
         "errors": {
-            task: {
-                "at_least": low if math.isfinite(low) else None,
-                "at_most": high if math.isfinite(high) else None,
-            }
+            task: {"at_least": finite(low), "at_most": finite(high)}
             for task, (low, high) in inspection.errors.items()
         },
         **{name: tensors[name].tolist() if name in tensors else None for name in matrices},
     }
-
-
-def _codes_json(codes: Losses | None) -> dict[str, Any] | None:
-    if codes is None:
-        return None
-    vectors, groups = ([each._asdict() for each in part] for part in (codes.vectors, codes.groups))
-    return {"vectors": vectors, "sum": codes.sum, "groups": groups}
 
 
 def _energy(loss: float, total: float) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store import store as stores
-from tvb_mergekit.store.api import Model, check_types, name_of, open_model
+from tvb_mergekit.store.api import Model, base_of, check_types
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.source import StateDict, Weights
@@ -32,10 +32,7 @@ WRAPPERS = ("base_layer", "_orig_mod", *COPYING)  # parts that PEFT and torch.co
 
 
 class Live:
-    """A loaded model, its base and the store of its tasks; see `attach`.
-
-    Threads take turns: one change, comparison or `using` block runs at a time.
-    """
+    """A loaded model, its base and the store of its tasks; see `attach`. Threads take turns."""
 
     def __init__(self, model: nn.Module, bases: Bases, base: Weights) -> None:
         self.model, self.bases, self._base = model, bases, base
@@ -49,13 +46,11 @@ class Live:
 
     @property
     def tasks(self) -> list[str]:
-        """Names that `use` accepts."""
         return list(self.bases.tasks)
 
     @property
     def current(self) -> dict[str, float] | None:
-        """Task -> scale, as in use. Empty for the base. None while a change runs, or after one was
-        interrupted."""
+        """Task -> scale; empty for the base. None during a change and after an interruption."""
         return None if self._current is None else dict(self._current)
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
@@ -68,18 +63,14 @@ class Live:
             tasks: one task, whose scale is 1; or task -> scale.
 
         Raises:
-            UserError: no task, an unknown one, a scale that is not finite, a file that was changed,
-                or a model that no longer fits (see `attach`); the model stays as it is. An overflow
-                of its dtype, or a file that changes meanwhile; the message says what the model has.
+            UserError: an unknown task, a scale that is not finite, or a model that no longer fits;
+                the model stays as it is. After an overflow of its dtype, or if a file changes
+                meanwhile, the message says which weights the model has.
         """
         return self._change(_scales(tasks))
 
     def reset(self) -> nn.Module:
-        """The model with the base's weights, to the bit.
-
-        Raises:
-            UserError: the base's files were changed; a model that no longer fits.
-        """
+        """The model with the base's weights, to the bit."""
         return self._change({})
 
     @contextmanager
@@ -90,9 +81,6 @@ class Live:
         base if a change had been interrupted. If both fail, the block's error is raised and the
         other is logged. A block must not span an `await`: blocks that end out of order bring the
         base back and raise an error.
-
-        Raises:
-            UserError: see `use`. After an overflow the model has the earlier tasks again.
         """
         scales = _scales(tasks)
         with self._lock:
@@ -110,12 +98,7 @@ class Live:
             self._end(before)
 
     def verify(self) -> None:
-        """Compare every tensor that the store holds with the weights of `current`, bit by bit.
-
-        Raises:
-            UserError: a tensor differs (the first is named), a change was interrupted, a file was
-                changed, or the model no longer fits.
-        """
+        """Raise UserError if a tensor differs in any bit from the weights of `current`."""
         with self._lock:
             if self._current is None:
                 raise UserError(
@@ -125,7 +108,7 @@ class Live:
             self._stream(self._current, writing=False)
 
     def _end(self, before: Mapping[str, float]) -> None:
-        """Bring back the tasks that were in use before the innermost block; for others the base."""
+        """Bring back the tasks in use before the innermost block; for other blocks the base."""
         if self._blocks and self._blocks.pop() is before:
             self._change(before)
             return
@@ -139,12 +122,7 @@ class Live:
     def _change(
         self, scales: Mapping[str, float], back: Mapping[str, float] | None = None
     ) -> nn.Module:
-        """Write the weights of these scales; if that fails, those of `back`, or else the base's.
-
-        Args:
-            back: brought back after an interruption (Ctrl-C) too. None: the base, after a
-                `UserError`.
-        """
+        """Write these weights; if that fails, those of `back` (after Ctrl-C too) or the base's."""
         with self._lock:
             try:
                 self._stream(scales, writing=True)
@@ -171,15 +149,15 @@ class Live:
             column += scale * task_column(self.bases, task)[:, 0]
         live = _moving(self.model, self.bases, self._base, self._known)
         items = [replace(i, out=live[i.name].dtype) for i in self._items if i.name in live]
-        pairs = zip(self.bases.sources, column.tolist(), strict=True)
-        read = [self._base, *(source for source, scale in pairs if scale)]
+        used = zip(self.bases.sources, column.tolist(), strict=True)
+        read = [self._base, *(source for source, scale in used if scale)]
         for weights in read:
             weights.check_unchanged()
         sink = LiveSink(live) if writing else ComparingSink(live, scales)
         if writing:
             self._current = None
-            for tensor in live.values():
-                if not tensor.is_inference():  # gradients through the old weights are an error
+            for tensor in live.values():  # gradients through the old weights are an error
+                if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
         # On the CPU wherever the model is: what an accelerator adds up may differ in the last bit.
         combine(items, column[:, None], sink)
@@ -220,8 +198,7 @@ class ComparingSink:
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         found, want = _elements(self._live[item.name], start, stop), values[0]
         bits = (tensor.contiguous().view(torch.uint8) for tensor in (found, want))
-        differing = torch.ne(*bits).nonzero()
-        if len(differing):
+        if len(differing := torch.ne(*bits).nonzero()):
             at = int(differing[0]) // want.itemsize
             raise UserError(
                 f"tensor `{item.name}`: element {start + at} is {found[at].item()} in the model, "
@@ -235,24 +212,22 @@ def attach(
     """The model as one that changes tasks in place: `.use("math")`, `.reset()`.
 
     A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
-    (256 MB). It writes each parameter that the store holds, in its own dtype and on its device.
-    All other tensors of the model are left alone. Each change looks the model's tensors up, so
-    `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
+    (256 MB). It writes only the parameters that the store holds, in their dtypes and on their
+    devices. `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
 
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: the folder of any store, or bases in memory.
+        store: a store's folder, or bases in memory.
         base: theta_0; by default where the store says that it is.
 
     Returns:
         An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`.
 
     Raises:
-        UserError: The base is not the store's. The model names its tensors otherwise than the base,
-            or has other shapes or weights. A parameter to be moved is quantized, on the meta
-            device, in the memory of `base`, copied by PEFT (`modules_to_save`), or tied to one that
-            moves otherwise. Changes raise it too, except for other weights.
+        UserError: The base is not the store's. The model has other names, shapes or weights. A
+            parameter to be moved is quantized, on the meta device, in the memory of `base`, copied
+            by PEFT, or tied to one that moves otherwise.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
@@ -267,15 +242,13 @@ def attach(
     """
     check_types(attach, locals())
     bases = store if isinstance(store, Bases) else stores.load(store)
+    given: Model = bases.base_name if base is None else base
     if base is None and not os.path.exists(bases.base_name):
         raise UserError(
-            f"base {bases.base_name}: no such file or folder (from {os.getcwd()}); say with `base` "
-            f"where the base of {bases.path or 'these bases'} is"
+            f"base {given}: no such file or folder (from {os.getcwd()}); say with `base` where the "
+            f"base of {bases.place} is"
         )
-    given: Model = bases.base_name if base is None else base
-    found = open_model(given)
-    bases.check_base(found, name_of(given))
-    return Live(model, bases, found)
+    return Live(model, bases, base_of(bases, given))
 
 
 def _scales(tasks: str | Mapping[str, float]) -> dict[str, float]:
@@ -315,10 +288,9 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters, those that are tied under each of their names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _plain(name), parameter
+    return [(_plain(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
 def _place(tensor: Tensor) -> object:
@@ -333,12 +305,8 @@ def _moving(
 ) -> dict[str, Tensor]:
     """The tensors of the model that move, one name for those that are tied.
 
-    Args:
-        known: the parameters that `attach` found in the base's files or tied to a tensor there;
-            others, such as an adapter's, are left alone. None: all must be found.
-
-    Raises:
-        UserError: see `attach`.
+    Parameters that are not in `known`, such as an adapter's, are left alone. None: all must be
+    in the base's files, or tied to a tensor there.
     """
     live, others = live_tensors(model, base)
     if known is not None and (others := [name for name in others if name in known]):
@@ -347,19 +315,16 @@ def _moving(
             "change would leave it behind; tie it again (`model.tie_weights()`)"
         )
     missing = [name for name in base.tensors if bases.stored_name(name) and name not in live]
-    if missing or others:
-        said = [f"{listed(missing)} of the base's files are not in it"] if missing else []
-        said += [f"its {listed(others)} are not in the base's files"] if others else []
+    said = [f"{listed(missing)} of the base's files are not in it"] * bool(missing)
+    said += [f"its {listed(others)} are not in the base's files"] * bool(others)
+    if said:
         raise UserError(
             f"the model names its tensors otherwise than the base: {', and '.join(said)}; load it "
             "from the base's folder, by the class that its config.json names"
         )
     given = {_place(t) for t in base.state.values()} if isinstance(base, StateDict) else set()
-    copied = {
-        _place(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not set(COPYING).isdisjoint(name.split("."))
-    }
+    every = model.named_parameters(remove_duplicate=False)
+    copied = {_place(p) for name, p in every if not set(COPYING).isdisjoint(name.split("."))}
     moving: dict[str, Tensor] = {}
     tied: dict[object, str] = {}
     for name, tensor in live.items():
@@ -376,23 +341,25 @@ def _moving(
                 f"tensor `{name}`: the model has shape {list(tensor.shape)}, the base "
                 f"{list(base.tensors[name].shape)}; attach to the base as it was loaded"
             )
-        first = tied.setdefault(_place(tensor), name)
+        first = tied.setdefault(place := _place(tensor), name)
         if bases.stored_name(first) != held:
             raise UserError(
                 f"tensors `{first}` and `{name}`: the model ties them, and the store moves them "
                 "apart; load the model with `tie_word_embeddings=False`"
             )
-        if held is not None and _place(tensor) in given:
+        if held is None:
+            continue
+        if place in given:
             raise UserError(
                 f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
             )
-        if held is not None and _place(tensor) in copied:
+        if place in copied:
             raise UserError(
                 f"tensor `{name}`: a module that PEFT wraps it in holds a copy of its values "
                 "(`modules_to_save`, `trainable_token_indices`), which a change would leave "
                 "behind; `unload()` the PEFT model first"
             )
-        if held is not None and first == name:
+        if first == name:
             moving[name] = tensor
     return moving
 
@@ -414,9 +381,11 @@ def _unfit(tensor: Tensor) -> str:
 
 def _check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
     """Raise UserError if sampled weights differ from the base, in the model's dtype."""
-    for name, start, stop in _samples(live, base):
-        base.ahead(name, start, stop)
-    for name, start, stop in _samples(live, base):
+    fit = {n for n, t in live.items() if base.tensors[n].dtype.is_floating_point and not _unfit(t)}
+    samples = [sample for sample in base.samples() if sample[0] in fit]
+    for sample in samples:
+        base.ahead(*sample)
+    for name, start, stop in samples:
         tensor, info = live[name], base.tensors[name]
         want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
         if not torch.equal(_elements(tensor, start, stop), want.to(tensor.dtype)):
@@ -424,13 +393,6 @@ def _check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
                 f"tensor `{name}`: the model's weights are not the base's; attach to the base as "
                 "it was loaded, before anything changes it"
             )
-
-
-def _samples(live: Mapping[str, Tensor], base: Weights) -> Iterator[tuple[str, int, int]]:
-    for name, start, stop in base.samples():
-        floating = base.tensors[name].dtype.is_floating_point
-        if floating and name in live and not _unfit(live[name]):
-            yield name, start, stop
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:

@@ -36,12 +36,7 @@ ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 
 
 def write_recipes(folder: Path, facts: StoreFacts) -> None:
-    """Write the recipes of a store into `folder`/recipes.
-
-    Args:
-        folder: the new folder of the store, with its vectors.
-        facts: its basis.json.
-    """
+    """Write the recipes of a store into the new folder of the store, which has its vectors."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
     config = folder / facts.store.folders[0] / "config.json"
@@ -81,11 +76,6 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
     own = base == os.path.join("..", facts.store.base_beside or "")
     base = base_of(facts, folder.parent) if own else place(base)
     return {**recipe, "base_model": base, "models": models}
-
-
-def recipe_files(facts: StoreFacts) -> list[str]:
-    """The paths below a store of its recipes."""
-    return [f"{FOLDER}/{name}.yml" for name in templates(facts, "", "")]
 
 
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:

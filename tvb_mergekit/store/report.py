@@ -36,6 +36,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 
 # The tensors of a merge's basis.safetensors; a store's has more.
 MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "mixing")
+LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy".split()
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
 CITATION = """```bibtex
@@ -60,8 +61,8 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
     for task, scale in zip(basis.tasks, tasks.built, strict=False):
         weights[task] *= scale
-    losses = encoding.decoder_losses
-    norms = [math.sqrt(value) for value in basis.sums.gram.diagonal().tolist()]
+    squares = (basis.sums.base_norm_squared, *basis.sums.gram.diagonal().tolist())
+    norms = [math.sqrt(square) for square in squares]
     return Facts(
         format_version=FORMAT_VERSION,
         versions=versions(),
@@ -73,16 +74,8 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         num_bases=encoding.num_bases,
         num_parameters=basis.sums.num_parameters,
         dtype=tasks.dtype,
-        loss=encoding.loss,
-        decoder_losses=None if losses is None else dict(losses),
-        spectral_bound=encoding.spectral_bound,
-        balanced_bound=encoding.balanced_bound,
-        relative_gap=encoding.relative_gap,
-        retained_energy=encoding.retained_energy,
-        norms={
-            "base": math.sqrt(basis.sums.base_norm_squared),
-            **dict(zip(basis.tasks, norms, strict=True)),
-        },
+        **{name: getattr(encoding, name) for name in LOSSES},
+        norms=dict(zip(("base", *basis.tasks), norms, strict=True)),
         matrix_norms=dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
         left_out=dict(tasks.left_out),
         fingerprints=tasks.fingerprints,

@@ -19,19 +19,26 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.online import NOISE, lengths, of_sum
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.addition import with_vectors
-from tvb_mergekit.store.facts import FileRecord, StoreFacts
-from tvb_mergekit.store.folders import copy_config
-from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, record_of
-from tvb_mergekit.store.vectors import Vectors, dense_vectors, facts_of, history_of, local_path
+from tvb_mergekit.store.bits import items_of
+from tvb_mergekit.store.facts import FileRecord, StoreFacts, record_of
+from tvb_mergekit.store.store import Bases, basis_folder, dtype_name
+from tvb_mergekit.store.vectors import (
+    Vectors,
+    copy_config,
+    dense_vectors,
+    facts_of,
+    history_of,
+    local_path,
+)
 from tvb_mergekit.store.writer import StoreWriter, link
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.sparse import Sparse
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
 
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KEPT = ("gram", "eigenvalues", "encoder")  # of basis.safetensors, what does not depend on masks
 
 
@@ -83,25 +90,16 @@ class Dense:
         if bases.encoder is not None:
             scales = torch.tensor(list(weights) or [1.0] * len(order), dtype=torch.float64)
             tensors["encoder"] = bases.encoder[:, list(order)] * scales
-        shapes = {name: info.shape for name, info in bases.vectors[0].tensors.items()}
-        items = [
-            Item(name, shape, None, tuple(Part.of(each, name, "delta") for each in bases.sources))
-            for name, shape in shapes.items()
-        ]
-        own = [bases.path / basis_folder(0)] if bases.path else []
-        places = [*own, Path(bases.base_name)]
-        config = next((place for place in places if (place / "config.json").is_file()), None)
-        where = local_path(bases.base_name)
-        store = bases.facts.store.but(base_path=where, base_beside=None)
+        places = [bases.path / basis_folder(0)] if bases.path else []
+        places = [each for each in (*places, Path(bases.base_name)) if (each / CONFIG).is_file()]
+        store = bases.facts.store.but(base_path=local_path(bases.base_name), base_beside=None)
         facts, targets = bases.facts.but(store=store), bases.reconstruction(bases.tasks)
-        return cls(facts, tensors, items, targets, bases.tensors["errors"], config)
+        items, errors = items_of(bases.sources), bases.tensors["errors"]
+        return cls(facts, tensors, items, targets, errors, next(iter(places), None))
 
 
 def sparse_store(
-    dense: Dense,
-    files: Sequence[Path],
-    out: str | os.PathLike[str],
-    engine: Engine = Engine(),
+    dense: Dense, files: Sequence[Path], out: str | os.PathLike[str], engine: Engine = Engine()
 ) -> Bases:
     """Write the store `out` of sparse bases.
 
@@ -119,11 +117,7 @@ def sparse_store(
     vectors = [Sparse.open(file) for file in files]
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
-    sums, _ = gram_pass(
-        with_vectors(vectors, dense.items),
-        [*names, *dense.names],
-        engine,
-    )
+    sums, _ = gram_pass(with_vectors(vectors, dense.items), [*names, *dense.names], engine)
     tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)
     writer = StoreWriter(out)
@@ -144,11 +138,7 @@ def sparse_store(
 
 
 def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
-    """The dtype of all values.
-
-    Raises:
-        UserError: there are several, or a vector has other tensors than the bases.
-    """
+    """The dtype of all values. Raise UserError if there are several, or for other tensors."""
     if len(vectors) != dense.facts.num_bases:
         raise UserError(f"{len(vectors)} sparse vectors for {dense.facts.num_bases} bases")
     wanted = {item.name: tuple(item.shape) for item in dense.items}
@@ -171,8 +161,7 @@ def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
 def _measured(dense: Dense, gram: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """`basis.safetensors`, and the keys of `basis.json` that do not follow from it.
 
-    Args:
-        gram: inner products of the M sparse bases and the N vectors before, [M + N, M + N].
+    `gram` [M + N, M + N] is of the M sparse bases and the N vectors before.
     """
     old, count = dense.facts, dense.facts.num_bases
     products = gram[:count, :count]

@@ -19,21 +19,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import (
-    GLOBAL_KEYS,
-    MERGING_KEYS,
-    Settings,
-    nearest,
-    resolve_settings,
-)
+from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, nearest, resolve_settings
 from tvb_mergekit.store.facts import (
     FACTS,
     TENSORS,
     DtypeName,
     Facts,
-    FileRecord,
     StoreFacts,
     StoreRecord,
+    check_files,
     check_shapes,
     read_facts,
 )
@@ -42,7 +36,7 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
-from tvb_mergekit.tensors.writing import MARKER, file_record
+from tvb_mergekit.tensors.writing import MARKER
 
 # The tensors of basis.safetensors that merges and additions need.
 NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms", "errors"}
@@ -55,11 +49,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """The name of a store's dtype.
-
-    Raises:
-        UserError: stores have no such dtype.
-    """
+    """The name of a store's dtype. Raise UserError if stores have no such dtype."""
     for name, value in DTYPES.items():
         if value == dtype:
             return name
@@ -101,6 +91,11 @@ class Bases:
     @property
     def tasks(self) -> list[str]:
         return self.facts.tasks
+
+    @property
+    def place(self) -> str:
+        """The name of the bases in messages."""
+        return str(self.path or "these bases")
 
     @property
     def num_bases(self) -> int:
@@ -154,6 +149,13 @@ class Bases:
         return counted if counted in self.vectors[0].tensors else None
 
     @property
+    def labels(self) -> list[str]:
+        """The names of the vectors: tasks, or B0, B1 ... and PCA's mean."""
+        if self.keeps_tasks:
+            return self.tasks
+        return [f"B{m}" for m in range(self.num_bases)] + ["mean"] * (self.mean is not None)
+
+    @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.facts.store.dtype]
 
@@ -170,38 +172,34 @@ class Bases:
         sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
         return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
 
-    def merge_settings(self, method: str, given: Mapping[str, Any]) -> Settings:
-        """The settings of a merge over these bases.
+    def merge_settings(
+        self, method: str, given: Mapping[str, Any], tasks: Sequence[str] = ()
+    ) -> Settings:
+        """The settings of a merge over these vectors, or over the task vectors of `tasks`.
 
         Raises:
-            UserError: a key that is fixed when they are built, or that does not fit.
+            UserError: A key that is fixed when bases are built, or that does not fit.
         """
-        where = self.path or "these bases"
-        for key in given:
+        for key in () if self.keeps_tasks else given:
             if key in GLOBAL_KEYS and key not in (*MERGING_KEYS, "exclude"):
                 raise UserError(
-                    f"`{key}`: the models are bases of {where}, which is built; leave the key "
+                    f"`{key}`: the models are bases of {self.place}, which is built; leave the key "
                     "out, or list the fine-tuned models"
                 )
         if self.basis == "rand_proj" and method != "basis_negate":
             raise UserError(
-                f"the bases in {where} are rand_proj, random directions: only basis_negate takes "
-                f"them, not {method}"
+                f"the bases in {self.place} are rand_proj, random directions: only basis_negate "
+                f"takes them, not {method}"
             )
-        return resolve_settings(method, given, self.tasks)
+        return resolve_settings(method, given, tasks or self.tasks)
 
     def index(self, task: str) -> int:
-        """The column of a task.
-
-        Raises:
-            UserError: an unknown task.
-        """
+        """The column of a task. Raise UserError for an unknown task."""
         if task in self.tasks:
             return self.tasks.index(task)
         guess = nearest(str(task), self.tasks)
         hint = f": did you mean {guess!r}?" if guess else "."
-        where = self.path or "these bases"
-        raise UserError(f"no task {task!r} in {where}{hint} Tasks: {', '.join(self.tasks)}")
+        raise UserError(f"no task {task!r} in {self.place}{hint} Tasks: {', '.join(self.tasks)}")
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[M (+ 1 for the mean), len(tasks)]: each tau_hat over the bases (and the mean)."""
@@ -219,7 +217,7 @@ class Bases:
         """Raise UserError unless `base` is the model that the bases are differences from."""
         if base.fingerprint() != self.facts.store.base_fingerprint:
             raise UserError(
-                f"{self.path or 'these bases'}: belongs to the base {self.facts.base_model}, "
+                f"{self.place}: belongs to the base {self.facts.base_model}, "
                 f"and the weights of {name} are others; give the base that it was built from"
             )
 
@@ -247,18 +245,14 @@ def load(path: str | os.PathLike[str], without: str = "") -> Bases:
 def _load(folder: Path, without: str) -> Bases:
     facts = read_store_facts(folder)
     try:
-        files = facts.store.files
-        own = {name: of for name, of in files.items() if name.partition("/")[0] != without}
-        check_files(folder, own, FACTS, _mending(facts))
+        check_files(folder, facts.store.without(without), FACTS, _mending(facts))
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
-        names = [name for name in facts.store.folders[: facts.num_bases] if name != without]
+        names = [name for name in facts.store.folders if name != without]
         vectors = [open_vector(folder / name, facts.store) for name in names]
-        mean = open_vector(folder / MEAN, facts.store) if MEAN in facts.store.folders else None
-        every = [*vectors, *([] if mean is None else [mean])]
-        shapes = [{n: info.shape for n, info in each.tensors.items()} for each in every]
+        shapes = [{n: info.shape for n, info in each.tensors.items()} for each in vectors]
         if shapes.count(shapes[0]) < len(shapes):
             raise KeyError("its vectors have different tensors")
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -267,17 +261,14 @@ def _load(folder: Path, without: str) -> Bases:
         raise UserError(
             f"{folder}: not a complete basis store ({error}); build it again"
         ) from error
+    mean = vectors.pop() if MEAN in names else None
     return Bases(facts, tensors, vectors, mean, folder)
 
 
 def check(path: str | os.PathLike[str]) -> Bases:
-    """Compare the checksums of all files of a store, and open it.
-
-    Raises:
-        UserError: as `load`; a file has another checksum.
-    """
+    """Open a store as `load`, and compare the checksums of all its files."""
     facts = read_store_facts(Path(path))
-    compare_checksums(Path(path), facts.store.files, FACTS, _mending(facts))
+    check_files(Path(path), facts.store.files, FACTS, _mending(facts), checksums=True)
     return load(path)
 
 
@@ -320,14 +311,9 @@ def shares(store: StoreRecord, num_bases: int) -> Tensor:
 def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     """`weights`, `norms`, `matrix_norms` [T] and, where the bases hold the sum of all tasks,
     `basis_weights` [M], float64: the numbers of basis.json that basis.safetensors has too."""
-    numbers = {
-        name: [of[task] for task in facts.tasks]
-        for name, of in (
-            ("weights", facts.parameters["weights"]),
-            ("norms", facts.norms),
-            ("matrix_norms", facts.matrix_norms),
-        )
-    }
+    tables = {"norms": facts.norms, "matrix_norms": facts.matrix_norms}
+    tables["weights"] = facts.parameters["weights"]
+    numbers = {name: [of[task] for task in facts.tasks] for name, of in tables.items()}
     if facts.store.basis_weights is not None:
         numbers["basis_weights"] = facts.store.basis_weights
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
@@ -343,11 +329,7 @@ def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of a merged model.
-
-    Raises:
-        UserError: one is missing or damaged.
-    """
+    """basis.json and basis.safetensors of a merged model. Raise UserError if one is damaged."""
     folder = Path(path) / MERGED
     try:
         return read_facts(folder / FACTS), load_file(folder / TENSORS)
@@ -361,11 +343,7 @@ def is_output(path: str | os.PathLike[str]) -> bool:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a store's basis.json.
-
-    Raises:
-        UserError: it holds a damaged one.
-    """
+    """Whether a folder holds a store's basis.json. Raise UserError if that is damaged."""
     file = Path(path) / FACTS
     return file.is_file() and isinstance(read_facts(file), StoreFacts)
 
@@ -381,11 +359,7 @@ def is_basis(path: str | os.PathLike[str]) -> bool:
 
 
 def read_store_facts(folder: Path) -> StoreFacts:
-    """The facts of the store in a folder.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """The facts of the store in a folder. Raise UserError if there is none."""
     file = folder / FACTS
     if not folder.is_dir():
         partial, new = next_to(folder, "partial"), next_to(folder, "new")
@@ -400,39 +374,3 @@ def read_store_facts(folder: Path) -> StoreFacts:
     if not isinstance(facts, StoreFacts):
         raise UserError(f"{folder} is the output of a merge, not a basis store (see `tvb build`)")
     return facts
-
-
-def check_files(folder: Path, files: Mapping[str, FileRecord], named_in: str, remedy: str) -> None:
-    """Raise UserError if a recorded file is missing or has another size.
-
-    Args:
-        named_in: the name of the file with the records.
-    """
-    for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing, and {named_in} names it; {remedy}")
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise UserError(
-                f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
-                f"{remedy}"
-            )
-
-
-def compare_checksums(
-    folder: Path, files: Mapping[str, FileRecord], named_in: str, remedy: str
-) -> None:
-    """Raise UserError if a recorded file is missing or has another size or checksum."""
-    check_files(folder, files, named_in, remedy)
-    for name, record in files.items():
-        if record_of(folder / name).xxh3_128 != record.xxh3_128:
-            raise UserError(
-                f"{folder / name}: its checksum is not the one in {named_in}: the file was "
-                f"changed; {remedy}"
-            )
-
-
-def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file as it is."""
-    return FileRecord.model_validate(file_record(path))

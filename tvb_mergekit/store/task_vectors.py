@@ -14,20 +14,12 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.store import addition
+from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import (
-    RESERVED,
-    Quantize,
-    choose,
-    mean_bits,
-    measured_tensors,
-    slugs,
-    stored_gram,
-)
+from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.store import Bases, load, read_store_facts
-from tvb_mergekit.store.vectors import Vectors
+from tvb_mergekit.store.vectors import Vectors, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import measure_pass
@@ -36,11 +28,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 
 
 def join(
-    writer: StoreWriter,
-    bases: Bases,
-    inputs: TaskSet,
-    growth: Growth,
-    engine: Engine,
+    writer: StoreWriter, bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine
 ) -> Bases:
     """Add the task of `inputs` to a store of all tasks, whose other vectors stay as they are."""
     started, count = time.perf_counter(), bases.num_bases
@@ -52,24 +40,26 @@ def join(
         return measure_pass(items, Linear.of(matrix), units, engine)
 
     norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-    coding = choose(items, [norm], one, growth.bits or _as_now(bases), measure)
-    bits = mean_bits(coding.coded, {item.name: item.numel for item in items})
+    coding = bits.choose(items, [norm], one, growth.bits or _as_now(bases), measure)
+    mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
     growth.tell(
-        f"{inputs.tasks[0]} joins {counted(count, 'task')} at {counted(bits, 'bit')}; they stay as "
+        f"{inputs.tasks[0]} joins {counted(count, 'task')} at {counted(mean, 'bit')}; they stay as "
         "they are"
     )
     old = bases.facts.store.folders
-    folders = [*old, *slugs(inputs.tasks, [*RESERVED, *old])]
+    folders = [*old, *bits.slugs(inputs.tasks, [*bits.RESERVED, *old])]
     files = writer.keep(bases)
     items = [item.coded(coding.widths(item.name)) for item in items]
-    config, new = addition.config_of(bases), [writer.folder / folders[-1]]
-    found, measured = addition.write_vectors(new, items, matrix, config, count, engine, coding)
+    config, new = addition.config_of(bases), folders[-1:]
+    found, measured = write_vectors(
+        writer.folder, new, items, matrix, config, engine, first=count, coding=coding
+    )
     # The last column would be of the sum of all tasks, which nobody has measured.
-    own = {name: of[:, :1] for name, of in measured_tensors(measured).items()}
-    own["errors"] = own["tensor_errors"].sum(0).sqrt().expand(2, 1)
+    own = {name: of[:, :1] for name, of in bits.measured_tensors(measured).items()}
+    own["errors"] = bits.lost(own).expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
     vectors = [Codes.open(writer.folder / name) for name in folders]
-    tensors["gram_bases"] = stored_gram(vectors, folders, engine)
+    tensors["gram_bases"] = bits.stored_gram(vectors, folders, engine)
     history = addition.grown_history(bases, inputs, sums, started)
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
 
@@ -124,10 +114,10 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
 
     models = [*facts.models[:index], *facts.models[index + 1 :]]
     known, count = {facts.base_model, *models}, len(facts.tasks)
-    bytes_left = facts.store.model_bytes * (count - 1) // count
+    store = {**facts.store, "model_bytes": facts.store.model_bytes * (count - 1) // count}
     return {
         **facts,
-        "tasks": [*facts.tasks[:index], *facts.tasks[index + 1 :]],
+        "tasks": list(others(dict.fromkeys(facts.tasks))),
         "models": models,
         "parameters": {**facts.parameters, "weights": others(facts.parameters["weights"])},
         "norms": others(facts.norms),
@@ -135,7 +125,7 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
         "fingerprints": {n: of for n, of in facts.fingerprints.items() if n in known},
         "gram_cached": False,
         "seconds": {"remove": round(time.perf_counter() - started, 3)},
-        "store": {**facts.store, "model_bytes": bytes_left},
+        "store": store,
     }
 
 
@@ -153,7 +143,7 @@ def _commit(
     if "gram" in tensors:
         tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
     numels = {name: info.numel for name, info in vectors[0].tensors.items()}
-    bits = mean_bits([vector.coded for vector in vectors], numels)
+    mean = bits.mean_bits([vector.coded for vector in vectors], numels)
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
-    made = Vectors(tensors, folders, files, codec="codes", bits=bits)
+    made = Vectors(tensors, folders, files, codec="codes", bits=mean)
     return writer.commit(made, {**history, "store": store})

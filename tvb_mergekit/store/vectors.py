@@ -1,17 +1,25 @@
-"""The vectors of a store, and the one writer of a store's facts."""
+"""The vectors of a store: their files, their numbers, and the one writer of a store's facts."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.gram import Sketch
+from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
     STORE_VERSION,
     Codec,
@@ -19,10 +27,29 @@ from tvb_mergekit.store.facts import (
     DtypeName,
     FileRecord,
     StoreFacts,
+    record_of,
+    weight_bytes,
 )
 from tvb_mergekit.store.report import facts, tensors_of, versions
-from tvb_mergekit.store.store import MEAN, basis_folder, dtype_name
+from tvb_mergekit.store.store import MEAN, Bases, basis_folder, dtype_name, numbers_of
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.source import StateDict
+from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
+from tvb_mergekit.tensors.writing import (
+    MARKER,
+    SHARD_BYTES,
+    FoldersSink,
+    FolderWriter,
+    MemorySink,
+    plan_shards,
+    read_journal,
+    run_of,
+)
 
 # Basis of a store -> the compression of `tvb add`. Other stores cannot grow.
 COMPRESSED_BY: dict[str, Compression] = {
@@ -32,6 +59,22 @@ COMPRESSED_BY: dict[str, Compression] = {
     "rand_select": "ae",
 }
 MEASURED = ("bits", "bytes", "density", "relative_error")  # the keys of codes and masks
+# Files of the base that a vector needs next to its weights, to be loaded and merged by mergekit.
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -60,9 +103,7 @@ class Vectors:
 def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     """`basis.json` of a store, except the keys that `StoreWriter.commit` adds.
 
-    Args:
-        history: All keys that do not follow from the vectors: of `history_of`, or of the present
-            state with the changes.
+    `history` has all keys that do not follow from the vectors.
     """
     sizes = vectors.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
     decoder = vectors.tensors["decoder"]
@@ -72,8 +113,7 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     errors = reported(history["tasks"], history["norms"], vectors.tensors["errors"], sizes, decoder)
     made = {key: history[key] for key in history if key not in MEASURED}
     if vectors.codec != "dense":
-        weights = (of.bytes for name, of in vectors.files.items() if name.endswith(".safetensors"))
-        made["bytes"] = sum(weights)
+        made["bytes"] = weight_bytes(vectors.files)
     if vectors.bits is not None:
         made["bits"] = vectors.bits
         made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
@@ -166,12 +206,7 @@ def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -
 
 
 def sizes_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of the bases and of PCA's mean: norms, norms of all summands, decoder.
-
-    Returns:
-        The norms of the K vectors [K]. For each vector, the sum of the norms of its summands [K].
-        The factor of each vector in every tau_hat [K, T].
-    """
+    """Norms of K bases and PCA's mean [K], sums of their summands' norms [K], decoder [K, T]."""
     encoding, gram = basis.encoding, basis.sums.gram
     sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
     norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
@@ -191,3 +226,126 @@ def with_mean(sizes: Tensor, decoder: Tensor, gram: Tensor) -> tuple[Tensor, Ten
     ones = torch.ones(1, decoder.shape[1], dtype=torch.float64)
     mean = gram.mean().clamp(min=0).sqrt().reshape(1)
     return torch.cat([sizes, mean]), torch.cat([decoder, ones])
+
+
+def write_vectors(
+    place: Path,
+    names: Sequence[str],
+    items: Sequence[Item],
+    matrix: Tensor,
+    config: Path | None,
+    engine: Engine,
+    *,
+    first: int = 0,
+    coding: Coding | None = None,
+    sketch: Sketch | None = None,
+    journals: Sequence[Path] = (),
+) -> tuple[dict[str, FileRecord], list[list[float]]]:
+    """Write vectors of a store; returns their files, and the numbers that `coding` measured.
+
+    Each of several processes writes its share. Rank 0 completes the folders.
+
+    Args:
+        place: the folder of the folders `names`.
+        matrix: the factors of the items' inputs in each vector.
+        config: the folder of the configuration that the vectors get.
+        first: the index of the first of these vectors in the store.
+        coding: of the vectors, if they are coded.
+        sketch: the random directions that replace the items' inputs.
+        journals: a file for each process, with the tensors that an interrupted build has written.
+    """
+    world, outputs = ranks.world(), range(len(names))
+    # mergekit-pytorch reads bare weights from one file.
+    limit, runs = (SHARD_BYTES, world.size) if config else (sys.maxsize, 1)
+    plan = plan_shards(items, limit, runs)
+    every = world.share(lambda: [read_journal(journal) for journal in journals])
+    every = every or [[] for _ in range(world.size)]
+    done = every[world.rank]
+    writers = [
+        FolderWriter(
+            place / name,
+            plan,
+            {"format": "pt", MARKER: name},
+            [each.hashes[k] for each in done],
+            world.rank,
+            k,
+            coding.coded[k] if coding else None,
+        )
+        for k, name in enumerate(names)
+    ]
+    left = [run_of(plan, rank)[len(done) :] for rank, done in enumerate(every)]
+    rest = chain.from_iterable(left)
+    check_disk(str(place), sum(item.written(item.numel, k) for item in rest for k in outputs))
+    journal = journals[world.rank] if journals else None
+    sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
+    mine, steps = drawn(left[world.rank], sketch), _steps(items, matrix)
+    combine_pass(mine, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
+    records = world.collect([writer.whole() for writer in writers])
+
+    def finish() -> dict[str, FileRecord]:
+        files = {}
+        for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
+            for name, record in writer.finish(written).items():
+                files[f"{writer.folder.name}/{name}"] = FileRecord.model_validate(record)
+            files |= copy_config(config, writer.folder, index, tokenizer=not coding)
+        return files
+
+    return world.share(finish), list(chain(*world.collect(sink.measured)))
+
+
+def in_memory(
+    vectors: Vectors,
+    history: Mapping[str, Any],
+    items: Sequence[Item],
+    matrix: Tensor,
+    engine: Engine,
+    sketch: Sketch | None = None,
+) -> Bases:
+    """Bases as state dicts; the arguments are those of `facts_of` and `write_vectors`."""
+    sink = MemorySink(matrix.shape[1])
+    steps = _steps(items, matrix)
+    combine_pass(drawn(items, sketch), steps, sink, engine, title="Bases", sketch=sketch)
+    facts, states = facts_of(vectors, history), [StateDict(state) for state in sink.states]
+    mean = states.pop() if MEAN in vectors.folders else None
+    return Bases(facts, {**numbers_of(facts), **vectors.tensors}, states, mean)
+
+
+def drawn(items: Sequence[Item], sketch: Sketch | None) -> list[Item]:
+    """The items, without inputs if random directions replace them."""
+    return [replace(i, base=None, inputs=()) if sketch is not None else i for i in items]
+
+
+def _steps(items: Sequence[Item], matrix: Tensor) -> dict[str, Linear]:
+    return dict.fromkeys((item.name for item in items), Linear.of(matrix))
+
+
+def copy_config(
+    source: Path | None,
+    folder: Path,
+    index: int | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: bool = True,
+) -> dict[str, FileRecord]:
+    """Give a folder the base's configuration, tokenizer and own code; returns these files.
+
+    Args:
+        index: The index of the basis in the folder, which marks its config.json.
+        dtype: of the model in that folder, if it is not the base's.
+        tokenizer: copy more than the configuration and its code.
+    """
+    if source is None or not (source / "config.json").is_file():
+        return {}
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
+    names = [name for name in COPIED if tokenizer and (source / name).is_file()]
+    names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
+    if index is not None:
+        config[MARKER] = {"folder": folder.name, "index": index}
+    if dtype is not None:
+        config |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in names:
+        shutil.copyfile(source / name, folder / name)
+    return {f"{folder.name}/{name}": record_of(folder / name) for name in ("config.json", *names)}

@@ -18,18 +18,10 @@ from typing import Any
 import filelock
 
 from tvb_mergekit.errors import UserError, check_names, remedy
-from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, write_facts
-from tvb_mergekit.store.recipes import recipe_files, write_recipes
+from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
+from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
 from tvb_mergekit.store.report import write_tensors
-from tvb_mergekit.store.store import (
-    Bases,
-    is_store,
-    load,
-    next_to,
-    numbers_of,
-    read_store_facts,
-    record_of,
-)
+from tvb_mergekit.store.store import Bases, is_store, load, next_to, numbers_of, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, facts_of
 
 LOG = logging.getLogger(__name__)
@@ -37,12 +29,7 @@ MARK = ".unfinished"  # in STORE.new: the folder is ours
 
 
 class StoreWriter:
-    """The next state of a store, in a folder next to it.
-
-    Args:
-        path: the store, which may be missing.
-        folder: where the next state is written; None: STORE.new.
-    """
+    """The next state of the store at `path`, in a `folder` next to it; STORE.new by default."""
 
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
         self.store = Path(os.path.realpath(path))
@@ -67,29 +54,17 @@ class StoreWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
-        """Link the vectors of the present state into the next; returns the records of their files.
-
-        Args:
-            without: the folder of a vector that is left out.
-        """
+        """Link the present vectors, except one, into the next state; returns their records."""
         assert bases.path is not None
-        files = {
-            name: record
-            for name, record in bases.facts.store.files.items()
-            if "/" in name and name.partition("/")[0] != without
-        }
+        files = bases.facts.store.without(without)
+        files.pop(TENSORS, None)
         for name in files:
             (self.folder / name).parent.mkdir(exist_ok=True)
             link(bases.path / name, self.folder / name)
         return files
 
     def commit(self, vectors: Vectors, history: Mapping[str, Any]) -> Bases:
-        """Write the rest of the next state, basis.json last, and publish it.
-
-        Args:
-            vectors: Their files are in the folder.
-            history: As for `facts_of`.
-        """
+        """Write the rest of the next state, whose vectors are there, and publish it."""
         facts = facts_of(vectors, history)
         write_tensors(self.folder, {**numbers_of(facts), **vectors.tensors})
         files = {**vectors.files, TENSORS: record_of(self.folder / TENSORS)}
@@ -145,11 +120,7 @@ def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
 
 
 def undo_change(path: str | os.PathLike[str]) -> Bases:
-    """Swap a store and its previous state. A second call swaps them back.
-
-    Raises:
-        UserError: no store, or no previous state.
-    """
+    """Swap a store and its previous state, which must be there. A second call swaps them back."""
     store = Path(os.path.realpath(path))
     with changing(path) as writer:
         now = read_store_facts(store)
@@ -200,7 +171,8 @@ class _Lock(filelock.FileLock):
 
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
-    own = {FACTS, MARK, *facts.store.files, *recipe_files(facts)}
+    recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
+    own = {FACTS, MARK, *facts.store.files, *recipes}
     for entry in store.rglob("*"):
         if not entry.is_dir() and entry.relative_to(store).as_posix() not in own:
             raise UserError(
