@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tvb_mergekit.errors import UserError
+
 
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
@@ -28,3 +30,18 @@ def write_file(target: Path, data: bytes) -> None:
     """Write next to `target`, then rename."""
     with beside(target) as path:
         path.write_bytes(data)
+
+
+def next_to(store: str | os.PathLike[str], kind: str) -> Path:
+    """The folder STORE.new, STORE.previous or STORE.partial."""
+    place = Path(os.path.realpath(store))
+    return place.with_name(f"{place.name}.{kind}")
+
+
+def check_interrupted(store: str | os.PathLike[str]) -> None:
+    """Raise UserError if a change of a store was interrupted between its two renames."""
+    new = next_to(store, "new")
+    if not os.path.exists(store) and new.is_dir() and next_to(store, "previous").is_dir():
+        raise UserError(
+            f"{store}: a change was interrupted; complete it: mv {new} {os.path.realpath(store)}"
+        )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tvb_mergekit_hook
+from tvb_mergekit.atomic import check_interrupted
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.progress import bars, logging_above_bars, phase
 
@@ -33,6 +34,7 @@ class Place(click.Path):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         try:
             check_names(value)
+            check_interrupted(value)
         except (UserError, OSError) as error:
             self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tvb_mergekit.atomic import is_left_over, write_file
+from tvb_mergekit.atomic import is_left_over, next_to, write_file
 from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
@@ -33,7 +33,7 @@ from tvb_mergekit.store import bits
 from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.report import tensors_of
-from tvb_mergekit.store.store import Bases, dtype_name, next_to
+from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
     Vectors,
     dense_vectors,

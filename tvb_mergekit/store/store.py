@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, nearest, resolve_settings
 from tvb_mergekit.store.facts import (
@@ -54,12 +55,6 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
         if value == dtype:
             return name
     raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
-
-
-def next_to(store: Path, kind: str) -> Path:
-    """The folder STORE.new, STORE.previous or STORE.partial."""
-    store = Path(os.path.realpath(store))
-    return store.with_name(f"{store.name}.{kind}")
 
 
 def basis_folder(index: int) -> str:
@@ -233,12 +228,13 @@ def load(path: str | os.PathLike[str], without: str = "") -> Bases:
             damaged header.
     """
     folder = Path(path)
-    try:
-        return _load(folder, without)
-    except UserError:
-        if not next_to(folder, "previous").is_dir():
-            raise
-    time.sleep(0.1)  # `tvb add` may have been between its two renames
+    for wait in (0.1, 0.5):
+        try:
+            return _load(folder, without)
+        except UserError:
+            if not next_to(folder, "previous").is_dir():
+                raise
+        time.sleep(wait)  # `tvb add` may have been between its two renames
     return _load(folder, without)
 
 
@@ -362,10 +358,9 @@ def read_store_facts(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
     file = folder / FACTS
     if not folder.is_dir():
-        partial, new = next_to(folder, "partial"), next_to(folder, "new")
+        check_interrupted(folder)
+        partial = next_to(folder, "partial")
         more = f"; {partial} is an unfinished build" if partial.is_dir() else ""
-        if new.is_dir() and next_to(folder, "previous").is_dir():
-            more = f": a change was interrupted; complete it: mv {new} {os.path.realpath(folder)}"
         raise UserError(f"{folder}: no such folder{more}")
     if not file.is_file():
         hint = "a model" if (folder / "config.json").is_file() else "no basis.json in it"

@@ -17,11 +17,12 @@ from typing import Any
 
 import filelock
 
+from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names, remedy
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
 from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
 from tvb_mergekit.store.report import write_tensors
-from tvb_mergekit.store.store import Bases, is_store, load, next_to, numbers_of, read_store_facts
+from tvb_mergekit.store.store import Bases, is_store, load, numbers_of, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, facts_of
 
 LOG = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
         previous = next_to(store, "previous")
         if store.is_dir() and is_store(store):
             _check_own(store, read_store_facts(store))
-        elif writer.folder.is_dir() and previous.is_dir():
-            read_store_facts(store)  # names the command that completes the change
+        check_interrupted(store)
         if previous.exists() and not is_store(previous):
             raise UserError(f"{previous} is in the way; move or delete it")
         writer.begin()
