@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.learned import FisherMean, regression_bytes, regression_mean
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.errors import UserError, listed
@@ -31,6 +30,7 @@ from tvb_mergekit.store.facts import FOLDER, FileRecord
 from tvb_mergekit.store.store import compare_checksums
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import block_budget
 from tvb_mergekit.tensors.matrices import merge_one
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Part, Sink
