@@ -103,7 +103,7 @@ class Combining:
         )
 
 
-def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call, and keep the code on disk if a folder can be written."""
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
@@ -111,47 +111,47 @@ def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True, error_model="numpy")(function)
 
 
-_inner = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 # Sums may be reordered, which vectorizes them, but NaN and infinity must come through.
-_sums = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+_reordered = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 
 
-@_inner
-def _float_of(bits: Any) -> Any:
+@inlined
+def float_of(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
-@_inner
-def _bits_of(value: Any) -> Any:
+@inlined
+def bits_of(value: Any) -> Any:
     return np.float32(value).view(np.uint32)
 
 
-@_inner
-def _from_float16(word: Any) -> Any:
+@inlined
+def from_float16(word: Any) -> Any:
     """The product moves the exponent to float32's bias, exactly, of subnormal numbers too."""
     bits = np.uint32(word)
-    size = _bits_of(_float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112))
+    size = bits_of(float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112))
     special = np.uint32(bits & np.uint32(0x7C00) == np.uint32(0x7C00)) * np.uint32(0x7F800000)
-    return _float_of((bits & np.uint32(0x8000)) << np.uint32(16) | size | special)
+    return float_of((bits & np.uint32(0x8000)) << np.uint32(16) | size | special)
 
 
-@_inner
+@inlined
 def _widen(kind: int, place: int, words: Any, floats: Any, minus: Any, row: Any) -> None:
     """row = the elements from `place` on, in float32, less `minus`."""
     halves = words[place : place + len(row)]
     if kind == BFLOAT16:
         for k in range(len(row)):
-            row[k] = _float_of(np.uint32(halves[k]) << np.uint32(16)) - minus[k]
+            row[k] = float_of(np.uint32(halves[k]) << np.uint32(16)) - minus[k]
     elif kind == FLOAT16:
         for k in range(len(row)):
-            row[k] = _from_float16(halves[k]) - minus[k]
+            row[k] = from_float16(halves[k]) - minus[k]
     else:
         whole = floats[place : place + len(row)]
         for k in range(len(row)):
             row[k] = whole[k] - minus[k]
 
 
-@_inner
+@inlined
 def _task_vectors(stored: Any, deltas: int, at: int, count: int, rows: Any) -> None:
     """theta_0 and the task vectors of `count` columns into the first rows; the last holds zeros."""
     words, floats, starts, kinds = stored
@@ -166,7 +166,7 @@ def _task_vectors(stored: Any, deltas: int, at: int, count: int, rows: Any) -> N
         _widen(kinds[i], at + starts[i], words, floats, base, rows[i][:count])
 
 
-@_sums
+@_reordered
 def _square(x: Any) -> Any:
     total = np.float32(0)
     for k in range(len(x)):
@@ -174,7 +174,7 @@ def _square(x: Any) -> Any:
     return total
 
 
-@_sums
+@_reordered
 def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
     """sums [4, 4] += x y^T of 4 rows from i and 4 from j on: as many as registers hold."""
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
@@ -204,7 +204,7 @@ def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
             sums[p, q] += made[p][q]
 
 
-@_entry
+@compiled
 def _gram(
     stored: Any, deltas: int, numel: int, chunk: int, rows: Any, sums: Any, norms: Any
 ) -> None:
@@ -235,43 +235,43 @@ def _weigh(rows: Any, weights: Any, made: Any) -> None:
             made[k] = made[k] + w0 * x0[k] + w1 * x1[k] + w2 * x2[k] + w3 * x3[k]
 
 
-@_inner  # two roundings, whatever the processor: see core.merge
+@inlined  # two roundings, whatever the processor: see core.merge
 def _add(made: Any, scale: float, total: Any) -> None:
     for k in range(len(made)):
         total[k] += np.float32(scale * made[k])
 
 
-@_inner
+@inlined
 def _to_bfloat16(value: Any) -> Any:
     """Rounded to nearest, ties to even; a NaN stays one."""
-    bits = _bits_of(value)
+    bits = bits_of(value)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
     nan = bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
     return np.uint16(0x7FC0) if nan else np.uint16(rounded)
 
 
-@_inner
-def _to_float16(value: Any) -> Any:
+@inlined
+def to_float16(value: Any) -> Any:
     """Rounded as in `_to_bfloat16`: below 2^-14 by a sum with 0.5, above by a shift."""
-    bits = _bits_of(value)
+    bits = bits_of(value)
     size = bits & np.uint32(0x7FFFFFFF)
     odd = (size >> np.uint32(13)) & np.uint32(1)
-    small = _bits_of(_float_of(size) + np.float32(0.5)) - np.uint32(0x3F000000)
+    small = bits_of(float_of(size) + np.float32(0.5)) - np.uint32(0x3F000000)
     large = np.uint32(size - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13)
     half = small if size < np.uint32(113 << 23) else min(large, np.uint32(0x7C00))
     finite = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
     return np.uint16(bits >> np.uint32(16) & np.uint32(0x8000) | finite)
 
 
-@_inner
+@inlined
 def _store(row: Any, out: Any, kind: int) -> bool:
     """Write a row of float32 as bytes; whether something in it is not finite."""
     worst = np.uint32(0)
     if kind == FLOAT32:
         words = out.view(np.uint32)
         for k in range(len(row)):
-            words[k] = _bits_of(row[k])
+            words[k] = bits_of(row[k])
             worst = max(worst, np.uint32(words[k] & np.uint32(0x7F800000)))
         return worst == np.uint32(0x7F800000)
     halves = out.view(np.uint16)
@@ -281,12 +281,12 @@ def _store(row: Any, out: Any, kind: int) -> bool:
             worst = max(worst, np.uint32(halves[k] & np.uint16(0x7F80)))
         return worst == np.uint32(0x7F80)
     for k in range(len(row)):
-        halves[k] = _to_float16(row[k])
+        halves[k] = to_float16(row[k])
         worst = max(worst, np.uint32(halves[k] & np.uint16(0x7C00)))
     return worst == np.uint32(0x7C00)
 
 
-@_entry
+@compiled
 def _combine(
     stored: Any,
     deltas: int,
