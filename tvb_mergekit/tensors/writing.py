@@ -283,7 +283,7 @@ def read_journal(path: Path) -> list[Finished]:
             done, each, *measured = json.loads(line)
             found.append(Finished(each, [float(x) for x in measured[0]] if measured else []))
             fits = done == number and all(isinstance(text, str) for text in each)
-            fits &= [*map(len, found[-1])] == [*map(len, found[0])]
+            fits &= [len(part) for part in found[-1]] == [len(part) for part in found[0]]
         except (ValueError, TypeError):  # not JSON, or another list
             fits = False
         if not fits:
