@@ -8,7 +8,7 @@ PyTorch for other devices and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -20,21 +20,23 @@ from torch import Tensor
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.tensors.layout import COLUMNS, FUSED, PADDING
+from tvb_mergekit.tensors.stream import Piece, PieceBuffer
 
 BFLOAT16, FLOAT16, FLOAT32, ABSENT = range(4)  # types of a stored row
 KINDS = dict(zip(FUSED, (BFLOAT16, FLOAT16, FLOAT32), strict=True))
 TILE = 4  # rows of the inputs are padded with zeros to a multiple
 
 
-# theta_0 and T inputs: one memory as words and as floats, where each row begins, and its type.
+# theta_0 and T inputs: one memory as words and as floats, and the start and the type of each row.
 Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 
-def stored_in(memory: Tensor, found: Sequence[Tensor], has_base: bool) -> Stored:
-    """The tensors in `memory`; without a base theta_0 is zero."""
+def read_piece(buffer: PieceBuffer, piece: Piece) -> Stored:
+    """Read a piece into a buffer; without a base theta_0 is zero."""
+    memory, found = buffer.memory, buffer.read(piece, copy=True)
     starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
     kinds = [KINDS[t.dtype] for t in found]
-    if not has_base:
+    if piece.item.base is None:
         starts, kinds = [0, *starts], [ABSENT, *kinds]
     words, floats = memory.numpy().view(np.uint16), memory.numpy().view(np.float32)
     return words, floats, np.array(starts, np.int64), np.array(kinds, np.int64)
@@ -128,7 +130,7 @@ def bits_of(value: Any) -> Any:
 
 @inlined
 def from_float16(word: Any) -> Any:
-    """The product moves the exponent to float32's bias, exactly, of subnormal numbers too."""
+    """Widen exactly: a product moves the exponent to float32's bias, also for subnormal numbers."""
     bits = np.uint32(word)
     size = bits_of(float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112))
     special = np.uint32(bits & np.uint32(0x7C00) == np.uint32(0x7C00)) * np.uint32(0x7F800000)
@@ -208,8 +210,10 @@ def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
 def _gram(
     stored: Any, deltas: int, numel: int, chunk: int, rows: Any, sums: Any, norms: Any
 ) -> None:
-    """For each chunk, sums [chunks, T, T] += T^T T on and above the diagonal and norms [chunks] +=
-    ||theta_0||^2: in float64, of float32 sums over COLUMNS."""
+    """Add T^T T of each chunk to `sums` [chunks, T, T], and ||theta_0||^2 to `norms` [chunks].
+
+    In float64, of float32 sums over COLUMNS. Only the blocks on and above the diagonal are filled.
+    """
     tasks = sums.shape[1]
     for number in range(len(sums)):
         stop = min((number + 1) * chunk, numel)
@@ -266,7 +270,7 @@ def to_float16(value: Any) -> Any:
 
 @inlined
 def _store(row: Any, out: Any, kind: int) -> bool:
-    """Write a row of float32 as bytes; whether something in it is not finite."""
+    """Write a row of float32 as bytes; return whether it has NaN or infinity."""
     worst = np.uint32(0)
     if kind == FLOAT32:
         words = out.view(np.uint32)
@@ -300,7 +304,7 @@ def _combine(
     stride: int,
     kind: int,
 ) -> bool:
-    """See `Combining`; `out` are bytes, a row every `stride`. Whether something is not finite."""
+    """Fill `out`, bytes with a row every `stride`; return whether it has NaN or infinity."""
     bad, size = False, 4 if kind == FLOAT32 else 2
     for at in range(0, numel, COLUMNS):
         count = min(COLUMNS, numel - at)

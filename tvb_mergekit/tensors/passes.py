@@ -81,7 +81,7 @@ def gram_pass(
     if not read:
         raise UserError(NO_TENSOR)
     mine = read[share_of(read)]
-    each = _sums(mine, tasks, engine, sketch)
+    each = _item_sums(mine, tasks, engine, sketch)
     # Every process gets all sums, in the order of the tensors.
     parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
     sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
@@ -97,23 +97,18 @@ def share_of(items: Sequence[Item]) -> slice:
     return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
 
 
-def _sums(
+def _item_sums(
     items: Sequence[Item], tasks: Sequence[str], engine: Engine, sketch: Sketch | None
 ) -> Iterator[GramSums]:
+    """Yield the sums of each item, in order."""
     layout = gram_layout(items, len(tasks), engine, sketch)
     update = engine.progress("Gram matrix", sum(item.nbytes for item in items))
 
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        buffer, gram = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(items))
-
-        def add(piece: Piece) -> list[GramSums]:
-            found = buffer.read(piece, copy=True)
-            stored = kernels.stored_in(buffer.memory, found, piece.item.base is not None)
-            return gram(stored, piece.numel, layout.chunk)
-
-        return add
+        buffer, add = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(items))
+        return lambda piece: add(kernels.read_piece(buffer, piece), piece.numel, layout.chunk)
 
     def work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         chunks = Chunks(layout, device)
@@ -323,9 +318,7 @@ def _combining_fused(
     computing = functools.cache(functools.partial(kernels.Combining, rows, deltas))
 
     def combine(piece: Piece, step: Step, out: Tensor) -> bool:
-        found = buffer.read(piece, copy=True)
-        stored = kernels.stored_in(buffer.memory, found, piece.item.base is not None)
-        return bool(computing(step)(stored, out))
+        return bool(computing(step)(kernels.read_piece(buffer, piece), out))
 
     return combine
 
