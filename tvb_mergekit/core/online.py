@@ -137,9 +137,10 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     gram_bases = matrix.T @ products @ matrix
     gram_bases = (gram_bases + gram_bases.T) / 2
     errors = torch.cat([errors, torch.zeros(2, 1, dtype=torch.float64)], dim=1)
+    # ||tau_hat_i|| and ||tau_i|| limit each error.
     tasks = torch.cat([buffer.norms, norms[-1:]])
-    sides = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
-    limits = of_sum(lengths(products, matrix @ decoder), sides)
+    sizes = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
+    limits = of_sum(lengths(products, matrix @ decoder), sizes)
     high = torch.minimum(errors[1], limits[1])
     errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
     lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
