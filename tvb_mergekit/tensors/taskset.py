@@ -187,7 +187,7 @@ def match(
             tensor takes part; and as `why_left_out`.
     """
     notes = _notes(base, sources, tasks, settings)
-    # Of each source: the first name of a tensor of the base -> a name that the source has.
+    # For each source: the first name of a base tensor -> a name that the source has.
     known = [{base.canonical(n): n for n in base.tensors if n in s.tensors} for s in sources]
     items: list[Item] = []
     left_out: dict[str, str] = {}
