@@ -90,11 +90,21 @@ def gram_pass(
     return sums, False
 
 
-def share_of(items: Sequence[Item]) -> slice:
-    """The items that this process reads, balanced by bytes."""
-    world = ranks.world()
-    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
-    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+def gram_layout(items: Sequence[Item], tasks: int, engine: Engine, sketch: Sketch | None) -> Layout:
+    """The layout of `gram_pass`."""
+    columns = 0 if sketch is None else sketch.columns
+    squares = tasks**2 + columns * (columns + tasks)
+    # The batched products of a chunk: float32, and float64 while they are summed.
+    extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
+    sums = 8 * (squares + 1)
+    # One process adds up the sums of items at once; several hold them until they meet.
+    held = len(items) if ranks.world().size > 1 else 1
+    fast = sketch is None and fused(items, engine)
+    width, kept = read_width(items, fast), (held + 4) * sums
+    needs = Needs(tasks, width, extra=extra, sums=sums, kept=kept, fused=fast)
+    # Only one thread may draw Omega, which is one sequence in each tensor.
+    longest = _longest_piece(items)
+    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
 
 def _item_sums(
@@ -125,23 +135,6 @@ def _item_sums(
                 raise UserError(_not_finite(piece.item, tasks))
             yield sums.of_tensor(piece.item.shape)
             sums = zero
-
-
-def gram_layout(items: Sequence[Item], tasks: int, engine: Engine, sketch: Sketch | None) -> Layout:
-    """The layout of `gram_pass`."""
-    columns = 0 if sketch is None else sketch.columns
-    squares = tasks**2 + columns * (columns + tasks)
-    # The batched products of a chunk: float32, and float64 while they are summed.
-    extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
-    sums = 8 * (squares + 1)
-    # One process adds up the sums of items at once; several hold them until they meet.
-    held = len(items) if ranks.world().size > 1 else 1
-    fast = sketch is None and fused(items, engine)
-    width, kept = read_width(items, fast), (held + 4) * sums
-    needs = Needs(tasks, width, extra=extra, sums=sums, kept=kept, fused=fast)
-    # Only one thread may draw Omega, which is one sequence in each tensor.
-    longest = _longest_piece(items)
-    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
 
 def _chunk_sums(piece: Piece, chunks: Chunks, drawn: _Drawn | None) -> list[GramSums]:
@@ -201,35 +194,6 @@ def count_pass(
     for other in others:
         total.counts += other.counts
     return total
-
-
-def beside_tables(bases: int, budget: int) -> int:
-    """The budget without Trim's histogram of all bases, at least LEAST."""
-    return max(budget - table_bytes(bases), min(budget, LEAST))
-
-
-def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
-    """Whether `kernels` can compute all items: on a CPU, from and to the dtypes of FUSED."""
-    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
-    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
-
-
-def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes read for one element of the widest item, codes included.
-
-    `held` also counts parts that are in memory: fused passes copy them.
-    """
-    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
-    coded = any(part.packed is not None for item in items for part in item.inputs)
-    return max(map(sum, read), default=0) + 2 * coded
-
-
-def _longest_piece(items: Sequence[Item]) -> int:
-    """The most elements of a piece: a tensor's, or fewer if the threads share one tensor."""
-    most = max((item.numel for item in items), default=1)
-    if len(items) == 1:
-        most //= SPLIT * worker_count(CPU)
-    return min(LONGEST, most)
 
 
 def combine_pass(
@@ -337,12 +301,6 @@ def _combining(chunks: Chunks, drawn: _Drawn | None) -> Callable[[Piece, Step, T
     return combine
 
 
-def _deltas(items: Sequence[Item]) -> int:
-    """The number of inputs of each item that hold deltas; they come first."""
-    inputs = next((item.inputs for item in items if item.inputs), ())
-    return [part.holds for part in inputs].count("delta")
-
-
 def measure_pass(
     items: Sequence[Item],
     step: Step,
@@ -373,6 +331,48 @@ def measure_pass(
     combine_pass(coded, steps, Sums(), engine, title=title, sketch=sketch, coding=measuring)
     shape = (len(items), step.count, len(CHOICES))
     return torch.stack([sums[item.name] for item in items]).view(shape)
+
+
+def share_of(items: Sequence[Item]) -> slice:
+    """The items that this process reads, balanced by bytes."""
+    world = ranks.world()
+    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
+    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+
+
+def beside_tables(bases: int, budget: int) -> int:
+    """The budget without Trim's histogram of all bases, at least LEAST."""
+    return max(budget - table_bytes(bases), min(budget, LEAST))
+
+
+def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
+    """Whether `kernels` can compute all items: on a CPU, from and to the dtypes of FUSED."""
+    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
+    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
+
+
+def read_width(items: Sequence[Item], held: bool = False) -> int:
+    """Bytes read for one element of the widest item, codes included.
+
+    `held` also counts parts that are in memory: fused passes copy them.
+    """
+    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
+    coded = any(part.packed is not None for item in items for part in item.inputs)
+    return max(map(sum, read), default=0) + 2 * coded
+
+
+def _longest_piece(items: Sequence[Item]) -> int:
+    """The most elements of a piece: a tensor's, or fewer if the threads share one tensor."""
+    most = max((item.numel for item in items), default=1)
+    if len(items) == 1:
+        most //= SPLIT * worker_count(CPU)
+    return min(LONGEST, most)
+
+
+def _deltas(items: Sequence[Item]) -> int:
+    """The number of inputs of each item that hold deltas; they come first."""
+    inputs = next((item.inputs for item in items if item.inputs), ())
+    return [part.holds for part in inputs].count("delta")
 
 
 class _Drawn:
