@@ -109,9 +109,7 @@ def merge_items(
     Args:
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
-        alone: compute the direction that a tuned coefficient scales, without theta_0: the sum of
-            the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
-            to forget. Merging adds fl(scale * direction) last.
+        alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
 
     Raises:
         UserError: a result overflows its dtype.
