@@ -86,7 +86,7 @@ def gram_pass(
     parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
     sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
     if entry is not None and world.leads:
-        cache.store(entry, sums, list(tasks), list(models))
+        cache.store(entry, sums, tasks, models)
     return sums, False
 
 

@@ -62,9 +62,8 @@ class Part:
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
             return replace(whole, holds=holds, name=name, shape=info.shape)
         held = isinstance(weights, StateDict)
-        ahead = partial(weights.ahead, name)
         packed = weights.packed(name) if isinstance(weights, Codes) else None
-        read = partial(weights.read, name)
+        read, ahead = partial(weights.read, name), partial(weights.ahead, name)
         return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape)
 
 
