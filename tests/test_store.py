@@ -334,7 +334,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
         calls[0] += 1
         if calls[0] - 1 == place:
             if part:
-                self.writers[0].write(item, False, values[0][: len(values[0]) // 2])
+                self.writers[0].write(False, values[0][: len(values[0]) // 2])
             raise Stopped
         original(self, item, start, stop, values)
 
