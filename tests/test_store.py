@@ -345,13 +345,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
 def count_grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls = [0]
 
-    sums = engine._sums
+    sums = engine._item_sums
 
     def counted(*args: Any, **keys: Any) -> Any:
         calls[0] += 1
         return sums(*args, **keys)
 
-    monkeypatch.setattr(engine, "_sums", counted)
+    monkeypatch.setattr(engine, "_item_sums", counted)
     return calls
 
 
