@@ -100,7 +100,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/quantize.py", "(chosen, *alike), key", "(chosen,), key"),
         ("tensors/quantized.py", "square * coded.unit**2", "square * coded.unit"),
         ("tensors/quantized.py",
-         "start // width.group * width.group\n        low", "start // 64 * 64\n        low"),
+         "block_bytes(start // width.group * width.group", "block_bytes(start // 64 * 64"),
         ("tensors/quantized.py", "list(shape), group], VERSION", "list(shape), group], 1"),
         ("tensors/quantized.py", "(shares * units) @ values", "shares @ values"),
         ("store/vectors.py",
@@ -118,7 +118,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
         ("core/gram.py", "else tasks * w,", "else tasks,"),
         ("core/gram.py", "else one + two", "else two"),
-        ("tensors/stream.py", "rows[0].copy_(values.pop(0))", "rows[0].copy_(values[0])"),
+        ("tensors/stream.py", "base.copy_(values.pop(0))", "base.copy_(values[0])"),
     ],
     f"{MERGING} -k gram_matrix_says": [
         ("core/basis.py", "norm > ratio * base_norm", "norm > base_norm"),

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -21,8 +22,8 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.kernels import KINDS, Combining, stored_in
-from tvb_mergekit.tensors.stream import Item, Part, held_item
+from tvb_mergekit.tensors.kernels import KINDS, Combining, read_piece
+from tvb_mergekit.tensors.stream import Item, Part, Piece, PieceBuffer, held_item
 from tvb_mergekit.tensors.writing import MemorySink
 
 DTYPES = list(KINDS)
@@ -50,11 +51,12 @@ NAMES = [f"task-{i}" for i in range(10)]
 
 def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True) -> bool:
     """Fill `out` by the loops; what they say of its being finite."""
-    sizes = [-(-t.nbytes // 64) * 64 for t in tensors]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8)
-    rooms = zip(memory.split(sizes), tensors, strict=True)
-    found = [room[: t.nbytes].view(t.dtype).copy_(t) for room, t in rooms]
-    return Combining(len(tensors) - base, 0, step)(stored_in(memory, found, base), out)
+    item = held_item("w", tensors[0], tensors[1:])
+    if not base:
+        item = replace(item, base=None, inputs=item.parts)
+    buffer = PieceBuffer(64 * (item.nbytes // 64 + 1 + len(tensors)))
+    stored = read_piece(buffer, Piece(item, 0, item.numel, 0))
+    return Combining(len(tensors) - base, 0, step)(stored, out)
 
 
 @quick

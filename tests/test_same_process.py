@@ -45,7 +45,7 @@ def no_gram_pass() -> Any:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the Gram matrix was summed again")
 
-    return lambda: mock.patch.object(engine, "_sums", fail)
+    return lambda: mock.patch.object(engine, "_item_sums", fail)
 
 
 # The Gram cache

@@ -334,7 +334,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
         calls[0] += 1
         if calls[0] - 1 == place:
             if part:
-                self.writers[0].write(item, False, values[0][: len(values[0]) // 2])
+                self.writers[0].write(False, values[0][: len(values[0]) // 2])
             raise Stopped
         original(self, item, start, stop, values)
 
@@ -345,13 +345,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
 def count_grams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls = [0]
 
-    sums = engine._sums
+    sums = engine._item_sums
 
     def counted(*args: Any, **keys: Any) -> Any:
         calls[0] += 1
         return sums(*args, **keys)
 
-    monkeypatch.setattr(engine, "_sums", counted)
+    monkeypatch.setattr(engine, "_item_sums", counted)
     return calls
 
 

@@ -43,10 +43,11 @@ class Tunables:
 
 @dataclass
 class Combination(ABC):
-    """Coefficients of the N vectors that a merge combines: T task vectors (`Basis`), or the M bases
-    of a store (`StoredBases`).
+    """Coefficients of the N vectors that a merge combines.
 
-    `histogram` (TIES with `trim: model`) counts the magnitudes of each basis over all tensors.
+    The vectors are the T task vectors of a recipe (`Basis`), or the M bases of a store
+    (`StoredBases`). `histogram` counts the magnitudes of each basis over all tensors, for TIES with
+    `trim: model`.
     """
 
     settings: Settings
@@ -58,8 +59,10 @@ class Combination(ABC):
     @property
     @abstractmethod
     def weighted_encoder(self) -> Tensor:
-        """[N, M] float64: B = vectors @ weighted_encoder (paper Eq. 8). For rand_proj the vectors
-        are the columns of Omega."""
+        """[N, M] float64: B = vectors @ weighted_encoder (paper Eq. 8).
+
+        For rand_proj the vectors are the columns of Omega.
+        """
 
     @property
     @abstractmethod

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,8 +20,6 @@ from tvb_mergekit.errors import UserError
 
 BLOCK = 2048  # columns that one float32 matrix product sums over
 PIECE = 2**17  # elements that are checked at once
-BUDGET_VARIABLE = "TVB_MERGEKIT_BLOCK_MB"
-DEFAULT_BUDGET = 256 * 2**20  # bytes
 
 
 def _zeros(*shape: int) -> Tensor:
@@ -31,11 +28,13 @@ def _zeros(*shape: int) -> Tensor:
 
 @dataclass
 class GramSums:
-    """Sums over tensors, or over one chunk: `gram` [T, T] and, for random projections,
-    `sketch_gram` [M, M] = Omega^T Omega and `sketch_tasks` [M, T] = Omega^T T; all float64, CPU.
+    """Sums over tensors, or over one chunk; all in float64 on the CPU.
 
-    `matrix_squares` [1 + T]: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions;
-    None for a chunk.
+    Attributes:
+        gram: T^T T [T, T].
+        sketch_gram, sketch_tasks: Omega^T Omega [M, M] and Omega^T T [M, T], for rand_proj.
+        matrix_squares: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions,
+            [1 + T]; None for a chunk.
     """
 
     gram: Tensor
@@ -74,7 +73,7 @@ class GramSums:
         return sizes
 
     def plus(self, other: GramSums) -> GramSums:
-        """The sums over both parts; the same bits for any number of processes if added in order."""
+        """The sums over both parts. Added in order, they do not depend on processes and threads."""
         both: dict[str, Any] = {}
         for name, one in vars(self).items():
             two = getattr(other, name)
@@ -117,34 +116,18 @@ class Sketch:
         return omega.to(device)
 
 
-def block_budget() -> int:
-    """Bytes for the working buffers of one device: TVB_MERGEKIT_BLOCK_MB, or 256 MB.
-
-    Raises:
-        UserError: the variable is not a number of at least 1.
-    """
-    text = os.environ.get(BUDGET_VARIABLE, "")
-    try:
-        budget = float(text) * 2**20 if text else DEFAULT_BUDGET
-    except ValueError:
-        budget = 0
-    if not 2**20 <= budget < float("inf"):
-        raise UserError(f"{BUDGET_VARIABLE} is `{text}`; expected megabytes, 1 or more")
-    return int(budget)
-
-
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right^T in float64: whole BLOCKs by one batched product, and the rest."""
+    """left @ right^T in float64: complete BLOCKs by one batched product, then the rest."""
     count = left.shape[1] // BLOCK
     whole = count * BLOCK
-    batch = left[:, :whole].unflatten(1, (count, BLOCK)).transpose(0, 1)
-    other = right[:, :whole].unflatten(1, (count, BLOCK)).permute(1, 2, 0)
-    total = torch.bmm(batch, other).sum(0, dtype=torch.float64)
+    lefts = left[:, :whole].unflatten(1, (count, BLOCK)).transpose(0, 1)
+    rights = right[:, :whole].unflatten(1, (count, BLOCK)).permute(1, 2, 0)
+    total = torch.bmm(lefts, rights).sum(0, dtype=torch.float64)
     return total.add_(left[:, whole:] @ right[:, whole:].T)
 
 
 def symmetric(square: Tensor) -> Tensor:
-    """X X^T made symmetric to the bit, on the CPU: the products of AVX2 and cuBLAS are not."""
+    """X X^T on the CPU, symmetric to the bit; products by AVX2 and cuBLAS are not."""
     return ((square + square.T) / 2).cpu()
 
 
@@ -169,10 +152,10 @@ def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[
 def not_finite(
     name: str, base: Tensor, models: Iterable[Tensor] = (), tasks: Sequence[str] = ()
 ) -> str:
-    """The message that names the input of one tensor with NaN or infinity.
+    """A message that names the first input of one tensor with NaN or infinity.
 
     Args:
-        models: of the tasks, read one at a time. Without tasks the tensor stays the base's.
+        models: the tensors of the tasks, read one at a time; empty if the tensor stays the base's.
     """
     remedy = "take another, or leave the tensor out with `exclude`" if tasks else "take another"
     named = zip((f"task `{task}`" for task in tasks), models, strict=True)

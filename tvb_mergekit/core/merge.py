@@ -51,17 +51,17 @@ class Linear:
         return self.count * min(2, max(map(len, self.outputs)))
 
     def on(self, device: torch.device) -> Compute:
-        turned = []
+        rounds = []
         for place in range(max(map(len, self.outputs))):  # the k-th terms of all outputs at once
             none = 0.0, 0 * self.outputs[0][0][1]
             terms = [terms[place] if place < len(terms) else none for terms in self.outputs]
             weights = torch.stack([w for _, w in terms]).to(device, torch.float32)
             scales = torch.tensor([scale for scale, _ in terms], dtype=torch.float32, device=device)
-            turned.append((weights, scales[:, None]))
+            rounds.append((weights, scales[:, None]))
 
         def compute(base32: Tensor, tau: Tensor) -> Tensor:
             values = base32.expand(self.count, -1) if self.add_base else None
-            for weights, scales in turned:
+            for weights, scales in rounds:
                 term = torch.mm(weights, tau).mul_(scales)
                 values = term if values is None else term.add_(values)
             return torch.zeros_like(base32)[None] if values is None else values
@@ -71,10 +71,12 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class TrimElectMerge:
-    """theta_0 (or 0) + scale * TrimElectMerge(B_1 ... B_M) (Yadav et al., NeurIPS 2023), for
-    B = T @ encoder [T, M].
+    """theta_0 (or 0) + scale * TrimElectMerge(B_1 ... B_M) (Yadav et al., NeurIPS 2023).
 
-    `thresholds` [M] float32 has one for each basis; `merge_func` is `sum`, `mean` or `max`.
+    Attributes:
+        encoder: [T, M], B = T @ encoder.
+        thresholds: of each basis, [M] float32.
+        merge_func: `sum`, `mean` or `max`.
     """
 
     encoder: Tensor

@@ -67,23 +67,27 @@ class Buffer:
     exact: bool = True
 
     @property
-    def single(self) -> bool:
-        """Whether every basis is a task vector, so that the Gram matrix of all tasks is theirs."""
+    def uncompressed(self) -> bool:
+        """Whether the bases are the task vectors, and have the same Gram matrix."""
         identity = torch.eye(len(self.encoder), dtype=torch.float64)
         return self.gram is not None and torch.equal(self.encoder, identity)
 
     def rounding(self, norms: Tensor, terms: Tensor) -> Tensor:
-        """Bounds of the errors of stored vectors of these norms; `terms`: sums of their summands'
-        norms."""
+        """Bounds of the errors of stored vectors from their norms.
+
+        `terms` has, for each vector, the sum of the norms of its summands.
+        """
         return cast_loss(norms, self.dtype, self.numel) + ARITHMETIC * terms
 
 
 @dataclass(frozen=True)
-class Step:
-    """The buffer with one task more; see `Buffer` for most names.
+class Round:
+    """One round of Algorithm 1: the facts of T + 1 tasks in M' bases, named as in `Buffer`.
 
-    `matrix` [M + 1, M'] maps the M previous bases and the new task vector to the new bases, whose
-    Gram matrix is `gram_bases` [M', M'].
+    Attributes:
+        matrix: [M + 1, M'], from the M previous bases and the new task vector to the new bases.
+        gram_bases: [M', M'], the Gram matrix of the new bases.
+        compressed: whether the previous bases were compressed.
     """
 
     matrix: Tensor
@@ -96,8 +100,8 @@ class Step:
     compressed: bool
 
 
-def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: Settings) -> Step:
-    """One round of Algorithm 1.
+def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: Settings) -> Round:
+    """Add a task to a buffer, and compress its bases first if the budget needs it.
 
     Args:
         products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
@@ -121,7 +125,7 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     if compressed:
         encoding = _compress(old, weights, how, settings, budget - 1)
         assert encoding.encoder is not None and encoding.reconstruction is not None
-        errors = _moved(buffer, old, encoding.reconstruction @ decoder)
+        errors = _errors_with(encoding.reconstruction @ decoder, buffer, old)
         inner = encoding.encoder
         encoder, decoder = encoder @ inner, encoding.decoder @ decoder
         if weights is not None:
@@ -129,40 +133,41 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
             weights = torch.full_like(weights[: budget - 1], share) if how == "balanced" else None
     if weights is not None:
         weights = torch.cat([weights, torch.ones(1, dtype=torch.float64)])
-    matrix, encoder, decoder = _joined(inner), _joined(encoder), _joined(decoder)
+    matrix, encoder, decoder = map(_with_task, (inner, encoder, decoder))
     gram_bases = matrix.T @ products @ matrix
     gram_bases = (gram_bases + gram_bases.T) / 2
     errors = torch.cat([errors, torch.zeros(2, 1, dtype=torch.float64)], dim=1)
+    # ||tau_hat_i|| and ||tau_i|| limit each error.
     tasks = torch.cat([buffer.norms, norms[-1:]])
-    sides = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
-    limits = of_sum(lengths(products, matrix @ decoder), sides)
+    sizes = torch.stack([tasks * (1 - NOISE), tasks * (1 + NOISE)])
+    limits = of_sum(lengths(products, matrix @ decoder), sizes)
     high = torch.minimum(errors[1], limits[1])
     errors = torch.stack([torch.maximum(errors[0], limits[0]).minimum(high), high])
     lost = buffer.rounding(_norms(gram_bases), norms @ matrix.abs())
     if not compressed and buffer.exact:
         lost[:-1] = 0  # the previous bases are not written again
-    return Step(
+    return Round(
         matrix=matrix,
         encoder=encoder,
         decoder=decoder,
         gram_bases=gram_bases,
-        gram=products if buffer.single else None,
+        gram=products if buffer.uncompressed else None,
         basis_weights=weights,
         errors=_widened(errors, lost @ decoder.abs()),
         compressed=compressed,
     )
 
 
-def _moved(buffer: Buffer, old: Tensor, rebuilt: Tensor) -> Tensor:
-    """Bounds [2, T] of the errors once tau_hat is B `rebuilt` [M, T]; `old` is B^T B."""
-    gram = old if buffer.single else buffer.gram
+def _errors_with(decoder: Tensor, buffer: Buffer, gram_bases: Tensor) -> Tensor:
+    """Bounds [2, T] of the errors if tau_hat = B `decoder` [M, T]; `gram_bases` is B^T B."""
+    gram = gram_bases if buffer.uncompressed else buffer.gram
     if gram is None:
-        return of_sum(buffer.errors, lengths(old, rebuilt - buffer.decoder))
+        return of_sum(buffer.errors, lengths(gram_bases, decoder - buffer.decoder))
     # Both the bases and the vectors of `gram` may have been rounded.
     norms = _norms(gram)
-    lost = buffer.rounding(_norms(old), norms @ buffer.encoder.abs()) @ rebuilt.abs()
+    lost = buffer.rounding(_norms(gram_bases), norms @ buffer.encoder.abs()) @ decoder.abs()
     lost = lost + buffer.rounding(norms, norms)
-    return _widened(errors_of(gram, buffer.encoder @ rebuilt), lost)
+    return _widened(errors_of(gram, buffer.encoder @ decoder), lost)
 
 
 def _compress(
@@ -238,15 +243,17 @@ def lengths(gram: Tensor, columns: Tensor) -> Tensor:
 
 
 def of_sum(one: Tensor, two: Tensor) -> Tensor:
-    """Bounds [2, T] of ||x + y|| and ||x - y|| from those of ||x|| and ||y||."""
+    """Bounds [2, T] of ||x + y||, and of ||x - y||, from bounds of ||x|| and of ||y||."""
     low = torch.maximum(one[0] - two[1], two[0] - one[1]).clamp(min=0)
     return torch.stack([low, one[1] + two[1]])
 
 
 def _widened(bounds: Tensor, most: Tensor) -> Tensor:
+    """Bounds of lengths after an error of at most `most`."""
     return of_sum(bounds, torch.stack([torch.zeros_like(most), most]))
 
 
-def _joined(square: Tensor) -> Tensor:
-    whole: Tensor = torch.block_diag(square, torch.ones(1, 1, dtype=torch.float64))
-    return whole
+def _with_task(coefficients: Tensor) -> Tensor:
+    """[[coefficients, 0], [0, 1]]."""
+    extended: Tensor = torch.block_diag(coefficients, torch.ones(1, 1, dtype=torch.float64))
+    return extended

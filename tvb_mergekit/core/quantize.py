@@ -121,25 +121,25 @@ def choose_widths(
         owners: the vector of each tensor, [K].
     """
     chosen = np.zeros(len(numels), np.int64)
-    steps: list[tuple[float, int, int, int]] = []  # (-error saved by a byte, tensor, place, bytes)
+    steps: list[tuple[float, int, int, int]] = []  # (-error saved by a byte, tensor, choice, bytes)
     sizes = np.array([[block_bytes(n, width) for width in CHOICES] for n in numels]).tolist()
-    for tensor, (each, lost) in enumerate(zip(sizes, errors.tolist(), strict=True)):
-        for (size, error, _), (more, less, place) in itertools.pairwise(_hull(each, lost)):
-            steps.append(((less - error) / (more - size), tensor, place, more - size))
+    for tensor, corners in enumerate(map(_hull, sizes, errors.tolist())):
+        for (size, error, _), (more, less, choice) in itertools.pairwise(corners):
+            steps.append(((less - error) / (more - size), tensor, choice, more - size))
     steps.sort()
-    firsts: dict[int, tuple[float, int, int, int]] = {}  # of each vector
+    firsts: dict[int, tuple[float, int, int, int]] = {}  # the best step of each vector
     for step in steps:
-        _, tensor, place, size = step
-        if size == sizes[tensor][place] <= most:
+        _, tensor, choice, size = step
+        if size == sizes[tensor][choice] <= most:  # a tensor's first step, from 0 bytes
             firsts.setdefault(owners[tensor], step)
     first = set(firsts.values())
-    left, full = most, set[int]()  # a later step of a tensor builds on the one before
-    for _, tensor, place, size in (*firsts.values(), *(s for s in steps if s not in first)):
+    left, full = most, set[int]()  # a later step of a tensor builds on the previous one
+    for _, tensor, choice, size in (*firsts.values(), *(s for s in steps if s not in first)):
         if tensor in full or size > left:
             full.add(tensor)
             continue
         left -= size
-        chosen[tensor] = place
+        chosen[tensor] = choice
     # If bytes are left over, one width for all tensors may have the smaller error.
     totals = np.sum(sizes, axis=0)
     alike = (np.full(len(numels), k) for k in range(len(CHOICES)) if totals[k] <= most)
@@ -149,14 +149,14 @@ def choose_widths(
 
 
 def _hull(sizes: Sequence[int], errors: Sequence[float]) -> list[tuple[int, float, int]]:
-    """The lower convex hull, falling, of errors over bytes: (bytes, error, place)."""
+    """Corners of the falling lower convex hull of errors over bytes: (bytes, error, choice)."""
     hull: list[tuple[int, float, int]] = []
-    for place, point in enumerate(zip(sizes, errors, strict=True)):
+    for choice, point in enumerate(zip(sizes, errors, strict=True)):
         if hull and point[1] >= hull[-1][1]:
             continue
         while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
             hull.pop()
-        hull.append((*point, place))
+        hull.append((*point, choice))
     return hull
 
 

@@ -72,7 +72,7 @@ class WithinBins(Histogram):
             kept = _from_the_top(row)
             bins.append((kept >= k).sum() - 1)
             above.append(kept[bins[-1]])
-        self.bins, self._above = torch.stack(bins), torch.stack(above)  # in it or a higher one
+        self.bins, self._above = torch.stack(bins), torch.stack(above)  # values in it or higher
         self.counts = torch.zeros(len(bins), 1 << _SHIFT, dtype=torch.int64, device="cpu")
 
     def fresh(self) -> WithinBins:

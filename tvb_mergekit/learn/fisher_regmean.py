@@ -15,7 +15,6 @@ import pydantic
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import block_budget
 from tvb_mergekit.core.learned import FisherMean, regression_bytes, regression_mean
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.errors import UserError, listed
@@ -29,6 +28,7 @@ from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import block_budget
 from tvb_mergekit.tensors.matrices import merge_one
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Part, Sink

@@ -22,7 +22,7 @@ from torch import Tensor
 from tvb_mergekit.core.gram import PIECE, count_not_finite
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.checkpoint import Checkpoint, stamp_of
 from tvb_mergekit.tensors.source import TensorInfo, Weights
 
 CONFIG = "adapter_config.json"
@@ -126,7 +126,7 @@ class Adapter(Weights):
 
     def stamp(self) -> list[list[int | str]]:
         """The stamps of the weights, and of the config, which holds the scale."""
-        return Checkpoint(self.folder, (*self.shards, CONFIG), {}).stamp()
+        return stamp_of(self.folder, (*self.shards, CONFIG))
 
     @property
     def folder(self) -> Path:
@@ -147,6 +147,8 @@ class Adapter(Weights):
 
 @dataclass
 class _Reader:
+    """One reading of an adapter's folder; the fields are the arguments of `Adapter.open`."""
+
     folder: Path
     base: Mapping[str, TensorInfo]
     label: str

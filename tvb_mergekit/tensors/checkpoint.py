@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -62,9 +62,9 @@ class Checkpoint(Weights):
     folder: Path
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
-    _open: dict[str, object] = field(default_factory=dict, repr=False)
-    _files: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # at most one
-    _seen: dict[str, object] = field(default_factory=dict, repr=False)
+    _mapped: dict[str, object] = field(default_factory=dict, repr=False)
+    _reading: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # at most one file
+    _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -105,10 +105,10 @@ class Checkpoint(Weights):
         """The tensor, mapped into memory."""
         shard = self.tensors[name].shard
         with self._lock:
-            if shard not in self._open:
+            if shard not in self._mapped:
                 self._check_unchanged(shard)
-                self._open[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
-            handle = self._open[shard]
+                self._mapped[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
+            handle = self._mapped[shard]
         tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
         assert isinstance(tensor, Tensor)
         return tensor
@@ -141,7 +141,8 @@ class Checkpoint(Weights):
     def ahead(self, name: str, start: int, stop: int) -> None:
         """Ask the operating system to cache elements `start` to `stop`.
 
-        A redundant request costs a tenth of a read, so that the last byte is looked up first.
+        A redundant request costs a tenth of a read. So the request is made only if the last byte
+        is not cached.
         """
         info = self.tensors[name]
         if info.offset is None or not hasattr(os, "posix_fadvise"):
@@ -154,10 +155,10 @@ class Checkpoint(Weights):
     def _file(self, shard: str) -> BinaryIO:
         """An open file. It closes when another one is open and no reader holds it."""
         with self._lock:
-            if shard not in self._files:
+            if shard not in self._reading:
                 self._check_unchanged(shard)
-                self._files = {shard: cast(BinaryIO, _File(os.fspath(self.folder / shard)))}
-            return self._files[shard]
+                self._reading = {shard: cast(BinaryIO, _File(os.fspath(self.folder / shard)))}
+            return self._reading[shard]
 
     def _check_unchanged(self, shard: str) -> None:
         """Raise UserError if a file is not the one whose header is known."""
@@ -172,16 +173,17 @@ class Checkpoint(Weights):
             self._check_unchanged(shard)
 
     def stamp(self) -> list[list[int | str]]:
-        """Size, times and inode of each shard. They change with every write."""
-        stats = ((shard, os.stat(self.folder / shard)) for shard in self.shards)
-        return [[s, of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino] for s, of in stats]
+        return stamp_of(self.folder, self.shards)
 
 
 class Decoded(Weights):
-    """A vector whose files hold encoded tensors, read as float32. Thread-safe."""
+    """A vector whose files hold encoded tensors, read as float32. Thread-safe.
+
+    Args:
+        shapes: of the decoded tensors. The files hold tensor NAME as NAME + `part`.
+    """
 
     def __init__(self, stored: Checkpoint, shapes: Mapping[str, Sequence[int]], part: str) -> None:
-        """Open tensor NAME, which the files hold as NAME + `part`."""
         self.stored = stored
         self.folder, self.shards = stored.folder, stored.shards
         self.tensors = {
@@ -210,7 +212,7 @@ def parse_headers(
         what: the content of the files, for messages.
 
     Raises:
-        UserError: there is no JSON, `parse` fails, or the version is newer.
+        UserError: the JSON is missing, `parse` fails, or the version is newer.
     """
     for shard in stored.shards:
         file = stored.folder / shard
@@ -228,6 +230,12 @@ def parse_headers(
                 f"{file}: {what} of version {said['version']}, this tvb-mergekit reads up to "
                 f"{version}; upgrade it: pip install -U tvb-mergekit"
             )
+
+
+def stamp_of(folder: Path, names: Iterable[str]) -> list[list[int | str]]:
+    """Size, times and inode of each file. They change with every write."""
+    stats = ((name, os.stat(folder / name)) for name in names)
+    return [[n, of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino] for n, of in stats]
 
 
 def metadata_of(path: Path) -> dict[str, str]:

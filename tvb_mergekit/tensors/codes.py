@@ -7,6 +7,7 @@ A group has one run of 64 elements or more; the inner loops are over a run.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numba
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from tvb_mergekit.core.quantize import GROUP, Width
 from tvb_mergekit.tensors.kernels import (
-    _bits_of,
-    _entry,
-    _float_of,
-    _from_float16,
-    _inner,
-    _to_float16,
+    bits_of,
+    compiled,
+    float_of,
+    from_float16,
+    inlined,
+    to_float16,
 )
 
 # First guesses at the last level, as shares of the largest magnitude. Each leads to a least squares
@@ -54,58 +55,59 @@ def encode(
     ragged, write = len(values) % group, blocks is not None
     whole = len(values) - ragged
     codes = torch.empty(0, dtype=torch.uint8) if blocks is None else blocks[: whole // group * size]
-    # In and out of the compiled loop go whole groups: it may not choose between two arrays, whose
-    # counts of references would take as long as all else.
-    run = functools.partial(_encode, bits, group, inverses, write)
-    found = run(values[:whole].numpy(), 0, codes.numpy(), rest.numpy())
+    # The compiled loop gets complete groups: choosing between two arrays in it, and counting their
+    # references, would take as long as all the rest.
+    encode_groups = functools.partial(_encode, bits, group, inverses, write)
+    square, error = encode_groups(values[:whole].numpy(), 0, codes.numpy(), rest.numpy())
     if not ragged:
-        return found[0], found[1]
+        return square, error
     last, left, block = torch.zeros(group), torch.empty(group), torch.empty(size, dtype=torch.uint8)
     last[:ragged] = values[whole:]
-    run(last.numpy(), group - ragged, block.numpy(), left.numpy())
+    encode_groups(last.numpy(), group - ragged, block.numpy(), left.numpy())
     more = [float(part[:ragged].double().square().sum()) for part in (last, left)]
     rest[whole:] = left[:ragged]
     if blocks is not None:
         blocks[len(codes) :] = block[: len(blocks) - len(codes)]
-    return found[0] + more[0], found[1] + more[1]
+    return square + more[0], error + more[1]
 
 
 def decode(blocks: Tensor, width: Width, unit: float, start: int, stop: int, out: Tensor) -> None:
-    """Fill `out` [stop - start] float32 with elements `start` to `stop`, counted from the first of
-    the blocks."""
-    group, size, run = width.group, width.block, _decoder(width)
-    first, last = -(-start // group), stop // group
-    if first < last:
-        within = out[first * group - start : last * group - start]
-        run(blocks[first * size : last * size].numpy(), unit, within.numpy())
-    for place in {start // group, last} if start % group or stop % group else ():
-        low, high = max(start, place * group), min(stop, (place + 1) * group)
-        if low < high and high - low < group:
-            there, made = blocks[place * size : (place + 1) * size], torch.empty(group)
-            padded = torch.nn.functional.pad(there, (0, size - len(there)))
-            run(padded.numpy(), unit, made.numpy())
-            out[low - start : high - start] = made[low - place * group : high - place * group]
+    """Fill `out` [stop - start] float32 with elements `start` to `stop` of the blocks."""
+    group, size, decode_groups = width.group, width.block, _decoder(width)
+    # Complete groups are decoded in place; a part of a group may come before them and after them.
+    cuts = {start, min(-(-start // group) * group, stop), max(stop // group * group, start), stop}
+    for low, high in itertools.pairwise(sorted(cuts)):
+        first, made = low // group, out[low - start : high - start]
+        if low % group == high % group == 0:
+            decode_groups(blocks[first * size : high // group * size].numpy(), unit, made.numpy())
+        else:
+            block, elements = blocks[first * size : (first + 1) * size], torch.empty(group)
+            padded = torch.nn.functional.pad(block, (0, size - len(block)))
+            decode_groups(padded.numpy(), unit, elements.numpy())
+            made.copy_(elements[low - first * group : high - first * group])
 
 
-# Sums in any order, of finite numbers; a loop of GROUP steps is vectorized whole.
-_sums = numba.njit(nogil=True, error_model="numpy", fastmath=True, forceinline=True)
+# Adds finite numbers in any order: a loop of GROUP steps becomes vector instructions only.
+_reordered = numba.njit(nogil=True, error_model="numpy", fastmath=True, forceinline=True)
 
 
-@_inner
-def _end(x: Any) -> Any:
-    """The element of the largest magnitude: by its bits, the sign below the others. Integers are
-    compared in vectors, floats one by one."""
+@inlined
+def _largest(x: Any) -> Any:
+    """The element of the largest magnitude.
+
+    Compares bits, with the sign as the lowest: integers are compared in vectors, floats are not.
+    """
     most = np.uint32(0)
     for start in range(0, len(x), GROUP):
         run = x[start : start + GROUP]
         for k in range(GROUP):
-            bits = _bits_of(run[k])
+            bits = bits_of(run[k])
             most = max(most, np.uint32(bits << np.uint32(1) | bits >> np.uint32(31)))
-    return _float_of(np.uint32(most >> np.uint32(1) | most << np.uint32(31)))
+    return float_of(np.uint32(most >> np.uint32(1) | most << np.uint32(31)))
 
 
-@_sums
-def _sums_of(x: Any, one: Any, two: Any, least: Any) -> Any:
+@_reordered
+def _fit_run(x: Any, one: Any, two: Any, least: Any) -> Any:
     """The sums of `_fit` for a run of GROUP elements."""
     half, most = np.float32(0.5), -least - np.float32(1)
     product = square = products = squares = np.float32(0)
@@ -119,38 +121,37 @@ def _sums_of(x: Any, one: Any, two: Any, least: Any) -> Any:
     return product, square, products, squares
 
 
-@_inner
+@inlined
 def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
-    """Sums x l and l l for the best scale, with integer levels and with half-integer levels.
+    """Sums of x l and of l l over a group, with integer levels l and with half-integer levels.
 
     `one` and `two` are inverses of the scales for rounding; `padding`: zeros at the end.
     """
-    product, square, products, squares = _sums_of(x[:GROUP], one, two, least)
+    product, square, products, squares = _fit_run(x[:GROUP], one, two, least)
     for start in range(GROUP, len(x), GROUP):
-        run = _sums_of(x[start : start + GROUP], one, two, least)
-        product, square, products, squares = (
-            product + run[0], square + run[1], products + run[2], squares + run[3],
-        )  # fmt: skip
+        run = _fit_run(x[start : start + GROUP], one, two, least)
+        product, square = product + run[0], square + run[1]
+        products, squares = products + run[2], squares + run[3]
     return product, square, products, squares - padding * np.float32(0.25)
 
 
-@_sums
+@_reordered
 def _round(x: Any, inverse: Any, offset: Any, least: Any, levels: Any) -> None:
     most = -least - np.float32(1)
     for k in range(GROUP):
         levels[k] = np.int8(min(max(np.rint(x[k] * inverse - offset), least), most))
 
 
-@_inner
+@inlined
 def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
     """The scale of one group as the bits of a float16; the lowest bit chooses the levels.
 
     Levels l with the scale sum x l / sum l l lower the squared error by (sum x l)^2 / sum l l.
     """
-    end = _end(x)
-    if end == 0:
+    largest = _largest(x)
+    if largest == 0:
         return np.uint16(0)
-    gain, scale, odd, inverse = np.float32(0), np.float32(0), np.uint16(0), np.float32(1) / end
+    gain, scale, odd, inverse = np.float32(0), np.float32(0), np.uint16(0), np.float32(1) / largest
     for k in range(len(inverses)):
         one, two = inverses[k, 0] * inverse, inverses[k, 1] * inverse
         product, square, products, squares = _fit(x, padding, one, two, least)
@@ -160,13 +161,13 @@ def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
         fit = products / squares
         if products * fit > gain:
             gain, scale, odd = products * fit, fit, np.uint16(1)
-    size = min(_to_float16(abs(scale)), np.uint16(0x7BFE)) & np.uint16(0x7FFE)
+    size = min(to_float16(abs(scale)), np.uint16(0x7BFE)) & np.uint16(0x7FFE)
     if not size:  # too small for a scale
         return np.uint16(0)
     return np.uint16(size | odd | np.uint16(0x8000) * np.uint16(scale < 0))
 
 
-@_inner
+@inlined
 def _masks(bits: int) -> Any:
     """Masks of fields of `bits`, 2 `bits` and 4 `bits` in every 8, 16 and 32."""
     one = np.uint64((1 << bits) - 1) * np.uint64(0x0101010101010101)
@@ -174,7 +175,7 @@ def _masks(bits: int) -> Any:
     return one, two, np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
 
 
-@_inner
+@inlined
 def _pack(words: Any, bits: int, codes: Any) -> None:
     """Pack eight codes, the lowest bits of each byte of a word, into `bits` bytes."""
     one, two, four = _masks(bits)
@@ -188,7 +189,7 @@ def _pack(words: Any, bits: int, codes: Any) -> None:
             codes[eight * bits + byte] = word >> np.uint64(8 * byte) & np.uint64(255)
 
 
-@_inner
+@inlined
 def _unpack(codes: Any, bits: int, turned: Any, words: Any) -> None:
     """Undo `_pack`, and flip the bits of `turned`."""
     one, two, four = _masks(bits)
@@ -204,9 +205,9 @@ def _unpack(codes: Any, bits: int, turned: Any, words: Any) -> None:
         words[eight] = word ^ turned
 
 
-@_sums
-def _leave(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
-    """rest = errors of a run; return the squared norms of x and of the errors."""
+@_reordered
+def _errors_of(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
+    """Put the errors of a run into `rest`; return the squared norms of x and of the errors."""
     square = error = np.float32(0)
     for k in range(GROUP):
         square += x[k] * x[k]
@@ -215,7 +216,7 @@ def _leave(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
     return square, error
 
 
-@_entry
+@compiled
 def _encode(
     bits: int, group: int, inverses: Any, write: bool, values: Any, padding: int, blocks: Any,
     rest: Any,
@@ -225,7 +226,7 @@ def _encode(
     words = levels.view(np.uint64)
     for first in range(0, len(values), group):
         word = _scale_of(values[first : first + group], zeros, least, inverses)
-        scale, offset = _from_float16(word), np.float32(word & 1) / np.float32(2)
+        scale, offset = from_float16(word), np.float32(word & 1) / np.float32(2)
         inverse = np.float32(1) / scale if scale else np.float32(0)
         if write:
             blocks[place], blocks[place + 1] = word & 255, word >> 8
@@ -233,7 +234,7 @@ def _encode(
         for start in range(first, first + group, GROUP):
             x = values[start : start + GROUP]
             _round(x, inverse, offset, least, levels)
-            norm, lost = _leave(x, levels, scale, offset, rest[start : start + GROUP])
+            norm, lost = _errors_of(x, levels, scale, offset, rest[start : start + GROUP])
             square, error = square + norm, error + lost
             if write:
                 _pack(words, bits, blocks[place : place + 8 * bits])
@@ -241,7 +242,7 @@ def _encode(
     return square, error
 
 
-@_inner  # not as sums: the same to the bit as `core.quantize.decode`
+@inlined  # not reordered: the same to the bit as `core.quantize.decode`
 def _elements(levels: Any, step: Any, zero: Any, made: Any) -> None:
     for k in range(GROUP):
         made[k] = step * (np.float32(levels[k]) - zero)
@@ -254,14 +255,14 @@ def _decoder(width: Width) -> Any:
     # With its highest bit turned a code is its integer and `half` more, and not negative.
     turned = np.uint64(half * 0x0101010101010101)
 
-    @_entry
+    @compiled
     def decode(blocks: Any, unit: float, out: Any) -> None:
         levels = np.empty(GROUP, np.uint8)
         words, place = levels.view(np.uint64), 0
         for first in range(0, len(out), group):
             word = np.uint16(blocks[place]) | np.uint16(blocks[place + 1]) << np.uint16(8)
             zero = np.float32(half) - np.float32(word & 1) / np.float32(2)
-            step = _from_float16(word) * np.float32(unit)
+            step = from_float16(word) * np.float32(unit)
             place += 2
             for start in range(first, first + group, GROUP):
                 _unpack(blocks[place : place + 8 * bits], bits, turned, words)

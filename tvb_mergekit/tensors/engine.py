@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from tvb_mergekit.core.gram import block_budget
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, Update, silent
 
 CPU = torch.device("cpu")
+BUDGET_VARIABLE = "TVB_MERGEKIT_BLOCK_MB"
+DEFAULT_BUDGET = 256 * 2**20  # bytes
+
+
+def block_budget() -> int:
+    """Bytes for the working buffers of one device: TVB_MERGEKIT_BLOCK_MB, or 256 MB.
+
+    Raises:
+        UserError: the variable is not a number of at least 1.
+    """
+    text = os.environ.get(BUDGET_VARIABLE, "")
+    try:
+        budget = float(text) * 2**20 if text else DEFAULT_BUDGET
+    except ValueError:
+        budget = 0
+    if not 2**20 <= budget < float("inf"):
+        raise UserError(f"{BUDGET_VARIABLE} is `{text}`; expected megabytes, 1 or more")
+    return int(budget)
 
 
 @dataclass(frozen=True)

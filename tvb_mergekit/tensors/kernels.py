@@ -8,7 +8,7 @@ PyTorch for other devices and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -20,21 +20,23 @@ from torch import Tensor
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.tensors.layout import COLUMNS, FUSED, PADDING
+from tvb_mergekit.tensors.stream import Piece, PieceBuffer
 
 BFLOAT16, FLOAT16, FLOAT32, ABSENT = range(4)  # types of a stored row
 KINDS = dict(zip(FUSED, (BFLOAT16, FLOAT16, FLOAT32), strict=True))
 TILE = 4  # rows of the inputs are padded with zeros to a multiple
 
 
-# theta_0 and T inputs: one memory as words and as floats, where each row begins, and its type.
+# theta_0 and T inputs: one memory as words and as floats, and the start and the type of each row.
 Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 
-def stored_in(memory: Tensor, found: Sequence[Tensor], has_base: bool) -> Stored:
-    """The tensors in `memory`; without a base theta_0 is zero."""
+def read_piece(buffer: PieceBuffer, piece: Piece) -> Stored:
+    """Read a piece into a buffer; without a base theta_0 is zero."""
+    memory, found = buffer.memory, buffer.read(piece, copy=True)
     starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
     kinds = [KINDS[t.dtype] for t in found]
-    if not has_base:
+    if piece.item.base is None:
         starts, kinds = [0, *starts], [ABSENT, *kinds]
     words, floats = memory.numpy().view(np.uint16), memory.numpy().view(np.float32)
     return words, floats, np.array(starts, np.int64), np.array(kinds, np.int64)
@@ -103,7 +105,7 @@ class Combining:
         )
 
 
-def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call, and keep the code on disk if a folder can be written."""
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
@@ -111,47 +113,47 @@ def _entry(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True, error_model="numpy")(function)
 
 
-_inner = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 # Sums may be reordered, which vectorizes them, but NaN and infinity must come through.
-_sums = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+_reordered = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 
 
-@_inner
-def _float_of(bits: Any) -> Any:
+@inlined
+def float_of(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
-@_inner
-def _bits_of(value: Any) -> Any:
+@inlined
+def bits_of(value: Any) -> Any:
     return np.float32(value).view(np.uint32)
 
 
-@_inner
-def _from_float16(word: Any) -> Any:
-    """The product moves the exponent to float32's bias, exactly, of subnormal numbers too."""
+@inlined
+def from_float16(word: Any) -> Any:
+    """Widen exactly: a product moves the exponent to float32's bias, also for subnormal numbers."""
     bits = np.uint32(word)
-    size = _bits_of(_float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112))
+    size = bits_of(float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112))
     special = np.uint32(bits & np.uint32(0x7C00) == np.uint32(0x7C00)) * np.uint32(0x7F800000)
-    return _float_of((bits & np.uint32(0x8000)) << np.uint32(16) | size | special)
+    return float_of((bits & np.uint32(0x8000)) << np.uint32(16) | size | special)
 
 
-@_inner
+@inlined
 def _widen(kind: int, place: int, words: Any, floats: Any, minus: Any, row: Any) -> None:
     """row = the elements from `place` on, in float32, less `minus`."""
     halves = words[place : place + len(row)]
     if kind == BFLOAT16:
         for k in range(len(row)):
-            row[k] = _float_of(np.uint32(halves[k]) << np.uint32(16)) - minus[k]
+            row[k] = float_of(np.uint32(halves[k]) << np.uint32(16)) - minus[k]
     elif kind == FLOAT16:
         for k in range(len(row)):
-            row[k] = _from_float16(halves[k]) - minus[k]
+            row[k] = from_float16(halves[k]) - minus[k]
     else:
         whole = floats[place : place + len(row)]
         for k in range(len(row)):
             row[k] = whole[k] - minus[k]
 
 
-@_inner
+@inlined
 def _task_vectors(stored: Any, deltas: int, at: int, count: int, rows: Any) -> None:
     """theta_0 and the task vectors of `count` columns into the first rows; the last holds zeros."""
     words, floats, starts, kinds = stored
@@ -166,7 +168,7 @@ def _task_vectors(stored: Any, deltas: int, at: int, count: int, rows: Any) -> N
         _widen(kinds[i], at + starts[i], words, floats, base, rows[i][:count])
 
 
-@_sums
+@_reordered
 def _square(x: Any) -> Any:
     total = np.float32(0)
     for k in range(len(x)):
@@ -174,7 +176,7 @@ def _square(x: Any) -> Any:
     return total
 
 
-@_sums
+@_reordered
 def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
     """sums [4, 4] += x y^T of 4 rows from i and 4 from j on: as many as registers hold."""
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
@@ -204,12 +206,14 @@ def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
             sums[p, q] += made[p][q]
 
 
-@_entry
+@compiled
 def _gram(
     stored: Any, deltas: int, numel: int, chunk: int, rows: Any, sums: Any, norms: Any
 ) -> None:
-    """For each chunk, sums [chunks, T, T] += T^T T on and above the diagonal and norms [chunks] +=
-    ||theta_0||^2: in float64, of float32 sums over COLUMNS."""
+    """Add T^T T of each chunk to `sums` [chunks, T, T], and ||theta_0||^2 to `norms` [chunks].
+
+    In float64, of float32 sums over COLUMNS. Only the blocks on and above the diagonal are filled.
+    """
     tasks = sums.shape[1]
     for number in range(len(sums)):
         stop = min((number + 1) * chunk, numel)
@@ -235,43 +239,43 @@ def _weigh(rows: Any, weights: Any, made: Any) -> None:
             made[k] = made[k] + w0 * x0[k] + w1 * x1[k] + w2 * x2[k] + w3 * x3[k]
 
 
-@_inner  # two roundings, whatever the processor: see core.merge
+@inlined  # two roundings, whatever the processor: see core.merge
 def _add(made: Any, scale: float, total: Any) -> None:
     for k in range(len(made)):
         total[k] += np.float32(scale * made[k])
 
 
-@_inner
+@inlined
 def _to_bfloat16(value: Any) -> Any:
     """Rounded to nearest, ties to even; a NaN stays one."""
-    bits = _bits_of(value)
+    bits = bits_of(value)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
     nan = bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
     return np.uint16(0x7FC0) if nan else np.uint16(rounded)
 
 
-@_inner
-def _to_float16(value: Any) -> Any:
+@inlined
+def to_float16(value: Any) -> Any:
     """Rounded as in `_to_bfloat16`: below 2^-14 by a sum with 0.5, above by a shift."""
-    bits = _bits_of(value)
+    bits = bits_of(value)
     size = bits & np.uint32(0x7FFFFFFF)
     odd = (size >> np.uint32(13)) & np.uint32(1)
-    small = _bits_of(_float_of(size) + np.float32(0.5)) - np.uint32(0x3F000000)
+    small = bits_of(float_of(size) + np.float32(0.5)) - np.uint32(0x3F000000)
     large = np.uint32(size - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13)
     half = small if size < np.uint32(113 << 23) else min(large, np.uint32(0x7C00))
     finite = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else half
     return np.uint16(bits >> np.uint32(16) & np.uint32(0x8000) | finite)
 
 
-@_inner
+@inlined
 def _store(row: Any, out: Any, kind: int) -> bool:
-    """Write a row of float32 as bytes; whether something in it is not finite."""
+    """Write a row of float32 as bytes; return whether it has NaN or infinity."""
     worst = np.uint32(0)
     if kind == FLOAT32:
         words = out.view(np.uint32)
         for k in range(len(row)):
-            words[k] = _bits_of(row[k])
+            words[k] = bits_of(row[k])
             worst = max(worst, np.uint32(words[k] & np.uint32(0x7F800000)))
         return worst == np.uint32(0x7F800000)
     halves = out.view(np.uint16)
@@ -281,12 +285,12 @@ def _store(row: Any, out: Any, kind: int) -> bool:
             worst = max(worst, np.uint32(halves[k] & np.uint16(0x7F80)))
         return worst == np.uint32(0x7F80)
     for k in range(len(row)):
-        halves[k] = _to_float16(row[k])
+        halves[k] = to_float16(row[k])
         worst = max(worst, np.uint32(halves[k] & np.uint16(0x7C00)))
     return worst == np.uint32(0x7C00)
 
 
-@_entry
+@compiled
 def _combine(
     stored: Any,
     deltas: int,
@@ -300,7 +304,7 @@ def _combine(
     stride: int,
     kind: int,
 ) -> bool:
-    """See `Combining`; `out` are bytes, a row every `stride`. Whether something is not finite."""
+    """Fill `out`, bytes with a row every `stride`; return whether it has NaN or infinity."""
     bad, size = False, 4 if kind == FLOAT32 else 2
     for at in range(0, numel, COLUMNS):
         count = min(COLUMNS, numel - at)

@@ -18,21 +18,21 @@ from tvb_mergekit.core.gram import BLOCK
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.tensors.engine import Engine
 
-CPU_TAU = 2**20  # float32 elements of all task vectors in a chunk, and of each; with 8 models
-CPU_ROW = 2**17  # 2**18 in all was a quarter slower: more calls, though it fits a cache
-DEVICE_TAU = 2**22  # the same on an accelerator
+CPU_TAU = 2**20  # float32 elements of a chunk of all task vectors; 2**18 was a quarter slower
+CPU_ROW = 2**17  # and of a chunk of one task vector, at most
+DEVICE_TAU = 2**22  # CPU_TAU of an accelerator
 READ = 8 * 2**20  # bytes of the inputs of a piece, about: they stay in the last cache
-WRITTEN = 8 * 2**20  # and of its outputs: six of them wait at a time; 16 gained a tenth at best
+WRITTEN = 8 * 2**20  # bytes of its outputs; six pieces wait, and 16 MB gained a tenth at best
 LONGEST = 16 * CPU_ROW  # elements of a piece
 FUSED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that `kernels` know
-COLUMNS = 1024  # that `kernels` hold at a time, which fit the first cache: 8 models, 42 KB
-PADDING = 16  # columns between their rows: at powers of two they would compete for places in it
+COLUMNS = 1024  # columns that `kernels` hold at a time: 42 KB for 8 models fit the first cache
+PADDING = 16  # columns between their rows, since rows at powers of two compete for the same places
 AHEAD = 2  # pieces that wait for a thread, and that the disk is asked for
 WRITES = 2  # pieces that wait to be written
 MOST_WORKERS = 8  # threads that read and compute on a CPU
 DEVICE_WORKERS = 4  # threads that read for an accelerator: one alone is slower than the copy to it
 MEMORY = 10**9  # bytes: the default of --memory
-ALIGN = 64  # bytes: where each input begins in a buffer
+ALIGN = 64  # bytes: each input begins at a multiple of it in a buffer
 
 
 def parse_memory(text: str) -> int:
@@ -75,7 +75,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of one pass, in elements, and the device of each thread that computes."""
+    """The sizes of one pass in elements, and the device of each thread that computes."""
 
     needs: Needs
     chunk: int
@@ -170,9 +170,10 @@ def plan_layout(
     """
     devices, budget = engine.devices, engine.budget
     groups = [[device] * worker_count(device) for device in devices]
+    # The devices in turn: fewer threads still use all of them.
     threads = [d for d in chain.from_iterable(zip_longest(*groups)) if d is not None][:workers]
     chunk = chunk_length(needs.rows, devices[0].type)
-    if devices[0].type != "cpu":  # a piece goes there as a whole
+    if devices[0].type != "cpu":  # a piece is copied there at once
         longest = chunk
     least = Layout(needs, chunk, chunk, tuple(threads))
     while least.nbytes > budget:
@@ -187,8 +188,8 @@ def plan_layout(
                 f"{megabytes(least.nbytes + 10**5)} are needed; raise --memory (mergekit's "
                 "commands: TVB_MERGEKIT_BLOCK_MB)"
             )
-    # Memory grows linearly with a piece. Pieces are no longer than saves time: so memory is the
-    # same for few models and for many.
+    # Memory grows linearly with a piece. Pieces longer than READ and WRITTEN would save no time, so
+    # memory is the same for few models and for many.
     more = replace(least, piece=2 * chunk).nbytes - least.nbytes
     fitting = least.piece + (budget - least.nbytes) // max(1, more) * chunk
     useful = min(longest, READ // max(1, needs.inputs), WRITTEN // max(1, needs.outputs))

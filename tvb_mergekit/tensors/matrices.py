@@ -24,7 +24,7 @@ from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
-FAR = 3
+FAR = 3  # a merge this many times as long as its bases together gets a warning
 
 
 class Largest(NamedTuple):
@@ -54,7 +54,7 @@ def sum_alone(settings: Settings) -> bool:
 
 
 def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Largest | None:
-    """The largest matrix; None if the method merges no matrices.
+    """The matrix that needs the most memory; None if the method does not merge matrices.
 
     Raises:
         UserError: `matrices` does not match the name of one.
@@ -101,15 +101,6 @@ class Within:
         self._sink.write(self._item, self._first + start, self._first + stop, values)
 
 
-def matrices_of(item: Item) -> Iterator[tuple[int, Item]]:
-    """The first element of each matrix of a tensor in two or three dimensions, and its item."""
-    if len(item.shape) == 2:
-        yield 0, item
-        return
-    for first in range(0, item.numel, item.shape[1] * item.shape[2]):
-        yield first, slice_of(item, first, item.shape[1:])
-
-
 def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
     """An item of this shape from element `first` on."""
     base = None if item.base is None else _moved(item.base, first)
@@ -131,12 +122,14 @@ def _moved(part: Part, first: int) -> Part:
 def merge_matrices(
     basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, engine: Engine
 ) -> Iterator[bool]:
-    """Merge each matrix of `item`; see `merge_one` for the results."""
+    """Merge each matrix of a tensor in two or three dimensions; results as of `merge_one`."""
     encoder = basis.weighted_encoder
     if sum_alone(basis.settings):
         encoder = encoder.sum(1, keepdim=True)
-    for first, matrix in matrices_of(item):
-        held = matrix_bytes(basis.settings, encoder.shape[1], *matrix.shape)
+    rows, columns = item.shape[-2:]
+    held = matrix_bytes(basis.settings, encoder.shape[1], rows, columns)
+    for first in range(0, max(1, item.numel), max(1, rows * columns)):  # once if it is empty
+        matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
         within = Within(sink, item, first)
         merging = partial(_merged, basis.settings, matrix, encoder)
         yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base)
@@ -157,8 +150,7 @@ def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
         encoder: from the inputs of `matrix` to the bases, [N, M].
         bases: [M, m, n].
     """
-    types = [part.dtype for part in matrix.inputs]
-    stored = [t for t, part in zip(types, matrix.inputs, strict=True) if part.holds == "delta"]
+    stored = {part.dtype for part in matrix.inputs if part.holds == "delta"}
     floats = [torch.finfo(t) for t in stored if t.is_floating_point] or [torch.finfo(torch.float32)]
     unit = max(info.eps for info in floats) / 2
     least = max(info.smallest_normal * info.eps for info in floats) / 2  # of a subnormal entry

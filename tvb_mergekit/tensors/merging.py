@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, build
+from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
 from tvb_mergekit.core.gram import GramSums, Sketch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
@@ -59,7 +59,7 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
 
 
 def sums_of(tasks: TaskSet, engine: Engine) -> tuple[GramSums, bool]:
-    """The unweighted Gram matrix of a task set, and whether it was known or came from the cache."""
+    """The unweighted Gram matrix of a task set, and whether no pass was needed for it."""
     sketch = sketch_of(tasks.settings, len(tasks.tasks))
     if tasks.sums is not None and sketch is None:
         return tasks.sums, True
@@ -69,7 +69,7 @@ def sums_of(tasks: TaskSet, engine: Engine) -> tuple[GramSums, bool]:
 
 
 def count_if_needed(basis: Combination, items: Sequence[Item], engine: Engine = Engine()) -> None:
-    """Set the histogram of the bases' magnitudes, for TIES with `trim: model`."""
+    """Count the magnitudes of the bases into `basis.histogram`, for TIES with `trim: model`."""
     if not basis.trims or basis.settings.trim != "model":
         return
     started = time.perf_counter()
@@ -109,70 +109,62 @@ def merge_items(
     Args:
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
-        alone: compute the direction that a tuned coefficient scales, without theta_0: the sum of
-            the bases, TrimElectMerge(B_1 ... B_M), or with `forget` the reconstructed task vectors
-            to forget. Merging adds fl(scale * direction) last.
+        alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
 
     Raises:
         UserError: a result overflows its dtype.
     """
-    trims, settings = basis.trims, basis.settings
+    settings = basis.settings
     sketch = basis.sketch if isinstance(basis, Basis) else None
     if sketch is not None:  # Omega is drawn, not read
         items = [replace(item, inputs=()) for item in items]
-    sweeps = trims and settings.trim == "tensor"
-    count = basis.num_bases
-    matrices = {i.name: count_matrices(settings, i, count) for i in items if i.tunables}
-    total = 0
-    for item in items:
-        twice_more = sweeps and item.tunables and item.tunables.density < 1
-        total += item.nbytes * (3 if twice_more else 1)
-    told = silent("", 0)
-    if total_of := sum(matrices.values()):  # they take nearly all of the time
-        told = engine.progress("Merged model", total_of, "matrix")
+    counted_as = {item.name: item.counted_as or item.name for item in items}
+    sweeps = basis.trims and settings.trim == "tensor"
+    bases = basis.num_bases
+    matrices = {i.name: count_matrices(settings, i, bases) for i in items if i.tunables}
+    update = silent("", 0)
+    if total := sum(matrices.values()):  # they take nearly all of the time
+        update = engine.progress("Merged model", total, "matrix")
         engine = replace(engine, progress=silent)
     else:
-        engine = engine.under(engine.progress("Merged model", total))
-    trimming = engine
-    if trims:
-        engine = replace(engine, memory=beside_tables(basis.num_bases, engine.budget))
-    step = functools.lru_cache(basis.step)  # most tensors are merged alike
-    counted_as = {item.name: item.counted_as or item.name for item in items}
+        trimmed = (i for i in items if sweeps and i.tunables and i.tunables.density < 1)
+        read = sum(i.nbytes for i in items) + sum(2 * i.nbytes for i in trimmed)
+        engine = engine.under(engine.progress("Merged model", read))
+    beside = beside_tables(bases, engine.budget) if basis.trims else engine.memory
+    combining = replace(engine, memory=beside)
+    cached_step = functools.lru_cache(basis.step)  # most tensors are merged alike
+
+    def step_of(item: Item, tunables: Tunables) -> Step:
+        if not basis.trims:
+            return cached_step(tunables, alone)
+        return basis.step(tunables, alone, _thresholds(basis, item, tunables.density, engine))
 
     def apart(item: Item) -> str | None:
+        """The name of a tensor that is merged alone: thresholds are best computed just before."""
         return item.name if item.tunables and (sweeps or matrices[item.name]) else None
 
-    whole = 0  # merged matrices that the bar does not count yet: it ends with the last tensor
-    long = list[str]()
+    pending = 0  # a merged matrix that the bar does not count yet: it ends with the last tensor
+    far = list[str]()
     for _, group in itertools.groupby(items, apart):
-        steps: dict[str, Step] = {}
         some = list(group)
-        for item in some:
-            if (tunables := item.tunables) is None:
-                continue
-            if matrices[item.name]:
-                scale = 1.0 if alone else tunables.lambda_ * basis.scale
-                for far in merge_matrices(basis, item, scale, sink, not alone, engine):
-                    told(whole)
-                    whole = 1
-                    long += [item.name] * far
-            elif trims:
-                # Thresholds of one tensor need two more reads, best just before the last.
-                limits = _thresholds(basis, item, tunables.density, trimming)
-                steps[item.name] = basis.step(tunables, alone, limits)
-            else:
-                steps[item.name] = step(tunables, alone)
-        left = [item for item in some if not matrices.get(item.name)]
-        if left:
-            combine_pass(left, steps, sink, engine, sketch=sketch, counted_as=counted_as)
-    if whole:
-        told(whole)
-    if long:
+        item, tunables = some[0], some[0].tunables
+        if tunables is None or not matrices[item.name]:
+            steps = {each.name: step_of(each, each.tunables) for each in some if each.tunables}
+            combine_pass(some, steps, sink, combining, sketch=sketch, counted_as=counted_as)
+            continue
+        scale = 1.0 if alone else tunables.lambda_ * basis.scale
+        for is_far in merge_matrices(basis, item, scale, sink, not alone, combining):
+            update(pending)
+            pending = 1
+            far += [item.name] * is_far
+    if pending:
+        update(pending)
+    if far:
         LOG.warning(
             "%s merges to far more than its bases together: %s; give it a `ridge`, such as 0.1, or "
             "a small lambda",
             settings.method,
-            listed(long),
+            listed(far),
         )
 
 

@@ -38,7 +38,6 @@ from tvb_mergekit.tensors.stream import (
     Piece,
     PieceBuffer,
     Sink,
-    allocate,
     deliver,
     in_order,
 )
@@ -82,39 +81,44 @@ def gram_pass(
     if not read:
         raise UserError(NO_TENSOR)
     mine = read[share_of(read)]
-    each = _sums(mine, tasks, engine, sketch)
+    each = _item_sums(mine, tasks, engine, sketch)
     # Every process gets all sums, in the order of the tensors.
     parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
     sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
     if entry is not None and world.leads:
-        cache.store(entry, sums, list(tasks), list(models))
+        cache.store(entry, sums, tasks, models)
     return sums, False
 
 
-def share_of(items: Sequence[Item]) -> slice:
-    """The items that this process reads, balanced by bytes."""
-    world = ranks.world()
-    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
-    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+def gram_layout(items: Sequence[Item], tasks: int, engine: Engine, sketch: Sketch | None) -> Layout:
+    """The layout of `gram_pass`."""
+    columns = 0 if sketch is None else sketch.columns
+    squares = tasks**2 + columns * (columns + tasks)
+    # The batched products of a chunk: float32, and float64 while they are summed.
+    extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
+    sums = 8 * (squares + 1)
+    # One process adds up the sums of items at once; several hold them until they meet.
+    held = len(items) if ranks.world().size > 1 else 1
+    fast = sketch is None and fused(items, engine)
+    width, kept = read_width(items, fast), (held + 4) * sums
+    needs = Needs(tasks, width, extra=extra, sums=sums, kept=kept, fused=fast)
+    # Only one thread may draw Omega, which is one sequence in each tensor.
+    longest = _longest_piece(items)
+    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
 
-def _sums(
+def _item_sums(
     items: Sequence[Item], tasks: Sequence[str], engine: Engine, sketch: Sketch | None
 ) -> Iterator[GramSums]:
+    """Yield the sums of each item, in order."""
     layout = gram_layout(items, len(tasks), engine, sketch)
     update = engine.progress("Gram matrix", sum(item.nbytes for item in items))
 
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        buffer, gram = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(items))
-
-        def add(piece: Piece) -> list[GramSums]:
-            found = buffer.read(piece, copy=True)
-            stored = kernels.stored_in(buffer.memory, found, piece.item.base is not None)
-            return gram(stored, piece.numel, layout.chunk)
-
-        return add
+        buffer, add = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(items))
+        return lambda piece: add(kernels.read_piece(buffer, piece), piece.numel, layout.chunk)
 
     def work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         chunks = Chunks(layout, device)
@@ -131,23 +135,6 @@ def _sums(
                 raise UserError(_not_finite(piece.item, tasks))
             yield sums.of_tensor(piece.item.shape)
             sums = zero
-
-
-def gram_layout(items: Sequence[Item], tasks: int, engine: Engine, sketch: Sketch | None) -> Layout:
-    """The layout of `gram_pass`."""
-    columns = 0 if sketch is None else sketch.columns
-    squares = tasks**2 + columns * (columns + tasks)
-    # The batched products of a chunk: float32, and float64 while they are summed.
-    extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
-    sums = 8 * (squares + 1)
-    several = ranks.world().size > 1  # several processes hold the sums of each item
-    held = ((len(items) if several else 1) + 4) * sums  # and those of adding them
-    alike = sketch is None and fused(items, engine)
-    width = read_width(items, alike)
-    needs = Needs(tasks, width, extra=extra, sums=sums, kept=held, fused=alike)
-    # Only one thread may draw Omega, which is one sequence in each tensor.
-    longest = _longest_piece(items)
-    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
 
 def _chunk_sums(piece: Piece, chunks: Chunks, drawn: _Drawn | None) -> list[GramSums]:
@@ -176,7 +163,7 @@ def count_pass(
 ) -> Histogram:
     """One histogram of the magnitudes of the bases B = T @ encoder in all items.
 
-    Every thread fills a histogram of its own. Half the budget limits their number.
+    Every thread fills a histogram of its own; all except one fit half of the budget.
 
     Args:
         fresh: makes an empty histogram.
@@ -207,32 +194,6 @@ def count_pass(
     for other in others:
         total.counts += other.counts
     return total
-
-
-def beside_tables(bases: int, budget: int) -> int:
-    """The budget without Trim's histogram of all bases, at least LEAST."""
-    return max(budget - table_bytes(bases), min(budget, LEAST))
-
-
-def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
-    """Whether `kernels` can compute all items: on a CPU, in the dtypes of FUSED."""
-    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
-    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
-
-
-def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes of one element of the widest item, and of its codes; `held` counts parts in memory."""
-    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
-    coded = any(part.packed is not None for item in items for part in item.inputs)
-    return max(map(sum, read), default=0) + 2 * coded
-
-
-def _longest_piece(items: Sequence[Item]) -> int:
-    """Elements of a piece: at most a tensor's, and fewer if the threads share one tensor."""
-    most = max((item.numel for item in items), default=1)
-    if len(items) == 1:
-        most //= SPLIT * worker_count(CPU)
-    return min(LONGEST, most)
 
 
 def combine_pass(
@@ -267,78 +228,77 @@ def combine_pass(
     extra = max((step.rows for step in every), default=1)
     if sketch is not None:
         rows, extra = sketch.columns, extra + 2 * sketch.columns
-    fast = sketch is None and all(isinstance(step, Linear) for step in every)
     outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
-    fast = fast and fused(items, engine, *outs)
-    width = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
+    linear = sketch is None and all(isinstance(step, Linear) for step in every)
+    fast = linear and fused(items, engine, *outs)
+    written = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
     # Coded outputs are float32 first, and need two more rows while they are measured.
-    first = 0 if coding is None else 4 * (outputs + 2)
-    needs = Needs(rows, read_width(items, fast) + first, width, extra, fused=fast)
+    uncoded = 0 if coding is None else 4 * (outputs + 2)
+    needs = Needs(rows, read_width(items, fast) + uncoded, written, extra, fused=fast)
     longest = _longest_piece(items)
     layout = plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
-    buffer_bytes = layout.buffer_bytes - layout.piece * first
 
-    def fused_work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
-        from tvb_mergekit.tensors import kernels
+    def work(device: torch.device) -> Callable[[Piece, Tensor], None]:
+        buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
+        combine: Callable[[Piece, Step, Tensor], bool]
+        if fast:
+            combine = _combining_fused(rows, _deltas(items), buffer)
+        else:
+            drawn = None if sketch is None else _Drawn(sketch, device, counted_as)
+            combine = _combining(Chunks(layout, device, buffer), drawn)
 
-        buffer, deltas = PieceBuffer(buffer_bytes), _deltas(items)
-        combining = functools.cache(functools.partial(kernels.Combining, rows, deltas))
-
-        def act(piece: Piece, out: Tensor) -> bool:
-            found, step = buffer.read(piece, copy=True), steps.get(piece.item.name)
+        def fill(piece: Piece, out: Tensor) -> None:
+            finite, step = False, steps.get(piece.item.name)
+            if not piece.numel:
+                return
             if step is None:
-                out.copy_(found[0].expand_as(out))
-                return False
-            stored = kernels.stored_in(buffer.memory, found, piece.item.base is not None)
-            return bool(combining(step)(stored, out))
-
-        return act
-
-    def work(device: torch.device) -> Callable[[Piece, Tensor], bool]:
-        chunks = Chunks(layout, device, buffer_bytes)
-        drawn = None if sketch is None else _Drawn(sketch, device, counted_as)
-        computing = functools.cache(lambda step: step.on(device))
-
-        def act(piece: Piece, out: Tensor) -> bool:
-            step = steps.get(piece.item.name)
-            if step is None:
-                out.copy_(chunks.buffer.read(piece)[0].expand_as(out))
-                return False
-            for place, base32, tau in chunks.walk(piece):
-                if drawn is not None:
-                    tau = drawn.next(piece.item.name, tau.shape[1])
-                out[:, place].copy_(computing(step)(base32, tau))
-            return False
-
-        return act
-
-    def checked(device: torch.device) -> Callable[[Piece, Tensor], None]:
-        act = (fused_work if fast else work)(device)
-
-        def check(piece: Piece, out: Tensor) -> None:
-            finite = not piece.numel or act(piece, out)
+                out.copy_(buffer.read(piece)[0].expand_as(out))
+            else:
+                finite = combine(piece, step, out)
             if not finite and out.is_floating_point():
                 check_output(piece.item.name, out, out.dtype)
 
         if coding is None:
-            return check
-        values = allocate(outputs, layout.piece, dtype=torch.float32)
+            return fill
+        values = torch.empty(outputs, layout.piece, dtype=torch.float32, device="cpu")
 
         def encode(piece: Piece, out: Tensor) -> None:
             made = values[:, : piece.numel]
-            check(piece, made)
+            fill(piece, made)
             coding.encode(piece.item.name, piece.start, made, out)
 
         return encode
 
     update = engine.progress(title, sum(item.nbytes for item in items))
-    deliver(items, layout, outputs, checked, sink, update)
+    deliver(items, layout, outputs, work, sink, update)
 
 
-def _deltas(items: Sequence[Item]) -> int:
-    """The number of inputs of each item that hold deltas; they come first."""
-    inputs = next((item.inputs for item in items if item.inputs), ())
-    return [part.holds for part in inputs].count("delta")
+def _combining_fused(
+    rows: int, deltas: int, buffer: PieceBuffer
+) -> Callable[[Piece, Step, Tensor], bool]:
+    """A function that fills the outputs of a piece, and returns whether all are known as finite."""
+    from tvb_mergekit.tensors import kernels
+
+    computing = functools.cache(functools.partial(kernels.Combining, rows, deltas))
+
+    def combine(piece: Piece, step: Step, out: Tensor) -> bool:
+        return bool(computing(step)(kernels.read_piece(buffer, piece), out))
+
+    return combine
+
+
+def _combining(chunks: Chunks, drawn: _Drawn | None) -> Callable[[Piece, Step, Tensor], bool]:
+    """As `_combining_fused`, on any device, for all steps and dtypes."""
+    computing = functools.cache(lambda step: step.on(chunks.device))
+
+    def combine(piece: Piece, step: Step, out: Tensor) -> bool:
+        for place, base32, tau in chunks.walk(piece):
+            if drawn is not None:
+                tau = drawn.next(piece.item.name, tau.shape[1])
+            out[:, place].copy_(computing(step)(base32, tau))
+        return False
+
+    return combine
 
 
 def measure_pass(
@@ -373,8 +333,50 @@ def measure_pass(
     return torch.stack([sums[item.name] for item in items]).view(shape)
 
 
+def share_of(items: Sequence[Item]) -> slice:
+    """The items that this process reads, balanced by bytes."""
+    world = ranks.world()
+    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
+    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+
+
+def beside_tables(bases: int, budget: int) -> int:
+    """The budget without Trim's histogram of all bases, at least LEAST."""
+    return max(budget - table_bytes(bases), min(budget, LEAST))
+
+
+def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
+    """Whether `kernels` can compute all items: on a CPU, from and to the dtypes of FUSED."""
+    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
+    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
+
+
+def read_width(items: Sequence[Item], held: bool = False) -> int:
+    """Bytes read for one element of the widest item, codes included.
+
+    `held` also counts parts that are in memory: fused passes copy them.
+    """
+    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
+    coded = any(part.packed is not None for item in items for part in item.inputs)
+    return max(map(sum, read), default=0) + 2 * coded
+
+
+def _longest_piece(items: Sequence[Item]) -> int:
+    """The most elements of a piece: a tensor's, or fewer if the threads share one tensor."""
+    most = max((item.numel for item in items), default=1)
+    if len(items) == 1:
+        most //= SPLIT * worker_count(CPU)
+    return min(LONGEST, most)
+
+
+def _deltas(items: Sequence[Item]) -> int:
+    """The number of inputs of each item that hold deltas; they come first."""
+    inputs = next((item.inputs for item in items if item.inputs), ())
+    return [part.holds for part in inputs].count("delta")
+
+
 class _Drawn:
-    """The rows of Omega (rand_proj) instead of task vectors. One instance per thread.
+    """Rows of Omega, drawn in order for each tensor (rand_proj). One instance per thread.
 
     Args:
         counted_as: a tensor's name -> its name in the Gram matrix.

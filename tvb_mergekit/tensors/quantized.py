@@ -74,30 +74,28 @@ class Codes(Decoded):
         return cls(stored, Coded(units.pop(), widths), shapes)
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        chunk = out[: stop - start]
-        width = self.coded.widths[name]
+        chunk, width = out[: stop - start], self.coded.widths[name]
         if not width.bits or start == stop:
             return chunk.zero_()
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
 
-        first = start // width.group * width.group
-        low, high = self.place(name, first, stop)
+        low, high = self.blocks_of(name, start, stop)
         blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
-        codes.decode(blocks, width, self.coded.unit, start - first, stop - first, chunk)
+        skipped = start % width.group
+        codes.decode(blocks, width, self.coded.unit, skipped, skipped + len(chunk), chunk)
         return chunk
 
     def packed(self, name: str) -> Packed:
         return Packed(self, name, self.coded.widths[name])
 
-    def place(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The range of bytes of these elements; `start` begins a group."""
+    def blocks_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """The range of bytes of these elements, from the beginning of their first group."""
         width = self.coded.widths[name]
-        return block_bytes(start, width), block_bytes(stop, width)
+        return block_bytes(start // width.group * width.group, width), block_bytes(stop, width)
 
     def ahead(self, name: str, start: int, stop: int) -> None:
-        width = self.coded.widths[name]
-        if width.bits and start < stop:
-            self.stored.ahead(name, *self.place(name, start // width.group * width.group, stop))
+        if self.coded.widths[name].bits and start < stop:
+            self.stored.ahead(name, *self.blocks_of(name, start, stop))
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,8 @@ class Packed:
     width: Width
 
     def read(self, start: int, stop: int, out: Tensor) -> Tensor:
-        """The blocks of these elements in `out`, uint8; `start` begins a group."""
-        return self.codes.stored.read(self.name, *self.codes.place(self.name, start, stop), out)
+        """The blocks of these elements, in `out` (uint8); `start` is the first of a group."""
+        return self.codes.stored.read(self.name, *self.codes.blocks_of(self.name, start, stop), out)
 
     def decode(self, blocks: Tensor, numel: int) -> Tensor:
         """The elements [numel] float32, on the device of the blocks."""
@@ -133,8 +131,8 @@ class Measured:
 class Coding(Measured):
     """The codes of the outputs of a pass.
 
-    `measured` returns squared norms: of the outputs and their sum, then of the errors of each,
-    [2 K + 2].
+    `measured` returns 2 K + 2 squared norms: of each output and of their sum, then of the errors of
+    each output and of the sum.
 
     Attributes:
         coded: the code of each output.
@@ -160,7 +158,7 @@ class Coding(Measured):
 
         count, shares = values.shape[1], self.shares.to(torch.float32)
         units = torch.tensor([coded.unit for coded in self.coded], dtype=torch.float32)
-        whole = _square(shares @ values)
+        total = _square(shares @ values)
         values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
         for row, coded, blocks in zip(values, self.coded, out, strict=True):
@@ -171,8 +169,8 @@ class Coding(Measured):
                 square = error = _square(row)
             squares.append(square * coded.unit**2)
             errors.append(error * coded.unit**2)
-        found = [*squares, whole, *errors, _square((shares * units) @ values)]
-        self._found[name, start] = found
+        error_of_sum = _square((shares * units) @ values)
+        self._found[name, start] = [*squares, total, *errors, error_of_sum]
 
 
 class Measuring(Measured):

@@ -24,8 +24,9 @@ from tvb_mergekit.tensors.writing import HASH, MARKER, content_hash, header_of
 KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors
 VERSION = 1
 BLOCK = 256  # entries, whose places fit a byte
-SPAN = 512 * BLOCK  # entries that are decoded together
-COUNTS, OFFSETS, VALUES = ".counts", ".offsets", ".values"  # what a tensor is kept as
+SPAN_BLOCKS = 512  # blocks that are decoded together
+SPAN = SPAN_BLOCKS * BLOCK  # their entries
+COUNTS, OFFSETS, VALUES = ".counts", ".offsets", ".values"  # the three parts of a tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the values
 
 
@@ -89,11 +90,10 @@ class Sparse(Decoded):
             self.stored.ahead(name + part, int(first), int(last))
 
     def _entries(self, name: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Places (int64) and values of nonzero entries from `start` to `stop`, in one span."""
-        span = start // SPAN
-        first, last = start // BLOCK, -(-stop // BLOCK)
-        counts = self._counts(name, span * SPAN // BLOCK, last)
-        skipped, counts = counts.split([first - span * SPAN // BLOCK, last - first])
+        """Places (int64) and values of the nonzero entries in a range within one span."""
+        span, first, last = start // SPAN, start // BLOCK, -(-stop // BLOCK)
+        counts = self._counts(name, span * SPAN_BLOCKS, last)
+        skipped, counts = counts.split([first - span * SPAN_BLOCKS, last - first])
         low = int(self._before[name][span] + skipped.sum())
         high = low + int(counts.sum())
         offsets = self._stored(name + OFFSETS, low, high)
@@ -114,21 +114,22 @@ class Sparse(Decoded):
         """
         info, held = self.tensors[name], self.stored.tensors
         counts, offsets, values = (held[name + part] for part in (COUNTS, OFFSETS, VALUES))
-        kinds = counts.dtype, offsets.dtype
-        # `numel` overflows if a shape is far too large.
-        whole = all(0 <= size < 2**48 for size in info.shape)
-        whole = whole and kinds == (torch.uint16, torch.uint8)
         blocks = -(-math.prod(info.shape) // BLOCK)
-        if not whole or [counts.shape, offsets.shape] != [(blocks,), values.shape]:
+        if (
+            any(not 0 <= size < 2**48 for size in info.shape)  # else `numel` overflows
+            or (counts.dtype, offsets.dtype) != (torch.uint16, torch.uint8)
+            or (counts.shape, offsets.shape) != ((blocks,), values.shape)
+        ):
             raise self._damaged(name)
-        sums, most = [torch.zeros(1, dtype=torch.int64, device="cpu")], SPAN // BLOCK * 2**11
+        sums, most = [torch.zeros(1, dtype=torch.int64, device="cpu")], SPAN_BLOCKS * 2**11
         for first in range(0, blocks, most):
             some = self._counts(name, first, min(first + most, blocks))
-            whole = whole and int(some.min()) >= 0 and int(some.max()) <= BLOCK
-            padded = torch.nn.functional.pad(some, (0, -len(some) % (SPAN // BLOCK)))
-            sums.append(padded.view(-1, SPAN // BLOCK).sum(1))
+            if int(some.min()) < 0 or int(some.max()) > BLOCK:
+                raise self._damaged(name)
+            padded = torch.nn.functional.pad(some, (0, -len(some) % SPAN_BLOCKS))
+            sums.append(padded.view(-1, SPAN_BLOCKS).sum(1))
         before = torch.cat(sums).cumsum(0)
-        if not whole or values.shape != (int(before[-1]),):
+        if values.shape != (int(before[-1]),):
             raise self._damaged(name)
         return before
 

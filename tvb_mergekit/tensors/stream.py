@@ -62,9 +62,8 @@ class Part:
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
             return replace(whole, holds=holds, name=name, shape=info.shape)
         held = isinstance(weights, StateDict)
-        ahead = partial(weights.ahead, name)
         packed = weights.packed(name) if isinstance(weights, Codes) else None
-        read = partial(weights.read, name)
+        read, ahead = partial(weights.read, name), partial(weights.ahead, name)
         return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape)
 
 
@@ -100,13 +99,13 @@ class Item:
         return (*(() if self.base is None else (self.base,)), *self.inputs)
 
     @property
-    def width(self) -> int:
-        """Bytes of one element of all parts."""
+    def element_bytes(self) -> int:
+        """Bytes of one element of all parts, as they are stored."""
         return sum(part.dtype.itemsize for part in self.parts)
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.width
+        return self.numel * self.element_bytes
 
     def coded(self, widths: Sequence[Width]) -> Item:
         return replace(self, out=torch.uint8, widths=tuple(widths))
@@ -118,6 +117,7 @@ class Item:
         return numel * self.out.itemsize
 
     def widest(self, numel: int) -> int:
+        """The most bytes of `numel` elements of any output."""
         return max(self.written(numel, output) for output in range(len(self.widths) or 1))
 
     def whole(self, part: Part) -> Tensor:
@@ -143,14 +143,14 @@ def whole_parts(
     """
     lock = threading.Lock()
     cells = [_Cell() for _ in dtypes]
-    living = [weakref.ref(cell) for cell in cells]  # their parts hold them
+    references = [weakref.ref(cell) for cell in cells]  # only a cell's part keeps it alive
 
     def part(cell: _Cell, dtype: torch.dtype) -> Part:
         def read(start: int, stop: int, buffer: Tensor) -> Tensor:
             with lock:
                 if cell.tensor is None:
-                    for there, tensor in zip(living, load(), strict=True):
-                        if (other := there()) is not None and other.tensor is None:
+                    for reference, tensor in zip(references, load(), strict=True):
+                        if (other := reference()) is not None and other.tensor is None:
                             other.tensor, other.left = tensor.detach().reshape(-1), numel
                 assert cell.tensor is not None
                 piece = cell.tensor[start:stop]
@@ -184,7 +184,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.item.width
+        return self.numel * self.item.element_bytes
 
 
 class Sink(Protocol):
@@ -204,18 +204,12 @@ class Placing(Sink, Protocol):
         """Memory for a piece, [outputs, stop - start] in `item.out` on the CPU; None: `write`."""
 
 
-def allocate(
-    *shape: int, dtype: torch.dtype, device: torch.device = CPU, pinned: bool = False
-) -> Tensor:
-    """An empty tensor that `layout` counts."""
-    return torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
-
-
 class PieceBuffer:
-    """Memory for the stored elements of a piece. One instance per thread."""
+    """Memory for the stored elements of a piece, which go to `device`. One instance per thread."""
 
-    def __init__(self, nbytes: int, pinned: bool = False) -> None:
-        self.memory = allocate(nbytes, dtype=torch.uint8, pinned=pinned)
+    def __init__(self, nbytes: int, device: torch.device = CPU) -> None:
+        pinned = device.type == "cuda"  # then the copy to a GPU is fast
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
         """Base and inputs in their stored dtypes, overwritten by the next piece.
@@ -228,15 +222,15 @@ class PieceBuffer:
         for part in piece.item.parts:
             size = piece.numel * part.dtype.itemsize if copy or not part.held else 0
             room = self.memory[place : place + size]
-            here = room.view(part.dtype)
-            if packed and part.packed is not None:
-                there = here = part.packed.read(piece.start, piece.stop, room)
-            else:
-                there = part.read(piece.start, piece.stop, here)
-            if copy and there.data_ptr() != here.data_ptr():
-                there = here.copy_(there)
-            found.append(there)
             place += size + -size % ALIGN
+            if packed and part.packed is not None:
+                found.append(part.packed.read(piece.start, piece.stop, room))
+                continue
+            own = room.view(part.dtype)
+            values = part.read(piece.start, piece.stop, own)
+            if copy and values.data_ptr() != own.data_ptr():
+                values = own.copy_(values)
+            found.append(values)
         return found
 
 
@@ -244,40 +238,39 @@ class Chunks:
     """Reads a piece and walks it in chunks of task vectors. One instance per thread."""
 
     def __init__(
-        self, layout: Layout, device: torch.device, buffer_bytes: int | None = None
+        self, layout: Layout, device: torch.device, buffer: PieceBuffer | None = None
     ) -> None:
         self._chunk, self.device = layout.chunk, device
         # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
         self.packed = device.type != "cpu"
-        # from pinned memory the copy to a GPU is fast
-        nbytes = layout.buffer_bytes if buffer_bytes is None else buffer_bytes
-        self.buffer = PieceBuffer(nbytes, pinned=device.type == "cuda")
-        rows = 1 + layout.needs.rows
-        self._rows = allocate(rows, layout.chunk, dtype=torch.float32, device=device)
+        self._buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
+        shape = 1 + layout.needs.rows, layout.chunk
+        self._rows = torch.empty(shape, dtype=torch.float32, device=device)
 
     def walk(self, piece: Piece) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (place in the piece, theta_0 [n] or 0, task vectors [T, n]), float32 on the device.
 
         The next step overwrites both tensors.
         """
-        item, found = piece.item, self.buffer.read(piece, packed=self.packed)
+        item, found = piece.item, self._buffer.read(piece, packed=self.packed)
         for start in range(0, piece.numel, self._chunk):
             place = slice(start, min(start + self._chunk, piece.numel))
-            rows = self._rows[:, : place.stop - start]
+            base, *task_vectors = rows = self._rows[:, : place.stop - start]
             # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
             values = [
                 self._moved(part, stored, place)
                 for part, stored in zip(item.parts, found, strict=True)
             ]
             if item.base is None:
-                rows[0].zero_()
+                base.zero_()
             else:
-                rows[0].copy_(values.pop(0))
-            for row, part, value in zip(rows[1:], item.inputs, values, strict=False):
+                base.copy_(values.pop(0))
+            # An item may have fewer inputs than there are rows.
+            for row, part, value in zip(task_vectors, item.inputs, values, strict=False):
                 row.copy_(value)
                 if part.holds == "weight":
-                    row.sub_(rows[0])
-            yield place, rows[0], rows[1:]
+                    row.sub_(base)
+            yield place, base, rows[1:]
         if self.device.type != "cpu":  # what was read may still be on its way there
             torch.accelerator.current_stream(self.device).synchronize()
 
@@ -298,8 +291,8 @@ def in_order(
     """Yield the pieces of the items in order, each with its result.
 
     Each of the layout's workers is a thread that reads and computes. A thread calls `work(device)`
-    once, and its return value with each piece. The caller uses a result before it asks for the
-    result `layout.under_way` pieces later.
+    once, and calls the returned function with each of its pieces. The caller uses a result before
+    it asks for the result `layout.under_way` pieces later.
     """
     pieces = list(pieces_of(items, layout.piece))
     devices: SimpleQueue[torch.device] = SimpleQueue()
@@ -318,6 +311,11 @@ def in_order(
         return result
 
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
+
+    def oldest() -> tuple[Piece, Result]:
+        piece, future = waiting.popleft()
+        return piece, future.result()
+
     with ThreadPoolExecutor(len(layout.workers), "tvb-compute") as computers:
         try:
             if len(pieces) == 1:  # threads would take longer
@@ -325,14 +323,12 @@ def in_order(
                 return
             for piece in pieces:
                 if len(waiting) == layout.under_way:
-                    done, result = waiting.popleft()
-                    yield done, result.result()
+                    yield oldest()
                 for part in piece.item.parts:
                     part.ahead(piece.start, piece.stop)
                 waiting.append((piece, computers.submit(compute, piece)))
             while waiting:
-                done, result = waiting.popleft()
-                yield done, result.result()
+                yield oldest()
         finally:
             computers.shutdown(wait=True, cancel_futures=True)
             torch.set_num_threads(threads)  # part of it is the whole process's
@@ -356,11 +352,11 @@ def deliver(
 ) -> None:
     """Compute the outputs of each piece, and give them to `sink` in order, in another thread.
 
-    The function `work(device)` fills the outputs of a piece.
+    Each thread calls the function `work(device)` with a piece and the tensor to fill.
     """
-    width = max((item.widest(layout.piece) for item in items), default=0)
+    row = max((item.widest(layout.piece) for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
-    buffers = [allocate(outputs, width, dtype=torch.uint8) for _ in range(count)]
+    buffers = [torch.empty(outputs, row, dtype=torch.uint8, device="cpu") for _ in range(count)]
     place = getattr(sink, "place", lambda item, start, stop: None)
 
     def computing(device: torch.device) -> Callable[[Piece], Tensor | None]:
@@ -375,22 +371,22 @@ def deliver(
 
         return fill
 
-    whole = True
+    failed = False
 
     def write(piece: Piece, out: Tensor | None) -> None:
-        nonlocal whole
-        # After a write that failed, the next one must not follow what it left.
-        if whole and out is not None:
-            whole = False
-            sink.write(piece.item, piece.start, piece.stop, out)
-            whole = True
+        nonlocal failed
+        if failed or out is None:  # nothing may follow a write that failed
+            return
+        failed = True
+        sink.write(piece.item, piece.start, piece.stop, out)
+        failed = False
 
     writes: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "tvb-write") as writer:
         for piece, out in in_order(items, layout, computing):
-            if len(writes) == WRITES:  # also where an error of the writer surfaces
-                writes.popleft().result()
-            # One for each piece, also where nothing is to be written: buffers are used in turn.
+            if len(writes) == WRITES:
+                writes.popleft().result()  # raises the error of a write
+            # Each piece has its write, even without an `out`: buffers are used in turn.
             writes.append(writer.submit(write, piece, out))
             progress(piece.nbytes)
         while writes:

@@ -80,7 +80,7 @@ class TaskSet:
 
     @property
     def own_dtype(self) -> torch.dtype:
-        """The narrowest dtype of stores that is as wide as every dtype of the models."""
+        """The narrowest dtype of a store that holds every dtype of the models."""
         found = {part.dtype for item in self.items for part in item.inputs}
         if self.adapters:  # their updates are float32
             found = set().union(*(adapter.dtypes for adapter in self.adapters))
@@ -146,7 +146,7 @@ def why_left_out(
     if missing := [task for task, part in zip(tasks, models, strict=True) if part is None]:
         return absent or f"missing in {listed(missing)}"
     for who, part in parts:
-        if part is not None and part.dtype is not None and not part.dtype.is_floating_point:
+        if part is not None and not part.dtype.is_floating_point:
             return f"not floating point in {who} ({str(part.dtype).removeprefix('torch.')})"
     for task, part in zip(tasks, models, strict=True):
         found = None if part is None else part.shape
@@ -187,33 +187,34 @@ def match(
             tensor takes part; and as `why_left_out`.
     """
     notes = _notes(base, sources, tasks, settings)
-    held = [{base.canonical(n): n for n in base.tensors if n in s.tensors} for s in sources]
+    # For each source: the first name of a base tensor -> a name that the source has.
+    known = [{base.canonical(n): n for n in base.tensors if n in s.tensors} for s in sources]
     items: list[Item] = []
     left_out: dict[str, str] = {}
     tied: dict[str, str] = {}
-    counted: dict[tuple[str, ...], str] = {}
+    counted: dict[tuple[str, ...], str] = {}  # first names in base and models -> the name here
     for name, info in base.tensors.items():
         names = [
-            name if name in source.tensors else known.get(base.canonical(name))
-            for source, known in zip(sources, held, strict=True)
+            name if name in source.tensors else others.get(base.canonical(name))
+            for source, others in zip(sources, known, strict=True)
         ]
         parts = [
             None if own is None else Part.of(source, own, holds)
             for source, own in zip(sources, names, strict=True)
         ]
-        own_part = Part.of(base, name)
-        if reason := why_left_out(name, settings, tasks, own_part, parts):
+        base_part = Part.of(base, name)
+        if reason := why_left_out(name, settings, tasks, base_part, parts):
             left_out[name] = reason
             continue
         given = zip((base, *sources), (name, *names), strict=True)
-        place = tuple(weights.canonical(own) for weights, own in given if own is not None)
-        if place in counted:
-            left_out[name] = f"the same tensor as {counted[place]}: counted once"
-            tied[name] = counted[place]
+        firsts = tuple(weights.canonical(own) for weights, own in given if own is not None)
+        if firsts in counted:
+            left_out[name] = f"the same tensor as {counted[firsts]}: counted once"
+            tied[name] = counted[firsts]
             continue
-        counted[place] = name
+        counted[firsts] = name
         inputs = tuple(part for part in parts if part is not None)
-        items.append(Item(name, info.shape, own_part, inputs))
+        items.append(Item(name, info.shape, base_part, inputs))
     if not items:
         raise UserError(NO_TENSOR)
     return Matched(items, left_out, tied, notes)

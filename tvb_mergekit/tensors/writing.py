@@ -23,7 +23,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES
 from tvb_mergekit.tensors.quantized import KEY, Coded, Coding
 from tvb_mergekit.tensors.ranks import shares
-from tvb_mergekit.tensors.stream import Item, allocate
+from tvb_mergekit.tensors.stream import Item
 
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
@@ -59,7 +59,7 @@ class Shard:
 def header_of(
     metadata: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> bytes:
-    """The first bytes of a file of these tensors in this order."""
+    """The first bytes of a file with these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (dtype, shape) in tensors.items():
@@ -72,7 +72,7 @@ def header_of(
     return struct.pack("<Q", len(text)) + text
 
 
-def _written(*items: Item, output: int = 0) -> int:
+def _bytes_of(*items: Item, output: int = 0) -> int:
     return sum(item.written(item.numel, output) for item in items)
 
 
@@ -134,12 +134,12 @@ class FolderWriter:
         self.output, self.coded = output, coded
         self.folder, self.plan, self.metadata = folder, plan, metadata
         self.done = len(hashes)  # tensors that are there already
-        self.written: dict[str, dict[str, object]] = {}  # file -> bytes, hash
+        self._records: dict[str, dict[str, object]] = {}  # of finished files
         self._shards = [shard for shard in plan if shard.rank == rank]
         self._file: BinaryIO | None = None
         self._left = 0  # items of the open file that are still to come
         self._digest = xxhash.xxh3_128()
-        while hashes:
+        while hashes:  # reopen the files with finished tensors
             here = min(len(hashes), len(self._shards[0].items))
             self._open(here, hashes[here - 1])
             hashes = hashes[here:]
@@ -155,7 +155,7 @@ class FolderWriter:
             self._file = cast(BinaryIO, path.open("wb", buffering=0))
             self._put(memoryview(header))
             return
-        size = len(header) + _written(*shard.items[:done], output=self.output)
+        size = len(header) + _bytes_of(*shard.items[:done], output=self.output)
         if not path.is_file() or path.stat().st_size < size:
             raise UserError(f"{path}: shorter than was written; {ANEW}")
         self._file = cast(BinaryIO, path.open("r+b", buffering=0))
@@ -166,7 +166,7 @@ class FolderWriter:
             raise UserError(f"{path}: not what was written; {ANEW}")
         self._close_if_whole(shard.name)
 
-    def write(self, item: Item, last: bool, values: Tensor) -> None:
+    def write(self, last: bool, values: Tensor) -> None:
         """Append elements to the current tensor; `last` ends it."""
         if self._file is None:
             self._open()
@@ -189,34 +189,34 @@ class FolderWriter:
 
     def _close_if_whole(self, name: str) -> None:
         if not self._left and self._file is not None:
-            self.written[name] = {"bytes": self._file.tell(), HASH: self.digest}
+            self._records[name] = {"bytes": self._file.tell(), HASH: self.digest}
             self._file.close()
             self._file = None
 
     def whole(self) -> dict[str, dict[str, object]]:
         """file -> {bytes, xxh3_128} of all files, which must be complete."""
         assert self._file is None and not self._shards
-        return self.written
+        return self._records
 
     def finish(
-        self, records: Sequence[Mapping[str, dict[str, object]]] = ()
+        self, others: Sequence[Mapping[str, dict[str, object]]] = ()
     ) -> dict[str, dict[str, object]]:
         """Write the index of several shards, and return file -> {bytes, xxh3_128}.
 
         Args:
-            records: the result of `whole` in each process.
+            others: the result of `whole` in each process.
         """
         self.whole()
-        for written in records:
-            self.written |= written
+        for records in others:
+            self._records |= records
         if len(self.plan) > 1:
             where = {item.name: shard.name for shard in self.plan for item in shard.items}
-            total = sum(_written(*shard.items, output=self.output) for shard in self.plan)
+            total = sum(_bytes_of(*shard.items, output=self.output) for shard in self.plan)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             path = self.folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            self.written[path.name] = file_record(path)
-        return self.written
+            self._records[path.name] = file_record(path)
+        return self._records
 
 
 class FoldersSink:
@@ -244,8 +244,8 @@ class FoldersSink:
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         last = stop == item.numel
         for writer, row in zip(self.writers, values, strict=True):
-            coded = item.written(stop - start, writer.output) if item.widths else len(row)
-            writer.write(item, last, row[:coded])
+            used = item.written(stop - start, writer.output) if item.widths else len(row)
+            writer.write(last, row[:used])
         if self.coding is not None:
             sums = self.coding.measured(item.name, start)
             self._sums = sums if self._sums is None else self._sums + sums
@@ -281,15 +281,13 @@ def read_journal(path: Path) -> list[Finished]:
     for number, line in enumerate(lines, 1):
         try:
             done, each, *measured = json.loads(line)
-            read = Finished(each, [float(value) for value in measured[0]] if measured else [])
-            whole = done == number and all(isinstance(text, str) for text in each)
-            first = found[0] if found else read
-            alike = [len(part) for part in read] == [len(part) for part in first]
+            found.append(Finished(each, [float(x) for x in measured[0]] if measured else []))
+            fits = done == number and all(isinstance(text, str) for text in each)
+            fits &= [len(part) for part in found[-1]] == [len(part) for part in found[0]]
         except (ValueError, TypeError):  # not JSON, or another list
-            whole = alike = False
-        if not (whole and alike):
+            fits = False
+        if not fits:
             raise UserError(f"{path}: line {number} cannot be read; {ANEW}")
-        found.append(read)
     return found
 
 
@@ -310,7 +308,10 @@ class Stacked:
     """A `stream.Placing` that holds all outputs of each item, [K, numel]."""
 
     def __init__(self, items: Sequence[Item], outputs: int) -> None:
-        self.held = {i.name: allocate(outputs, i.numel, dtype=i.out) for i in items}
+        self.held = {
+            item.name: torch.empty(outputs, item.numel, dtype=item.out, device="cpu")
+            for item in items
+        }
 
     def place(self, item: Item, start: int, stop: int) -> Tensor:
         return self.held[item.name][:, start:stop]
