@@ -137,7 +137,7 @@ def test_output_folders(here: Path) -> None:
         assert want in check(recipe(), "--out", out, code=1)
     assert "are free in" in check(recipe(), "--out", "new/folder")
     with mock.patch("os.access", lambda path, mode: mode != os.W_OK):  # root may write anywhere
-        assert "Permission denied" in check(recipe(), "--out", "new/folder", code=1)
+        assert "is not writable" in check(recipe(), "--out", "new/folder", code=1)
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1000)):
         assert "too little disk for new" in check(recipe(), "--out", "new", code=1)
         check(recipe())

@@ -170,8 +170,8 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name in ("add", "remove"):
             made = yaml.safe_load((here / "recipe.yml").read_text())
             (here / "models.yml").write_text(yaml.safe_dump({**made, "parameters": {}}))
-            shutil.rmtree(here / "zoo", ignore_errors=True)
-            run("build", "models.yml", "zoo", "--bits", "4", "--quiet")
+            shutil.rmtree(here / "vectors", ignore_errors=True)
+            run("build", "models.yml", "vectors", "--bits", "4", "--quiet")
         if name == "undo":
             run("add", "store", "new-model", "--task", "new", "--quiet")
         lines = examples(command)

@@ -31,7 +31,8 @@ import tvb_mergekit
 from tvb_mergekit.core.learned import Stitch
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import read_document
-from tvb_mergekit.plugin.inputs import Options, dense_of, planned
+from tvb_mergekit.plugin.inputs import Options, dense_of
+from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.sparse import sparse_store
 from tvb_mergekit.store.store import Bases

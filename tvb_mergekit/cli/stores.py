@@ -60,7 +60,7 @@ def build(
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build recipe.yml ./tasks --bits 2
+      tvb build recipe.yml ./vectors --bits 2
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
     from tvb_mergekit.tensors import ranks
@@ -196,7 +196,7 @@ def add(
     \b
     Example:
       tvb add ./store ./new-model --task new --budget 4
-      tvb add ./tasks ./new-model --task new
+      tvb add ./vectors ./new-model --task new
     """
     import_mergekit()
     from tvb_mergekit.cli.inspect import store_line
@@ -294,7 +294,7 @@ def remove(store: str, task: str) -> None:
     The previous store is kept until the next change: `tvb undo STORE` restores it.
 
     \b
-    Example: tvb remove ./tasks --task math
+    Example: tvb remove ./vectors --task math
     """
     from tvb_mergekit.cli.inspect import store_line
     from tvb_mergekit.store.task_vectors import remove_task
