@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import peft
 import pytest
 import tiny
 import torch
-import yaml
-from commands import merge, recipe, refused, tvb
+from commands import recipe, refused, tvb
 from test_lora import LINEAR, changes, model_of, train
 from torch import Tensor
 
@@ -41,12 +38,10 @@ class World:
         }
         self.theta = {name: value.double() for name, value in tiny.load(self.base).items()}
 
-    def dense(self, weights: tuple[float, ...] = (1.0, 1.0, 1.0), exclude: str = "\0") -> Tensor:
+    def dense(self) -> Tensor:
         """T [d, 3] float64."""
-        names = [name for name in sorted(self.theta) if exclude not in name]
-        rows = [[self.deltas[task][name].flatten() for task in TASKS] for name in names]
-        columns = [torch.cat([row[i] for row in rows]) * w for i, w in enumerate(weights)]
-        return torch.stack(columns, dim=1)
+        columns = [[self.deltas[t][n].flatten() for n in sorted(self.theta)] for t in TASKS]
+        return torch.stack([torch.cat(column) for column in columns], dim=1)
 
     def flat(self, state: State) -> Tensor:
         """In the order of `dense`, zero for what is not there."""
@@ -68,22 +63,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 
 
-@pytest.fixture(scope="module")
-def build(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Build the store of a recipe once."""
-    made: dict[str, Path] = {}
-
-    def get(made_of: dict[str, Any], *options: str) -> Path:
-        key = json.dumps([made_of, *options])
-        if key not in made:
-            folder = tmp_path_factory.mktemp("stores") / "store"
-            file = folder.with_name("recipe.yml")
-            file.write_text(yaml.safe_dump(made_of))
-            tvb("build", file, folder, "--quiet", *options)
-            made[key] = folder
-        return made[key]
-
-    return get
+def build(made_of: dict[str, Any], out: Path, *options: str) -> Path:
+    tvb("build", commands.write(made_of, out), out, "--quiet", *options)
+    return out
 
 
 def vectors_of(folder: Path, world: World) -> Tensor:
@@ -97,27 +79,18 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     assert float(error) < tolerance
 
 
-@pytest.mark.parametrize(
-    "basis",
-    [{}, {"basis": "ae", "solver": "exact"}, {"basis": "pca"}, {"basis": "none", "num_bases": 3}],
-    ids=["balanced", "ae", "pca", "none"],
-)
-def test_bases_are_the_dense_combinations(
-    basis: dict[str, Any], world: World, build: Callable[..., Path]
-) -> None:
-    folder = build(world.recipe(**basis))
-    bases, dense = store.load(folder), world.dense()
+def test_bases_are_the_dense_combinations(world: World, tmp_path: Path) -> None:
+    bases = store.load(build(world.recipe(), tmp_path / "store"))
+    dense = world.dense()
     near(bases.tensors["gram"], dense.T @ dense)
-    near(vectors_of(folder, world), dense @ bases.encoder)
-    assert bases.facts["num_parameters"] == sum(
-        v.numel() for n, v in world.theta.items() if "proj" in n
-    )
+    near(vectors_of(tmp_path / "store", world), dense @ bases.encoder)
+    numels = [v.numel() for n, v in world.theta.items() if "proj" in n]
+    assert bases.facts["num_parameters"] == sum(numels)
 
 
-def test_adapters_at_few_bits(world: World, build: Callable[..., Path], tmp_path: Path) -> None:
-    """Their dense updates, with the errors that are told; one more joins them."""
+def test_adapters_at_few_bits(world: World, tmp_path: Path) -> None:
     made_of = {**world.recipe("math", "code"), "parameters": {}}
-    folder = Path(shutil.copytree(build(made_of, "--bits", "2"), tmp_path / "zoo"))
+    folder = build(made_of, tmp_path / "store", "--bits", "2")
     tvb("add", folder, f"{world.base}+{world.root / 'safety'}", "--task", "safety", "--quiet")
     bases, dense = store.load(folder), world.dense()
     for k, vector in enumerate(bases.vectors):
@@ -125,44 +98,6 @@ def test_adapters_at_few_bits(world: World, build: Callable[..., Path], tmp_path
         error = float((found - dense[:, k]).norm() / dense[:, k].norm())
         assert bases.facts.relative_error[TASKS[k]] == pytest.approx(error, rel=1e-4)
         assert 0 < error < 0.5
-
-
-def test_weight_and_exclude(world: World, build: Callable[..., Path]) -> None:
-    made_of = world.recipe(exclude="mlp")
-    made_of["models"][1]["parameters"] = {"weight": -2.0}
-    bases = store.load(build(made_of))
-    dense = world.dense((1.0, -2.0, 1.0), exclude="mlp")
-    near(bases.tensors["gram"], dense.T @ dense)
-    found = vectors_of(bases.path, world)
-    assert not any("mlp" in name for name in bases.names)
-    near(found.norm(dim=0), (dense @ bases.encoder).norm(dim=0))
-
-
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "basis_ta": {"lambda": 0.7, "lambda_scale": "tasks"},
-    "basis_ties": {"lambda": 0.7, "density": 0.4},
-    "basis_negate": {"lambda": 0.2, "alpha": 0.9, "forget": "code"},
-}
-
-
-@pytest.mark.parametrize("method", PARAMETERS)
-def test_recipes_over_their_bases(
-    method: str, world: World, build: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = build(world.recipe())
-    listed = [folder / store.basis_folder(m) for m in range(2)]
-    made_of = recipe(method, world.base, listed, **PARAMETERS[method])
-    merged = merge(made_of, tmp_path / "out")
-    assert merged.facts["tasks"] == list(TASKS)
-    file = commands.write(made_of, tmp_path / "check")
-    assert f"{method} over 2 bases" in tvb("check", file).stdout
-    moved = world.flat(merged.tensors) - world.flat(world.theta)
-    dense, bases = world.dense(), store.load(folder)
-    if method == "basis_ta":
-        near(moved, 0.7 * 3 / 2 * (dense @ bases.encoder).sum(dim=1))
-    if method == "basis_negate":
-        forgotten = dense @ bases.encoder @ bases.decoder[:, 1]
-        near(moved, 0.2 * (dense @ bases.encoder).sum(dim=1) - 0.9 * forgotten)
 
 
 # What is not s B A, or not only adapters
@@ -212,9 +147,8 @@ def test_adapters_of_another_base(world: World, tmp_path: Path) -> None:
 # Growing
 
 
-def test_add_an_adapter(world: World, build: Callable[..., Path], tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(build(world.recipe("math", "safety")), folder)
+def test_add_an_adapter(world: World, tmp_path: Path) -> None:
+    folder = build(world.recipe("math", "safety"), tmp_path / "store")
     model = f"{world.base}+{world.root / 'code'}"  # targets fewer modules than the store holds
     tvb("add", folder, model, "--task", "code", "--budget", 3, "--quiet")
     bases = store.load(folder)
@@ -225,26 +159,3 @@ def test_add_an_adapter(world: World, build: Callable[..., Path], tmp_path: Path
     said = refused("add", folder, f"{world.base}+{tmp_path / 'more'}", "--task", "more")
     assert "`model.embed_tokens.weight`" in said and "no adapter targets it" in said
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "embeddings"])
-def test_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
-    """GPT-2 stores its matrices transposed; embeddings have factors of their own."""
-    make, target = {
-        "gpt2": (tiny.gpt2, ["c_attn", "c_proj", "wte"]),
-        "embeddings": (tiny.llama, ["embed_tokens", "lm_head", "v_proj"]),
-    }[name]
-    base, _ = tiny.family(tmp_path, make, ())
-    start = tiny.load(base)
-    dense = []
-    for seed, task in enumerate(("a", "b")):
-        delta = train(base, tmp_path / task, seed=seed, target_modules=target)
-        dense.append(torch.cat([delta[n].flatten() for n in sorted(start)]))
-    models = [f"{base}+{tmp_path / task}" for task in ("a", "b")]
-    file = commands.write(recipe("basis_ta", base, models, basis="none"), tmp_path / "r")
-    tvb("build", file, tmp_path / "store", "--quiet")
-    made_of = commands.ready(tmp_path / "store", "add.yml")
-    made_of["parameters"]["lambda"] = 0.5
-    merged = merge(made_of, tmp_path / "out").tensors
-    found = torch.cat([(merged[n].double() - start[n]).flatten() for n in sorted(start)])
-    near(found, 0.5 * (dense[0] + dense[1]))

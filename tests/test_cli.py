@@ -236,24 +236,8 @@ def test_where_time_goes(here: Path) -> None:
 
 # Words that are refused
 
-HUB = "merge_method: basis_ta\nbase_model: base\nmodels: [{model: some/body}]\n"
-RECIPES = {  # more of them in test_faults.py, for the merges and `tvb check`
-    "": "expected one recipe, a mapping",
-    "a: 1\n---\nb: 2\n": "expected one recipe",
-    "merge_method: basis_ta\0": "not a YAML recipe",
-    "merge_method: basis_ta\nmodels: [\n": "line 3",
-    "merge_method: basis_tai\n": r"'basis_tai': .*\(did you mean `basis_ta`\?\)",
-    HUB: "model some/body: no such folder .*HF_HUB_OFFLINE",
-    HUB.replace("some/body", "math/model.safetensors"): "is a file; expected a model folder",
-    HUB + "paramters: {}": "did you mean `parameters`?",
-}
 
 
-def test_no_recipe(here: Path) -> None:
-    for content, want in RECIPES.items():
-        (here / "bad.yml").write_text(content)
-        for words in (["build", "bad.yml", "out"], ["check", "bad.yml"], ["inspect", "bad.yml"]):
-            assert re.search(want, refused(*words)), want
 
 
 ONE = "give one of --task NAME, --basis K, --all-bases and --all DIR"
@@ -414,22 +398,6 @@ def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:
     assert (here / "ü [red] 'x'.svg").read_text().startswith("<?xml")
 
 
-def test_damaged_stores(here: Path) -> None:
-    file = here / "store/basis-001/model.safetensors"
-    content = file.read_bytes()
-    over = recipe("basis_ta", here / "base", [here / "store" / f"basis-00{m}" for m in range(2)])
-    write(over, here / "over")
-    run("check", "over.yml")
-    damages = {
-        "checksum": content[:-1] + bytes([content[-1] ^ 1]),
-        "bytes, basis.json says": content[:-1],
-        "missing, and basis.json names it": None,
-    }
-    for want, change in damages.items():
-        file.write_bytes(change) if change is not None else file.unlink()
-        reading = ("inspect store", "export store out --basis 0", "add store new-model --task n")
-        for words in ("check store", "check over.yml", *(() if want == "checksum" else reading)):
-            assert want in refused(*words.split())
 
 
 # What is written
@@ -528,21 +496,6 @@ def test_strange_names(here: Path) -> None:
 # Places
 
 
-def test_from_another_folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    (tmp_path / "other/link").symlink_to("../here/store")
-    (tmp_path / "other/base-link").symlink_to("../here/base")
-    run("inspect", "../here/store")
-    run("check", "../here/store/recipes/add.yml")
-    for words in (
-        ["export", "../here/store", "out", "--task", "math"],
-        ["add", "../here/store", "../here/new-model", "--task", "new"],
-    ):
-        run(*words, "--quiet")  # the store knows where its base was
-    run("check", "link")
-    run("export", "link", "linked", "--task", "new", "--base", "base-link", "--quiet")
-    assert (tmp_path / "other/link").is_symlink()
 
 
 def test_the_base_has_moved(here: Path) -> None:
@@ -559,17 +512,6 @@ def test_the_base_has_moved(here: Path) -> None:
         run(*words, "--base", "moved", "--quiet")
 
 
-def test_no_network(here: Path) -> None:
-    """And nothing answers."""
-    import huggingface_hub
-
-    class ConnectError(Exception):
-        pass
-
-    ConnectError.__module__ = "httpx"
-    with mock.patch.object(huggingface_hub, "list_repo_files", side_effect=ConnectError("no name")):
-        said = refused("export", "store", "out", "--task", "math", "--base", "some/body")
-    assert "base some/body: no such file or folder" in said
 
 
 # The cache

@@ -33,7 +33,6 @@ from processes import (
     Ended,
     Running,
     on_change,
-    refuse,
     run,
     small_files,
 )
@@ -270,15 +269,6 @@ def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
 
 
 # File systems that cannot do this or that
-
-
-def test_without_hard_links(place: Place) -> None:
-    command, found = COMMANDS["add below the budget"], []
-    for fault in (None, partial(refuse, "os.link")):
-        place.reset(command)
-        place.run(command.words, fault)
-        found.append(timeless(contents(place.store)))
-    assert found[0] == found[1]
 
 
 # Two at once

@@ -122,14 +122,6 @@ def test_models_that_lack_most_together_are_refused() -> None:
         library.build(state(0), models)
 
 
-@pytest.mark.parametrize("named", ["head", "twin"])
-def test_a_model_needs_one_name_of_what_the_base_ties(named: str) -> None:
-    base, other = tied(state(0)), {"head": "twin", "twin": "head"}[named]
-    merged = library.merge(build(base, without(other)(tied(state(1)))), base, lambda_=1.0)
-    for name in ("head", "twin"):
-        torch.testing.assert_close(merged[name], state(1)["head"])
-
-
 def test_what_is_excluded_is_not_counted() -> None:
     with pytest.warns(UserWarning, match=r"1 missing in the model \(b\)"):
         build({"a": torch.ones(50), "b": torch.ones(10), "c": torch.ones(11)},

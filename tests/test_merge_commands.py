@@ -134,12 +134,6 @@ def test_buffers_that_are_no_floats(tmp_path: Path) -> None:
     merge(document, tmp_path / "bin", "--no-safe-serialization", command="mergekit-pytorch")
 
 
-def test_one_value_may_stand_in_a_list(models: Folders, tmp_path: Path) -> None:
-    """As mergekit takes it: one entry, of all tensors, is no gradient and no filter."""
-    plain = merge(recipe("basis_ta", *models, **BALANCED), tmp_path / "plain")
-    keys = {"basis": ["balanced"], "num_bases": [{"filter": "*", "value": 2}]}
-    listed = merge(recipe("basis_ta", *models, **keys), tmp_path / "listed")
-    assert all(listed.tensors[name].equal(value) for name, value in plain.tensors.items())
 
 
 # Refusals

@@ -520,20 +520,6 @@ def digests(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
 
-def test_bases_loaded_before_an_addition_are_not_mixed_with_those_after(tmp_path: Path) -> None:
-    """The old bases, or an error; never old coefficients over new vectors."""
-    base, models = family(5)
-    store = tmp_path / "s"
-    three = {f"t{i}": models[i] for i in range(3)}
-    old = tvb.build(base, three, store, basis="balanced", num_bases=2)
-    expected = tvb.merge(tvb.load(store), base, "basis_negate", forget="t1", alpha=1.0)
-    tvb.add(store, base, models[4], "t4")
-    try:
-        merged = tvb.merge(old, base, "basis_negate", forget="t1", alpha=1.0)
-    except tvb.UserError:
-        return
-    for name, tensor in expected.items():
-        torch.testing.assert_close(merged[name], tensor)
 
 
 def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own() -> None:

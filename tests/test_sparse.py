@@ -331,20 +331,6 @@ def test_a_store_of_a_store(world: World, more: list[object], tmp_path: Path) ->
     tvb("merge", tmp_path / "made", tmp_path / "out", "--method", "add", "--quiet")
 
 
-def test_a_store_of_a_zoo(world: World, tmp_path: Path) -> None:
-    """Its task vectors are those of the codes."""
-    file, dense = tmp_path / "zoo.yml", world.dense
-    file.write_text(yaml.safe_dump(recipe("basis_ta", world.base, world.models, dtype=None)))
-    tvb("build", file, tmp_path / "zoo", "--bits", 4, "--quiet")
-    zoo = stores.load(tmp_path / "zoo")
-    states = [{n: each.tensor(n) for n in each.tensors} for each in zoo.vectors]
-    dense.tau = np.stack([reference.flat(state, dense.names) for state in states], 1)
-    keys, listed = {"basis": "balanced", "num_bases": 2}, [tmp_path / "zoo" / t for t in TASKS]
-    file.write_text(yaml.safe_dump(recipe("basis_ta", world.base, listed, **keys)))
-    bases = stores.load(world.masked(file, tmp_path / "made"))
-    assert bases.encoder is not None and not bases.keeps_tasks
-    reference.check_encoder("balanced", dense.gram, bases.encoder.numpy())
-    check(bases, dense, vectors_of(tmp_path / "made", dense), bases.encoder.numpy())
 
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -455,28 +441,5 @@ def test_files_that_are_no_bases_of_the_recipe(world: World, sparse: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_basis_without_entries(world: World, tmp_path: Path) -> None:
-    document, files = read_document(world.folder / "sparse.yml"), []
-    state = by_the_format(world.folder / "sparse-0.safetensors")
-    for m, scale in enumerate((1.0, 0.0)):
-        files.append(tmp_path / f"{m}.safetensors")
-        write_sparse(files[m], ((n, scale * torch.from_numpy(t)) for n, t in state.items()))
-    with planned(document, Options()) as plan:
-        plan.build()
-        bases = sparse_store(dense_of(document, plan), files, tmp_path / "out")
-    vectors = vectors_of(tmp_path / "out", world.dense)[:, :1]
-    want = np.linalg.lstsq(vectors, world.dense.tau, rcond=None)[0]
-    np.testing.assert_allclose(bases.decoder[:1], want, rtol=1e-4)
-    assert not bases.decoder[1].any()
-    tvb("merge", tmp_path / "out", tmp_path / "merged", "--method", "add", "--quiet")
 
 
-@pytest.mark.parametrize("place", [-1, 300])
-def test_a_damaged_store_is_refused(sparse: Path, place: int, tmp_path: Path) -> None:
-    store = Path(shutil.copytree(sparse, tmp_path / "store"))
-    file = store / "basis-001" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[place] ^= 1
-    file.write_bytes(data)
-    line = refused("check", store)
-    assert "basis-001/model.safetensors: its checksum is not the one" in line

@@ -159,14 +159,6 @@ def test_the_bases_are_those_of_the_dense_reference(
     check(tmp_path / "store", dense_of(base, models), keys, dtype)
 
 
-def test_gpt2_and_pickled_models(tmp_path: Path) -> None:
-    """GPT-2 ties its embeddings, stores matrices transposed and names tensors in two ways."""
-    base, models = family(tmp_path / "in", gpt2)
-    dense = dense_of(base, models)
-    as_bin(models[1])
-    as_bin(models[2], shards=2)
-    build_store(read(base, models, **KINDS["pca"]), tmp_path / "store")
-    check(tmp_path / "store", dense, KINDS["pca"])
 
 
 def test_weights_tasks_and_exclude(tmp_path: Path) -> None:
@@ -193,22 +185,6 @@ def twice(folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("which", ["neither", "base", "models", "all"])
-def test_tied_embeddings_are_stored_once(which: str, tmp_path: Path) -> None:
-    base, models = family(tmp_path / "in", functools.partial(llama, tie_word_embeddings=True))
-    dense = dense_of(base, models)
-    for path in (
-        *([base] if which in ("base", "all") else []),
-        *(models if which != "base" else []),
-    ):
-        if which != "neither":
-            twice(path)
-    build_store(read(base, models, **KINDS["balanced"]), tmp_path / "store")
-    check(tmp_path / "store", dense, KINDS["balanced"])
-    found = store.load(tmp_path / "store")
-    assert found.stored_name("lm_head.weight") in ("model.embed_tokens.weight", None)
-    if which in ("base", "all"):
-        assert found.stored_name("lm_head.weight") == "model.embed_tokens.weight"
 
 
 def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
@@ -511,27 +487,6 @@ def test_writers_exclude_each_other_and_leave_no_lock(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["go"]
 
 
-def test_an_output_that_cannot_become_a_store_is_refused_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, models = family(tmp_path / "in", tasks=("math", "code"))
-    calls = count_grams(monkeypatch)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    for out in (tmp_path / "in", base / "store", models[0], tmp_path / "full"):
-        before = {p for p in tmp_path.rglob("*") if "cache" not in p.parts}
-        with pytest.raises(UserError):
-            build_store(read(base, models, **KINDS["balanced"]), out)
-        assert {p for p in tmp_path.rglob("*") if "cache" not in p.parts} == before
-    assert calls == [0]
-    (tmp_path / "empty").mkdir()
-    build_store(read(base, models, **KINDS["balanced"]), tmp_path / "empty")
-    partial = tmp_path / "mine.partial"
-    partial.mkdir()
-    (partial / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"mine\.partial"):
-        build_store(read(base, models, **KINDS["balanced"]), tmp_path / "mine")
-    assert (partial / "notes.txt").read_text() == "mine"
 
 
 # Loading

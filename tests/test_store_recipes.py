@@ -300,13 +300,6 @@ def test_models_with_code_of_their_own(tmp_path: Path) -> None:
     assert_alike(merged, want, found.base, "basis_ta", "float32")
 
 
-def test_without_dtype_the_merged_model_has_the_bases(
-    families: dict[str, Family], tmp_path: Path
-) -> None:
-    found = families["sharded"]
-    folder = found.store(tmp_path / "store", **KINDS["balanced"])
-    made = over(folder, found.base, "basis_ta", tmp_path / "merged", dtype=None)
-    assert {t.dtype for t in made.tensors.values()} == {torch.bfloat16}
 
 
 # The recipes that a store is written with
@@ -469,11 +462,6 @@ def test_recipes_that_do_not_fit_the_store(
     assert message in one_line(result)
 
 
-def test_a_link_to_a_basis_is_the_basis(
-    standing: tuple[Family, Path, Path], tmp_path: Path
-) -> None:
-    found, one, _ = standing
-    merge(recipe("basis_ta", found.base, [one / "../link", one / BOTH[0]]), tmp_path / "linked")
 
 
 def test_a_basis_is_no_model(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:
@@ -493,28 +481,6 @@ def test_a_basis_is_no_model(standing: tuple[Family, Path, Path], tmp_path: Path
     assert "tvb export" in one_line(result)
 
 
-@pytest.mark.parametrize("damage", ["cut", "delete", "torn", "moved"])
-def test_a_damaged_store_is_refused(
-    damage: str, standing: tuple[Family, Path, Path], tmp_path: Path
-) -> None:
-    found, one, _ = standing
-    folder = Path(shutil.copytree(one, tmp_path / "store"))
-    both = [folder / "basis-000", folder / "basis-001"]
-    file, message = both[1] / "model.safetensors", "keep a store together"
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-4])
-        message = "the file was changed"
-    elif damage == "delete":
-        file.unlink()
-        message = "missing"
-    elif damage == "torn":
-        (folder / "basis.json").write_text("{")
-        message = "cannot be read"
-    else:
-        both[0] = both[0].rename(tmp_path / "basis-000")
-    made = recipe("basis_ta", found.base, both)
-    result = merge(made, tmp_path / "out", fails=True)
-    assert message in one_line(result)
 
 
 def test_another_base_is_refused(standing: tuple[Family, Path, Path], tmp_path: Path) -> None:

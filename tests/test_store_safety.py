@@ -342,13 +342,6 @@ def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:
     assert not failed
 
 
-def test_a_damaged_addition_is_undone(here: Path) -> None:
-    before = files_of(here / "grown")
-    tvb("add", "grown", "e", "--task", "e", "--quiet")
-    (here / "grown/basis-002/model.safetensors").write_bytes(b"")
-    assert "the file was changed" in refused("check", "grown")
-    tvb("undo", "grown")
-    assert files_of(here / "grown") == before
 
 
 # What is in a store means what it says
