@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import family
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,6 +91,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("tvb_mergekit-*.whl")
     return built
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base, a, b, c: read only."""
+    folder = tmp_path_factory.mktemp("models")
+    family(folder, tasks=("a", "b", "c"))
+    return folder
 
 
 @pytest.fixture

@@ -237,9 +237,6 @@ def test_where_time_goes(here: Path) -> None:
 # Words that are refused
 
 
-
-
-
 ONE = "give one of --task NAME, --basis K, --all-bases and --all DIR"
 NEW = "a new one needs --base BASE, and --bits B"
 REFUSED: dict[str, str] = {
@@ -398,8 +395,6 @@ def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:
     assert (here / "ü [red] 'x'.svg").read_text().startswith("<?xml")
 
 
-
-
 # What is written
 
 
@@ -496,8 +491,6 @@ def test_strange_names(here: Path) -> None:
 # Places
 
 
-
-
 def test_the_base_has_moved(here: Path) -> None:
     (here / "base").rename(here / "moved")
     facts = json.loads((here / "store/basis.json").read_text())
@@ -510,8 +503,6 @@ def test_the_base_has_moved(here: Path) -> None:
         said = refused(*words)
         assert "base: no such file or folder" in said and "--base" in said
         run(*words, "--base", "moved", "--quiet")
-
-
 
 
 # The cache

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from commands import merge, recipe, refused, run, tvb
+from commands import merge, ready, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -28,8 +27,6 @@ import tvb_mergekit
 from tvb_mergekit.core.quantize import (
     BITS,
     CHOICES,
-    LEAST_BITS,
-    bits_within,
     block_bytes,
     choose_widths,
     mean_bytes,
@@ -63,9 +60,7 @@ class Family:
     def build(self, out: Path, *words: object, tasks: Sequence[str] = TASKS, **keys: Any) -> Bases:
         own = {0: {"weight": 2.0}}
         made = recipe("basis_ta", self.base, [self.models[t] for t in tasks], own, **keys)
-        file = out.with_suffix(".yml")
-        file.write_text(yaml.safe_dump(made))
-        tvb("build", file, out, "--quiet", *words)
+        tvb("build", write(made, out), out, "--quiet", *words)
         return stores.load(out)
 
     def tau(self, task: str) -> State:
@@ -138,21 +133,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        *(("llama", b) for b in (8, 4, 3, 2, 1, 0.5, 1.5, 0.1)),
-        ("gpt2", 2),
-        ("tied", 2),
-        ("bf16", 1),
-    ],
-)
-def test_a_zoo_holds_what_it_says(
+STORED = [("llama", b) for b in (8, 3, 1.5, 0.1)] + [("gpt2", 2), ("tied", 2), ("bf16", 1)]
+
+
+@pytest.mark.parametrize(("name", "bits"), STORED)
+def test_a_store_holds_what_it_says(
     families: dict[str, Family], name: str, bits: float, tmp_path: Path
 ) -> None:
     """Codes, errors, Gram matrix and bytes, against float64 from the files; the same twice."""
     given = families[name]
-    bases = given.build(tmp_path / "zoo", "--bits", bits)
+    bases = given.build(tmp_path / "store", "--bits", bits)
     facts, tensors = bases.facts, bases.tensors
     assert bases.keeps_tasks and facts.store.folders == list(TASKS)
     found, tau = dense(bases), torch.stack([flat(given.tau(t), bases.names) for t in TASKS], 1)
@@ -173,10 +163,10 @@ def test_a_zoo_holds_what_it_says(
     assert codes <= len(TASKS) * mean_bytes(numels, bits)
     if bits in BITS:
         assert facts.bits == bits and codes == len(TASKS) * mean_bytes(numels, bits)
-    stored = [f.stat().st_size for f in (tmp_path / "zoo").glob("*/*.safetensors")]
+    stored = [f.stat().st_size for f in (tmp_path / "store").glob("*/*.safetensors")]
     assert facts.bytes == sum(stored)
     again = given.build(tmp_path / "again", "--bits", bits)
-    assert again.path is not None and files(again.path) == files(tmp_path / "zoo")
+    assert again.path is not None and files(again.path) == files(tmp_path / "store")
 
 
 @given(
@@ -207,13 +197,11 @@ def test_bits_are_chosen_nearly_as_well_as_can_be(
             assert ours <= errors[:, place].sum() + 1e-12
 
 
-
-
 def test_a_task_joins_mixed_widths_in_as_many_bytes(llamas: Family, tmp_path: Path) -> None:
-    llamas.build(tmp_path / "zoo", "--bits", 1.5)
-    sizes = [v.nbytes for v in stores.load(tmp_path / "zoo").vectors]
-    tvb("add", tmp_path / "zoo", llamas.models["poems"], "--task", "poems", "--quiet")
-    *_, joined = [v.nbytes for v in stores.load(tmp_path / "zoo").vectors]
+    llamas.build(tmp_path / "store", "--bits", 1.5)
+    sizes = [v.nbytes for v in stores.load(tmp_path / "store").vectors]
+    tvb("add", tmp_path / "store", llamas.models["poems"], "--task", "poems", "--quiet")
+    *_, joined = [v.nbytes for v in stores.load(tmp_path / "store").vectors]
     assert 0.97 * sum(sizes) < joined * len(sizes) <= sum(sizes)
 
 
@@ -236,7 +224,7 @@ def test_any_shapes_and_dtypes(
         for task in ("a", "b")
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        bases = tvb_mergekit.build(base, models, Path(folder) / "zoo", bits=bits)
+        bases = tvb_mergekit.build(base, models, Path(folder) / "store", bits=bits)
         found = dense(bases)
         merged = tvb_mergekit.merge(bases, base, basis="none", lambda_=1.0)
         start = flat(base, bases.names)
@@ -252,13 +240,11 @@ def test_any_shapes_and_dtypes(
 def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_path: Path) -> None:
     """In as many bytes, squared error summed over tasks and tensors."""
     lost = {}
-    for bits in (0.5, 1, 1.5, 2, 4):
+    for bits in (0.5, 1, 1.5, 2):
         bases = llamas.build(tmp_path / f"at-{bits}", "--bits", bits)
         lost[bits] = float(bases.tensors["tensor_errors"][:, :-1].sum())
         files = {name: vector.nbytes for name, vector in zip(TASKS, bases.vectors, strict=True)}
-        inputs = read_inputs(
-            read_document((tmp_path / f"at-{bits}").with_suffix(".yml")), Options()
-        )
+        inputs = read_inputs(read_document(tmp_path / f"at-{bits}.yml"), Options())
         fixed = fixed_bytes(inputs.items, 5, 5, inputs.left_out, inputs.folder)
         size = sum(files.values()) + fixed
         mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size)
@@ -270,32 +256,23 @@ def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_pa
     assert lost[0.5] < (lost[1] + total) / 2 and lost[1.5] < (lost[1] + lost[2]) / 2
 
 
-# Merges over a zoo are merges over models with the decoded task vectors. The base is zero, so that
-# such models hold them exactly.
-BASES: dict[str, dict[str, Any]] = {
-    "none": {"basis": "none"},
-    "ae": {"num_bases": 2, "steps": 50},
-    "exact": {"solver": "exact", "num_bases": 2},
-    "balanced": {"basis": "balanced", "num_bases": 2},
-    "energy": {"basis": "balanced", "energy": 0.7},
-    "linear_ae": {"basis": "linear_ae", "steps": 50},
-    "pca": {"basis": "pca", "num_bases": 2},
-    "rand_select": {"basis": "rand_select", "num_bases": 3},
-    "rand_proj": {"basis": "rand_proj", "num_bases": 3},
-    "excluded": {"basis": "balanced", "exclude": "mlp"},
-}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "add": ("basis_ta", {"lambda": 0.3, "lambda_scale": "tasks"}),
-    "ties": ("basis_ties", {"density": 0.4}),
-    "ties-tensor": ("basis_ties", {"trim": "tensor", "merge_func": "mean"}),
-    "negate": ("basis_negate", {"forget": "code", "alpha": 0.7, "lambda": 0.2}),
-    "tsvm": ("basis_tsvm", {"lambda_scale": "tasks"}),
+# Merges over a store are merges over models with the decoded task vectors. The base is zero, so
+# that such models hold them exactly.
+NEGATE = {"forget": "code", "alpha": 0.7, "lambda": 0.2}
+OVER: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("basis_ties", {"basis": "none", "density": 0.4}),
+    "ae": ("basis_ties", {"num_bases": 2, "steps": 50, "trim": "tensor", "merge_func": "mean"}),
+    "balanced": ("basis_ta", {"basis": "balanced", "num_bases": 2, "lambda_scale": "tasks"}),
+    "energy": ("basis_tsvm", {"basis": "balanced", "energy": 0.7}),
+    "pca": ("basis_negate", {"basis": "pca", "num_bases": 2, **NEGATE}),
+    "rand_proj": ("basis_negate", {"basis": "rand_proj", "num_bases": 3, **NEGATE}),
+    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}),
 }
 
 
 @dataclass
 class Pair:
-    zoo: Family
+    store: Family
     models: Family
     path: Path
 
@@ -310,50 +287,46 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         save_file(changed, model / "model.safetensors", {"format": "pt"})
     zeros = {name: torch.zeros_like(value) for name, value in start.items()}
     save_file(zeros, base / "model.safetensors", {"format": "pt"})
-    zoo = Family(base, dict(zip(TASKS, models, strict=True)))
-    bases = zoo.build(folder / "zoo", "--bits", 2)
+    store = Family(base, dict(zip(TASKS, models, strict=True)))
+    bases = store.build(folder / "store", "--bits", 2)
     replaced = {}
     for task, vector in zip(TASKS, bases.vectors, strict=True):
         replaced[task] = folder / "decoded" / task
-        shutil.copytree(zoo.models[task], replaced[task])
+        shutil.copytree(store.models[task], replaced[task])
         state = {name: vector.tensor(name) for name in bases.names}
         save_file(state, replaced[task] / "model.safetensors", {"format": "pt"})
-    return Pair(zoo, Family(base, replaced), folder / "zoo")
+    return Pair(store, Family(base, replaced), folder / "store")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("basis", BASES)
-def test_merges_over_a_zoo(pair: Pair, method: str, basis: str, tmp_path: Path) -> None:
-    name, keys = METHODS[method]
-    if basis == "rand_proj" and name != "basis_negate":
-        pytest.skip("rand_proj is for negation")
-    keys = {**keys, **BASES[basis]}
-    tasks = TASKS if basis != "balanced" else TASKS[1:4]  # any of its tasks, weighted
+@pytest.mark.parametrize("case", OVER)
+def test_merges_over_task_vectors(pair: Pair, case: str, tmp_path: Path) -> None:
+    name, keys = OVER[case]
+    tasks = TASKS if case != "balanced" else TASKS[1:4]  # any of its tasks, weighted
     own = {1: {"weight": 0.5}}
     over = [
-        merge(recipe(name, pair.zoo.base, [where(t) for t in tasks], own, **keys), tmp_path / out)
-        for out, where in (("zoo", lambda t: pair.path / t), ("models", pair.models.models.get))
+        merge(recipe(name, pair.store.base, [where(t) for t in tasks], own, **keys), tmp_path / out)
+        for out, where in (("store", lambda t: pair.path / t), ("models", pair.models.models.get))
     ]
     for tensor, value in over[1].tensors.items():
         torch.testing.assert_close(over[0].tensors[tensor], value, rtol=1e-5, atol=1e-8)
     assert over[0].facts["tasks"] == list(tasks)
     assert over[0].facts["from_store"] == str(pair.path)
-    summed = basis in ("rand_proj", "excluded")  # of which the store does not know G
+    summed = case in ("rand_proj", "excluded")  # of which the store does not know G
     assert over[0].facts["gram_cached"] is not summed
 
 
 def test_templates_the_library_and_exports(llamas: Family, tmp_path: Path) -> None:
     """A store's own recipes, `tvb merge`, `merge` and `export` agree with float64."""
-    bases = llamas.build(tmp_path / "zoo", "--bits", 2)
+    bases = llamas.build(tmp_path / "store", "--bits", 2)
     names, found, base = bases.names, dense(bases), load(llamas.base)
     start = flat(base, names)
     for method, want in (
         ("add", start + 0.4 * found.sum(1)),
         ("forget-code", start - found[:, 1]),
     ):
-        tvb("merge", tmp_path / "zoo", tmp_path / method, "--method", method, "--quiet")
+        tvb("merge", tmp_path / "store", tmp_path / method, "--method", method, "--quiet")
         close(flat(load(tmp_path / method), names), want)
-    tvb("merge", tmp_path / "zoo" / "recipes" / "ties.yml", tmp_path / "ties", "--quiet")
+    tvb("merge", tmp_path / "store" / "recipes" / "ties.yml", tmp_path / "ties", "--quiet")
     ties = tvb_mergekit.merge(bases, llamas.base, "basis_ties", basis="none", density=0.2)
     for name, value in load(tmp_path / "ties").items():
         torch.testing.assert_close(ties[name], value, rtol=1e-5, atol=1e-7)
@@ -361,8 +334,8 @@ def test_templates_the_library_and_exports(llamas: Family, tmp_path: Path) -> No
         bases, llamas.base, basis="balanced", num_bases=3, lambda_scale="tasks"
     )
     close(flat(three, names), start + 0.4 * found.sum(1))
-    tvb("export", tmp_path / "zoo", "--all", tmp_path / "all", "--quiet")
-    tvb("export", tmp_path / "zoo", tmp_path / "one", "--task", "math", "--quiet")
+    tvb("export", tmp_path / "store", "--all", tmp_path / "all", "--quiet")
+    tvb("export", tmp_path / "store", tmp_path / "one", "--task", "math", "--quiet")
     assert sorted(p.name for p in (tmp_path / "all").iterdir()) == sorted(TASKS)
     for k, task in enumerate(TASKS):
         want = start + found[:, k] / float(bases.weights[k])
@@ -372,22 +345,16 @@ def test_templates_the_library_and_exports(llamas: Family, tmp_path: Path) -> No
     one = load(tmp_path / "one")
     assert all(torch.equal(v, one[n]) for n, v in load(tmp_path / "all" / "math").items())
     assert (tmp_path / "one" / "tokenizer.json").is_file()
-    tvb("build", _over(tmp_path, bases, llamas), tmp_path / "bases", "--quiet")
-    assert stores.load(tmp_path / "bases").num_bases == 2  # bases of a zoo's tasks
+    listed = [tmp_path / "store" / task for task in TASKS]
+    over = recipe("basis_ta", llamas.base, listed, basis="balanced", num_bases=2)
+    tvb("build", write(over, tmp_path / "over"), tmp_path / "bases", "--quiet")
+    assert stores.load(tmp_path / "bases").num_bases == 2  # bases of stored task vectors
 
 
-def _over(folder: Path, bases: Bases, given: Family) -> Path:
-    listed = [bases.path / task for task in TASKS if bases.path]
-    made = recipe("basis_ta", given.base, listed, basis="balanced", num_bases=2)
-    (folder / "over.yml").write_text(yaml.safe_dump(made))
-    return folder / "over.yml"
-
-
-@pytest.mark.parametrize("basis", ["balanced", "pca", "ae"])
+@pytest.mark.parametrize("basis", ["balanced", "pca"])
 def test_bases_at_few_bits(llamas: Family, basis: str, tmp_path: Path) -> None:
     """Of any basis; errors of tasks are bounded, and merges use the bases as they are."""
-    keys = {"basis": basis, "num_bases": 2, **({"solver": "exact"} if basis == "ae" else {})}
-    bases = llamas.build(tmp_path / "s", "--bits", 3, **keys)
+    bases = llamas.build(tmp_path / "s", "--bits", 3, basis=basis, num_bases=2)
     assert not bases.keeps_tasks and bases.facts.store.folders[:2] == ["basis-000", "basis-001"]
     found, tau = dense(bases), torch.stack([flat(llamas.tau(t), bases.names) for t in TASKS], 1)
     table = bases.reconstruction(TASKS)
@@ -407,51 +374,50 @@ def test_bases_at_few_bits(llamas: Family, basis: str, tmp_path: Path) -> None:
 
 def test_a_task_joins_and_leaves(llamas: Family, tmp_path: Path) -> None:
     """As if the store had been built so; `undo` takes either back."""
-    zoo, model = tmp_path / "zoo", llamas.models["poems"]
-    first = llamas.build(zoo, "--bits", 2)
-    before = files(zoo)
-    done = tvb("add", zoo, model, "--task", "poems", "--quiet")
+    store, model = tmp_path / "store", llamas.models["poems"]
+    first = llamas.build(store, "--bits", 2)
+    before = files(store)
+    done = tvb("add", store, model, "--task", "poems", "--quiet")
     assert "joins 5 tasks" in done.output and "stay as they are" in done.output
     six = llamas.build(tmp_path / "six", "--bits", 2, tasks=SIX)
-    grown = stores.load(zoo)
-    codes = {n: v for n, v in files(zoo).items() if "/" in n}
+    grown = stores.load(store)
+    codes = {n: v for n, v in files(store).items() if "/" in n}
     assert codes == {n: v for n, v in files(tmp_path / "six").items() if "/" in n}
     for name in ("gram_bases", "errors", "norms", "weights", "matrix_norms", "decoder"):
         torch.testing.assert_close(grown.tensors[name], six.tensors[name], rtol=1e-6, atol=1e-12)
     assert grown.facts.relative_error == pytest.approx(six.facts.relative_error, rel=1e-6)
     assert (grown.facts.bits, grown.facts.bytes) == (six.facts.bits, six.facts.bytes)
     assert "gram" not in grown.tensors and grown.tasks == list(SIX)
-    tvb("remove", zoo, "--task", "code")
+    tvb("remove", store, "--task", "code")
     rest = [task for task in SIX if task != "code"]
-    small, want = stores.load(zoo), llamas.build(tmp_path / "five", "--bits", 2, tasks=rest)
-    assert small.tasks == rest and not (zoo / "code").exists()
+    small, want = stores.load(store), llamas.build(tmp_path / "five", "--bits", 2, tasks=rest)
+    assert small.tasks == rest and not (store / "code").exists()
     for name in ("gram_bases", "errors", "norms", "weights"):
         torch.testing.assert_close(small.tensors[name], want.tensors[name], rtol=1e-6, atol=1e-12)
-    assert sorted(p.name for p in (zoo / "recipes").iterdir()) == sorted(
+    assert sorted(p.name for p in (store / "recipes").iterdir()) == sorted(
         p.name for p in (tmp_path / "five" / "recipes").iterdir()
     )
-    tvb("merge", zoo, tmp_path / "out", "--method", "add", "--quiet")
+    tvb("merge", store, tmp_path / "out", "--method", "add", "--quiet")
     total = 0.4 * dense(small).sum(1) + flat(load(llamas.base), small.names)
     torch.testing.assert_close(
         flat(load(tmp_path / "out"), small.names), total, rtol=1e-5, atol=1e-6
     )
-    tvb("undo", zoo)
-    assert stores.load(zoo).tasks == list(SIX)
-    assert first.path is not None and before.keys() <= files(zoo).keys()
+    tvb("undo", store)
+    assert stores.load(store).tasks == list(SIX)
+    assert first.path is not None and before.keys() <= files(store).keys()
 
 
-@pytest.mark.parametrize("compress", ["ae", "balanced"])
-@pytest.mark.parametrize("budget", [3, 5, 9])
-def test_a_zoo_goes_over_to_algorithm_1(
+@pytest.mark.parametrize(("compress", "budget"), [("ae", 3), ("balanced", 3), ("balanced", 9)])
+def test_task_vectors_go_over_to_algorithm_1(
     llamas: Family, budget: int, compress: str, tmp_path: Path
 ) -> None:
-    zoo = tmp_path / "zoo"
-    old = llamas.build(zoo, "--bits", 2)
+    store = tmp_path / "store"
+    old = llamas.build(store, "--bits", 2)
     found = dense(old)
     words = ("--task", "poems", "--budget", budget, "--compress", compress, "--quiet")
-    done = tvb("add", zoo, llamas.models["poems"], *words)
+    done = tvb("add", store, llamas.models["poems"], *words)
     assert "by Algorithm 1" in done.output and "relative error at most: math" in done.output
-    grown = stores.load(zoo)
+    grown = stores.load(store)
     count = min(budget, 6)
     assert grown.num_bases == count and not grown.keeps_tasks and grown.facts.bits is None
     made = torch.stack(
@@ -474,22 +440,22 @@ def test_a_zoo_goes_over_to_algorithm_1(
             assert known.at_least is not None and known.at_most is not None
             assert known.at_least - 1e-6 <= value <= known.at_most + 1e-6, (task, count)
         model, task = llamas.models["chat"], f"chat-{count}"
-        tvb("add", zoo, model, "--task", task, "--weight", count, "--force", "--quiet")
-        grown = stores.load(zoo)
+        tvb("add", store, model, "--task", task, "--weight", count, "--force", "--quiet")
+        grown = stores.load(store)
         tau = torch.cat([tau, count * flat(llamas.tau("chat"), old.names)[:, None]], 1)
 
 
 def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
     """A store of one task, and the library's way to the same."""
-    zoo = tmp_path / "zoo"
+    store = tmp_path / "store"
     words = ("--base", llamas.base, "--bits", 2, "--quiet")
-    tvb("add", zoo, llamas.models["math"], "--task", "math", "--weight", 2, *words)
-    tvb_mergekit.add(zoo, llamas.base, llamas.models["code"], "code")
+    tvb("add", store, llamas.models["math"], "--task", "math", "--weight", 2, *words)
+    tvb_mergekit.add(store, llamas.base, llamas.models["code"], "code")
     two = llamas.build(tmp_path / "two", "--bits", 2, tasks=TASKS[:2])
-    assert {n: v for n, v in files(zoo).items() if n.split("/")[0] in TASKS} == {
+    assert {n: v for n, v in files(store).items() if n.split("/")[0] in TASKS} == {
         n: v for n, v in files(tmp_path / "two").items() if "/" in n
     }
-    torch.testing.assert_close(stores.load(zoo).tensors["gram_bases"], two.tensors["gram_bases"])
+    torch.testing.assert_close(stores.load(store).tensors["gram_bases"], two.tensors["gram_bases"])
     models = {task: llamas.models[task] for task in TASKS[:2]}
     made = tvb_mergekit.build(llamas.base, models, tmp_path / "lib", weights={"math": 2.0}, bits=2)
     assert made.keeps_tasks and files(tmp_path / "lib").keys() == files(tmp_path / "two").keys()
@@ -499,7 +465,7 @@ def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
 
 def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None:
     """PyTorch's operations on the codes of a piece, where a CPU decodes as it reads."""
-    bases = llamas.build(tmp_path / "zoo", "--bits", 0.5)
+    bases = llamas.build(tmp_path / "store", "--bits", 0.5)
     name = "model.embed_tokens.weight"
     parts = tuple(Part.of(vector, name, "delta") for vector in bases.vectors)
     item = Item(name, bases.vectors[0].tensors[name].shape, None, parts)
@@ -518,19 +484,16 @@ def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None
 
 MISTAKES: dict[str, tuple[str, str]] = {
     "bits": ("build {r} {o} --bits 9", "--bits 9: expected 8, 4, 3, 2, 1, or a mean from 0.1 to 8"),
-    "no bits": ("build {r} {o} --bits 0", "--bits 0: expected"),
-    "not a number": ("build {r} {o} --bits nan", "--bits nan: expected"),
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
-    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M turns them into bases"),
-    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M turns them into bases"),
+    "compress alone": (
+        "add {z} {m} --task new --compress ae",
+        "keeps all tasks as codes; --budget M",
+    ),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
-    "old tasks recoded": ("add {z} {m} --task new --size 2GB", "No such option"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
-    "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
     "where": ("export {z} {o} --all {o}", "name one output folder"),
-    "nowhere": ("export {z} --task math", "name one output folder"),
     "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }
 
@@ -538,12 +501,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def made(families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    families["llama"].build(folder / "zoo", "--bits", 2)
+    families["llama"].build(folder / "store", "--bits", 2)
     return folder
-
-
-
-
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -552,7 +511,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     words, wants = MISTAKES[case]
     places = {
-        "r": made / "zoo.yml", "z": made / "zoo", "o": tmp_path / "out",
+        "r": made / "store.yml", "z": made / "store", "o": tmp_path / "out",
         "m": families["llama"].models["poems"],
     }  # fmt: skip
     before = files(made)
@@ -562,15 +521,15 @@ def test_mistakes_are_one_line(
 
 def test_what_removal_leaves(made: Path, llamas: Family, tmp_path: Path) -> None:
     """Recipes that name a removed task are refused; the last task stays."""
-    zoo = Path(shutil.copytree(made / "zoo", tmp_path / "zoo"))
-    tvb("remove", zoo, "--task", "code")
-    over = recipe("basis_ta", llamas.base, [zoo / task for task in TASKS], basis="none")
+    store = Path(shutil.copytree(made / "store", tmp_path / "store"))
+    tvb("remove", store, "--task", "code")
+    over = recipe("basis_ta", llamas.base, [store / task for task in TASKS], basis="none")
     assert "no such task" in merge(over, tmp_path / "out", fails=True).output
-    (tmp_path / "r.yml").write_text(yaml.safe_dump(over))
+    write(over, tmp_path / "r")
     assert "(removed?), which holds math, safety" in refused("inspect", tmp_path / "r.yml")
     for task in ("math", "safety", "chat"):
-        tvb("remove", zoo, "--task", task)
-    assert "its only task" in refused("remove", zoo, "--task", "legal")
+        tvb("remove", store, "--task", task)
+    assert "its only task" in refused("remove", store, "--task", "legal")
     other = llamas.build(tmp_path / "bases", basis="balanced", num_bases=2)
     assert "combined in 2 bases" in refused("remove", other.path, "--task", "math")
 
@@ -578,7 +537,7 @@ def test_what_removal_leaves(made: Path, llamas: Family, tmp_path: Path) -> None
 def test_mergekits_own_methods_are_told_the_way_out(
     made: Path, families: Any, tmp_path: Path
 ) -> None:
-    listed = [made / "zoo" / task for task in TASKS]
+    listed = [made / "store" / task for task in TASKS]
     for method in ("task_arithmetic", "linear"):
         its = recipe(method, families["llama"].base, listed, weight=1.0)
         said = merge(its, tmp_path / "out", fails=True).output
@@ -591,17 +550,17 @@ def test_mergekits_own_methods_are_told_the_way_out(
 
 
 def test_weights_go_through_generations(llamas: Family, tmp_path: Path) -> None:
-    """A zoo's own times a recipe's: exports are of the task as it was trained."""
-    zoo = llamas.build(tmp_path / "zoo", "--bits", 8)
-    made = recipe("basis_ta", llamas.base, [tmp_path / "zoo" / "math"], {0: {"weight": 3.0}})
-    (tmp_path / "r.yml").write_text(yaml.safe_dump({**made, "parameters": {"basis": "none"}}))
+    """A store's own times a recipe's: exports are of the task as it was trained."""
+    store = llamas.build(tmp_path / "store", "--bits", 8)
+    made = recipe("basis_ta", llamas.base, [tmp_path / "store" / "math"], {0: {"weight": 3.0}})
+    write({**made, "parameters": {"basis": "none"}}, tmp_path / "r")
     for name, words in (("dense", ()), ("coded", ("--bits", "8"))):
         tvb("build", tmp_path / "r.yml", tmp_path / name, *words, "--quiet")
         assert stores.load(tmp_path / name).facts.parameters["weights"] == {"math": 6.0}
         tvb("export", tmp_path / name, tmp_path / f"{name}-math", "--task", "math", "--quiet")
-        tau = flat(llamas.tau("math"), zoo.names) / 2
-        found = flat(load(tmp_path / f"{name}-math"), zoo.names) - flat(
-            load(llamas.base), zoo.names
+        tau = flat(llamas.tau("math"), store.names) / 2
+        found = flat(load(tmp_path / f"{name}-math"), store.names) - flat(
+            load(llamas.base), store.names
         )
         assert float((found - tau).norm() / tau.norm()) < 0.02
 
@@ -610,17 +569,17 @@ def test_a_task_called_base_and_a_damaged_one(llamas: Family, tmp_path: Path) ->
     """Either can be taken out, and the others are merged as ever."""
     listed = [llamas.models[task] for task in TASKS[:3]]
     made = recipe("basis_ta", llamas.base, listed, {0: {"task": "base"}})
-    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
-    zoo = tmp_path / "zoo"
-    tvb("build", tmp_path / "r.yml", zoo, "--bits", 2, "--quiet")
-    tvb("merge", zoo, tmp_path / "before", "--method", "add", "--quiet")
-    shutil.rmtree(zoo / "code")
-    assert "take it out with `tvb remove`" in refused("inspect", zoo)
-    tvb("remove", zoo, "--task", "code")
-    tvb("add", zoo, llamas.models["legal"], "--task", "legal", "--quiet")
-    tvb("remove", zoo, "--task", "base")
-    tvb("merge", zoo, tmp_path / "after", "--method", "add", "--quiet")
-    bases = stores.load(zoo)
+    write(made, tmp_path / "r")
+    store = tmp_path / "store"
+    tvb("build", tmp_path / "r.yml", store, "--bits", 2, "--quiet")
+    tvb("merge", store, tmp_path / "before", "--method", "add", "--quiet")
+    shutil.rmtree(store / "code")
+    assert "take it out with `tvb remove`" in refused("inspect", store)
+    tvb("remove", store, "--task", "code")
+    tvb("add", store, llamas.models["legal"], "--task", "legal", "--quiet")
+    tvb("remove", store, "--task", "base")
+    tvb("merge", store, tmp_path / "after", "--method", "add", "--quiet")
+    bases = stores.load(store)
     want = flat(load(llamas.base), bases.names) + 0.4 * dense(bases).sum(1)
     close(flat(load(tmp_path / "after"), bases.names), want)
 
@@ -634,7 +593,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
         task: {n: v + size * torch.randn_like(v) for n, v in base.items()}
         for task, size in (("a", 0.01), ("b", 0.02), ("small", 0.0002))
     }
-    bases = tvb_mergekit.build(base, models, tmp_path / "zoo", bits=2)
+    bases = tvb_mergekit.build(base, models, tmp_path / "store", bits=2)
     for row, name in enumerate(bases.names):
         for k, (task, vector) in enumerate(zip(models, bases.vectors, strict=True)):
             tau = models[task][name] - base[name]
@@ -655,7 +614,6 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     for wrong in ("two", [2]):
         with pytest.raises(tvb_mergekit.UserError, match=r"`bits` is .*: expected a number"):
             tvb_mergekit.build(base, models, tmp_path / "no", bits=wrong)  # type: ignore[arg-type]
-    tvb_mergekit.build(base, models, tmp_path / "numpy", bits=np.float32(2))  # type: ignore[arg-type]
 
 
 def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:
@@ -667,7 +625,7 @@ def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:
     bad["model.norm.weight"][3] = float("nan")
     with pytest.raises(tvb_mergekit.UserError, match="1 NaN"):
         tvb_mergekit.build(base, {"a": model, "b": bad}, tmp_path / "bad", bits=2)
-    for bits in (8, 2, 1, 0.5):
+    for bits in (8, 0.5):
         bases = tvb_mergekit.build(base, {"a": model}, tmp_path / f"at-{bits}", bits=bits)
         for name in bases.names:
             if name != "model.norm.weight":
@@ -675,28 +633,17 @@ def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:
 
 
 def test_weight_files(tmp_path: Path) -> None:
-    """mergekit-pytorch takes a zoo's files by their paths."""
+    """mergekit-pytorch takes the files of a store by their paths."""
     torch.manual_seed(0)
     states = [{"a": torch.randn(30, 70), "b": torch.randn(5)} for _ in range(4)]
     for k, state in enumerate(states):
         save_file(state, tmp_path / f"{k}.safetensors", {"format": "pt"})
     base, *listed = (tmp_path / f"{k}.safetensors" for k in range(4))
     made = recipe("basis_ta", base, listed, dtype=None, lambda_=0.5)
-    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
-    tvb("build", tmp_path / "r.yml", tmp_path / "zoo", "--bits", 4, "--quiet")
-    bases = stores.load(tmp_path / "zoo")
-    assert sorted(p.name for p in (tmp_path / "zoo" / "1.safetensors").iterdir()) == [
-        "model.safetensors"
-    ]
-    done = run(
-        [
-            "mergekit-pytorch",
-            str(tmp_path / "zoo" / "recipes" / "add.yml"),
-            str(tmp_path / "out"),
-            "--quiet",
-        ],
-        tmp_path / "out",
-    )
-    assert done.returncode == 0, done.stderr
+    tvb("build", write(made, tmp_path / "store"), tmp_path / "store", "--bits", 4, "--quiet")
+    bases = stores.load(tmp_path / "store")
+    assert [p.name for p in (bases.path / "1.safetensors").iterdir()] == ["model.safetensors"]
+    own = ready(bases.path, "add.yml")
+    merge(own, tmp_path / "out", command="mergekit-pytorch")
     want = flat(states[0], ["a", "b"]) + 0.5 * dense(bases).sum(1)
     close(flat(load(tmp_path / "out"), ["a", "b"]), want)
