@@ -8,10 +8,12 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from tiny import family
+from worlds import FAMILIES, Models
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,6 +101,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     family(folder, tasks=("a", "b", "c"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
+    """Name -> the family of models, made once: read only."""
+    return cache(lambda name: FAMILIES[name](tmp_path_factory.mktemp("world")))
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/matrices.py", "info.smallest_normal * info.eps", "0 * info.eps"),
         ("tensors/matrices.py", "if matrix.base is not None and any(rows):", "if False:"),
     ],
-    "test_zoo.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
+    "test_task_vectors.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
         ("core/quantize.py", "if tensor in full or size > left:", "if size > left:"),
         ("core/quantize.py", "        left -= size\n", ""),
         ("core/quantize.py", "steps.sort()", "steps.sort(reverse=True)"),
@@ -103,12 +103,12 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
          "start // width.group * width.group\n        low", "start // 64 * 64\n        low"),
         ("tensors/quantized.py", "list(shape), group], VERSION", "list(shape), group], 1"),
         ("tensors/quantized.py", "(shares * units) @ values", "shares @ values"),
-        ("store/report.py",
+        ("store/vectors.py",
          '"errors": torch.stack([coded, coded])', '"errors": 2 * torch.stack([coded, coded])'),
     ],
-    "test_zoo.py -k 'joins or over_to or generations'": [
+    "test_task_vectors.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
-        ("store/zoo.py",
+        ("store/task_vectors.py",
          '["tensor_errors"].sum(0).sqrt()', '["tensor_errors"].sum(0)'),
         ("store/report.py", "weights[task] *= scale", "pass"),
     ],
@@ -223,7 +223,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/add.py", "matrix[-1] *= self.inputs.weights[0]", "matrix[-1] *= 1.0"),
     ],
     "test_store.py -k dense_reference": [
-        ("store/report.py", "(coded + ARITHMETIC * terms) @", "0 * (coded + terms) @"),
+        ("store/vectors.py", "(coded + ARITHMETIC * terms) @", "0 * (coded + terms) @"),
         ("store/build.py", "[:, None] / len(basis.tasks)", "[:, None] / basis.num_bases"),
     ],
     "test_store_safety.py -k 'weighted_task or keeps_its_meaning'": [

@@ -13,12 +13,11 @@ import torch
 from mergekit.common import ModelReference
 from safetensors.torch import load_file, save_file
 from test_faults import Case, check, recipe
-from tiny import gpt2, llama, save_tokenizer
+from tiny import gpt2, llama
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NORM, HEAD, MLP = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"
-EMBED = "model.embed_tokens.weight"
 SHARDED = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 Setup = Callable[[Path], object]
 
@@ -51,14 +50,6 @@ def edited(model: str, change: Callable[[dict[str, torch.Tensor]], object]) -> S
 
 def filled(model: str, name: str, count: int, value: float) -> Setup:
     return edited(model, lambda tensors: tensors[name].view(-1)[:count].fill_(value))
-
-
-def configured(model: str, **changes: Any) -> Setup:
-    def setup(folder: Path) -> None:
-        file = folder / model / "config.json"
-        rewrite(file, json.dumps(json.loads(file.read_text()) | changes).encode())
-
-    return setup
 
 
 def cut(name: str, keep: float) -> Setup:
@@ -134,18 +125,6 @@ def other_base(folder: Path) -> None:
         parameter.data.add_(0.5 * torch.randn_like(parameter))
     shutil.rmtree(folder / "b")
     model.save_pretrained(folder / "b")
-
-
-def new_tokens(folder: Path) -> None:
-    """c knows two tokens more, and has rows for them."""
-    tensors = load_file(folder / "c" / WEIGHTS)
-    for name in (EMBED, HEAD):
-        tensors[name] = torch.cat([tensors[name], tensors[name][:2]])
-    write(folder / "c" / WEIGHTS, tensors)
-    configured("c", vocab_size=98)(folder)
-    for file in (folder / "c").glob("token*"):
-        file.unlink()
-    save_tokenizer(folder / "c", 96, ["<x>", "<y>"])
 
 
 def adapter(folder: Path) -> None:
@@ -224,15 +203,10 @@ CASES = {
         half_fused,
         ("--quiet", "--lora-merge-cache", "cache"),
     ),
-    "tokens": Case(
-        recipe(tokenizer_source="union"),
-        ("2 tokens", "<[xy]>", "tokenizer_source: base"),
-        new_tokens,
-    ),
 }
 
 
-ENDS = ("nan", "overflow", "other base", "tensor lost in a model", "data cut", "bin code", "tokens")
+ENDS = ("nan", "overflow", "other base", "tensor lost in a model", "data cut", "bin code")
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,12 +12,10 @@ from processes import FULL, INTERRUPT, little_disk, on_call, on_change, unprivil
 from test_faults import Case, check, recipe
 from test_faults_files import WEIGHTS, rewrite
 
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.output import check_output_folder
-
 RAW, MULTI = "mergekit-pytorch", "mergekit-multi"
 FILES = [{"model": f"./{name}/{WEIGHTS}", "parameters": {"task": name}} for name in "abc"]
 FIRST = recipe({"num_bases": 1}, models=("./a", "./b")) | {"name": "first"}
+DOCUMENTS = (FIRST, recipe(models=("first", "./c")))
 RAW_RECIPE = recipe(models=FILES, base_model=f"./base/{WEIGHTS}")
 CASES = {
     # the output
@@ -67,7 +64,7 @@ CASES = {
         fault=partial(on_change, ".", FULL, 4),
     ),
     "multi": Case(
-        yaml.safe_dump_all([FIRST, recipe(models=("first", "./c"))]),
+        yaml.safe_dump_all(DOCUMENTS),
         command=MULTI,
         leaves="between",
         ok=True,
@@ -78,25 +75,3 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_output(name: str, tmp_path: Path, tiny_models: Path) -> None:
     check(tmp_path / "work", tiny_models, CASES[name])
-
-
-@pytest.mark.parametrize(
-    ("out", "told"),
-    [
-        ("a/", "is the input a; name another folder"),
-        ("link", "is the input base"),
-        ("a/new", "lies in the input a"),
-        (".", "holds the input ./lone.bin"),
-        ("file", "is a file; name a folder"),
-        ("file/out", "is a file; name a folder"),
-    ],
-)
-def test_folders_of_others(out: str, told: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("base", "a"):
-        Path(name).mkdir()
-    Path("link").symlink_to("base")
-    for name in ("file", "lone.bin"):
-        Path(name).touch()
-    with pytest.raises(UserError, match=told):
-        check_output_folder(out, ["base", "a", "./lone.bin"])

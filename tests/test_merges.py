@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
-from families import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, llama, llava, vit
+from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, llama, llava, vit
 from mergekit import merge_methods
 from reference import Dense, expect
 from tiny import family, gpt2, load

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 from commands import Result, assert_close, assert_same, merge, recipe
-from mergekit.config import MergeConfiguration
-from mergekit.merge import run_merge
-from mergekit.options import MergeOptions
 from reference import Dense, expect
 from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
@@ -49,13 +46,7 @@ def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
         ("basis_ties", {"basis": "balanced", "trim": "tensor"}, {}),
     ],
 )
-def test_another_merge_of_the_same_inputs_reads_no_gram(
-    method: str,
-    keys: dict[str, Any],
-    own: Any,
-    inputs: tuple[Path, list[Path]],
-    tmp_path: Path,
-) -> None:
+def test_another_merge_of_the_same_inputs_reads_no_gram(method, keys, own, inputs, tmp_path):
     cache = tmp_path / "cache"
     first = merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "first", cache=cache)
     assert first.facts["gram_cached"] is False
@@ -75,9 +66,7 @@ def test_another_merge_of_the_same_inputs_reads_no_gram(
     "keys",
     [{**PCA, "exclude": "mlp"}, {"basis": "rand_proj", "num_bases": 2}, {**PCA, "order": -1}],
 )
-def test_what_changes_the_sums_changes_the_entry(
-    keys: dict[str, Any], inputs: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
+def test_what_changes_the_sums_changes_the_entry(keys, inputs, tmp_path):
     cache, more = tmp_path / "cache", {"forget": "code", "alpha": 1}
     base, models = inputs
     merge(recipe("basis_negate", base, models, **PCA, **more), tmp_path / "first", cache=cache)
@@ -115,34 +104,7 @@ def test_a_damaged_entry_counts_as_absent(inputs: tuple[Path, list[Path]], tmp_p
     assert merge(made, tmp_path / "third", cache=cache).facts["gram_cached"] is True
 
 
-# One process, several merges
-
-
-def in_process(made: dict[str, Any], out: Path) -> Result:
-    with mock.patch.dict(os.environ, TVB_MERGEKIT_CACHE=str(out.parent / "gram-cache")):
-        run_merge(MergeConfiguration.model_validate(made), str(out), MergeOptions(quiet=True))
-    return Result(out)
-
-
-def test_run_merge_twice_with_rewritten_files(
-    inputs: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
-    base, models = inputs
-    made = recipe("basis_ties", base, models, **PCA)
-    first = in_process(made, tmp_path / "first")
-    for folder in (base, models[1]):
-        change_unsampled(folder)
-    second = in_process(made, tmp_path / "second")
-    assert second.facts["gram_cached"] is False
-    want = expect(dense_of(base, models), "basis_ties", PCA, second.basis, THREE)
-    assert_close(second.tensors, want.tensors, load(base), want.boundary)
-    name = "model.embed_tokens.weight"
-    assert not torch.equal(first.tensors[name], second.tensors[name])
-
-
-def test_mergekit_multi_merges_what_it_has_merged(
-    inputs: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
+def test_mergekit_multi_merges_what_it_has_merged(inputs, tmp_path):
     base, models = inputs
     for number in range(2):
         inter = tmp_path / f"inter{number}"

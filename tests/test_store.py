@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from commands import recipe
+from commands import contents, recipe
 from numpy.typing import NDArray
 from reference import Dense, coefficients, flat, random_projection
 from safetensors.torch import load_file, save_file
@@ -145,37 +143,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     ("kind", "dtype"),
     [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("rand_proj", "float16")],
 )
-def test_the_bases_are_those_of_the_dense_reference(
-    kind: str, dtype: str, mixed: tuple[Path, list[Path]], tmp_path: Path
-) -> None:
+def test_the_bases_are_those_of_the_dense_reference(kind, dtype, mixed, tmp_path):
     base, models = mixed
     keys = KINDS[kind]
     build_store(read(base, models, **keys), tmp_path / "store", dtype=DTYPES[dtype])
     check(tmp_path / "store", dense_of(base, models), keys, dtype)
-
-
-def test_weights_tasks_and_exclude(tmp_path: Path) -> None:
-    base, models = family(tmp_path / "in", dtypes=MIXED)
-    own: dict[int, dict[str, Any]] = {0: {"weight": 2.0, "task": "sums"}, 3: {"weight": -0.5}}
-    keys = {"basis": "pca", "num_bases": 2}
-    inputs = read(base, models, own, exclude="embed_tokens|lm_head", **keys)
-    build_store(inputs, tmp_path / "store", dtype=torch.bfloat16)
-    found = store.load(tmp_path / "store")
-    assert found.tasks == ["sums", *TASKS[1:]]
-    assert found.facts["left_out"] == {
-        name: "excluded by the recipe" for name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
-    states = [load(path) for path in (base, *models)]
-    names = [n for n in states[0] if "embed" not in n and "lm_head" not in n]
-    dense = Dense(states[0], states[1:], names, [2.0, 1.0, 1.0, -0.5, 1.0])
-    check(tmp_path / "store", dense, keys, "bfloat16")
-
-
-def twice(folder: Path) -> None:
-    """Store the output embedding beside the input embedding it is tied to."""
-    state = load(folder)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
@@ -266,9 +238,7 @@ def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("pca", "bfloat16"), ("rand_proj", "float32")])
-def test_files_are_the_same_however_they_were_made(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_the_same_however_they_were_made(kind, dtype, tmp_path, monkeypatch):
     base, models = raw_family(tmp_path / "in", BIG)
     cache = str(tmp_path / "cache")
     ways = [("256", "off"), ("1", "off"), ("20", "off"), ("256", cache), ("3", cache)]
@@ -309,9 +279,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
 @pytest.mark.parametrize(
     ("kind", "part", "shards"), [("pca", True, 10**9), ("rand_proj", False, 20000)]
 )
-def test_resuming_after_every_piece_gives_the_same_store(
-    kind: str, part: bool, shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_after_every_piece_gives_the_same_store(kind, part, shards, tmp_path, monkeypatch):
     monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", "1")
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     in_shards(monkeypatch, shards)
@@ -347,13 +315,7 @@ def interrupted(make: Callable[[], TaskSet], out: Path, place: int) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_resuming_with_anything_else_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resuming_with_anything_else_is_refused(tmp_path, caplog):
     """Without `resume` it starts anew, and with it where there is nothing to go on with."""
     base, models = raw_family(tmp_path / "in", SIZES)
     keys = KINDS["pca"]
@@ -385,10 +347,7 @@ def test_resuming_with_anything_else_is_refused(
         check(out, dense_of(base, models), KINDS[inputs.settings.basis])
 
 
-def test_bytes_that_were_lost_are_found_by_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a power failure, when the journal reached the disk and the bases did not."""
+def test_bytes_that_were_lost_are_found_by_resume(tmp_path, monkeypatch):
     base, models = raw_family(tmp_path / "in", SIZES)
     out = tmp_path / "store"
     in_shards(monkeypatch, 1)  # a tensor each
@@ -423,41 +382,6 @@ def test_bytes_that_were_lost_are_found_by_resume(
         build_store(read(base, models, **KINDS["pca"]), out, resume=True)
     build_store(read(base, models, **KINDS["pca"]), out, resume=True)
     check(out, dense_of(base, models), KINDS["pca"])
-
-
-def test_a_refused_build_leaves_nothing(tmp_path: Path) -> None:
-    base, models = raw_family(tmp_path / "in", SIZES)
-    state = load_file(models[2])
-    state["c"].view(-1)[7000] = float("nan")
-    save_file(state, models[2])
-    place = tmp_path / "out"
-    with pytest.raises(UserError, match=r"safety.*1 NaN"):
-        build_store(read(base, models, **KINDS["balanced"]), place / "store")
-    shutil.copyfile(base, models[2])
-    with pytest.raises(UserError, match="identical to the base"):
-        build_store(read(base, models, **KINDS["balanced"]), place / "store")
-    assert list(place.iterdir()) == []
-
-
-def test_writers_exclude_each_other_and_leave_no_lock(tmp_path: Path) -> None:
-    """Each makes and deletes a file that no other may find, many times."""
-    script = """if True:
-        import os, sys
-        from tvb_mergekit.store.writer import lock
-        while not os.path.exists(sys.argv[2]):
-            pass
-        for _ in range(400):
-            held = lock(sys.argv[1], lambda line: None)
-            os.close(os.open(sys.argv[1] + ".busy", os.O_CREAT | os.O_EXCL))
-            os.unlink(sys.argv[1] + ".busy")
-            held.release()
-        """
-    words = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "go")]
-    pipes = {"stderr": subprocess.PIPE, "text": True}
-    writers = [subprocess.Popen(words, **pipes) for _ in range(3)]  # type: ignore[call-overload]
-    (tmp_path / "go").touch()
-    assert [(w.communicate(timeout=300)[1], w.returncode) for w in writers] == [("", 0)] * 3
-    assert [entry.name for entry in tmp_path.iterdir()] == ["go"]
 
 
 # Loading
