@@ -65,7 +65,8 @@ class Models:
     def recipe(
         self, method: str = "basis_ta", tasks: Sequence[str] | None = None, **keys: Any
     ) -> dict[str, Any]:
-        listed = self.listed if tasks is None else [self.models[task] for task in tasks]
+        numbers = [list(self.tasks).index(task) for task in tasks or self.tasks]
+        listed = [self.listed[number] for number in numbers]
         return recipe(method, self.base, listed, keys.pop("own", self.own), **keys)
 
     def build(self, out: Path, *words: object, **keys: Any) -> Bases:
@@ -216,17 +217,24 @@ def other_order(folder: Path) -> Models:
     return made
 
 
-def adapters(folder: Path, tasks: Sequence[str] = THREE) -> Models:
+ADAPTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"target_modules": ["q_proj", "up_proj"], "r": 2, "task_type": "CAUSAL_LM"},
+    {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 3, "use_rslora": True},
+)
+
+
+def adapters(folder: Path, configs: Sequence[Mapping[str, Any]] = ({}, {}, {})) -> Models:
     from test_lora import train
 
     base, _ = family(folder, tasks=())
     start, listed = load(base), []
     states = [{name: tensor.double() for name, tensor in start.items()}]
-    for seed, task in enumerate(tasks):
-        change = train(base, folder / task, seed=seed)
+    for seed, (task, config) in enumerate(zip(THREE, configs, strict=True)):
+        change = train(base, folder / task, seed=seed, **config)
         listed.append(f"{base}+{folder / task}")
         states.append({name: tensor + change[name] for name, tensor in states[0].items()})
-    return Models(base, listed, states, tasks, loader=CAUSAL)
+    return Models(base, listed, states, loader=CAUSAL)
 
 
 def a_store(basis: str, folder: Path) -> Models:
@@ -332,6 +340,7 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "two more tokens": two_more_tokens,
     "other order": other_order,
     "adapters": adapters,
+    "mixed adapters": partial(adapters, configs=ADAPTERS),
     "store of pca": partial(a_store, "pca"),
     "store of balanced": partial(a_store, "balanced"),
     "store of rand_proj": partial(a_store, "rand_proj"),
