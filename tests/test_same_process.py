@@ -39,13 +39,13 @@ def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
 # The Gram cache
 
 
-@pytest.mark.parametrize(
-    ("method", "keys", "own"),
-    [
-        ("basis_ta", {**PCA, "lambda": 0.9}, {0: {"weight": -2.0, "task": "sums"}}),
-        ("basis_ties", {"basis": "balanced", "trim": "tensor"}, {}),
-    ],
-)
+AGAIN = [
+    ("basis_ta", {**PCA, "lambda": 0.9}, {0: {"weight": -2.0, "task": "sums"}}),
+    ("basis_ties", {"basis": "balanced", "trim": "tensor"}, {}),
+]
+
+
+@pytest.mark.parametrize(("method", "keys", "own"), AGAIN)
 def test_another_merge_of_the_same_inputs_reads_no_gram(method, keys, own, inputs, tmp_path):
     cache = tmp_path / "cache"
     first = merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "first", cache=cache)
