@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from tiny import TASKS, family, llama, load
+from tiny import TASKS, load
 from torch import Tensor
 from worlds import SIX, Models
 
@@ -225,63 +224,33 @@ def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Models, tmp_pa
     assert lost[0.5] < (lost[1] + total) / 2 and lost[1.5] < (lost[1] + lost[2]) / 2
 
 
-# Merges over a store are merges over models with the decoded task vectors. The base is zero, so
-# that such models hold them exactly.
-NEGATE = {"forget": "code", "alpha": 0.7, "lambda": 0.2}
-OVER: dict[str, tuple[str, dict[str, Any]]] = {
-    "all": ("basis_ties", {"basis": "none", "density": 0.4}),
-    "ae": ("basis_ties", {"num_bases": 2, "steps": 50, "trim": "tensor", "merge_func": "mean"}),
-    "balanced": ("basis_ta", {"basis": "balanced", "num_bases": 2, "lambda_scale": "tasks"}),
-    "energy": ("basis_tsvm", {"basis": "balanced", "energy": 0.7}),
-    "pca": ("basis_negate", {"basis": "pca", "num_bases": 2, **NEGATE}),
-    "rand_proj": ("basis_negate", {"basis": "rand_proj", "num_bases": 3, **NEGATE}),
-    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}),
+# basis, method, keys of each
+OVER: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "all": ({"basis": "none"}, "basis_ties", {"density": 0.4}),
+    "ae": ({"steps": 50}, "basis_ties", {"trim": "tensor", "merge_func": "mean"}),
+    "balanced": ({"basis": "balanced"}, "basis_ta", {"lambda_scale": "tasks"}),
+    "energy": ({"basis": "balanced", "energy": 0.7}, "basis_tsvm", {}),
+    "pca": ({"basis": "pca"}, "basis_negate", {"forget": "code", "alpha": 0.7, "lambda_": 0.2}),
+    "rand_proj": ({"basis": "rand_proj"}, "basis_negate", {"forget": "code", "alpha": 0.7}),
+    "excluded": ({"basis": "balanced", "exclude": "w1"}, "basis_ta", {}),
 }
 
 
-@dataclass
-class Pair:
-    store: Models
-    models: Models
-    path: Path
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("pair")
-    base, models = family(folder, functools.partial(llama, num_hidden_layers=1), TASKS)
-    start = load(base)
-    for model in models:
-        changed = {name: value - start[name] for name, value in load(model).items()}
-        save_file(changed, model / "model.safetensors", {"format": "pt"})
-    zeros = {name: torch.zeros_like(value) for name, value in start.items()}
-    save_file(zeros, base / "model.safetensors", {"format": "pt"})
-    store = Models(base, models, [], TASKS, own={0: {"weight": 2.0}})
-    bases = store.build(folder / "store", "--bits", 2)
-    replaced = {}
-    for task, vector in zip(TASKS, bases.vectors, strict=True):
-        replaced[task] = folder / "decoded" / task
-        shutil.copytree(store.models[task], replaced[task])
-        state = {name: vector.tensor(name) for name in bases.names}
-        save_file(state, replaced[task] / "model.safetensors", {"format": "pt"})
-    return Pair(store, Models(base, list(replaced.values()), [], TASKS), folder / "store")
-
-
 @pytest.mark.parametrize("case", OVER)
-def test_merges_over_task_vectors(pair: Pair, case: str, tmp_path: Path) -> None:
-    name, keys = OVER[case]
-    tasks = TASKS if case != "balanced" else TASKS[1:4]  # any of its tasks, weighted
-    own = {1: {"weight": 0.5}}
-    over = [
-        merge(recipe(name, pair.store.base, [where(t) for t in tasks], own, **keys), tmp_path / out)
-        for out, where in (("store", lambda t: pair.path / t), ("models", pair.models.models.get))
-    ]
-    for tensor, value in over[1].tensors.items():
-        torch.testing.assert_close(over[0].tensors[tensor], value, rtol=1e-5, atol=1e-8)
-    assert over[0].facts["tasks"] == list(tasks)
-    assert over[0].facts["from_store"] == str(pair.path)
-    summed = case in ("rand_proj", "excluded")  # of which the store does not know G
-    assert over[0].facts["gram_cached"] is not summed
+def test_merges_over_task_vectors(case: str, tmp_path: Path) -> None:
+    """They are merges over models with the decoded task vectors, which a zero base holds."""
+    built, method, keys = OVER[case]
+    torch.manual_seed(0)
+    shapes = {"w0": (40, 30), "w1": (20, 50), "b": (300,)}
+    base = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    models = {t: {n: torch.randn(shape) for n, shape in shapes.items()} for t in TASKS}
+    bases = tvb_mergekit.build(base, models, tmp_path / "store", bits=2)
+    pairs = zip(TASKS, bases.vectors, strict=True)
+    decoded = {task: {name: vector.tensor(name) for name in shapes} for task, vector in pairs}
+    found = tvb_mergekit.merge(bases, base, method, **built, **keys)
+    want = tvb_mergekit.merge(tvb_mergekit.build(base, decoded, **built), base, method, **keys)
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
 
 
 def test_templates_the_library_and_exports(llamas: Models, tmp_path: Path) -> None:
@@ -311,6 +280,12 @@ def test_templates_the_library_and_exports(llamas: Models, tmp_path: Path) -> No
     over = recipe("basis_ta", llamas.base, listed, basis="balanced", num_bases=2)
     tvb("build", write(over, tmp_path / "over"), tmp_path / "bases", "--quiet")
     assert stores.load(tmp_path / "bases").num_bases == 2  # bases of stored task vectors
+    some = recipe("basis_ta", llamas.base, listed[1:4], {1: {"weight": 0.5}}, basis="none")
+    merged = merge(some, tmp_path / "some")
+    want = start + 0.4 * (found[:, 1] + 0.5 * found[:, 2] + found[:, 3])
+    close(flat(merged.tensors, names), want)
+    assert merged.facts["tasks"] == list(TASKS[1:4])
+    assert merged.facts["from_store"] == str(bases.path) and merged.facts["gram_cached"]
 
 
 @pytest.mark.parametrize("basis", ["balanced", "pca"])
@@ -380,29 +355,30 @@ def test_task_vectors_go_over_to_algorithm_1(llamas, budget, compress, tmp_path)
     grown = stores.load(store)
     count = min(budget, 6)
     assert grown.num_bases == count and not grown.keeps_tasks and grown.facts.bits is None
-    made = torch.stack(
-        [flat({n: v.tensor(n) for n in old.names}, old.names) for v in grown.vectors], 1
-    )
     poems = flat(llamas.tau("poems"), old.names)
     if compress == "balanced":
         assert grown.basis_weights is not None
-        torch.testing.assert_close(
-            made @ grown.basis_weights, found.sum(1) + poems, rtol=1e-4, atol=1e-6
-        )
-    tau = torch.stack([*(flat(llamas.tau(t), old.names) for t in TASKS), poems], 1)
-    for count in range(6, 8):  # the bounds hold later, too, when bases are compressed
-        names = [*SIX, "chat-6"][:count]
-        states = [{name: vector.tensor(name) for name in old.names} for vector in grown.vectors]
-        made = torch.stack([flat(state, old.names) for state in states], 1)
-        error = (made @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
-        for task, value in zip(names, error.tolist(), strict=True):
+        total = vectors_of(grown) @ grown.basis_weights
+        torch.testing.assert_close(total, found.sum(1) + poems, rtol=1e-4, atol=1e-6)
+    taus = [*(flat(llamas.tau(task), old.names) for task in TASKS), poems]
+    for weight in (6, 0):  # the bounds hold later, too, when bases are compressed
+        tau = torch.stack(taus, 1)
+        errors = (vectors_of(grown) @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
+        for task, error in zip(grown.tasks, errors.tolist(), strict=True):
             known = grown.facts.errors[task]
             assert known.at_least is not None and known.at_most is not None
-            assert known.at_least - 1e-6 <= value <= known.at_most + 1e-6, (task, count)
-        model, task = llamas.models["chat"], f"chat-{count}"
-        tvb("add", store, model, "--task", task, "--weight", count, "--force", "--quiet")
-        grown = stores.load(store)
-        tau = torch.cat([tau, count * flat(llamas.tau("chat"), old.names)[:, None]], 1)
+            assert known.at_least - 1e-6 <= error <= known.at_most + 1e-6, task
+        if weight:
+            words = ("--task", "again", "--weight", weight, "--force", "--quiet")
+            tvb("add", store, llamas.models["chat"], *words)
+            grown = stores.load(store)
+            taus.append(weight * flat(llamas.tau("chat"), old.names))
+
+
+def vectors_of(bases: Bases) -> Tensor:
+    """[d, M] as the library reads them."""
+    states = [{name: v.tensor(name) for name in bases.names} for v in bases.vectors]
+    return torch.stack([flat(state, bases.names) for state in states], 1)
 
 
 def test_begun_by_additions(llamas: Models, tmp_path: Path) -> None:
