@@ -110,6 +110,12 @@ def ready(store: Path, name: str) -> dict[str, Any]:
     return parse(str(store / "recipes" / name)).single()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, which need not exist."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
 def place(command: str, out: Path) -> list[str]:
     return ["--out-path", str(out)] if command == "mergekit-multi" else [str(out)]
 

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+from tiny import family
+from worlds import FAMILIES, Models
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,6 +93,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("tvb_mergekit-*.whl")
     return built
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base, a, b, c: read only."""
+    folder = tmp_path_factory.mktemp("models")
+    family(folder, tasks=("a", "b", "c"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
+    """Name -> the family of models, made once: read only."""
+    return cache(lambda name: FAMILIES[name](tmp_path_factory.mktemp("world")))
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/matrices.py", "info.smallest_normal * info.eps", "0 * info.eps"),
         ("tensors/matrices.py", "if matrix.base is not None and any(rows):", "if False:"),
     ],
-    "test_zoo.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
+    "test_task_vectors.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
         ("core/quantize.py", "if tensor in full or size > left:", "if size > left:"),
         ("core/quantize.py", "        left -= size\n", ""),
         ("core/quantize.py", "steps.sort()", "steps.sort(reverse=True)"),
@@ -106,7 +106,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/vectors.py",
          '"errors": torch.stack([coded, coded])', '"errors": 2 * torch.stack([coded, coded])'),
     ],
-    "test_zoo.py -k 'joins or over_to or generations'": [
+    "test_task_vectors.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
         ("store/bits.py",
          '["tensor_errors"].sum(0).sqrt()', '["tensor_errors"].sum(0)'),

@@ -175,16 +175,6 @@ def on_change(folder: Path | str, act: Fault, number: int, log: Path | None = No
     sys.addaudithook(hook)
 
 
-def refuse(event: str, *args: str) -> None:
-    """Let what the audit event tells of fail, as on a system that cannot do it."""
-
-    def hook(found: str, values: tuple[Any, ...]) -> None:
-        if found == event and set(args) <= set(map(str, values)):
-            fail(errno.EPERM)
-
-    sys.addaudithook(hook)
-
-
 def small_files(size: int) -> None:
     """No file may be longer: real writes fail, as they do on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -206,8 +196,3 @@ def little_disk() -> None:
 def sees_nothing() -> None:
     """As on a machine without the file system of the others."""
     os.path.exists = lambda path: False
-
-
-def all_of(*faults: Fault) -> None:
-    for fault in faults:
-        fault()

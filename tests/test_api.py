@@ -20,14 +20,11 @@ from commands import assert_close
 from mergekit import merge_methods
 from reference import Dense, expect
 from safetensors.torch import save_file
-from tiny import TASKS, family, load
+from tiny import TASKS, family
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import tvb_mergekit as tvb
 from tvb_mergekit.store import api
-from tvb_mergekit.store import export as exporting
-from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]
@@ -71,14 +68,6 @@ def copied(states: Mapping[str, State]) -> dict[str, State]:
     return {k: {n: t.clone() for n, t in s.items()} for k, s in states.items()}
 
 
-def off(found: Mapping[str, Tensor], base: State, dense: Dense, index: int) -> float:
-    """||tau_hat - tau|| / ||tau|| of a reconstructed model."""
-    names = dense.names
-    delta = np.concatenate([(found[n].double() - base[n].double()).reshape(-1) for n in names])
-    tau = dense.tau[:, index]
-    return float(np.linalg.norm(delta - tau) / np.linalg.norm(tau))
-
-
 def unchanged(states: Mapping[str, State], before: Mapping[str, State]) -> None:
     for key, state in states.items():
         assert list(state) == list(before[key])
@@ -87,13 +76,10 @@ def unchanged(states: Mapping[str, State], before: Mapping[str, State]) -> None:
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "add": ("basis_ta", {"basis": "pca", "num_bases": 2}, {"lambda": 0.3}),
-    "add-exclude": ("basis_ta", {"basis": "none", "exclude": "head"}, {}),
-    "ties": ("basis_ties", {"basis": "none"}, {"density": 0.3, "merge_func": "mean"}),
+    "ties": ("basis_ties", {"basis": "none", "exclude": "head"}, {"merge_func": "mean"}),
     "ties-tensor": ("basis_ties", {"basis": "balanced", "num_bases": 2}, {"trim": "tensor"}),
     "negate": ("basis_negate", {"basis": "pca", "num_bases": 2},
                {"forget": "code, chat", "alpha": 0.6, "lambda": 0.1}),
-    "negate-proj": ("basis_negate", {"basis": "rand_proj", "num_bases": 2, "seed": 3},
-                    {"forget": "code", "alpha": 1.0}),
 }  # fmt: skip
 
 
@@ -134,20 +120,12 @@ def test_merges_equal_the_reference_and_mergekit(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("basis", "dtype"),
-    [
-        ("pca", torch.float32),
-        ("balanced", torch.bfloat16),
-        ("rand_proj", torch.float32),
-        ("ae", torch.bfloat16),
-    ],
+    ("basis", "dtype"), [("pca", torch.bfloat16), ("rand_proj", torch.float32)]
 )
 def test_in_memory_equals_on_disk(basis: str, dtype: torch.dtype, tmp_path: Path) -> None:
     states = trained()
     base, models = split(states)
     keys: dict[str, Any] = {"basis": basis, "num_bases": 2, "exclude": "head.bias", "dtype": dtype}
-    if basis == "ae":
-        keys["steps"] = 200
     memory = tvb.build(base, models, **keys)
     disk = tvb.build(base, models, tmp_path / "store", **keys)
     paths = {}
@@ -195,19 +173,17 @@ def test_tied_tensors_and_odd_layouts() -> None:
     assert "twin.weight" not in tied.vectors[0].tensors
     for name in plain.vectors[0].tensors:
         torch.testing.assert_close(tied.vectors[1].tensor(name), plain.vectors[1].tensor(name))
-    for method, more in (("basis_ta", {}), ("basis_ties", {"trim": "model"})):
-        merged = tvb.merge(tied, base, method, **more)
-        want = tvb.merge(plain, states["base"], method, **more)
-        assert torch.equal(merged["twin.weight"], merged["head.weight"])
-        for name, tensor in want.items():
-            torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
+    merged = tvb.merge(tied, base, "basis_ties")
+    want = tvb.merge(plain, states["base"], "basis_ties")
+    assert torch.equal(merged["twin.weight"], merged["head.weight"])
+    for name, tensor in want.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
     found = tvb.reconstruct(tied, base, "code")
     assert torch.equal(found["twin.weight"], found["head.weight"])
 
 
-@pytest.mark.parametrize("method", ["basis_ta", "basis_ties"])
-def test_a_base_that_ties_what_its_models_do_not(method: str) -> None:
-    """As state dicts both names are there, and each has a task vector of its own."""
+def test_a_base_that_ties_what_its_models_do_not() -> None:
+    """Each name has its own task vector."""
     states = trained()
     for key, state in states.items():
         state["twin.weight"] = state["head.weight"]
@@ -215,12 +191,8 @@ def test_a_base_that_ties_what_its_models_do_not(method: str) -> None:
             state["twin.weight"] = 3 * state["head.weight"] - 2 * states["base"]["head.weight"]
     base, models = split(states)
     bases = tvb.build(base, models, basis="none")
-    want = expect(dense_of(states), method, {"basis": "none"}, {}, TASKS[:4])
-    assert_close(tvb.merge(bases, base, method), want.tensors, base, want.boundary)
-    found = tvb.reconstruct(bases, base, "code")
-    for name, tensor in models["code"].items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+    want = expect(dense_of(states), "basis_ta", {"basis": "none"}, {}, TASKS[:4])
+    assert_close(tvb.merge(bases, base, "basis_ta"), want.tensors, base, want.boundary)
 
 
 def test_state_dicts_are_read_anew_whatever_the_cache_holds() -> None:
@@ -236,17 +208,14 @@ def test_state_dicts_are_read_anew_whatever_the_cache_holds() -> None:
     assert bases.tensors["gram"].tolist() == [[1.0, 0.0], [0.0, 49.0]]
 
 
-@pytest.mark.parametrize("compress", ["ae", "balanced"])
-def test_adding_in_memory_equals_adding_on_disk(compress: str, tmp_path: Path) -> None:
+def test_adding_in_memory_equals_adding_on_disk(tmp_path: Path) -> None:
     states = trained(5)
     before = copied(states)
     base, models = split(states)
     memory: Any = None
     place = tmp_path / "store"
     for task, state in models.items():
-        more: dict[str, Any] = {"budget": 3, "compress": compress} if memory is None else {}
-        if memory is None and compress == "ae":
-            more["steps"] = 300
+        more: dict[str, Any] = {"budget": 3, "compress": "balanced"} if memory is None else {}
         kept = None if memory is None else [copied({"x": dict_of(v)})["x"] for v in memory.vectors]
         new = tvb.add(memory, base, state, task, **more)
         disk = tvb.add(place, base, state, task, **more)
@@ -262,14 +231,8 @@ def test_adding_in_memory_equals_adding_on_disk(compress: str, tmp_path: Path) -
     unchanged(states, before)
     dense = dense_of(states)
     merged = tvb.merge(memory, base, lambda_=0.3, lambda_scale="tasks")
-    if compress == "balanced":  # the sum of all five, whatever was compressed
-        want = expect(dense, "basis_ta", {"basis": "none", "lambda": 0.3}, {}, TASKS)
-        assert_close(merged, want.tensors, base, strict=2e-5)
-    for index, task in enumerate(models):
-        found = tvb.reconstruct(memory, base, task)
-        error = off(found, base, dense, index)
-        bounds = memory.facts["errors"][task]
-        assert bounds["at_least"] - 1e-5 <= error <= bounds["at_most"] + 1e-5
+    want = expect(dense, "basis_ta", {"basis": "none", "lambda": 0.3}, {}, TASKS)
+    assert_close(merged, want.tensors, base, strict=2e-5)  # the sum of all five tasks
 
 
 def dict_of(vector: Any) -> State:
@@ -281,48 +244,33 @@ def test_mistakes_are_user_errors(tmp_path: Path) -> None:
     base, models = split(states)
     bases = tvb.build(base, models, tmp_path / "store", basis="pca", num_bases=2)
     projected = tvb.build(base, models, basis="rand_proj", num_bases=2)
+    ae, balanced = tvb.build(base, models, steps=2), {"compress": "balanced"}
+    three = tvb.build(base, models, basis="balanced", num_bases=3)
     other = {n: t + 1 if t.is_floating_point() else t for n, t in base.items()}
-    nan = copied(models)
-    nan["math"]["head.bias"][0] = float("nan")
     short = copied(models)
     short["code"]["head.bias"] = torch.zeros(3)
-    add = tvb.add
     for message, call in {
         "unknown key `num_base`": lambda: tvb.build(base, models, num_base=2),
-        "`num_bases` is 9": lambda: tvb.build(base, models, num_bases=9),
+        "no convex": lambda: tvb.add(bases, base, models["math"], "new"),
+        "compress by ae, or build": lambda: tvb.add(ae, base, models["math"], "new", **balanced),
+        "the budget is 2, and the": lambda: tvb.add(three, base, models["math"], "new", budget=2),
         "unknown task 'x'": lambda: tvb.build(base, models, weights={"x": 1.0}),
-        "`weight` is 0": lambda: tvb.build(base, models, weights={"math": 0.0}),
-        "holds 1 NaN": lambda: tvb.build(base, nan),
         "has shape": lambda: tvb.build(base, short),
-        "lists no models": lambda: tvb.build(base, {}),
-        "identical to the base": lambda: tvb.build(base, {**models, "same": base}),
-        "no such folder or file": lambda: tvb.build("nowhere", models),
-        "unknown method": lambda: tvb.merge(bases, base, "linear"),
         "`basis`: the models are bases of": lambda: tvb.merge(bases, base, basis="ae"),
-        "unknown key `lamda`": lambda: tvb.merge(bases, base, lamda=1.0),
-        "belongs to basis_ties": lambda: tvb.merge(bases, base, density=0.5),
-        "needs `forget": lambda: tvb.merge(bases, base, "basis_negate"),
-        "unknown task 'y'": lambda: tvb.merge(bases, base, "basis_negate", forget="y", alpha=1),
         "random directions": lambda: tvb.merge(projected, base),
         "belongs to the base": lambda: tvb.merge(bases, other),
         "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),
         "no task 'z'": lambda: tvb.reconstruct(bases, base, "z"),
-        "no convex": lambda: add(bases, base, models["math"], "new"),
-        "expected a floating": lambda: tvb.merge(bases, base, dtype=torch.int8),
         "expected one of torch.float32": lambda: tvb.build(base, models, dtype=torch.int8),
         "`dtype` is of type str: expected a torch.dtype": lambda: tvb.build(
             base, models, dtype="float32"
         ),
-        "device `gpu` cannot be used": lambda: tvb.build(base, models, device="gpu"),
         "device `tpu:x` cannot be used": lambda: tvb.merge(bases, base, device="tpu:x"),
         "`bases` is of type str: expected bases of": lambda: tvb.merge("store", base),
         "`models` is of type list: expected a mapping": lambda: tvb.build(base, [base]),
         "task 3 is of type int": lambda: tvb.build(base, {3: models["math"]}),
         "`path` is of type Bases: expected a path": lambda: tvb.remove(bases, "math"),
         "holds no torch.Tensor (ndarray)": lambda: tvb.build({"w": np.zeros(2)}, models),
-        "overflow": lambda: tvb.merge(bases, base, lambda_=1e9, dtype=torch.float16),
-        "basis vector": lambda: tvb.build(base, {"a": tmp_path / "store" / "basis-000"}),
-        "already holds": lambda: tvb.build(base, models, tmp_path / "store", basis="none"),
     }.items():
         with pytest.raises(tvb.UserError) as caught:
             call()
@@ -338,9 +286,7 @@ HOSTILE: list[Any] = [
 ]  # fmt: skip
 
 
-def test_whatever_is_given_is_taken_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
     """Every argument of every public function, and every key, of each wrong type."""
     monkeypatch.chdir(tmp_path)
     base = {"weight": torch.zeros(4, 4)}
@@ -442,43 +388,3 @@ assert not {'mergekit', 'transformers', 'scipy.optimize', 'torch._dynamo'} & set
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_export_writes_models(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    base, models = family(tmp_path / "in", dtypes=(torch.float16, torch.float32))
-    built = tvb.build(base, {p.name: p for p in models}, tmp_path / "store", num_bases=3,
-                      basis="pca", exclude="lm_head")  # fmt: skip
-    weights = Checkpoint.open(base)
-    out = tmp_path / "out"
-    columns = [exporting.basis_columns(built, [0, 2]), exporting.task_column(built, "code")]
-    folders = ["basis-000", "basis-002", "code"]
-    matrix = torch.cat(columns, dim=1)
-    exporting.export(built, weights, base, matrix, folders, out, what=folders, dtype=dtype)
-    assert {p.name for p in out.iterdir()} == set(folders)
-    start = load(base)
-    sources = [dict_of(vector) for vector in built.sources]
-    for column, name in zip(matrix.T.tolist(), folders, strict=True):
-        found = load(out / name)
-        assert list(found) == list(start)
-        for key, tensor in found.items():
-            want = start[key].double()
-            if key != "lm_head.weight":
-                for factor, source in zip(column, sources, strict=True):
-                    want = want + factor * source[key].double()
-            kind = dtype or torch.float16
-            assert tensor.dtype == kind
-            step = 2.0**-8 if kind == torch.bfloat16 else 2.0**-11
-            assert ((tensor.double() - want).abs() <= 1.01 * step * want.abs() + 1e-6).all()
-        model = AutoModelForCausalLM.from_pretrained(out / name)
-        assert model.dtype == (dtype or torch.float16)
-        assert "tvb_mergekit" not in (out / name / "config.json").read_text()
-        assert "store" not in (out / name / "config.json").read_text()
-    rebuilt = tvb.reconstruct(built, base, "code", dtype=dtype)
-    assert all(torch.equal(t, rebuilt[n]) for n, t in load(out / "code").items())
-    again = tvb.reconstruct(built, start, "code", dtype=dtype)  # the same base as a state dict
-    assert all(torch.equal(t, rebuilt[n]) for n, t in again.items())
-    with pytest.raises(tvb.UserError, match="bases 0 to 2"):
-        exporting.basis_columns(built, [3])
-    with pytest.raises(tvb.UserError, match="lies in the input"):
-        exporting.export(built, weights, base, matrix, folders, base / "x", what=folders)

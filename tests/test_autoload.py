@@ -7,7 +7,6 @@ patched names, or a copy of the installed one with another version and changed t
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
@@ -50,13 +49,6 @@ print(*sorted(m.spec.name for m in registered_methods() if m.spec.name.startswit
 MISSPELT = "{merge_method: basis_ta, base_model: b, models: [model: m], parameters: {lamda: 1}}"
 
 
-def uv(*words):
-    found = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
-    if found is None:
-        pytest.skip("uv is not installed")
-    subprocess.run([found, "pip", *words], check=True, capture_output=True)
-
-
 def install(venv, how, wheel, tmp_path):
     if how == "wheel":
         venv.pip("install", "--no-deps", wheel)
@@ -66,8 +58,6 @@ def install(venv, how, wheel, tmp_path):
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         (sdist,) = tmp_path.glob("*.tar.gz")
         venv.pip("install", "--no-deps", "--no-build-isolation", sdist)
-    elif how == "uv":
-        uv("install", "--offline", "--no-deps", "--python", venv.python, wheel)
     else:
         # A copy, so that nothing is written to the source tree.
         source = tmp_path / "source"
@@ -79,7 +69,7 @@ def install(venv, how, wheel, tmp_path):
         venv.pip("install", "--no-deps", "--no-build-isolation", "-e", source)
 
 
-@pytest.mark.parametrize("how", ["wheel", "sdist", "editable", "uv"])
+@pytest.mark.parametrize("how", ["wheel", "sdist", "editable"])
 def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
     venv = make_venv()
     before = venv.files()
@@ -95,56 +85,12 @@ def test_install_and_uninstall(how, make_venv, wheel, tmp_path):
         stock = ("-m", "mergekit.scripts.run_yaml", "recipe.yml", "merged")
         assert "`lamda`" in venv.run(*stock, check=False).stderr
 
-    if how == "uv":
-        uv("uninstall", "--python", venv.python, "tvb-mergekit")
-    else:
-        venv.pip("uninstall", "-y", "tvb-mergekit")
+    venv.pip("uninstall", "-y", "tvb-mergekit")
     left = venv.files() - before
-    if how == "uv":  # leaves the cached bytecode of modules outside a package, which nobody reads
-        left = {path for path in left if path.parent != venv.site / "__pycache__"}
     assert not left
-    gone = 'import sys; assert "tvb_mergekit_hook" not in sys.modules; import tvb_mergekit_hook'
-    result = venv.run("-c", gone, check=False)
-    assert "No module named 'tvb_mergekit_hook'" in result.stderr
     if how == "wheel":
         result = venv.run("-c", GET, check=False)
         assert "Unimplemented merge method basis_ta" in result.stderr
-
-
-def test_mergekit_looks_untouched(make_venv, wheel):
-    """What Python and its tools see of the watched modules is what they see without us."""
-    venv = make_venv()
-    venv.pip("install", "--no-deps", wheel)
-    result = venv.run(
-        "-c",
-        textwrap.dedent(
-            """
-            import importlib, importlib.resources, importlib.util, inspect, pickle, sys
-            from importlib.machinery import SourceFileLoader
-
-            assert importlib.util.find_spec("mergekit.merge").origin.endswith("merge.py")
-            import mergekit.merge, mergekit.plan, mergekit.merge_methods.registry as registry
-            import mergekit.scripts.run_yaml, mergekit.scripts.multimerge
-            import mergekit.scripts.merge_raw_pytorch
-            for name in sys.modules["tvb_mergekit_hook"].MODULES:
-                module = sys.modules[name]
-                assert type(module.__spec__.loader) is SourceFileLoader, name
-                assert module.__loader__ is module.__spec__.loader, name
-                assert module.__spec__.origin == module.__file__, name
-                assert inspect.getsource(module) == open(module.__file__).read(), name
-            planner = mergekit.plan.MergePlanner
-            assert pickle.loads(pickle.dumps(planner)) is planner
-            assert importlib.resources.files(mergekit.merge_methods).joinpath("ram.py").is_file()
-
-            before = len(registry.registered_methods())
-            for module in (registry, mergekit.merge, registry):
-                importlib.reload(module)
-            assert len(registry.registered_methods()) == before
-            assert registry.get("basis_ta")
-            """
-        ),
-    )
-    assert result.stderr == ""
 
 
 # The hook, a mergekit of few lines
@@ -225,25 +171,6 @@ assert get("basis_ta")
 import mergekit.scripts.run_yaml
 assert CALLS == list(tvb_mergekit_hook.MODULES[:5]), CALLS
 """
-# One that asks the whole machinery for the real spec, as many import hooks do.
-OTHER_FINDERS = """
-import importlib.util, sys
-class Other:
-    busy = False
-    def find_spec(self, name, path=None, target=None):
-        if self.busy or not name.startswith("mergekit"):
-            return None
-        self.busy = True
-        try:
-            return importlib.util.find_spec(name)
-        finally:
-            self.busy = False
-sys.meta_path.insert(0, Other())
-sys.meta_path.insert(2, Other())
-import mergekit.merge, tvb_mergekit_hook
-from tvb_mergekit.plugin import CALLS
-assert CALLS == list(tvb_mergekit_hook.MODULES[:3]), CALLS
-"""
 UNTOUCHED = "import sys, mergekit.merge_methods as m; assert m.registry.METHODS == {}; "
 UNTOUCHED += "assert 'tvb_mergekit' not in sys.modules"
 
@@ -255,21 +182,17 @@ def write_files(root: Path, files: Mapping[str, str]) -> None:
         path.write_text(textwrap.dedent(text))
 
 
-def half_uninstalled(*leave: str) -> Callable[[Path], None]:
-    def change(site: Path) -> None:
-        shutil.rmtree(site / "tvb_mergekit")
-        write_files(site / "tvb_mergekit", dict.fromkeys(leave, ""))
-
-    return change
+def half_uninstalled(site: Path) -> None:
+    shutil.rmtree(site / "tvb_mergekit")
+    write_files(site / "tvb_mergekit", {"__init__.py": ""})
 
 
 def with_plugin(text: str) -> Callable[[Path], None]:
     return lambda site: write_files(site, {"tvb_mergekit/plugin/__init__.py": text})
 
 
-def damaged(text: str | None) -> Callable[[Path], object]:
-    path = "tvb_mergekit_hook.py"
-    return lambda site: (site / path).unlink() if text is None else (site / path).write_text(text)
+def damaged(site: Path) -> None:
+    (site / "tvb_mergekit_hook.py").write_text("this is not Python")
 
 
 @dataclass(frozen=True)
@@ -289,35 +212,17 @@ NOT_THERE = r"tvb-mergekit: basis_ta[^\n]*No module named 'tvb_mergekit[^\n]*\n"
 RAISE = "raise ValueError('a\\nb')"
 PLUGINS = {
     "at once": RAISE,
-    "always": f"def on_import(module): {RAISE}",
     "later": f"def on_import(module):\n  if module.__name__ == 'mergekit.merge': {RAISE}",
 }
 SCRIPTS = {
-    **{
-        f"python {' '.join(flags)}": Script(flags=flags)
-        for flags in [("-I",), ("-s", "-E", "-B", "-O"), ("-W", "error")]
-    },
+    "python -I": Script(flags=("-I",)),
     "a module as a script": Script(flags=("-m", "mergekit.scripts.run_yaml")),
     "workers": Script(WORKERS, "a method\n" * 3),
     "once": Script(ONCE, ""),
     "explicit": Script(EXPLICIT, "", flags=("-S",)),
-    "other finders": Script(OTHER_FINDERS, ""),
     "off": Script(UNTOUCHED, "", env={"TVB_MERGEKIT_DISABLE": "1"}),
-    "off from within": Script(
-        f"import os; os.environ['TVB_MERGEKIT_DISABLE'] = '1'; {UNTOUCHED}", ""
-    ),
-    "not off": Script(env={"TVB_MERGEKIT_DISABLE": "0"}),
-    "half uninstalled, at rest": Script("pass", "", change=half_uninstalled()),
-    **{
-        f"half uninstalled but for {leave}": Script(
-            ALL, "", NOT_THERE, change=half_uninstalled(*leave)
-        )
-        for leave in ((), ("__init__.py",))
-    },
-    **{
-        f"hook: {text}": Script(f"{ALL}; print('done')", "done\n", change=damaged(text))
-        for text in (None, "this is not Python")
-    },
+    "half uninstalled": Script(ALL, "", NOT_THERE, change=half_uninstalled),
+    "a damaged hook": Script(f"{ALL}; print('done')", "done\n", change=damaged),
     **{
         f"plugin fails {when}": Script(ALL, "", BROKEN, change=with_plugin(text))
         for when, text in PLUGINS.items()
@@ -327,12 +232,7 @@ SCRIPTS = {
         "",
         BROKEN + r"Traceback(?!.*Traceback).*",
         env={"TVB_MERGEKIT_DEBUG": "1"},
-        change=with_plugin(PLUGINS["always"]),
-    ),
-    "plugin fails without stderr": Script(
-        f"import sys; sys.stderr.close(); sys.stderr = None; {ALL}",
-        "",
-        change=with_plugin(PLUGINS["always"]),
+        change=with_plugin(PLUGINS["later"]),
     ),
     "no mergekit": Script(
         "try: import mergekit.merge\nexcept ImportError as e: print(e)",
@@ -401,9 +301,7 @@ def hand_over(module: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_changed_name_is_named(
-    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_name_is_named(case, monkeypatch, capsys):
     name, change, module = CHANGES[case]
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     assert hand_over(module, capsys) == ""
@@ -428,22 +326,17 @@ def test_a_changed_name_is_named(
         ("mergekit.card:generate_card", lambda config, config_yaml, name, more=1: 0, True),
         ("mergekit.card:generate_card", lambda config, config_yaml, name, *, more: 0, False),
         ("mergekit.card:generate_card", lambda config, name, config_yaml: 0, False),
-        ("mergekit.card:generate_card", lambda config, config_yaml, name, **more: 0, True),
         ("mergekit.card:is_hf", lambda path, token=None: 0, False),  # ours would not accept it
         ("mergekit.scripts.run_yaml:main.callback", lambda more, config_file, out_path: 0, True),
     ],
 )
-def test_more_parameters(
-    place: str, becomes: Any, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_parameters(place, becomes, known, monkeypatch):
     monkeypatch.setattr(*names._owner(place), becomes)
     (name,) = {n for probed in names.PROBED.values() for n in probed if n.place == place}
     assert (names.difference(name) is None) == known
 
 
-def test_modules_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modules_that_are_gone(monkeypatch, capsys):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     monkeypatch.setitem(sys.modules, "mergekit.merge", None)
     assert "has no `mergekit.merge.run_merge`" in hand_over("mergekit.scripts.run_yaml", capsys)
@@ -452,9 +345,7 @@ def test_modules_that_are_gone(
     assert "has no `mergekit.merge_methods.registry.register`" in printed
 
 
-def test_a_name_without_a_row_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_without_a_row_cannot_be_imported(monkeypatch, capsys):
     def missing(*args: Any) -> None:
         raise ImportError("cannot import name 'Task' from 'mergekit.graph'", name="mergekit.graph")
 
@@ -470,7 +361,6 @@ def test_a_name_without_a_row_cannot_be_imported(
     [
         ("0.1.4", False),
         (names.TESTED, True),
-        ("0.1.5+local", True),
         ("0.1.6.dev1", True),
         ("0.2.0", False),
     ],
@@ -500,20 +390,8 @@ def another_mergekit(venv: Any, version: str, **renamed: str) -> None:
         write_files(venv.site, {f"{folder}.dist-info/METADATA": f"Metadata-Version: 2.1\n{text}"})
 
 
-YAML = "from mergekit.scripts.run_yaml import main; main()"
 TWICE = "import sys; from mergekit.scripts.run_yaml import main; "
 TWICE += "main(sys.argv[1:3], standalone_mode=False); main(sys.argv[3:])"
-
-
-def test_an_untested_version_with_the_same_names_works(make_venv, tmp_path):
-    venv = make_venv()
-    another_mergekit(venv, "0.1.6")
-    base, models = family(tmp_path / "models", llama, TASKS[:3])
-    made = recipe("basis_ta", base, models, basis="pca", num_bases=2)
-    expected = merge(made, tmp_path / "expected", cache="off")
-    done = venv.run("-c", YAML, write(made, tmp_path / "out"), tmp_path / "out", "-v")
-    assert_same(type(expected)(tmp_path / "out"), expected)
-    assert done.stderr.count("mergekit 0.1.6 is not tested") == 1
 
 
 def test_a_version_with_other_names_merges_without_our_methods(make_venv, tmp_path):
@@ -541,12 +419,6 @@ def test_a_version_with_other_names_merges_without_our_methods(make_venv, tmp_pa
 
 def test_the_hook_hands_over_the_modules_whose_names_are_probed():
     assert list(names.PROBED) == list(hook.MODULES)
-
-
-def test_the_hook_imports_sys_alone():
-    tree = ast.parse(Path(hook.__file__).read_text())
-    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    assert [ast.unparse(n) for n in imports] == ["import sys"]
 
 
 def test_python_starts_with_one_more_module(few_lines):

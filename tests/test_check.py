@@ -18,41 +18,32 @@ import yaml
 from click.testing import CliRunner
 from commands import merge, ready, tvb
 from safetensors.torch import load_file, save_file
-from test_faults import ALL, Case, prepare, recipe, slices, snapshot, tiny_models  # noqa: F401
+from test_faults import ALL, Case, prepare, recipe, slices, snapshot
 
 from tvb_mergekit.cli.commands import main
 
 # What only writing shows, or what is about another command or its output.
-NOT_CHECKED = {"overflow", "overflow excluded", "tokens"}
-OF_THE_RECIPE = (*("unicode", "tokenizer of a base without", "block budget", "raw"),)
+NOT_CHECKED = {"overflow"}
 CASES: dict[str, Case] = {
     **{f"recipe: {name}": case for name, case in test_faults.RECIPES.items()},
     **test_faults_files.CASES,
-    **{name: test_faults_output.CASES[name] for name in OF_THE_RECIPE},
+    **{name: test_faults_output.CASES[name] for name in ("block budget", "raw")},
 }
-ONE = "recipe.yml: expected one recipe"
-OTHER_WORDS = {f"recipe: {name}": ONE for name in ("text", "empty", "list")}
-OTHER_WORDS["recipe: near method"] = "expected one of basis_ta"
+OTHER_WORDS = {
+    "recipe: list": "recipe.yml: expected one recipe",
+    "recipe: near method": "expected one of basis_ta",
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - NOT_CHECKED))
-def test_check(
-    name: str,
-    tmp_path: Path,
-    tiny_models: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_check(name, tmp_path, tiny_models, monkeypatch, caplog):
     case = CASES[name]
     prepare(tmp_path / "work", tiny_models, case)
     monkeypatch.chdir(tmp_path / "work")
-    environment = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off"}
-    if name == "block budget":
-        environment["TVB_MERGEKIT_BLOCK_MB"] = "lots"
-    words = [word for word in case.args if not word.startswith("-v")]
+    environment = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", **case.env}
     before = snapshot(tmp_path)
     with mock.patch.dict(os.environ, environment):
-        done = CliRunner().invoke(main, ["check", "recipe.yml", "--deep", *words])
+        done = CliRunner().invoke(main, ["check", "recipe.yml", "--deep", *case.args])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert snapshot(tmp_path) == before
@@ -63,12 +54,12 @@ def test_check(
         return
     assert done.exit_code == 1, done.stdout
     assert re.fullmatch(r"Error: [^\n]+\n", done.stderr), done.stderr
-    for want in [OTHER_WORDS[name]] if name in OTHER_WORDS else case.wants:
+    for want in (OTHER_WORDS[name],) if name in OTHER_WORDS else case.wants:
         assert re.search(want, done.stderr), done.stderr
 
 
 @pytest.fixture
-def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     prepare(tmp_path / "work", tiny_models, Case())
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -84,7 +75,6 @@ def check(document: Mapping[str, Any], *options: object, code: int = 0) -> str:
 
 ONLY_MERGES = {
     "slices": slices(ALL, ALL),
-    "another tokenizer": recipe(tokenizer_source="./a"),
     "union": recipe(tokenizer={"source": "union"}),
 }
 

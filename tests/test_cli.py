@@ -158,7 +158,7 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         scores = {"mergebench_gsm8k": 0.5, "mergebench_math_hendrycks": 0.25}
         test_score.write_results(f"out/{name}/results_a.json", scores)
     for name, command in {"": main, **every_command()}.items():
-        for folder in ("store", "math-model"):
+        for folder in ("store", "store.previous", "math-model"):
             shutil.rmtree(here / folder, ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
@@ -200,12 +200,9 @@ HEAVY = ("mergekit", "transformers", "peft", "numba", "matplotlib")
 LIGHT = {
     "--help": ("torch", "numpy", "rich", *HEAVY),
     **{f"{name} --help": ("torch", "numpy", "rich", *HEAVY) for name in COMMANDS},
-    "score nope": ("torch", *HEAVY),
-    "cache list": HEAVY,
-    "inspect store": HEAVY,
-    "inspect store --json": HEAVY,
-    "check store": HEAVY,
-}
+    "score nope": ("torch", *HEAVY), "cache list": HEAVY, "inspect store": HEAVY,
+    "inspect store --json": HEAVY, "check store": HEAVY,
+}  # fmt: skip
 PROBE = """
 import contextlib, io, sys
 from tvb_mergekit.__main__ import main
@@ -236,25 +233,6 @@ def test_where_time_goes(here: Path) -> None:
 
 # Words that are refused
 
-HUB = "merge_method: basis_ta\nbase_model: base\nmodels: [{model: some/body}]\n"
-RECIPES = {  # more of them in test_faults.py, for the merges and `tvb check`
-    "": "expected one recipe, a mapping",
-    "a: 1\n---\nb: 2\n": "expected one recipe",
-    "merge_method: basis_ta\0": "not a YAML recipe",
-    "merge_method: basis_ta\nmodels: [\n": "line 3",
-    "merge_method: basis_tai\n": r"'basis_tai': .*\(did you mean `basis_ta`\?\)",
-    HUB: "model some/body: no such folder .*HF_HUB_OFFLINE",
-    HUB.replace("some/body", "math/model.safetensors"): "is a file; expected a model folder",
-    HUB + "paramters: {}": "did you mean `parameters`?",
-}
-
-
-def test_no_recipe(here: Path) -> None:
-    for content, want in RECIPES.items():
-        (here / "bad.yml").write_text(content)
-        for words in (["build", "bad.yml", "out"], ["check", "bad.yml"], ["inspect", "bad.yml"]):
-            assert re.search(want, refused(*words)), want
-
 
 ONE = "give one of --task NAME, --basis K, --all-bases and --all DIR"
 NEW = "a new one needs --base BASE, and --bits B"
@@ -264,51 +242,34 @@ REFUSED: dict[str, str] = {
     "check nope": "'nope' does not exist",
     "inspect math": "math is not a basis store",
     "check store/basis-000": "is one basis of a store",
-    "inspect math/model.safetensors": "no UTF-8 text",
-    "export recipe.yml out --basis 0": "is a file; expected the folder of a store",
-    "add store/basis-001 new-model --task n": "is one basis of a store",
     # where a store may go
     "build recipe.yml recipe.yml/x": "is a file",
     "build recipe.yml base": "is the input base",
-    "build recipe.yml math/inside": "lies in the input math",
     "build recipe.yml store": "already holds",
-    "build recipe.yml link": "already holds",
     "build recipe.yml notes": "already holds mine.txt",
-    "build recipe.yml .": "",
-    f"build recipe.yml {300 * 'x'}": "name too long",
     # where models may go
     "export store store/x --task math": "lies in the input store",
-    "export store base --task math": "is the input base",
     "export store math --task math": "already holds weight files",
-    "export store recipe.yml --task math": "is a file",
     # options
     "export store out": ONE,
-    "export store out --task math --basis 0": ONE,
-    "export store out --basis 0 --all-bases": ONE,
     "export store out --basis 2": "basis 2: store has the bases 0 to 1",
-    "export store out --basis -1": "basis -1: store has the bases 0 to 1",
     "export store out --task mth": "did you mean 'math'?",
-    "export store out --task ''": "no task '' in store. Tasks: math, code, safety",
     "export store out --task math --base math": "the weights of math are others",
     "export store out --task math --base ./nope": "base ./nope: no such",
-    "export store out --task math --base some/body": "base some/body: no such",
     "build recipe.yml out --memory lots": "a size of `lots`: expected a number and a unit",
-    "add store new-model --task math": "already",
+    "add store new-model --task math": "is in store already",
     "add store new-model --task ''": "empty",
     "add store new-model --task a,b": "comma",
+    "add store new-model --task n --budget 1": "the budget is 1: expected 2 or more",
     "add store new-model --task 'x\n'": "control",
-    "add store new-model --task n --weight nan": "`weight` is",
     "add store new-model --task n --weight 0": "`weight` is",
-    "add store new-model --task n --budget 1": "the budget is 1",
     "add store new-model --task n --dtype float16": "leave --dtype out",
     "add store new-model --task n --base code": "are others",
     "add store base --task n": "is the base model",
     "add fresh math --task math --base base": NEW,
     "inspect recipe.yml --plot x.txt": "expected one of .png",
-    "inspect recipe.yml --plot recipe.yml/x.png": "no such folder",
     "inspect store --plot notes.png": "is a folder",
     "build recipe.yml begun": "/begun.partial is in the way",
-    "build recipe.yml broken": "/broken.partial is in the way",
 }
 DEVICES = {  # PyTorch's own words
     "gpu": "Expected one of cpu, cuda",
@@ -317,13 +278,13 @@ DEVICES = {  # PyTorch's own words
 }
 
 
-def test_words_that_are_refused(here: Path) -> None:
+def test_words_that_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first pass."""
+    monkeypatch.setattr("tvb_mergekit.tensors.passes._item_sums", None)
     (here / "notes").mkdir()
     (here / "notes/mine.txt").write_text("x")
     (here / "notes.png").mkdir()
     (here / "begun.partial/.partial-mine").mkdir(parents=True)
-    (here / "broken.partial").symlink_to("/nowhere")
-    (here / "link").symlink_to("store")
     for words, want in REFUSED.items():
         said = refused(*shlex.split(words))
         assert want in said, (words, said)
@@ -357,12 +318,10 @@ def misuses() -> Iterator[tuple[list[str], str]]:
                 "path": ("", "is empty"),
                 "file": ("", "is empty"),
                 "float": ("abc", "is not a valid float"),
-                "float range": ("abc", "is not a valid float"),
                 "integer": ("abc", "is not a valid integer"),
-                "integer range": ("abc", "is not a valid integer"),
                 "choice": ("nope", "is not one of"),
             }
-            bad, why = reasons.get(kind.name, ("", ""))
+            bad, why = reasons.get(kind.name.removesuffix(" range"), ("", ""))
             if not why:
                 continue
             words = name.split()
@@ -414,56 +373,18 @@ def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:
     assert (here / "ü [red] 'x'.svg").read_text().startswith("<?xml")
 
 
-def test_damaged_stores(here: Path) -> None:
-    file = here / "store/basis-001/model.safetensors"
-    content = file.read_bytes()
-    over = recipe("basis_ta", here / "base", [here / "store" / f"basis-00{m}" for m in range(2)])
-    write(over, here / "over")
-    run("check", "over.yml")
-    damages = {
-        "checksum": content[:-1] + bytes([content[-1] ^ 1]),
-        "bytes, basis.json says": content[:-1],
-        "missing, and basis.json names it": None,
-    }
-    for want, change in damages.items():
-        file.write_bytes(change) if change is not None else file.unlink()
-        reading = ("inspect store", "export store out --basis 0", "add store new-model --task n")
-        for words in ("check store", "check over.yml", *(() if want == "checksum" else reading)):
-            assert want in refused(*words.split())
-
-
 # What is written
-
-
-def test_new_stores_and_models(here: Path) -> None:
-    (here / "empty").mkdir()
-    run("build", "recipe.yml", "empty", "--resume", "--quiet")
-    run("check", "empty")
-    run("export", "store", "all", "--all-bases", "--quiet")
-    assert sorted(path.name for path in (here / "all").iterdir()) == ["basis-000", "basis-001"]
-    assert "already holds" in refused("export", "store", "all", "--all-bases")
-    options = ["--base", "base", "--budget", "2", "--dtype", "float16", "--quiet"]
-    said = run("add", "fresh", "math", "--task", "math", *options).stdout
-    assert "1 task in 1 of at most 2 bases" in said
-    run("add", "fresh", "code", "--task", "code", "--dtype", "float16", "--quiet")
-    assert store.load("fresh").dtype == torch.float16
 
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 WIDTHS = [  # of the base and two models, and of their store
     ((F32, BF16, BF16), "bfloat16"),
-    ((BF16, BF16, F16), "float32"),
     ((BF16, F64, F64), "float32"),
 ]
 
 
 @pytest.mark.parametrize(("stored", "want"), WIDTHS)
-def test_a_store_is_as_wide_as_the_models(
-    stored: tuple[torch.dtype, ...],
-    want: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_is_as_wide_as_the_models(stored, want, tmp_path, monkeypatch):
     base, listed = tiny.family(tmp_path, tasks=("math", "code"), dtypes=stored)
     monkeypatch.chdir(tmp_path)
     made_of = recipe("basis_ta", base, listed, basis="none")
@@ -478,12 +399,6 @@ def test_a_store_is_as_wide_as_the_models(
     assert f", {megabytes(abs(more))} {kind} than the models'" in said
 
 
-def test_json_is_all_of_standard_output(here: Path) -> None:
-    places = {"store": "store", "recipe.yml": "recipe", "store/recipes/add.yml": "store"}
-    for place, what in places.items():
-        assert json.loads(run("inspect", place, "--json").stdout)["what"] == what
-
-
 def test_a_reader_that_has_seen_enough(here: Path) -> None:
     process = subprocess.Popen(
         [str(TVB), "inspect", "store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -495,15 +410,7 @@ def test_a_reader_that_has_seen_enough(here: Path) -> None:
     assert "Error" not in said and "Traceback" not in said, said
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_behind_standard_output(here: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = outside("inspect", "store", "--json", capture_output=False, stdout=full, stderr=-1)
-    assert done.returncode == 1
-    assert "No space left" in done.stderr and "None" not in done.stderr
-
-
-STRANGE = ["tür [red]x", "quo'te\"", "-dash", "数学"]
+STRANGE = ["tür [red]x", "-dash", "数学"]
 
 
 def test_strange_names(here: Path) -> None:
@@ -528,23 +435,6 @@ def test_strange_names(here: Path) -> None:
 # Places
 
 
-def test_from_another_folder(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    (tmp_path / "other/link").symlink_to("../here/store")
-    (tmp_path / "other/base-link").symlink_to("../here/base")
-    run("inspect", "../here/store")
-    run("check", "../here/store/recipes/add.yml")
-    for words in (
-        ["export", "../here/store", "out", "--task", "math"],
-        ["add", "../here/store", "../here/new-model", "--task", "new"],
-    ):
-        run(*words, "--quiet")  # the store knows where its base was
-    run("check", "link")
-    run("export", "link", "linked", "--task", "new", "--base", "base-link", "--quiet")
-    assert (tmp_path / "other/link").is_symlink()
-
-
 def test_the_base_has_moved(here: Path) -> None:
     (here / "base").rename(here / "moved")
     facts = json.loads((here / "store/basis.json").read_text())
@@ -559,19 +449,6 @@ def test_the_base_has_moved(here: Path) -> None:
         run(*words, "--base", "moved", "--quiet")
 
 
-def test_no_network(here: Path) -> None:
-    """And nothing answers."""
-    import huggingface_hub
-
-    class ConnectError(Exception):
-        pass
-
-    ConnectError.__module__ = "httpx"
-    with mock.patch.object(huggingface_hub, "list_repo_files", side_effect=ConnectError("no name")):
-        said = refused("export", "store", "out", "--task", "math", "--base", "some/body")
-    assert "base some/body: no such file or folder" in said
-
-
 # The cache
 
 
@@ -582,9 +459,6 @@ def test_cache(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "cache/junk.safetensors").write_text("junk")
     assert "1 Gram matrices" in run("cache", "list").stdout
     assert "Deleted 2" in run("cache", "clear").stdout
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(here / "recipe.yml"))
-    assert "0 Gram matrices" in run("cache", "list").stdout
-    run("cache", "clear")
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     assert "is off" in run("cache", "list").stdout
     assert "Deleted 0" in run("cache", "clear").stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from mergekit.common import ModelReference
 from safetensors.torch import load_file, save_file
-from test_faults import Case, check, recipe, tiny_models  # noqa: F401
-from tiny import llama, save_tokenizer
+from test_faults import Case, check, recipe
+from tiny import gpt2, llama
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NORM, HEAD, MLP = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"
-EMBED = "model.embed_tokens.weight"
 SHARDED = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 Setup = Callable[[Path], object]
 
@@ -53,22 +52,12 @@ def filled(model: str, name: str, count: int, value: float) -> Setup:
     return edited(model, lambda tensors: tensors[name].view(-1)[:count].fill_(value))
 
 
-def configured(model: str, **changes: Any) -> Setup:
-    def setup(folder: Path) -> None:
-        file = folder / model / "config.json"
-        rewrite(file, json.dumps(json.loads(file.read_text()) | changes).encode())
-
-    return setup
-
-
-def cut(name: str, keep: float | int) -> Setup:
-    """Cut a file to `keep` bytes, or to a share of its size."""
+def cut(name: str, keep: float) -> Setup:
+    """Cut a file to a share of its size."""
 
     def setup(folder: Path) -> None:
         content = (folder / name).read_bytes()
-        rewrite(
-            folder / name, content[: keep if isinstance(keep, int) else int(len(content) * keep)]
-        )
+        rewrite(folder / name, content[: int(len(content) * keep)])
 
     return setup
 
@@ -118,32 +107,13 @@ class Payload:
         return open, ("executed", "w")
 
 
-def payload(folder: Path, *, old: bool = False) -> None:
-    """Code in the weights of b, as PyTorch writes them since 1.6 or wrote them before."""
+def payload(folder: Path) -> None:
+    """Code in the weights of b."""
     (folder / "b" / WEIGHTS).unlink()
-    file = folder / "b" / "pytorch_model.bin"
-    torch.save({NORM: Payload()}, file, _use_new_zipfile_serialization=not old)
-
-
-def header(change: Callable[[dict[str, Any]], object], model: str = "b") -> Setup:
-    """Rewrite the safetensors header, data unchanged."""
-
-    def setup(folder: Path) -> None:
-        content = (folder / model / WEIGHTS).read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        entries = json.loads(content[8 : 8 + length])
-        change(entries)
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        new = len(text).to_bytes(8, "little") + text + content[8 + length :]
-        rewrite(folder / model / WEIGHTS, new)
-
-    return setup
+    torch.save({NORM: Payload()}, folder / "b" / "pytorch_model.bin")
 
 
 def gpt(folder: Path) -> None:
-    from tiny import gpt2
-
     shutil.rmtree(folder / "b")
     gpt2().save_pretrained(folder / "b")
 
@@ -157,18 +127,6 @@ def other_base(folder: Path) -> None:
     model.save_pretrained(folder / "b")
 
 
-def new_tokens(folder: Path) -> None:
-    """c knows two tokens more, and has rows for them."""
-    tensors = load_file(folder / "c" / WEIGHTS)
-    for name in (EMBED, HEAD):
-        tensors[name] = torch.cat([tensors[name], tensors[name][:2]])
-    write(folder / "c" / WEIGHTS, tensors)
-    configured("c", vocab_size=98)(folder)
-    for file in (folder / "c").glob("token*"):
-        file.unlink()
-    save_tokenizer(folder / "c", 96, ["<x>", "<y>"])
-
-
 def adapter(folder: Path) -> None:
     """b becomes a PEFT adapter."""
     shutil.rmtree(folder / "b")
@@ -179,8 +137,6 @@ def adapter(folder: Path) -> None:
 
 
 def half_fused(folder: Path) -> None:
-    from mergekit.common import ModelReference
-
     adapter(folder)
     model = ModelReference.model_validate("./base+./b")
     name = f"{model.model._unique_id()}_{model.lora._unique_id()}"
@@ -188,18 +144,11 @@ def half_fused(folder: Path) -> None:
     (folder / "cache" / name / "config.json").write_text("{}")
 
 
-def widen(entries: dict[str, Any]) -> None:
-    entries[NORM]["shape"] = [33]
-
-
 LORA = ("./a", "./base+./b", "./c")
 HALF = {"dtype": "float16"}
 CASES = {
     # values
     "nan": Case(setup=filled("b", MLP, 3, float("nan")), wants=(MLP, "`b`", "3 NaN", "exclude")),
-    "nan base": Case(
-        setup=filled("base", HEAD, 2, float("nan")), wants=(HEAD, "the base", "2 NaN")
-    ),
     "overflow": Case(
         recipe(**HALF),
         (MLP, "float16", "bfloat16"),
@@ -221,22 +170,16 @@ CASES = {
     "tensor lost in a model": Case(
         setup=edited("b", lambda t: t.pop(MLP)), wants=(MLP, "b: it stays"), ok=True
     ),
-    "tensor lost in base": Case(setup=edited("base", lambda t: t.pop(MLP)), wants=(MLP, "base")),
     # files
     "data cut": Case(
         setup=cut(f"b/{WEIGHTS}", 0.7), wants=(f"b/{WEIGHTS}", "truncated", "download")
     ),
-    "header wrong": Case(setup=header(widen), wants=(f"b/{WEIGHTS}", "download")),
     "pointer for weights": Case(
         setup=lambda f: rewrite(f / "b" / WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"),
         wants=(f"b/{WEIGHTS}", "not a safetensors"),
     ),
-    "no weights": Case(setup=removed(f"b/{WEIGHTS}"), wants=("b: no model weights", WEIGHTS)),
     "shard missing": Case(
         setup=both(sharded, removed(f"b/{SHARDED[1]}")), wants=("b: shard", SHARDED[1], "missing")
-    ),
-    "shard above": Case(
-        setup=indexed(norm="../a/model.safetensors"), wants=(INDEX, r"`\.\./a", "outside")
     ),
     "shard lacks": Case(
         setup=indexed(norm=SHARDED[0]), wants=("b: the index", f"`{NORM}`", SHARDED[0])
@@ -246,12 +189,7 @@ CASES = {
         wants=("b/pytorch_model.bin", "truncated"),
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
-    "bin code before 1.6": Case(
-        setup=functools.partial(payload, old=True),
-        wants=("b/pytorch_model.bin", "running code", "safetensors"),
-    ),
     "no config": Case(setup=removed("b/config.json"), wants=("./b", "no config.json", WEIGHTS)),
-    "config strange": Case(setup=configured("b", model_type="nope"), wants=("./b", "nope")),
     "architectures": Case(setup=gpt, wants=("./b", "GPT2|gpt2", "Llama|llama")),
     "adapter as a model": Case(
         setup=adapter, wants=("./b", "no config.json", "adapter_model.safetensors")
@@ -265,18 +203,12 @@ CASES = {
         half_fused,
         ("--quiet", "--lora-merge-cache", "cache"),
     ),
-    "tokens": Case(
-        recipe(tokenizer_source="union"),
-        ("2 tokens", "<[xy]>", "tokenizer_source: base"),
-        new_tokens,
-    ),
-    "vocabulary": Case(
-        setup=new_tokens,
-        wants=("embed_tokens|lm_head", r"\[98, 32\]", r"\[96, 32\]", "tokenizer_source"),
-    ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_files(name: str, tmp_path: Path, tiny_models: Path) -> None:  # noqa: F811
+ENDS = ("nan", "overflow", "other base", "tensor lost in a model", "data cut", "bin code")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_files(name: str, tmp_path: Path, tiny_models: Path) -> None:
     check(tmp_path / "work", tiny_models, CASES[name])

@@ -11,7 +11,6 @@ from tvb_mergekit.settings import (
     ALL_KEYS,
     GLOBAL_KEYS,
     METHODS,
-    MODEL_KEYS,
     VARYING_KEYS,
     check_tasks,
     check_value,
@@ -25,43 +24,16 @@ FORGET = {"forget": "math", "alpha": 0.5}
 
 def test_defaults_are_those_of_the_contract() -> None:
     settings = resolve_settings("basis_ta", {}, TASKS)
-    assert settings.model_dump() == {
-        "method": "basis_ta",
-        "basis": "ae",
-        "num_bases": None,
-        "basis_ratio": 0.5,
-        "energy": None,
-        "solver": "adam",
-        "temperature": 5.0,
-        "steps": 4000,
-        "learning_rate": 0.01,
-        "weight_decay": 1e-6,
-        "anneal_every": 0,
-        "anneal_factor": 0.9,
-        "decoder": "least_squares",
-        "seed": 0,
-        "exclude": None,
-        "lambda_scale": "bases",
-        "trim": "model",
-        "merge_func": "sum",
-        "common": 1.0,
-        "ridge": 0.0,
-        "matrices": None,
-        "forget": (),
-    }
+    found = {"basis": "ae", "num_bases": None, "basis_ratio": 0.5, "solver": "adam", "seed": 0}
+    found |= {"temperature": 5.0, "steps": 4000, "learning_rate": 0.01, "weight_decay": 1e-6}
+    found |= {"decoder": "least_squares", "lambda_scale": "bases", "trim": "model"}
+    assert found.items() <= settings.model_dump().items()
     with pytest.raises(ValidationError):
         settings.seed = 1  # type: ignore[misc]
     defaults = {method: VARYING_KEYS["lambda"].default_for(method) for method in METHODS}
     assert defaults == {"basis_ta": 0.4, "basis_ties": 0.4, "basis_negate": 0.0} | dict.fromkeys(
         ["basis_iso", "basis_tsvm", "basis_wudi"], 1.0
     )
-    assert {name: key.default for name, key in (VARYING_KEYS | MODEL_KEYS).items()} == {
-        "lambda": 0.4,
-        "alpha": None,
-        "density": 0.2,
-        "task": None,
-        "weight": 1.0,
-    }
 
 
 def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
@@ -78,10 +50,10 @@ def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
     assert told("basis_wudi") == {"forget", "common"} | ties
 
 
-@pytest.mark.parametrize(
-    ("ratio", "tasks", "bases"),
-    [(0.5, 8, 4), (0.5, 5, 3), (0.5, 1, 1), (0.01, 8, 1), (0.3, 8, 2), (1.0, 8, 8), (0.25, 10, 3)],
-)
+RATIOS = [(0.5, 8, 4), (0.5, 5, 3), (0.01, 8, 1), (1.0, 8, 8), (0.25, 10, 3)]
+
+
+@pytest.mark.parametrize(("ratio", "tasks", "bases"), RATIOS)
 def test_a_ratio_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
     given = {"basis_ratio": ratio}
     assert resolve_settings("basis_ta", given, ["t"] * tasks).bases_of(tasks) == bases
@@ -92,24 +64,13 @@ def test_a_ratio_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
     [
         ("basis_ta", {"learning_rate": "1e-3"}, {"learning_rate": 1e-3}),
         ("basis_ta", {"num_bases": "3"}, {"num_bases": 3, "basis_ratio": None}),
-        ("basis_ta", {"num_bases": 8}, {"num_bases": 8}),
         ("basis_ta", {"steps": 100.0, "energy": "0.9"}, {"steps": 100, "energy": 0.9}),
-        ("basis_ta", {"basis": "linear_ae", "solver": "adam", "steps": 5}, {"steps": 5}),
         ("basis_ta", {"basis": "none"}, {"basis": "none", "basis_ratio": None}),
-        ("basis_ta", {"basis": "none", "num_bases": 8}, {"num_bases": 8}),
         ("basis_ta", {"basis": "none", "basis_ratio": 1}, {"basis_ratio": 1.0}),
-        ("basis_ta", {"basis": "pca", "seed": 2**64 - 1}, {"seed": 2**64 - 1}),
-        ("basis_ta", {"anneal_every": 500, "anneal_factor": 0.8}, {"anneal_factor": 0.8}),
         ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, {"exclude": "embed|head"}),
         ("basis_ties", {"density": {"value": 0.5}, "trim": "tensor"}, {"trim": "tensor"}),
-        (
-            "basis_ties",
-            {"lambda": [{"filter": "mlp", "value": [0.1, 0.4]}, {"value": 1}]},
-            {"merge_func": "sum"},
-        ),
         ("basis_negate", {"forget": " math , 7", "alpha": 0}, {"forget": ("math", "7")}),
         ("basis_negate", {"forget": 7, "alpha": "0.3"}, {"forget": ("7",)}),
-        ("basis_negate", FORGET | {"basis": "rand_proj"}, {"basis": "rand_proj"}),
     ],
 )
 def test_resolves(method: str, given: dict[str, object], expected: dict[str, object]) -> None:
@@ -125,37 +86,27 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"a\nb": 1}, "unknown key `a\\nb`"),
         ({"basis": "blanced"}, "(did you mean `balanced`?)"),
         ({"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
-        ({"energy": 1.1}, "`energy` is 1.1: expected a number in (0, 1]"),
         ({"energy": "nan"}, "`energy` is 'nan': expected a number in (0, 1]"),
         ({"basis": "none", "num_bases": 4}, "`basis` is none, which keeps all 8 tasks"),
         ({"basis": "none", "energy": 0.9}, "leave out `energy`"),
         ({"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
         ({"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
-        ({"steps": 10**400}, "`steps` is 1000"),
         ({"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
-        ({"weight_decay": -1}, "`weight_decay` is -1: expected a number >= 0"),
-        ({"anneal_every": -1}, "`anneal_every` is -1: expected a whole number >= 0"),
         ({"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
-        ({"anneal_every": 9, "anneal_factor": 0}, "expected a number > 0"),
         ({"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
         ({"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
         ({"decoder": "authors"}, "`decoder` is 'authors': expected one of least_squares"),
         ({"basis": "linear_ae", "decoder": "learned"}, "`decoder` belongs to basis ae,"),
-        ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae"),
-        ({"basis": "balanced", "solver": "exact"}, "`solver` belongs to basis ae"),
         ({"basis": "linear_ae", "solver": "exact"}, "linear_ae uses adam only"),
         ({"basis": "rand_proj"}, "only basis_negate uses it, not basis_ta"),
         ({"exclude": ""}, "`exclude` is empty"),
         ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
         ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
-        ({"lambda": [1, -1e300]}, "`lambda` is -1e+300: expected a number in [-1e+30, 1e+30]"),
     ],
     "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_ta")],
     "basis_negate": [
         (FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
-        ({}, "basis_negate needs `forget: task` and `alpha: number`"),
         ({"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
-        (FORGET | {"alpha": 1e300}, "`alpha` is 1e+300: expected a number in [0, 1e+30]"),
         (FORGET | {"basis": "rand_proj", "energy": 0.9}, "`energy`: unknown for rand_proj"),
         (FORGET | {"forget": ""}, "`forget` is empty"),
         (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
@@ -165,37 +116,26 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_ties": [
         ({"density": 0}, "`density` is 0: expected a number in (0, 1]"),
         ({"merge_func": True}, "`merge_func` is True: expected one of sum, mean, max"),
-        ({"forget": "math"}, "`forget` belongs to basis_negate, not to basis_ties"),
     ],
 }
 
 
-@pytest.mark.parametrize(
-    ("method", "given", "fragment"),
-    [(method, *row) for method, rows in BAD.items() for row in rows],
-)
-def test_mistakes_are_told_in_one_line(
-    method: str, given: dict[str, object], fragment: str
-) -> None:
+ROWS = [(method, *row) for method, rows in BAD.items() for row in rows]
+
+
+@pytest.mark.parametrize(("method", "given", "fragment"), ROWS)
+def test_mistakes_are_told_in_one_line(method, given, fragment):
     with pytest.raises(UserError) as caught:
         resolve_settings(method, given, TASKS)
-    message = str(caught.value)
-    assert fragment in message
-    assert "\n" not in message
+    assert fragment in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError, match="lists no models" if method in METHODS else "unknown"):
         resolve_settings(method, given, [])
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("weight", "-0.5", -0.5),
-        ("num_bases", np.int64(2), 2),
-        ("lambda", np.float32(0.5), 0.5),
-        ("seed", 2**63 + 1, 2**63 + 1),
-        ("task", 12, "12"),
-    ],
-)
+VALUES = [("weight", "-0.5", -0.5), ("num_bases", np.int64(2), 2), ("task", 12, "12")]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), VALUES)
 def test_values_of_one_key(key: str, value: object, expected: object) -> None:
     found = check_value(key, value)
     assert found == expected and type(found) is ALL_KEYS[key].type
@@ -209,22 +149,20 @@ def test_names_of_tasks_from_paths() -> None:
     assert default_task_name("org/math-7b@main", None) == "math-7b"
     assert default_task_name("org/math@refs/pr/1") == "math"
     assert default_task_name("./base", "./adapters/code//") == "code"
-    assert default_task_name("math") == "math"
     assert default_task_name("/") == "/"
 
 
-@pytest.mark.parametrize(
-    ("names", "fragment"),
-    [
-        (["math", "math"], "models ./a and ./b have the same task name 'math': give them `task:`"),
-        (["math", ""], "model ./b has an empty task name"),
-        (["a,b", "c"], "'a,b' of model './a' has a comma"),
-        (["math", " code"], "an outer blank"),
-        (["math", "co\nde"], "control character"),
-    ],
-)
-def test_check_tasks_refuses(names: list[str], fragment: str) -> None:
+REFUSED = {
+    "model ./b has an empty task name": ["math", ""],
+    "'a,b' of model './a' has a comma": ["a,b", "c"],
+    "an outer blank": ["math", " code"],
+    "control character": ["math", "co\nde"],
+    "./a and ./b have the same task name 'math': give them `task:`": ["math", "math"],
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_check_tasks_refuses(said: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_tasks(names, ["./a", "./b"])
-    assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
+        check_tasks(REFUSED[said], ["./a", "./b"])
+    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -45,18 +45,14 @@ MERGEBENCH = ["instruction", "math", "coding", "multilingual", "safety"]
 ADAPTERS = ["gsm8k", "magicoder", "conllpp", "cnn", "agnews_explained"]
 # recipe -> its tasks, and M (None: the recipe leaves it to the data)
 PROMISED: dict[str, tuple[list[str], int | None]] = {
-    "quickstart.yml": (SHIPPED[1:], 4),
-    "quickstart-ae.yml": (SHIPPED[1:], 4),
-    "quickstart-ties.yml": (SHIPPED[1:], 4),
-    "quickstart-iso.yml": (SHIPPED[1:], 4),
-    "quickstart-forget.yml": (SHIPPED[1:], 6),
-    "mergebench-llama3.2-3b-ae.yml": (MERGEBENCH, 2),
+    "quickstart.yml": (SHIPPED[1:], 4), "quickstart-ae.yml": (SHIPPED[1:], 4),
+    "quickstart-ties.yml": (SHIPPED[1:], 4), "quickstart-iso.yml": (SHIPPED[1:], 4),
+    "quickstart-forget.yml": (SHIPPED[1:], 6), "mergebench-llama3.2-3b-ae.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-balanced.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-ties.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-forget.yml": (MERGEBENCH, 3),
-    "mergebench-llama3.2-3b-energy.yml": (MERGEBENCH, None),
-    "mistral-7b-qlora.yml": (ADAPTERS, 2),
-}
+    "mergebench-llama3.2-3b-energy.yml": (MERGEBENCH, None), "mistral-7b-qlora.yml": (ADAPTERS, 2),
+}  # fmt: skip
 OURS = [name for name in PROMISED if name.startswith("quickstart")]
 HUB = [name for name in PROMISED if name not in OURS]
 
@@ -158,30 +154,7 @@ def test_held_out_items_are_right_and_disjoint() -> None:
             assert [item["answer"] for item in items] == [functions.right(text) for text in texts]
 
 
-@pytest.mark.slow
-def test_make_models_writes_loadable_models(tmp_path: Path) -> None:
-    models, data = tmp_path / "models", tmp_path / "data"
-    words = ("--quick", "--threads", "1", "--test-items", "20", "--out", models, "--data", data)
-    run(sys.executable, QUICKSTART / "make_models.py", *words, cwd=tmp_path)
-    assert {path.name for path in models.iterdir()} == set(SHIPPED)
-    for name in SHIPPED:
-        fresh, shipped = (
-            AutoModelForCausalLM.from_pretrained(folder / name).config.to_dict()
-            for folder in (models, MODELS)
-        )
-        fresh.pop("_name_or_path"), shipped.pop("_name_or_path")
-        assert fresh == shipped
-        AutoTokenizer.from_pretrained(models / name)
-    written, there = (folder / "sort.val.jsonl" for folder in (data, QUICKSTART / "eval" / "data"))
-    assert written.read_text() == there.read_text()
-
-
 # Running recipes
-
-
-def test_the_first_command_of_the_readme(tmp_path: Path) -> None:
-    run(BIN / "mergekit-yaml", "recipes/quickstart.yml", tmp_path / "merged")
-    check_output("quickstart.yml", tmp_path / "merged")
 
 
 HIDDEN = """
@@ -203,6 +176,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_commands_without_the_calls_of_one_system(tmp_path: Path) -> None:
     """The calls that Windows or macOS lack are hidden; each file names its encoding, too."""
     document = read("quickstart.yml")
@@ -224,14 +198,11 @@ def test_commands_without_the_calls_of_one_system(tmp_path: Path) -> None:
     script = [sys.executable, "-X", "warn_default_encoding", "-c", HIDDEN]
     run(*script, stdin="\n".join(lines).replace("OUT", shlex.quote(str(tmp_path))))
     check_output("quickstart.yml", tmp_path / "merged")
-    merge(RECIPES / "quickstart.yml", tmp_path / "plain")
-    hidden, plain = (tmp_path / name / "model.safetensors" for name in ("merged", "plain"))
-    assert hidden.read_bytes() == plain.read_bytes()
-    assert (tmp_path / "sort" / "model.safetensors").is_file()
-    assert (tmp_path / "upper" / "model.safetensors").is_file()
+    for name in ("sort", "upper"):
+        assert (tmp_path / name / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", OURS[1:])
+@pytest.mark.parametrize("name", OURS)
 def test_quickstart_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     merge(RECIPES / name, tmp_path / "merged", *options(name))

@@ -16,15 +16,10 @@ from transformers import PreTrainedTokenizerFast
 TASKS = ("math", "code", "safety", "chat", "legal")
 
 DECODER = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 def llama(**changes: object) -> nn.Module:

@@ -1,4 +1,7 @@
-"""Families of models in every form that a recipe may list them, with what the reference takes."""
+"""Families of models in every form that a recipe may list, with what the reference takes.
+
+The fixture `world` makes each family once a session; tests do not change its files.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ from typing import Any
 
 import torch
 import transformers
-from commands import recipe, tvb, write
+from commands import Result, merge, recipe, tvb, write
 from safetensors.torch import load_file, save_file
-from test_lora import train
 from tiny import DECODER, TASKS, as_bin, family, gpt2, llama, load, save_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-THREE = TASKS[:3]
+from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.store import Bases
+
+THREE, SIX = TASKS[:3], (*TASKS, "poems")
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 State = Mapping[str, Tensor]
@@ -52,6 +57,32 @@ class Models:
     own: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
     stored: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def models(self) -> dict[str, Path]:
+        return dict(zip(self.tasks, map(Path, self.listed), strict=True))
+
+    def recipe(
+        self, method: str = "basis_ta", tasks: Sequence[str] | None = None, **keys: Any
+    ) -> dict[str, Any]:
+        numbers = [list(self.tasks).index(task) for task in tasks or self.tasks]
+        listed = [self.listed[number] for number in numbers]
+        return recipe(method, self.base, listed, keys.pop("own", self.own), **keys)
+
+    def build(self, out: Path, *words: object, **keys: Any) -> Bases:
+        """The store that `tvb build` makes of the recipe with these keys."""
+        tvb("build", write(self.recipe(**keys), out), out, "--quiet", *words)
+        return stores.load(out)
+
+    def merge(self, method: str, out: Path, **keys: Any) -> Result:
+        return merge(self.recipe(method, **keys), out)
+
+    def tau(self, task: str) -> dict[str, Tensor]:
+        """The task vector in float64, with its weight."""
+        number = list(self.tasks).index(task)
+        base, model = self.states[0], self.states[1 + number]
+        weight = self.own.get(number, {}).get("weight", 1.0)
+        return {name: weight * (model[name].double() - base[name].double()) for name in base}
 
 
 # Models as `save_pretrained` writes them
@@ -92,13 +123,9 @@ def encoder(name: str) -> Make:
 
 
 VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
 
 
 def clip() -> nn.Module:
@@ -190,15 +217,24 @@ def other_order(folder: Path) -> Models:
     return made
 
 
-def adapters(folder: Path, tasks: Sequence[str] = THREE) -> Models:
+ADAPTERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"target_modules": ["q_proj", "up_proj"], "r": 2, "task_type": "CAUSAL_LM"},
+    {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 3, "use_rslora": True},
+)
+
+
+def adapters(folder: Path, configs: Sequence[Mapping[str, Any]] = ({}, {}, {})) -> Models:
+    from test_lora import train
+
     base, _ = family(folder, tasks=())
     start, listed = load(base), []
     states = [{name: tensor.double() for name, tensor in start.items()}]
-    for seed, task in enumerate(tasks):
-        change = train(base, folder / task, seed=seed)
+    for seed, (task, config) in enumerate(zip(THREE, configs, strict=True)):
+        change = train(base, folder / task, seed=seed, **config)
         listed.append(f"{base}+{folder / task}")
         states.append({name: tensor + change[name] for name, tensor in states[0].items()})
-    return Models(base, listed, states, tasks, loader=CAUSAL)
+    return Models(base, listed, states, loader=CAUSAL)
 
 
 def a_store(basis: str, folder: Path) -> Models:
@@ -285,6 +321,10 @@ ARCHITECTURES: dict[str, Callable[[Path], Models]] = {
 FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "llama": partial(hub, llama, tasks=TASKS),
     "gpt2": partial(hub, gpt2, tasks=TASKS),
+    "six": partial(hub, llama, tasks=SIX),
+    "bf16": partial(
+        hub, llama, tasks=TASKS, dtypes=(torch.bfloat16,), scale=0.002, max_shard_size="30KB"
+    ),
     "mixed dtypes": partial(
         hub, llama, tasks=TASKS, dtypes=MIXED, scale=0.002, max_shard_size="40KB"
     ),
@@ -300,6 +340,7 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "two more tokens": two_more_tokens,
     "other order": other_order,
     "adapters": adapters,
+    "mixed adapters": partial(adapters, configs=ADAPTERS),
     "store of pca": partial(a_store, "pca"),
     "store of balanced": partial(a_store, "balanced"),
     "store of rand_proj": partial(a_store, "rand_proj"),

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from commands import merge, recipe, refused, run, tvb
+from commands import merge, ready, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from tiny import TASKS, family, gpt2, llama, load
+from tiny import TASKS, load
 from torch import Tensor
+from worlds import SIX, Models
 
 import tvb_mergekit
 from tvb_mergekit.core.quantize import (
     BITS,
     CHOICES,
-    LEAST_BITS,
-    bits_within,
     block_bytes,
     choose_widths,
     mean_bytes,
@@ -45,47 +42,18 @@ from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.stream import Chunks, Item, Part, Piece
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt2": {"make": gpt2},
-    "tied": {"make": functools.partial(llama, tie_word_embeddings=True)},
-    "bf16": {"max_shard_size": "30KB", "dtypes": (torch.bfloat16,), "scale": 0.002},
-}
-SIX = (*TASKS, "poems")
 State = dict[str, Tensor]
-
-
-@dataclass
-class Family:
-    base: Path
-    models: dict[str, Path]
-
-    def build(self, out: Path, *words: object, tasks: Sequence[str] = TASKS, **keys: Any) -> Bases:
-        own = {0: {"weight": 2.0}}
-        made = recipe("basis_ta", self.base, [self.models[t] for t in tasks], own, **keys)
-        file = out.with_suffix(".yml")
-        file.write_text(yaml.safe_dump(made))
-        tvb("build", file, out, "--quiet", *words)
-        return stores.load(out)
-
-    def tau(self, task: str) -> State:
-        base, model = load(self.base), load(self.models[task])
-        scale = 2.0 if task == TASKS[0] else 1.0
-        return {name: scale * (model[name].double() - base[name].double()) for name in base}
-
-
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    made = {}
-    for name, options in FAMILIES.items():
-        base, models = family(tmp_path_factory.mktemp(name), tasks=SIX, **options)
-        made[name] = Family(base, dict(zip(SIX, models, strict=True)))
-    return made
+World = Callable[[str], Models]
 
 
 @pytest.fixture
-def llamas(families: dict[str, Family]) -> Family:
-    return families["llama"]
+def llamas(world: World) -> Models:
+    """The first task has a weight; five tasks of six are built."""
+    return weighted(world("six"))
+
+
+def weighted(models: Models) -> Models:
+    return replace(models, own={0: {"weight": 2.0}})
 
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -138,28 +106,22 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        *(("llama", b) for b in (8, 4, 3, 2, 1, 0.5, 1.5, 0.1)),
-        ("gpt2", 2),
-        ("tied", 2),
-        ("bf16", 1),
-    ],
-)
-def test_a_zoo_holds_what_it_says(
-    families: dict[str, Family], name: str, bits: float, tmp_path: Path
-) -> None:
+STORED = [("llama", b) for b in (8, 3, 1.5, 0.1)] + [("gpt2", 2), ("tied", 2), ("bf16", 1)]
+
+
+@pytest.mark.parametrize(("name", "bits"), STORED)
+def test_a_store_holds_what_it_says(world, name, bits, tmp_path):
     """Codes, errors, Gram matrix and bytes, against float64 from the files; the same twice."""
-    given = families[name]
-    bases = given.build(tmp_path / "zoo", "--bits", bits)
+    given = weighted(world(name))
+    tasks = given.tasks
+    bases = given.build(tmp_path / "store", "--bits", bits)
     facts, tensors = bases.facts, bases.tensors
-    assert bases.keeps_tasks and facts.store.folders == list(TASKS)
-    found, tau = dense(bases), torch.stack([flat(given.tau(t), bases.names) for t in TASKS], 1)
+    assert bases.keeps_tasks and facts.store.folders == list(tasks)
+    found, tau = dense(bases), torch.stack([flat(given.tau(t), bases.names) for t in tasks], 1)
     if name == "tied":
         assert "lm_head.weight" not in bases.names
     for task, error in zip(
-        TASKS, ((found - tau).norm(dim=0) / tau.norm(dim=0)).tolist(), strict=True
+        tasks, ((found - tau).norm(dim=0) / tau.norm(dim=0)).tolist(), strict=True
     ):
         assert facts.relative_error[task] == pytest.approx(error, rel=1e-4)
     torch.testing.assert_close(tensors["gram_bases"], found.T @ found, rtol=1e-5, atol=1e-9)
@@ -170,22 +132,20 @@ def test_a_zoo_holds_what_it_says(
         torch.testing.assert_close(tensors[tensor], squares, rtol=2e-4, atol=1e-12)
     numels = [bases.vectors[0].tensors[n].numel for n in bases.names]
     codes = sum(v.nbytes for v in bases.vectors)
-    assert codes <= len(TASKS) * mean_bytes(numels, bits)
+    assert codes <= len(tasks) * mean_bytes(numels, bits)
     if bits in BITS:
-        assert facts.bits == bits and codes == len(TASKS) * mean_bytes(numels, bits)
-    stored = [f.stat().st_size for f in (tmp_path / "zoo").glob("*/*.safetensors")]
+        assert facts.bits == bits and codes == len(tasks) * mean_bytes(numels, bits)
+    stored = [f.stat().st_size for f in (tmp_path / "store").glob("*/*.safetensors")]
     assert facts.bytes == sum(stored)
     again = given.build(tmp_path / "again", "--bits", bits)
-    assert again.path is not None and files(again.path) == files(tmp_path / "zoo")
+    assert again.path is not None and files(again.path) == files(tmp_path / "store")
 
 
 @given(
     st.lists(st.integers(0, 500), min_size=1, max_size=6), st.integers(0, 2**16), st.floats(0, 9)
 )
 @settings(max_examples=150, deadline=None)
-def test_bits_are_chosen_nearly_as_well_as_can_be(
-    numels: list[int], seed: int, mean: float
-) -> None:
+def test_bits_are_chosen_nearly_as_well_as_can_be(numels, seed, mean):
     """They fit; no choice in as many bytes is better by more than one step; none of a width is."""
     draw = np.random.default_rng(seed)
     errors = -np.sort(-(draw.random((len(numels), len(CHOICES))) ** 4), axis=1)
@@ -207,18 +167,11 @@ def test_bits_are_chosen_nearly_as_well_as_can_be(
             assert ours <= errors[:, place].sum() + 1e-12
 
 
-def test_bits_within_is_the_inverse_of_the_mean() -> None:
-    numels = [6400, 100, 3]
-    for wanted in (0.25, 0.5, 1, 1.7, 2, 5, 8):
-        assert bits_within(numels, mean_bytes(numels, wanted)) == pytest.approx(wanted, abs=1e-3)
-    assert bits_within(numels, 10**9) == 8 and bits_within(numels, 1) == LEAST_BITS
-
-
-def test_a_task_joins_mixed_widths_in_as_many_bytes(llamas: Family, tmp_path: Path) -> None:
-    llamas.build(tmp_path / "zoo", "--bits", 1.5)
-    sizes = [v.nbytes for v in stores.load(tmp_path / "zoo").vectors]
-    tvb("add", tmp_path / "zoo", llamas.models["poems"], "--task", "poems", "--quiet")
-    *_, joined = [v.nbytes for v in stores.load(tmp_path / "zoo").vectors]
+def test_a_task_joins_mixed_widths_in_as_many_bytes(llamas: Models, tmp_path: Path) -> None:
+    llamas.build(tmp_path / "store", "--bits", 1.5, tasks=TASKS)
+    sizes = [v.nbytes for v in stores.load(tmp_path / "store").vectors]
+    tvb("add", tmp_path / "store", llamas.models["poems"], "--task", "poems", "--quiet")
+    *_, joined = [v.nbytes for v in stores.load(tmp_path / "store").vectors]
     assert 0.97 * sum(sizes) < joined * len(sizes) <= sum(sizes)
 
 
@@ -229,9 +182,7 @@ def test_a_task_joins_mixed_widths_in_as_many_bytes(llamas: Family, tmp_path: Pa
 )  # fmt: skip
 @settings(max_examples=30, deadline=None)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of models unlike the base
-def test_any_shapes_and_dtypes(
-    shapes: list[tuple[int, int]], dtype: torch.dtype, bits: float, seed: int, size: int
-) -> None:
+def test_any_shapes_and_dtypes(shapes, dtype, bits, seed, size):
     """Files read by the manual's program are what is merged, and lose what is told."""
     torch.manual_seed(seed)
     base = {f"w{k}": torch.randn(shape) for k, shape in enumerate(shapes)} | {"v": torch.randn(900)}
@@ -241,7 +192,7 @@ def test_any_shapes_and_dtypes(
         for task in ("a", "b")
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        bases = tvb_mergekit.build(base, models, Path(folder) / "zoo", bits=bits)
+        bases = tvb_mergekit.build(base, models, Path(folder) / "store", bits=bits)
         found = dense(bases)
         merged = tvb_mergekit.merge(bases, base, basis="none", lambda_=1.0)
         start = flat(base, bases.names)
@@ -254,19 +205,17 @@ def test_any_shapes_and_dtypes(
             assert bases.facts.relative_error[task] == pytest.approx(error, rel=1e-3, abs=1e-6)
 
 
-def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_path: Path) -> None:
+def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Models, tmp_path: Path) -> None:
     """In as many bytes, squared error summed over tasks and tensors."""
     lost = {}
-    for bits in (0.5, 1, 1.5, 2, 4):
-        bases = llamas.build(tmp_path / f"at-{bits}", "--bits", bits)
+    for bits in (0.5, 1, 1.5, 2):
+        bases = llamas.build(tmp_path / f"at-{bits}", "--bits", bits, tasks=TASKS)
         lost[bits] = float(bases.tensors["tensor_errors"][:, :-1].sum())
         files = {name: vector.nbytes for name, vector in zip(TASKS, bases.vectors, strict=True)}
-        inputs = read_inputs(
-            read_document((tmp_path / f"at-{bits}").with_suffix(".yml")), Options()
-        )
+        inputs = read_inputs(read_document(tmp_path / f"at-{bits}.yml"), Options())
         fixed = fixed_bytes(inputs, 5)
         size = sum(files.values()) + fixed
-        mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size)
+        mixed = llamas.build(tmp_path / f"sized-{bits}", "--size", size, tasks=TASKS)
         assert float(mixed.tensors["tensor_errors"][:, :-1].sum()) <= lost[bits]
         whole = (f.stat().st_size for f in (tmp_path / f"sized-{bits}").rglob("*") if f.is_file())
         assert sum(whole) <= size
@@ -275,124 +224,74 @@ def test_mixed_widths_lose_no_more_than_one_width_for_all(llamas: Family, tmp_pa
     assert lost[0.5] < (lost[1] + total) / 2 and lost[1.5] < (lost[1] + lost[2]) / 2
 
 
-# Merges over a zoo are merges over models with the decoded task vectors. The base is zero, so that
-# such models hold them exactly.
-BASES: dict[str, dict[str, Any]] = {
-    "none": {"basis": "none"},
-    "ae": {"num_bases": 2, "steps": 50},
-    "exact": {"solver": "exact", "num_bases": 2},
-    "balanced": {"basis": "balanced", "num_bases": 2},
-    "energy": {"basis": "balanced", "energy": 0.7},
-    "linear_ae": {"basis": "linear_ae", "steps": 50},
-    "pca": {"basis": "pca", "num_bases": 2},
-    "rand_select": {"basis": "rand_select", "num_bases": 3},
-    "rand_proj": {"basis": "rand_proj", "num_bases": 3},
-    "excluded": {"basis": "balanced", "exclude": "mlp"},
-}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "add": ("basis_ta", {"lambda": 0.3, "lambda_scale": "tasks"}),
-    "ties": ("basis_ties", {"density": 0.4}),
-    "ties-tensor": ("basis_ties", {"trim": "tensor", "merge_func": "mean"}),
-    "negate": ("basis_negate", {"forget": "code", "alpha": 0.7, "lambda": 0.2}),
-    "tsvm": ("basis_tsvm", {"lambda_scale": "tasks"}),
+# basis, method, keys of each
+OVER: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "all": ({"basis": "none"}, "basis_ties", {"density": 0.4}),
+    "ae": ({"steps": 50}, "basis_ties", {"trim": "tensor", "merge_func": "mean"}),
+    "balanced": ({"basis": "balanced"}, "basis_ta", {"lambda_scale": "tasks"}),
+    "energy": ({"basis": "balanced", "energy": 0.7}, "basis_tsvm", {}),
+    "pca": ({"basis": "pca"}, "basis_negate", {"forget": "code", "alpha": 0.7, "lambda_": 0.2}),
+    "rand_proj": ({"basis": "rand_proj"}, "basis_negate", {"forget": "code", "alpha": 0.7}),
+    "excluded": ({"basis": "balanced", "exclude": "w1"}, "basis_ta", {}),
 }
 
 
-@dataclass
-class Pair:
-    zoo: Family
-    models: Family
-    path: Path
+@pytest.mark.parametrize("case", OVER)
+def test_merges_over_task_vectors(case: str, tmp_path: Path) -> None:
+    """They are merges over models with the decoded task vectors, which a zero base holds."""
+    built, method, keys = OVER[case]
+    torch.manual_seed(0)
+    shapes = {"w0": (40, 30), "w1": (20, 50), "b": (300,)}
+    base = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    models = {t: {n: torch.randn(shape) for n, shape in shapes.items()} for t in TASKS}
+    bases = tvb_mergekit.build(base, models, tmp_path / "store", bits=2)
+    pairs = zip(TASKS, bases.vectors, strict=True)
+    decoded = {task: {name: vector.tensor(name) for name in shapes} for task, vector in pairs}
+    found = tvb_mergekit.merge(bases, base, method, **built, **keys)
+    want = tvb_mergekit.merge(tvb_mergekit.build(base, decoded, **built), base, method, **keys)
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("pair")
-    base, models = family(folder, functools.partial(llama, num_hidden_layers=1), TASKS)
-    start = load(base)
-    for model in models:
-        changed = {name: value - start[name] for name, value in load(model).items()}
-        save_file(changed, model / "model.safetensors", {"format": "pt"})
-    zeros = {name: torch.zeros_like(value) for name, value in start.items()}
-    save_file(zeros, base / "model.safetensors", {"format": "pt"})
-    zoo = Family(base, dict(zip(TASKS, models, strict=True)))
-    bases = zoo.build(folder / "zoo", "--bits", 2)
-    replaced = {}
-    for task, vector in zip(TASKS, bases.vectors, strict=True):
-        replaced[task] = folder / "decoded" / task
-        shutil.copytree(zoo.models[task], replaced[task])
-        state = {name: vector.tensor(name) for name in bases.names}
-        save_file(state, replaced[task] / "model.safetensors", {"format": "pt"})
-    return Pair(zoo, Family(base, replaced), folder / "zoo")
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("basis", BASES)
-def test_merges_over_a_zoo(pair: Pair, method: str, basis: str, tmp_path: Path) -> None:
-    name, keys = METHODS[method]
-    if basis == "rand_proj" and name != "basis_negate":
-        pytest.skip("rand_proj is for negation")
-    keys = {**keys, **BASES[basis]}
-    tasks = TASKS if basis != "balanced" else TASKS[1:4]  # any of its tasks, weighted
-    own = {1: {"weight": 0.5}}
-    over = [
-        merge(recipe(name, pair.zoo.base, [where(t) for t in tasks], own, **keys), tmp_path / out)
-        for out, where in (("zoo", lambda t: pair.path / t), ("models", pair.models.models.get))
-    ]
-    for tensor, value in over[1].tensors.items():
-        torch.testing.assert_close(over[0].tensors[tensor], value, rtol=1e-5, atol=1e-8)
-    assert over[0].facts["tasks"] == list(tasks)
-    assert over[0].facts["from_store"] == str(pair.path)
-    summed = basis in ("rand_proj", "excluded")  # of which the store does not know G
-    assert over[0].facts["gram_cached"] is not summed
-
-
-def test_templates_the_library_and_exports(llamas: Family, tmp_path: Path) -> None:
+def test_templates_the_library_and_exports(llamas: Models, tmp_path: Path) -> None:
     """A store's own recipes, `tvb merge`, `merge` and `export` agree with float64."""
-    bases = llamas.build(tmp_path / "zoo", "--bits", 2)
+    bases = llamas.build(tmp_path / "store", "--bits", 2, tasks=TASKS)
     names, found, base = bases.names, dense(bases), load(llamas.base)
     start = flat(base, names)
     for method, want in (
         ("add", start + 0.4 * found.sum(1)),
         ("forget-code", start - found[:, 1]),
     ):
-        tvb("merge", tmp_path / "zoo", tmp_path / method, "--method", method, "--quiet")
+        tvb("merge", tmp_path / "store", tmp_path / method, "--method", method, "--quiet")
         close(flat(load(tmp_path / method), names), want)
-    tvb("merge", tmp_path / "zoo" / "recipes" / "ties.yml", tmp_path / "ties", "--quiet")
-    ties = tvb_mergekit.merge(bases, llamas.base, "basis_ties", basis="none", density=0.2)
-    for name, value in load(tmp_path / "ties").items():
-        torch.testing.assert_close(ties[name], value, rtol=1e-5, atol=1e-7)
     three = tvb_mergekit.merge(
         bases, llamas.base, basis="balanced", num_bases=3, lambda_scale="tasks"
     )
     close(flat(three, names), start + 0.4 * found.sum(1))
-    tvb("export", tmp_path / "zoo", "--all", tmp_path / "all", "--quiet")
-    tvb("export", tmp_path / "zoo", tmp_path / "one", "--task", "math", "--quiet")
+    tvb("export", tmp_path / "store", "--all", tmp_path / "all", "--quiet")
     assert sorted(p.name for p in (tmp_path / "all").iterdir()) == sorted(TASKS)
+    assert "tvb" not in (tmp_path / "all/math/config.json").read_text()
     for k, task in enumerate(TASKS):
         want = start + found[:, k] / float(bases.weights[k])
         torch.testing.assert_close(
             flat(load(tmp_path / "all" / task), names), want, rtol=1e-5, atol=1e-6
         )
-    one = load(tmp_path / "one")
-    assert all(torch.equal(v, one[n]) for n, v in load(tmp_path / "all" / "math").items())
-    assert (tmp_path / "one" / "tokenizer.json").is_file()
-    tvb("build", _over(tmp_path, bases, llamas), tmp_path / "bases", "--quiet")
-    assert stores.load(tmp_path / "bases").num_bases == 2  # bases of a zoo's tasks
+    listed = [tmp_path / "store" / task for task in TASKS]
+    over = recipe("basis_ta", llamas.base, listed, basis="balanced", num_bases=2)
+    tvb("build", write(over, tmp_path / "over"), tmp_path / "bases", "--quiet")
+    assert stores.load(tmp_path / "bases").num_bases == 2  # bases of stored task vectors
+    some = recipe("basis_ta", llamas.base, listed[1:4], {1: {"weight": 0.5}}, basis="none")
+    merged = merge(some, tmp_path / "some")
+    want = start + 0.4 * (found[:, 1] + 0.5 * found[:, 2] + found[:, 3])
+    close(flat(merged.tensors, names), want)
+    assert merged.facts["tasks"] == list(TASKS[1:4])
+    assert merged.facts["from_store"] == str(bases.path) and merged.facts["gram_cached"]
 
 
-def _over(folder: Path, bases: Bases, given: Family) -> Path:
-    listed = [bases.path / task for task in TASKS if bases.path]
-    made = recipe("basis_ta", given.base, listed, basis="balanced", num_bases=2)
-    (folder / "over.yml").write_text(yaml.safe_dump(made))
-    return folder / "over.yml"
-
-
-@pytest.mark.parametrize("basis", ["balanced", "pca", "ae"])
-def test_bases_at_few_bits(llamas: Family, basis: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("basis", ["balanced", "pca"])
+def test_bases_at_few_bits(llamas: Models, basis: str, tmp_path: Path) -> None:
     """Of any basis; errors of tasks are bounded, and merges use the bases as they are."""
-    keys = {"basis": basis, "num_bases": 2, **({"solver": "exact"} if basis == "ae" else {})}
-    bases = llamas.build(tmp_path / "s", "--bits", 3, **keys)
+    bases = llamas.build(tmp_path / "s", "--bits", 3, basis=basis, num_bases=2, tasks=TASKS)
     assert not bases.keeps_tasks and bases.facts.store.folders[:2] == ["basis-000", "basis-001"]
     found, tau = dense(bases), torch.stack([flat(llamas.tau(t), bases.names) for t in TASKS], 1)
     table = bases.reconstruction(TASKS)
@@ -410,91 +309,89 @@ def test_bases_at_few_bits(llamas: Family, basis: str, tmp_path: Path) -> None:
     assert "holds bases at 3 bits" in said
 
 
-def test_a_task_joins_and_leaves(llamas: Family, tmp_path: Path) -> None:
+def test_a_task_joins_and_leaves(llamas: Models, tmp_path: Path) -> None:
     """As if the store had been built so; `undo` takes either back."""
-    zoo, model = tmp_path / "zoo", llamas.models["poems"]
-    first = llamas.build(zoo, "--bits", 2)
-    before = files(zoo)
-    done = tvb("add", zoo, model, "--task", "poems", "--quiet")
+    store, model = tmp_path / "store", llamas.models["poems"]
+    first = llamas.build(store, "--bits", 2, tasks=TASKS)
+    before = files(store)
+    done = tvb("add", store, model, "--task", "poems", "--quiet")
     assert "joins 5 tasks" in done.output and "stay as they are" in done.output
     six = llamas.build(tmp_path / "six", "--bits", 2, tasks=SIX)
-    grown = stores.load(zoo)
-    codes = {n: v for n, v in files(zoo).items() if "/" in n}
+    grown = stores.load(store)
+    codes = {n: v for n, v in files(store).items() if "/" in n}
     assert codes == {n: v for n, v in files(tmp_path / "six").items() if "/" in n}
     for name in ("gram_bases", "errors", "norms", "weights", "matrix_norms", "decoder"):
         torch.testing.assert_close(grown.tensors[name], six.tensors[name], rtol=1e-6, atol=1e-12)
     assert grown.facts.relative_error == pytest.approx(six.facts.relative_error, rel=1e-6)
     assert (grown.facts.bits, grown.facts.bytes) == (six.facts.bits, six.facts.bytes)
     assert "gram" not in grown.tensors and grown.tasks == list(SIX)
-    tvb("remove", zoo, "--task", "code")
+    tvb("remove", store, "--task", "code")
     rest = [task for task in SIX if task != "code"]
-    small, want = stores.load(zoo), llamas.build(tmp_path / "five", "--bits", 2, tasks=rest)
-    assert small.tasks == rest and not (zoo / "code").exists()
+    small, want = stores.load(store), llamas.build(tmp_path / "five", "--bits", 2, tasks=rest)
+    assert small.tasks == rest and not (store / "code").exists()
     for name in ("gram_bases", "errors", "norms", "weights"):
         torch.testing.assert_close(small.tensors[name], want.tensors[name], rtol=1e-6, atol=1e-12)
-    assert sorted(p.name for p in (zoo / "recipes").iterdir()) == sorted(
+    assert sorted(p.name for p in (store / "recipes").iterdir()) == sorted(
         p.name for p in (tmp_path / "five" / "recipes").iterdir()
     )
-    tvb("merge", zoo, tmp_path / "out", "--method", "add", "--quiet")
+    tvb("merge", store, tmp_path / "out", "--method", "add", "--quiet")
     total = 0.4 * dense(small).sum(1) + flat(load(llamas.base), small.names)
     torch.testing.assert_close(
         flat(load(tmp_path / "out"), small.names), total, rtol=1e-5, atol=1e-6
     )
-    tvb("undo", zoo)
-    assert stores.load(zoo).tasks == list(SIX)
-    assert first.path is not None and before.keys() <= files(zoo).keys()
+    tvb("undo", store)
+    assert stores.load(store).tasks == list(SIX)
+    assert first.path is not None and before.keys() <= files(store).keys()
 
 
-@pytest.mark.parametrize("compress", ["ae", "balanced"])
-@pytest.mark.parametrize("budget", [3, 5, 9])
-def test_a_zoo_goes_over_to_algorithm_1(
-    llamas: Family, budget: int, compress: str, tmp_path: Path
-) -> None:
-    zoo = tmp_path / "zoo"
-    old = llamas.build(zoo, "--bits", 2)
+@pytest.mark.parametrize(("compress", "budget"), [("ae", 3), ("balanced", 3), ("balanced", 9)])
+def test_task_vectors_go_over_to_algorithm_1(llamas, budget, compress, tmp_path):
+    store = tmp_path / "store"
+    old = llamas.build(store, "--bits", 2, tasks=TASKS)
     found = dense(old)
     words = ("--task", "poems", "--budget", budget, "--compress", compress, "--quiet")
-    done = tvb("add", zoo, llamas.models["poems"], *words)
+    done = tvb("add", store, llamas.models["poems"], *words)
     assert "by Algorithm 1" in done.output and "relative error at most: math" in done.output
-    grown = stores.load(zoo)
+    grown = stores.load(store)
     count = min(budget, 6)
     assert grown.num_bases == count and not grown.keeps_tasks and grown.facts.bits is None
-    made = torch.stack(
-        [flat({n: v.tensor(n) for n in old.names}, old.names) for v in grown.vectors], 1
-    )
     poems = flat(llamas.tau("poems"), old.names)
     if compress == "balanced":
         assert grown.basis_weights is not None
-        torch.testing.assert_close(
-            made @ grown.basis_weights, found.sum(1) + poems, rtol=1e-4, atol=1e-6
-        )
-    tau = torch.stack([*(flat(llamas.tau(t), old.names) for t in TASKS), poems], 1)
-    for count in range(6, 9):  # the bounds hold later, too, when bases are compressed
-        names = [*SIX, "chat-6", "chat-7"][:count]
-        states = [{name: vector.tensor(name) for name in old.names} for vector in grown.vectors]
-        made = torch.stack([flat(state, old.names) for state in states], 1)
-        error = (made @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
-        for task, value in zip(names, error.tolist(), strict=True):
+        total = vectors_of(grown) @ grown.basis_weights
+        torch.testing.assert_close(total, found.sum(1) + poems, rtol=1e-4, atol=1e-6)
+    taus = [*(flat(llamas.tau(task), old.names) for task in TASKS), poems]
+    for weight in (6, 0):  # the bounds hold later, too, when bases are compressed
+        tau = torch.stack(taus, 1)
+        errors = (vectors_of(grown) @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
+        for task, error in zip(grown.tasks, errors.tolist(), strict=True):
             known = grown.facts.errors[task]
             assert known.at_least is not None and known.at_most is not None
-            assert known.at_least - 1e-6 <= value <= known.at_most + 1e-6, (task, count)
-        model, task = llamas.models["chat"], f"chat-{count}"
-        tvb("add", zoo, model, "--task", task, "--weight", count, "--force", "--quiet")
-        grown = stores.load(zoo)
-        tau = torch.cat([tau, count * flat(llamas.tau("chat"), old.names)[:, None]], 1)
+            assert known.at_least - 1e-6 <= error <= known.at_most + 1e-6, task
+        if weight:
+            words = ("--task", "again", "--weight", weight, "--force", "--quiet")
+            tvb("add", store, llamas.models["chat"], *words)
+            grown = stores.load(store)
+            taus.append(weight * flat(llamas.tau("chat"), old.names))
 
 
-def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
+def vectors_of(bases: Bases) -> Tensor:
+    """[d, M] as the library reads them."""
+    states = [{name: v.tensor(name) for name in bases.names} for v in bases.vectors]
+    return torch.stack([flat(state, bases.names) for state in states], 1)
+
+
+def test_begun_by_additions(llamas: Models, tmp_path: Path) -> None:
     """A store of one task, and the library's way to the same."""
-    zoo = tmp_path / "zoo"
+    store = tmp_path / "store"
     words = ("--base", llamas.base, "--bits", 2, "--quiet")
-    tvb("add", zoo, llamas.models["math"], "--task", "math", "--weight", 2, *words)
-    tvb_mergekit.add(zoo, llamas.base, llamas.models["code"], "code")
+    tvb("add", store, llamas.models["math"], "--task", "math", "--weight", 2, *words)
+    tvb_mergekit.add(store, llamas.base, llamas.models["code"], "code")
     two = llamas.build(tmp_path / "two", "--bits", 2, tasks=TASKS[:2])
-    assert {n: v for n, v in files(zoo).items() if n.split("/")[0] in TASKS} == {
+    assert {n: v for n, v in files(store).items() if n.split("/")[0] in TASKS} == {
         n: v for n, v in files(tmp_path / "two").items() if "/" in n
     }
-    torch.testing.assert_close(stores.load(zoo).tensors["gram_bases"], two.tensors["gram_bases"])
+    torch.testing.assert_close(stores.load(store).tensors["gram_bases"], two.tensors["gram_bases"])
     models = {task: llamas.models[task] for task in TASKS[:2]}
     made = tvb_mergekit.build(llamas.base, models, tmp_path / "lib", weights={"math": 2.0}, bits=2)
     assert made.keeps_tasks and files(tmp_path / "lib").keys() == files(tmp_path / "two").keys()
@@ -502,9 +399,9 @@ def test_begun_by_additions(llamas: Family, tmp_path: Path) -> None:
     assert gone.tasks == ["code"]
 
 
-def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None:
+def test_an_accelerator_decodes_the_same(llamas: Models, tmp_path: Path) -> None:
     """PyTorch's operations on the codes of a piece, where a CPU decodes as it reads."""
-    bases = llamas.build(tmp_path / "zoo", "--bits", 0.5)
+    bases = llamas.build(tmp_path / "store", "--bits", 0.5, tasks=TASKS)
     name = "model.embed_tokens.weight"
     parts = tuple(Part.of(vector, name, "delta") for vector in bases.vectors)
     item = Item(name, bases.vectors[0].tensors[name].shape, None, parts)
@@ -523,123 +420,94 @@ def test_an_accelerator_decodes_the_same(llamas: Family, tmp_path: Path) -> None
 
 MISTAKES: dict[str, tuple[str, str]] = {
     "bits": ("build {r} {o} --bits 9", "--bits 9: expected 8, 4, 3, 2, 1, or a mean from 0.1 to 8"),
-    "no bits": ("build {r} {o} --bits 0", "--bits 0: expected"),
-    "not a number": ("build {r} {o} --bits nan", "--bits nan: expected"),
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 60000", "60,000 bytes: the scales"),
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
-    "compress alone": ("add {z} {m} --task new --compress ae", "--budget M turns them into bases"),
-    "dtype alone": ("add {z} {m} --task new --dtype float16", "--budget M turns them into bases"),
+    "compress alone": (
+        "add {z} {m} --task new --compress ae",
+        "as codes; --budget M",
+    ),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
-    "old tasks recoded": ("add {z} {m} --task new --size 2GB", "No such option"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
-    "export it": ("export {z} {o} --task mth", "did you mean 'math'?"),
     "where": ("export {z} {o} --all {o}", "name one output folder"),
-    "nowhere": ("export {z} --task math", "name one output folder"),
     "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }
 
 
 @pytest.fixture(scope="module")
-def made(families: dict[str, Family], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    families["llama"].build(folder / "zoo", "--bits", 2)
+    weighted(world("six")).build(folder / "store", "--bits", 2, tasks=TASKS)
     return folder
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "the file was changed": lambda file: file.write_bytes(file.read_bytes()[:-10]),
-    "checksum is not the one": lambda file: shutil.copy(
-        file.parent.parent / "code" / file.name, file
-    ),
-    "missing, and basis.json names it": lambda file: shutil.rmtree(file.parent),
-}
-
-
-@pytest.mark.parametrize("message", DAMAGE)
-def test_damaged_codes_are_refused(made: Path, message: str, tmp_path: Path) -> None:
-    zoo = Path(shutil.copytree(made / "zoo", tmp_path / "zoo"))
-    DAMAGE[message](zoo / "math" / "model.safetensors")
-    merging = ("merge", zoo, tmp_path / "out", "--method", "add", "--quiet")
-    said = refused(*(("check", zoo) if "checksum" in message else merging))
-    assert "math" in said and message in said
-
-
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_line(
-    families: dict[str, Family], made: Path, case: str, tmp_path: Path
-) -> None:
+def test_mistakes_are_one_line(llamas, made, case, tmp_path):
     words, wants = MISTAKES[case]
     places = {
-        "r": made / "zoo.yml", "z": made / "zoo", "o": tmp_path / "out",
-        "m": families["llama"].models["poems"],
+        "r": made / "store.yml", "z": made / "store", "o": tmp_path / "out",
+        "m": llamas.models["poems"],
     }  # fmt: skip
     before = files(made)
     assert wants in refused(*words.format(**places).split())
     assert files(made) == before and not (tmp_path / "out").exists()
 
 
-def test_what_removal_leaves(made: Path, llamas: Family, tmp_path: Path) -> None:
+def test_what_removal_leaves(made: Path, llamas: Models, tmp_path: Path) -> None:
     """Recipes that name a removed task are refused; the last task stays."""
-    zoo = Path(shutil.copytree(made / "zoo", tmp_path / "zoo"))
-    tvb("remove", zoo, "--task", "code")
-    over = recipe("basis_ta", llamas.base, [zoo / task for task in TASKS], basis="none")
+    store = Path(shutil.copytree(made / "store", tmp_path / "store"))
+    tvb("remove", store, "--task", "code")
+    over = recipe("basis_ta", llamas.base, [store / task for task in TASKS], basis="none")
     assert "no such task" in merge(over, tmp_path / "out", fails=True).output
-    (tmp_path / "r.yml").write_text(yaml.safe_dump(over))
+    write(over, tmp_path / "r")
     assert "(removed?), which holds math, safety" in refused("inspect", tmp_path / "r.yml")
     for task in ("math", "safety", "chat"):
-        tvb("remove", zoo, "--task", task)
-    assert "its only task" in refused("remove", zoo, "--task", "legal")
-    other = llamas.build(tmp_path / "bases", basis="balanced", num_bases=2)
+        tvb("remove", store, "--task", task)
+    assert "its only task" in refused("remove", store, "--task", "legal")
+    other = llamas.build(tmp_path / "bases", basis="balanced", num_bases=2, tasks=TASKS)
     assert "combined in 2 bases" in refused("remove", other.path, "--task", "math")
 
 
-def test_mergekits_own_methods_are_told_the_way_out(
-    made: Path, families: Any, tmp_path: Path
-) -> None:
-    listed = [made / "zoo" / task for task in TASKS]
+def test_mergekits_own_methods_are_told_the_way_out(made, llamas, tmp_path):
+    listed = [made / "store" / task for task in TASKS]
     for method in ("task_arithmetic", "linear"):
-        its = recipe(method, families["llama"].base, listed, weight=1.0)
+        its = recipe(method, llamas.base, listed, weight=1.0)
         said = merge(its, tmp_path / "out", fails=True).output
         assert "is a task vector as codes" in said and "tvb export STORE --all DIR" in said
-    mixed = [*listed[:2], families["llama"].models["poems"]]
-    said = merge(recipe("basis_ta", families["llama"].base, mixed), tmp_path / "out", fails=True)
-    assert "is not a vector of a store" in said.output
-    named = recipe("basis_ta", families["llama"].base, listed, {0: {"task": "x"}})
+    named = recipe("basis_ta", llamas.base, listed, {0: {"task": "x"}})
     assert "its store knows the name" in merge(named, tmp_path / "out", fails=True).output
 
 
-def test_weights_go_through_generations(llamas: Family, tmp_path: Path) -> None:
-    """A zoo's own times a recipe's: exports are of the task as it was trained."""
-    zoo = llamas.build(tmp_path / "zoo", "--bits", 8)
-    made = recipe("basis_ta", llamas.base, [tmp_path / "zoo" / "math"], {0: {"weight": 3.0}})
-    (tmp_path / "r.yml").write_text(yaml.safe_dump({**made, "parameters": {"basis": "none"}}))
+def test_weights_go_through_generations(llamas: Models, tmp_path: Path) -> None:
+    """A store's own times a recipe's: exports are of the task as it was trained."""
+    store = llamas.build(tmp_path / "store", "--bits", 8, tasks=TASKS)
+    made = recipe("basis_ta", llamas.base, [tmp_path / "store" / "math"], {0: {"weight": 3.0}})
+    write({**made, "parameters": {"basis": "none"}}, tmp_path / "r")
     for name, words in (("dense", ()), ("coded", ("--bits", "8"))):
         tvb("build", tmp_path / "r.yml", tmp_path / name, *words, "--quiet")
         assert stores.load(tmp_path / name).facts.parameters["weights"] == {"math": 6.0}
         tvb("export", tmp_path / name, tmp_path / f"{name}-math", "--task", "math", "--quiet")
-        tau = flat(llamas.tau("math"), zoo.names) / 2
-        found = flat(load(tmp_path / f"{name}-math"), zoo.names) - flat(
-            load(llamas.base), zoo.names
+        tau = flat(llamas.tau("math"), store.names) / 2
+        found = flat(load(tmp_path / f"{name}-math"), store.names) - flat(
+            load(llamas.base), store.names
         )
         assert float((found - tau).norm() / tau.norm()) < 0.02
 
 
-def test_a_task_called_base_and_a_damaged_one(llamas: Family, tmp_path: Path) -> None:
-    """Either can be taken out, and the others are merged as ever."""
+def test_a_task_called_base_and_a_damaged_one(llamas: Models, tmp_path: Path) -> None:
     listed = [llamas.models[task] for task in TASKS[:3]]
     made = recipe("basis_ta", llamas.base, listed, {0: {"task": "base"}})
-    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
-    zoo = tmp_path / "zoo"
-    tvb("build", tmp_path / "r.yml", zoo, "--bits", 2, "--quiet")
-    tvb("merge", zoo, tmp_path / "before", "--method", "add", "--quiet")
-    shutil.rmtree(zoo / "code")
-    assert "take it out with `tvb remove`" in refused("inspect", zoo)
-    tvb("remove", zoo, "--task", "code")
-    tvb("add", zoo, llamas.models["legal"], "--task", "legal", "--quiet")
-    tvb("remove", zoo, "--task", "base")
-    tvb("merge", zoo, tmp_path / "after", "--method", "add", "--quiet")
-    bases = stores.load(zoo)
+    write(made, tmp_path / "r")
+    store = tmp_path / "store"
+    tvb("build", tmp_path / "r.yml", store, "--bits", 2, "--quiet")
+    tvb("merge", store, tmp_path / "before", "--method", "add", "--quiet")
+    shutil.rmtree(store / "code")
+    assert "take it out with `tvb remove`" in refused("inspect", store)
+    tvb("remove", store, "--task", "code")
+    tvb("add", store, llamas.models["legal"], "--task", "legal", "--quiet")
+    tvb("remove", store, "--task", "base")
+    tvb("merge", store, tmp_path / "after", "--method", "add", "--quiet")
+    bases = stores.load(store)
     want = flat(load(llamas.base), bases.names) + 0.4 * dense(bases).sum(1)
     close(flat(load(tmp_path / "after"), bases.names), want)
 
@@ -653,7 +521,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
         task: {n: v + size * torch.randn_like(v) for n, v in base.items()}
         for task, size in (("a", 0.01), ("b", 0.02), ("small", 0.0002))
     }
-    bases = tvb_mergekit.build(base, models, tmp_path / "zoo", bits=2)
+    bases = tvb_mergekit.build(base, models, tmp_path / "store", bits=2)
     for row, name in enumerate(bases.names):
         for k, (task, vector) in enumerate(zip(models, bases.vectors, strict=True)):
             tau = models[task][name] - base[name]
@@ -668,25 +536,12 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     (tmp_path / "later.safetensors").write_bytes(later)
     with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
         Codes.open(tmp_path / "later.safetensors")
-    (tmp_path / "odd.safetensors").write_bytes(text.replace(b'"w\\": [1', b'"w\\": [7'))
-    with pytest.raises(tvb_mergekit.UserError, match="does not describe codes"):
-        Codes.open(tmp_path / "odd.safetensors")
-    for wrong in ("two", [2]):
-        with pytest.raises(tvb_mergekit.UserError, match=r"`bits` is .*: expected a number"):
-            tvb_mergekit.build(base, models, tmp_path / "no", bits=wrong)  # type: ignore[arg-type]
-    tvb_mergekit.build(base, models, tmp_path / "numpy", bits=np.float32(2))  # type: ignore[arg-type]
 
 
-def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:
-    """NaN is refused as ever; what is zero stays exactly zero."""
+def test_zero_stays_zero(llamas: Models, tmp_path: Path) -> None:
     base = load(llamas.base)
-    model = {n: v.clone() for n, v in base.items()}
-    model["model.norm.weight"] += torch.randn(32) * 0.01
-    bad = {n: v.clone() for n, v in model.items()}
-    bad["model.norm.weight"][3] = float("nan")
-    with pytest.raises(tvb_mergekit.UserError, match="1 NaN"):
-        tvb_mergekit.build(base, {"a": model, "b": bad}, tmp_path / "bad", bits=2)
-    for bits in (8, 2, 1, 0.5):
+    model = base | {"model.norm.weight": base["model.norm.weight"] + torch.randn(32) * 0.01}
+    for bits in (8, 0.5):
         bases = tvb_mergekit.build(base, {"a": model}, tmp_path / f"at-{bits}", bits=bits)
         for name in bases.names:
             if name != "model.norm.weight":
@@ -694,28 +549,17 @@ def test_nan_and_zero(llamas: Family, tmp_path: Path) -> None:
 
 
 def test_weight_files(tmp_path: Path) -> None:
-    """mergekit-pytorch takes a zoo's files by their paths."""
+    """mergekit-pytorch takes the files of a store by their paths."""
     torch.manual_seed(0)
     states = [{"a": torch.randn(30, 70), "b": torch.randn(5)} for _ in range(4)]
     for k, state in enumerate(states):
         save_file(state, tmp_path / f"{k}.safetensors", {"format": "pt"})
     base, *listed = (tmp_path / f"{k}.safetensors" for k in range(4))
     made = recipe("basis_ta", base, listed, dtype=None, lambda_=0.5)
-    (tmp_path / "r.yml").write_text(yaml.safe_dump(made))
-    tvb("build", tmp_path / "r.yml", tmp_path / "zoo", "--bits", 4, "--quiet")
-    bases = stores.load(tmp_path / "zoo")
-    assert sorted(p.name for p in (tmp_path / "zoo" / "1.safetensors").iterdir()) == [
-        "model.safetensors"
-    ]
-    done = run(
-        [
-            "mergekit-pytorch",
-            str(tmp_path / "zoo" / "recipes" / "add.yml"),
-            str(tmp_path / "out"),
-            "--quiet",
-        ],
-        tmp_path / "out",
-    )
-    assert done.returncode == 0, done.stderr
+    tvb("build", write(made, tmp_path / "store"), tmp_path / "store", "--bits", 4, "--quiet")
+    bases = stores.load(tmp_path / "store")
+    assert [p.name for p in (bases.path / "1.safetensors").iterdir()] == ["model.safetensors"]
+    own = ready(bases.path, "add.yml")
+    merge(own, tmp_path / "out", command="mergekit-pytorch")
     want = flat(states[0], ["a", "b"]) + 0.5 * dense(bases).sum(1)
     close(flat(load(tmp_path / "out"), ["a", "b"]), want)
