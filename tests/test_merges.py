@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
-from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, llama, llava, vit
 from mergekit import merge_methods
 from reference import Dense, expect
 from tiny import family, gpt2, load
 from torch import Tensor
+from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, llama, llava, vit
 
 from tvb_mergekit.core.encoders import encode
 from tvb_mergekit.settings import resolve_settings
