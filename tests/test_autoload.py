@@ -356,15 +356,10 @@ def test_a_name_without_a_row_cannot_be_imported(monkeypatch, capsys):
     assert "basis_ta" not in registry._METHODS
 
 
-@pytest.mark.parametrize(
-    ("version", "known"),
-    [
-        ("0.1.4", False),
-        (names.TESTED, True),
-        ("0.1.6.dev1", True),
-        ("0.2.0", False),
-    ],
-)
+VERSIONS = [("0.1.4", False), (names.TESTED, True), ("0.1.6.dev1", True), ("0.2.0", False)]
+
+
+@pytest.mark.parametrize(("version", "known"), VERSIONS)
 def test_the_range_of_versions(version: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = re.findall(r'"(mergekit>=.*?)"', (ROOT / "pyproject.toml").read_text())
     monkeypatch.setattr(names, "version", lambda _name: version)

@@ -158,8 +158,8 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         scores = {"mergebench_gsm8k": 0.5, "mergebench_math_hendrycks": 0.25}
         test_score.write_results(f"out/{name}/results_a.json", scores)
     for name, command in {"": main, **every_command()}.items():
-        for folder in ("store", "store.previous", "math-model"):
-            shutil.rmtree(here / folder, ignore_errors=True)
+        for folder in (here / "store", here / "math-model", *here.glob("*.previous")):
+            shutil.rmtree(folder, ignore_errors=True)
         if name == "merge":
             shutil.rmtree(here / "merged")
         if "learn" in name:
@@ -257,7 +257,7 @@ REFUSED: dict[str, str] = {
     "export store out --task math --base math": "the weights of math are others",
     "export store out --task math --base ./nope": "base ./nope: no such",
     "build recipe.yml out --memory lots": "a size of `lots`: expected a number and a unit",
-    "add store new-model --task math": "is in store already",
+    "add store new-model --task math": "/store already: give another name",
     "add store new-model --task ''": "empty",
     "add store new-model --task a,b": "comma",
     "add store new-model --task n --budget 1": "the budget is 1: expected 2 or more",
