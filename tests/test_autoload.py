@@ -389,6 +389,18 @@ TWICE = "import sys; from mergekit.scripts.run_yaml import main; "
 TWICE += "main(sys.argv[1:3], standalone_mode=False); main(sys.argv[3:])"
 
 
+def test_an_untested_version_with_the_same_names_works(make_venv, tmp_path):
+    venv = make_venv()
+    another_mergekit(venv, "0.1.6")
+    base, models = family(tmp_path / "models", llama, TASKS[:3])
+    made = recipe("basis_ta", base, models, basis="pca", num_bases=2)
+    expected = merge(made, tmp_path / "expected", cache="off")
+    script = "from mergekit.scripts.run_yaml import main; main()"
+    done = venv.run("-c", script, write(made, tmp_path / "out"), tmp_path / "out", "-v")
+    assert_same(type(expected)(tmp_path / "out"), expected)
+    assert done.stderr.count("mergekit 0.1.6 is not tested") == 1
+
+
 def test_a_version_with_other_names_merges_without_our_methods(make_venv, tmp_path):
     venv = make_venv()
     another_mergekit(venv, "0.1.6", _model_out_config="_output_config")

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import families
 import numpy as np
 import processes
 import pytest
 import torch
 import transformers
+import worlds
 from commands import Result, recipe, refused, tvb, write
 from safetensors.torch import load_file
 from tiny import family, gpt2, load
@@ -452,7 +452,7 @@ def test_what_another_process_has_written_meanwhile(case: Case) -> None:
 
 
 def test_experts_are_saved_again(tmp_path: Path) -> None:
-    case = Case(tmp_path, make=families.decoder("Mixtral", num_local_experts=4))
+    case = Case(tmp_path, make=worlds.decoder("Mixtral", num_local_experts=4))
     source, store = case.recipe("recipe", basis="none"), tmp_path / "store"
     assert "`save_pretrained(FOLDER, save_original_format=False)`" in refused(
         "build", source, store

@@ -8,6 +8,7 @@ import doctest
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -390,6 +391,21 @@ def test_models_that_are_moved(case: str, codes: Stored) -> None:
         assert_task("safety")
         live.reset()
         assert_task(None)
+
+
+def test_slow_writes_next_to_direct_ones(codes: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer is used again too early, as in a model that is partly on another device."""
+    usual = live_.LiveSink.write
+
+    def slowly(sink: Any, *given: Any) -> None:
+        time.sleep(0.02)
+        usual(sink, *given)
+
+    model, other = loaded(codes[0]), assigned(loaded(codes[0]), change=transposed)
+    attach(model, codes[1]).use("code")
+    monkeypatch.setattr(live_.LiveSink, "write", slowly)
+    attach(other, codes[1]).use("code")
+    assert_bits(other, state_of(model))
 
 
 def removed(model: nn.Module) -> nn.Module:

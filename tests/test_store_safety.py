@@ -303,8 +303,17 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
         shutil.rmtree(here / name)
     tvb("add", "grown", "f", "--task", "f", "--quiet")
     shutil.rmtree(here / "grown")
-    tvb("add", "grown", "g", "--task", "g", "--budget", "3", "--base", "base", "--quiet")
+    tvb("add", "grown", "f", "--task", "g", "--budget", "3", "--base", "base", "--quiet")
     assert "grown.previous is of another store" in refused("undo", "grown")
+
+
+def test_a_file_system_without_hard_links(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(here / "grown", here / "copied")
+    tvb_mergekit.add("grown", "base", here / "e", "e")
+    monkeypatch.delattr(os, "link")
+    tvb_mergekit.add("copied", "base", here / "e", "e")
+    for name in ("basis-000", "basis-001", "basis-002"):
+        assert contents(here / "copied" / name) == contents(here / "grown" / name)
 
 
 def test_a_store_is_read_while_it_is_replaced(here: Path) -> None:
