@@ -56,7 +56,7 @@ def autocast(model: Any) -> AbstractContextManager[Any]:
 def predict(model: Any, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Logits of the tokens of all responses [n, vocabulary], and the tokens [n].
 
-    Examples are padded on the right. Causal attention sees no padding, so there is no mask.
+    Examples are padded on the right. Causal attention never sees padding and needs no mask.
     """
     length, first = max(len(e.ids) for e in batch), min(e.start for e in batch)
     ids = torch.tensor([e.ids + [0] * (length - len(e.ids)) for e in batch])

@@ -7,7 +7,7 @@
 OUT/base/ is the base. OUT/seedSEED/KIND/TASK/ gets the model or adapter in bfloat16, `curve.jsonl`
 with the scores on the way, and `training.json` with the facts. KIND is full, lora16 or lora4.
 
-A specialist's folder gets its name when it is complete, and is never trained again. The same
+A specialist's folder gets its name when it is complete, and is never trained again. So the same
 command resumes. An interrupted training goes on from its last state, saved every ten minutes.
 """
 
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def partial(self) -> Path:
-        return self.folder.with_name(self.task + ".partial")
+        return self.folder.with_name(f"{self.task}.{self.count}.partial")
 
     def examples(self) -> tuple[list[list[Example]], list[Example]]:
         """Batches to train on, and validation examples for the curve."""
@@ -107,21 +107,15 @@ def plan(out: Path, data: Path, seeds: int, examples: int, only: str) -> list[Ru
     return found
 
 
-def pace(out: Path) -> dict[str, float]:
-    """The seconds of 1000 tokens for each kind, measured in finished runs."""
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in RATES}
-    for path in out.glob("seed*/*/*/training.json"):
-        found[path.parts[-3]].append(json.loads(path.read_text()))
-    return {
-        kind: 1000 * sum(f["seconds"] for f in facts) / sum(f["tokens"] for f in facts)
-        if facts else SECONDS[kind]
-        for kind, facts in found.items()
-    }  # fmt: skip
-
-
 def hours(runs: list[Run], out: Path) -> float:
-    paces = pace(out)
-    return sum(paces[run.kind] * run.tokens / 3.6e6 for run in runs)
+    """The expected duration, at the pace of finished runs of the same kind."""
+    total = 0.0
+    for kind, seconds in SECONDS.items():
+        facts = [json.loads(p.read_text()) for p in out.glob(f"seed*/{kind}/*/training.json")]
+        if facts:
+            seconds = 1000 * sum(f["seconds"] for f in facts) / sum(f["tokens"] for f in facts)
+        total += seconds * sum(run.tokens for run in runs if run.kind == kind)
+    return total / 3.6e6
 
 
 def load(run: Run, device: str) -> Any:
@@ -147,7 +141,7 @@ def flat(curve: list[dict[str, Any]]) -> bool:
 
 
 def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
-    """Train one specialist, and yield the points of its curve; at the end its folder is there."""
+    """Train one specialist, and yield the points of its curve."""
     started = time.perf_counter()
     run.partial.mkdir(parents=True, exist_ok=True)
     model, state = load(run, device), run.partial / "state.pt"
@@ -157,17 +151,13 @@ def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
     )
     batches, validation = run.examples()
     steps = len(batches)
-    warm = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
-    )
+    warm = max(1, steps // 20)  # steps with a rising rate
     curve: list[dict[str, Any]] = []
     ends, first, past = endings(tokenizer(run.out / "base")), 0, 0.0
     if state.exists():
         kept = torch.load(state, map_location=device, weights_only=True)
         first, past, curve = kept["step"], kept["seconds"], kept["curve"]
         optimizer.load_state_dict(kept["optimizer"])
-        schedule.load_state_dict(kept["schedule"])
         with torch.no_grad():
             for name, tensor in kept["weights"].items():
                 trained[name].copy_(tensor)
@@ -189,11 +179,12 @@ def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
     model.train()
     step = first
     for step, batch in enumerate(batches[first:], first + 1):
+        share = min(step / warm, (steps - step + 1) / max(1, steps - warm))
+        optimizer.param_groups[0]["lr"] = RATES[run.kind] * share
         optimizer.zero_grad()
         loss(model, batch).backward()
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
-        schedule.step()
         if step % EVERY or step == steps:
             continue
         yield point(step)
@@ -203,7 +194,7 @@ def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
         if time.perf_counter() - saved > SAVED:
             torch.save(
                 {"step": step, "seconds": seconds(), "curve": curve, "weights": trained,
-                 "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()},
+                 "optimizer": optimizer.state_dict()},
                 state.with_suffix(".new"),
             )  # fmt: skip
             os.replace(state.with_suffix(".new"), state)
@@ -220,8 +211,7 @@ def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
         "task": run.task, "seed": run.seed, "kind": run.kind, "rate": RATES[run.kind],
         "examples": curve[-1]["examples"], "most_examples": run.count, "steps": step,
         "tokens": work(batches[:step], validation, len(curve)),
-        "seconds": round(seconds(), 1),
-        "validation_items": len(validation),
+        "seconds": round(seconds(), 1), "validation_items": len(validation),
         "base": curve[0], "specialist": curve[-1],
         "threads": torch.get_num_threads(), "device": str(model.device),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
@@ -240,7 +230,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--data", type=FOLDER, required=True, help="NAME/train.jsonl and NAME/test.jsonl.")
 @click.option("--out", type=FOLDER, default="real-runs", show_default=True,
               help="Folder of the base and all runs.")  # fmt: skip
-@click.option("--seeds", type=int, default=2, show_default=True, help="Of full training.")
+@click.option("--seeds", type=int, default=2, show_default=True, help="Full trainings of a task.")
 @click.option("--examples", type=int, default=3000, show_default=True,
               help="The most for a task; easy tasks have two thirds.")  # fmt: skip
 @click.option("--only", default="*", help="Pattern of run names, such as 'seed0/*/sst2'.")
