@@ -529,7 +529,7 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
             found = float(bases.tensors["tensor_errors"][row, k])
             assert found == pytest.approx(left, rel=1e-3, abs=1e-6 * float(tau.square().sum()))
     few = tvb_mergekit.build(base, models, tmp_path / "few", bits=0.6)
-    assert all(error < 1 for error in few.facts.relative_error.values())
+    assert max(few.facts.relative_error.values()) < 0.9  # 0.998 if no vector has a first step
     tvb_mergekit.merge(few, base, basis="balanced", num_bases=2)
     text = (tmp_path / "few" / "a" / "model.safetensors").read_bytes()
     later = re.sub(rb'version\\": \d', rb'version\\": 7', text).replace(b'"w\\": [1', b'"w\\": [5')
