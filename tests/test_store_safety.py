@@ -287,6 +287,8 @@ def test_a_file_that_a_change_would_lose_is_refused_before_the_work(here, monkey
 
 def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
     """The message names the command that completes it. Other folders of these names stay."""
+    for name in ("state.json", "0-journal.jsonl"):  # of a build that was killed right after
+        (here / "grown" / name).touch()
     tvb("add", "grown", "e", "--task", "e", "--quiet")
     second = contents(here / "grown")
     (here / "grown").rename(here / "grown.new")

@@ -33,8 +33,8 @@ from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
-RESERVED: tuple[str, ...] = ("recipes", "mean", "basis.json", "basis.safetensors")
-RESERVED += ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # while it is written
+WORKING = ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # in STORE.partial
+RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", *WORKING)
 # Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
     "norms": r"norm|\bln_|\bln\d?\b",
