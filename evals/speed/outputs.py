@@ -3,6 +3,7 @@
 
     python evals/speed/outputs.py write OUT           # by the version that is installed
     python evals/speed/outputs.py compare OUT OTHER   # relative to the change from the base
+    python evals/speed/outputs.py pair WORK BEFORE/bin NOW/bin   # seconds of commands, in turns
 
 All commands run on the quickstart models. Stores are compared by their exports, since the format
 may change between versions.
@@ -11,11 +12,15 @@ may change between versions.
 from __future__ import annotations
 
 import os
+import shutil
+import statistics
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import models
 import yaml
 from safetensors.torch import load_file
 
@@ -120,6 +125,32 @@ def compare(out: Path, other: Path) -> None:
             click.echo(f"{found[place.parent]:.1e}  {place.parent}")
     largest = max(found.values(), default=0.0)
     click.echo(f"{len(found)} models, the largest difference {largest:.1e}")
+
+
+@main.command()
+@click.argument("work", type=click.Path(path_type=Path))
+@click.argument("before")
+@click.argument("now")
+def pair(work: Path, before: str, now: str) -> None:
+    """Time commands of two installed versions in turns, on 6 models of 300 MB in WORK."""
+    place = models.ensure(work.resolve(), 6, 300)
+    listed = [{"model": f"{place}/task-{k}"} for k in range(6)]
+    parameters = {"basis": "ae", "num_bases": 3, "solver": "exact"}
+    made = {"base_model": f"{place}/base", "models": listed, "parameters": parameters}
+    env = os.environ | {"TVB_MERGEKIT_CACHE": "off", "HF_HUB_OFFLINE": "1"}
+    for words in ("tvb merge ta", "tvb merge ties", "mergekit-yaml ta", "tvb build ta"):
+        *command, how = words.split()
+        (work / "r.yml").write_text(yaml.safe_dump({"merge_method": METHODS[how], **made}))
+        seconds: dict[str, list[float]] = {before: [], now: []}
+        for turn in range(5):
+            for version in (before, now) if turn % 2 else (now, before):
+                shutil.rmtree(work / "out", ignore_errors=True)
+                run = [f"{version}/{command[0]}", *command[1:], "r.yml", "out", "--quiet"]
+                start = time.perf_counter()
+                subprocess.run(run, cwd=work, env=env, check=True, capture_output=True)
+                seconds[version].append(time.perf_counter() - start)
+        ratios = [b / a for a, b in list(zip(*seconds.values(), strict=True))[1:]]  # one warms up
+        click.echo(f"{words}: {statistics.median(ratios):.3f} of the time")
 
 
 if __name__ == "__main__":
