@@ -22,22 +22,19 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import cells
 import click
 import pictures
 import train
-from plan import KEYS, KINDS, PLANS, Cell, reference
+from plan import KEYS, KINDS, PLANS, reference
 from plan import cells as planned
 from runs import trained
 from sheets import SHEETS, Runs
-from study.cells import Record, measured
+from study import kinds as measures
+from study.cells import Cell, Record, measured
 from study.command import Asked, study_options
 from study.pictures import svg
 from study.report import pairs, write_study
 from study.tables import Sheet
-from transfer import transfer
-
-MEASURES = cells.KINDS | {"transfer": transfer}
 
 
 def sheets(records: Sequence[Record], preset: str) -> dict[str, list[Sheet]]:
@@ -62,7 +59,7 @@ def records_of(asked: Asked, method: str, seed: int, kinds: Sequence[str]) -> li
     plan = PLANS[asked.preset]
 
     def done(wanted: list[Cell]) -> list[Record]:
-        return measured(source, wanted, MEASURES, KEYS, as_is=asked.as_is)
+        return measured(source, wanted, measures.KINDS, KEYS, as_is=asked.as_is)
 
     first = done(reference(plan))
     if len(first) < 2:

@@ -17,34 +17,48 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import cells
 import click
-import controls
-from controls import FISHERS, MASKS, PATHS, control_cells
-from learning import (
-    BASES,
-    BY_MIXTURES,
-    CONVEX,
-    COUNTS,
-    LEARNED,
-    MAIN,
-    SHOTS,
-    WAYS,
-    defaults,
-    measure,
-    method_cells,
-)
-from merges import LAMBDAS
-from plan import HALF, KEYS, PLANS, Cell, T, reference
-from runs import quickstart, trained
+from plan import HALF, KEYS, PLANS, Plan, T, reference
+from runs import trained
 from sheets import Runs, name, sized
-from study.cells import Record, measured
+from study.cells import Cell, Record, measured
 from study.command import Asked, study_options
+from study.kinds import KINDS
+from study.kinds.learned import BY_MIXTURES, LEARNED, MAIN, SHOTS, WAYS, cell_of
 from study.report import pairs, write_study
-from study.tables import Column, Sheet, Value, dig, grid, over, sheet, value_of
+from study.tables import Column, Sheet, Value, dig, grid, sheet, value_of
 
-PARTS = ("methods", "controls", "quickstart")
-KINDS = cells.KINDS | controls.KINDS | {"learned": measure}
+COUNTS = (HALF, 3)  # M; T/4 is 2.5
+BASES = ("ae_adam_5", "balanced", "rand_select", "pca")
+CONVEX = ("ae_adam_5", "balanced")
+
+
+# ------------------------------------------------------------------------------------------- cells
+
+
+def method_cells(plan: Plan, shots: int, seed: int) -> list[Cell]:
+    """All cells of a training seed, which is also the seed of rand_select."""
+
+    def cell(how: str, label: str, count: int) -> Cell:
+        return cell_of(how, label, count, shots, plan.tested, seed * (label == "rand_select"))
+
+    main = [
+        cell(how, label, m)
+        for how in MAIN
+        for label, m in (("none", T), *((b, m) for m in COUNTS for b in BASES))
+    ]
+    some = [
+        cell(how, label, m)
+        for how in ("localize_dense", "dataless_dense")
+        for label, m in (("none", T), *((b, HALF) for b in CONVEX))
+    ]
+    half = {"localize_tasks": CONVEX, "localize_equal": CONVEX, "localize_positive": ("pca",)}
+    half |= {f"{how}_all": CONVEX[:1] for how in ("ta", *LEARNED)}
+    half |= {f"{how}_equal": CONVEX[:1] for how in BY_MIXTURES[:2]}
+    return (
+        main + some + [cell(how, label, HALF) for how, labels in half.items() for label in labels]
+    )
+
 
 # ------------------------------------------------------------------------------------------ tables
 
@@ -160,77 +174,11 @@ def mixtures(runs: Runs) -> list[Sheet]:
     return sheet(runs, caption, "learned", shown, rows)
 
 
-def fishers(runs: Runs, absolute: bool = False) -> list[Sheet]:
-    """`absolute`: the accuracy itself, of tasks that are not the ten."""
-
-    def score_of(key: str) -> Value:
-        def value(record: Record) -> float | None:
-            found = dig(record, "result", key)
-            return over(found, found)
-
-        return value if absolute else runs.normal(key)
-
-    values = {
-        "as it is": Column(score_of("plain")),
-        "best factor": Column(value_of("factor"), ".1f"),
-        "at that": Column(score_of("tuned")),
-        "length": Column(value_of("length"), ".2f"),
-        "models that count": Column(value_of("models"), ".1f"),
-        "largest share of F": Column(value_of("largest"), ".2f"),
-    }
-    rows = {title: {"how": how} for how, title in FISHERS.items()}
-    caption = "Weighted means of all models: "
-    caption += "mean accuracy on eight tasks" if absolute else "normalized accuracy"
-    return grid(runs, caption, "learned_fisher", values, rows, corner="weights")
-
-
-def masks(runs: Runs) -> list[Sheet]:
-    values = {
-        "alone": Column(runs.normal("alone")),
-        "entries in several masks": Column(value_of("shared")),
-        "stitched": Column(runs.normal("mean", "plain")),
-        "times the best factor": Column(runs.normal("mean", "tuned")),
-        "factor": Column(value_of("mean", "factor"), ".2f"),
-        "summed": Column(runs.normal("sum", "plain")),
-        "sum times the best factor": Column(runs.normal("sum", "tuned")),
-        "its factor": Column(value_of("sum", "factor"), ".2f"),
-    }
-    rows = {title: {"how": how} for how, title in MASKS.items()}
-    caption = "Masked task vectors, alone on their own task and all together: normalized accuracy"
-    return grid(runs, caption, "learned_masks", values, rows, corner="masks")
-
-
-def paths(runs: Runs) -> list[Sheet]:
-    """At the start, at the epoch that the held-out objective likes best, and after the last."""
-    whens = ("start", "kept", "last")
-    kinds = {"accuracy": ("accuracy", whens), "prompt": ("entropy behind the prompt", whens[::2]),
-             "answer": ("entropy along the answer", whens[::2]),
-             "loss": ("loss on the answer", whens[::2])}  # fmt: skip
-
-    def at(key: str, when: str) -> Value:
-        def value(record: Record) -> float | None:
-            result = record["result"]
-            place = {"start": 0, "kept": result["best"], "last": -1}[when]
-            found: float = result["seen"][place][key]
-            return found
-
-        return value
-
-    columns = {"from": Column(value_of("start"), ".2f", sd=False)}
-    for key, (title, some) in kinds.items():
-        columns |= {f"{title}, {when}": Column(at(key, when), sd=False) for when in some}
-    rows = {path.title: {"how": how} for how, path in PATHS.items()}
-    caption = "Coefficients of all task vectors, one for each layer, by what they fall along"
-    return grid(runs, caption, "learned_path", columns, rows, corner="falls along")
-
-
 def sheets(records: Sequence[Record], preset: str) -> dict[str, list[Sheet]]:
     runs = Runs(records, preset, "full")
     made = {"methods": methods, "kept": kept, "cost": cost, "sparse": sparse, "amounts": amounts,
-            "mixtures": mixtures, "fishers": fishers, "masks": masks, "paths": paths}  # fmt: skip
-    shipped = Runs(records, "quickstart", "full")
-    others = {"quickstart": fishers(shipped, absolute=True) + paths(shipped)}
-    return {title: make(runs) for title, make in made.items()} | others
+            "mixtures": mixtures}  # fmt: skip
+    return {title: make(runs) for title, make in made.items()}
 
 
 def write(records: Sequence[Record], preset: str, folder: Path, page: Path | None) -> list[Path]:
@@ -242,34 +190,17 @@ def write(records: Sequence[Record], preset: str, folder: Path, page: Path | Non
 # ----------------------------------------------------------------------------------------- command
 
 
-def quickstart_cells(shots: int) -> list[Cell]:
-    """The most telling controls of Fisher and of AdaMerging, over the eight shipped models."""
-    every = {"basis": "none", "num_bases": 8, "seed": 0, "shots": shots, "tested": 200}
-    wanted = [{"kind": "learned_fisher", "how": how} | every | {"lambdas": [*LAMBDAS]}
-              for how in ("mean", "fisher", "each")]  # fmt: skip
-    few = every | {"tested": 50} | defaults("adamerging")
-    return wanted + [{"kind": "learned_path", "how": how} | few
-                     for how in ("prompts", "answers", "labels")]  # fmt: skip
-
-
 @click.command(epilog="Example: python evals/mini/learned.py --preset tiny --seeds 0")
 @study_options(list(PLANS), "tiny", "mini-runs")
-@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS,
-              help="Only this; may be repeated. By default all.")  # fmt: skip
 @click.option("--shots", type=click.IntRange(2), default=SHOTS, show_default=True,
               help="Validation items of a task.")  # fmt: skip
-def main(asked: Asked, parts: tuple[str, ...], shots: int) -> None:
+def main(asked: Asked, shots: int) -> None:
     """Measure merges that learn from data, over all task vectors and over bases, and report it."""
     records, plan = list[Record](), PLANS[asked.preset]
     for seed in asked.seeds:
-        wanted = [reference(plan)[0]]
-        wanted += method_cells(plan, shots, seed) if "methods" in parts else []
-        wanted += control_cells(plan, shots) if "controls" in parts else []
+        wanted = [reference(plan)[0], *method_cells(plan, shots, seed)]
         source = trained(asked.preset, "full", seed, asked.out, asked.device, asked.as_is)
         records += measured(source, wanted, KINDS, KEYS, as_is=asked.as_is)
-    if "quickstart" in parts:
-        source = quickstart(asked.out, asked.device)
-        records += measured(source, quickstart_cells(shots), KINDS, KEYS, as_is=asked.as_is)
     asked.finish(records, lambda found, folder: write(found, asked.preset, folder, asked.page))
 
 

@@ -20,31 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
 import train
-from merges import (
-    ALL,
-    BASES,
-    BUFFERS,
-    KINDS,
-    LAMBDAS,
-    MERGES,
-    ONLINE,
-    SINGLE_TITLES,
-    TASKS,
-    addition_cells,
-    cell_of,
-    online_cells,
-)
 from pictures import LOOKS
-from plan import HALF, KEYS, PLANS, T, reference
+from plan import HALF, KEYS, PLANS, T, matrices, matrices_cell, matrices_online, reference
 from runs import quickstart as shipped
 from runs import trained
-from sheets import Runs, sized
+from sheets import TASKS, Runs, sized
 from study import pictures
 from study.cells import Record, measured
 from study.command import Asked, study_options
+from study.kinds import KINDS
+from study.kinds.matrices import ALL, LAMBDAS, MERGES, ONLINE, SINGLE_TITLES
 from study.report import pairs, write_study
 from study.tables import Column, Sheet, Value, dig, grid, over, sheet, spread, value_of
 
+BASES = ("balanced", "ae_exact", "ae_adam_5", "pca", "rand_select")
+BUFFERS = {"ae": "ae", "rand_select": "random buffer"}
 ENOUGH = 0.95  # of the best accuracy
 PARTS = ("addition", "online", "quickstart")
 
@@ -277,14 +267,14 @@ def records_of(asked: Asked, method: str, seed: int, parts: Sequence[str]) -> li
     source = trained(asked.preset, method, seed, asked.out, asked.device, asked.as_is)
     plan = PLANS[asked.preset]
     wanted = [reference(plan)[0]]
-    wanted += addition_cells(plan) if "addition" in parts else []
-    wanted += online_cells(plan) if "online" in parts and method == "full" else []
+    wanted += matrices(plan, BASES) if "addition" in parts else []
+    wanted += matrices_online(plan) if "online" in parts and method == "full" else []
     return measured(source, wanted, KINDS, KEYS, as_is=asked.as_is)
 
 
 def quickstart_records(asked: Asked) -> list[Record]:
     """Over all eight and over four balanced bases, on 100 validation and 200 test items a task."""
-    wanted = [cell_of("none", 8, 100, 200), cell_of("balanced", 4, 100, 200)]
+    wanted = [matrices_cell("none", 8, 100, 200), matrices_cell("balanced", 4, 100, 200)]
     source = shipped(asked.out, asked.device)
     return measured(source, wanted, KINDS, KEYS, as_is=asked.as_is)
 

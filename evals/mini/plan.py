@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import data
+from study.cells import Cell
+from study.kinds.addition import GRID
+from study.kinds.matrices import ALL, LAMBDAS, MERGES, SINGLE
 
-Cell = dict[str, Any]
 T = len(data.TASKS)
 HALF = T // 2
-GRID = tuple(i / 20 for i in range(21))  # the paper's, of lambda and of alpha
 
 # The compared bases, next to `none`, the 100 % reference, and rand_select, which has seeds
 BASES = ("ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed", "balanced", "linear_ae", "pca")
 AT_T = ("ae_exact", "ae_adam_5", "balanced")  # at M = T; the others add nothing there
 SPANS = ("ae_exact", "ae_adam_5", "balanced", "pca")  # turned, they span the same
 TEMPERATURES = ("ae_adam_0.5", "ae_adam_2", "ae_adam_10", "ae_adam_20", "ae_annealed_0.9")
+ANNEALED = 0.75  # of T: from this M on the paper anneals its encoder online
 DTYPES = ("float32", "bfloat16", "float16")
 KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "dtype")
 
@@ -48,27 +50,6 @@ PLANS = {
     ),
 }  # fmt: skip
 KINDS = ("reference", "addition", "negation", "online", "transfer")
-
-
-def settings(label: str) -> dict[str, Any]:
-    """The recipe's keys behind a label of the tables."""
-    kind, _, number = label.rpartition("_")
-    match kind:
-        case "ae_adam":
-            return {"basis": "ae", "decoder": "learned", "temperature": float(number)}
-        case "ae_annealed":
-            annealed = {"anneal_every": 500, "anneal_factor": float(number)}
-            return {"basis": "ae", "decoder": "learned", **annealed}
-    if label == "ae_annealed":
-        return settings("ae_annealed_0.8")
-    return {"basis": "ae", "solver": "exact"} if label == "ae_exact" else {"basis": label}
-
-
-def used(cell: Cell) -> int:
-    """Validation items per task: of n_i, the share M/T that the paper gives M bases."""
-    count: int = cell.get("num_bases") or cell.get("budget") or T
-    items: int = cell["items"]
-    return max(1, round(items * count / T))
 
 
 def reference(plan: Plan) -> list[Cell]:
@@ -134,3 +115,27 @@ def _addition(label: str, count: int, plan: Plan, **others: Any) -> Cell:
         "merges": ["ta", "ties"],
         "stored": False,
     } | others
+
+
+def matrices(plan: Plan, bases: tuple[str, ...]) -> list[Cell]:
+    every = [("none", T), *((label, m) for m in plan.num_bases if m < T for label in bases)]
+    return [matrices_cell(label, count, plan.items, plan.tested) for label, count in every]
+
+
+def matrices_cell(label: str, count: int, items: int, tested: int) -> Cell:
+    merges = [*(ALL if label == "none" else MERGES)]
+    return {"kind": "matrices", "basis": label, "num_bases": count, "seed": 0, "dtype": "float32",
+            "items": items, "tested": tested, "lambdas": [*LAMBDAS], "merges": merges}  # fmt: skip
+
+
+def matrices_online(plan: Plan) -> list[Cell]:
+    """On half of the test items, as there are many cells."""
+    found: list[Cell] = []
+    for order in range(plan.orders):
+        cell = {"kind": "matrices_online", "order": order, "tested": plan.tested // 2}
+        found += [cell | {"how": how, "budget": None} for how in SINGLE]
+        for budget in plan.budgets:
+            annealed = {"annealed": budget >= ANNEALED * T}
+            found.append(cell | {"how": "ae", "budget": budget} | annealed)
+            found.append(cell | {"how": "rand_select", "budget": budget})
+    return found

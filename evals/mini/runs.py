@@ -1,88 +1,70 @@
-"""A trained run in memory: its models as named tensors, and the accuracy of any weights."""
+"""The runs of evals/mini and the quickstart's models, for cells."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import data
 import score
-import torch
 import train
+from model import batches
+from study import run
 from study.cells import Source, fingerprint
+from study.run import Doc, Scores
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AutoTokenizer
 
-Weights = dict[str, Tensor]
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
 
-class Run:
-    """Base and specialists in float32; a tied tensor is held once, as in `named_parameters`.
+class Run(run.Run):
+    """Base and specialists in float32, for adapters the merged models."""
 
-    Attributes:
-        base: theta_0.
-        models: task -> theta_i, for adapters the merged models.
-        held: bytes on disk of the specialists, T models or T adapters.
-    """
+    unseen = tuple(data.UNSEEN)
 
     def __init__(
         self, folder: Path, method: str, device: str = "cpu",
         tasks: Iterable[str] = tuple(data.TASKS),
     ) -> None:  # fmt: skip
-        self.folder, self.device, self.tasks = folder, device, tuple(tasks)
+        super().__init__(score.load(folder / "base"), device)
+        self.folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-        self.model = score.load(folder / "base").to(device)
-        self.base = self._weights(self.model)
+        folders = {task: folder / method / task for task in tasks}
         self.models = {
-            task: self._weights(score.load(folder / method / task, folder / "base").to(device))
-            for task in self.tasks
+            task: self.weights(score.load(place, folder / "base").to(device))
+            for task, place in folders.items()
         }
+        base = str((folder / "base").resolve())
+        self.places = {"base": base} | {t: str(place.resolve()) for t, place in folders.items()}
         files = (folder / method).glob("*/*.safetensors")
         self.held = sum(file.stat().st_size for file in files)
-        self.questions = cache(self._questions)
 
-    @staticmethod
-    def _weights(model: torch.nn.Module) -> Weights:
-        return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-
-    def task_vector(self, task: str) -> Weights:
-        return difference(self.models[task], self.base)
-
-    def shifted(self, *terms: tuple[float, Mapping[str, Tensor]]) -> Weights:
-        """theta_0 + sum of scale * vector."""
-        moved = {name: tensor.clone() for name, tensor in self.base.items()}
-        for scale, vector in terms:
-            for name, tensor in vector.items():
-                moved[name].add_(tensor.to(self.device, torch.float32), alpha=scale)
-        return moved
-
-    def accuracy(
-        self,
-        weights: Mapping[str, Tensor],
-        split: str,
-        tasks: Iterable[str] = tuple(data.TASKS),
-        items: int | None = None,
-    ) -> dict[str, float]:
-        """task -> share of right answers to its first `items` of a split, or to all."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
-        return score.ask(self.model, self.tokenizer, self.questions(split, tuple(tasks), items))
-
-    def _questions(self, split: str, tasks: tuple[str, ...], items: int | None) -> score.Questions:
-        docs = [doc for task in tasks for doc in self.items(task, split)[:items]]
-        return score.pack(self.tokenizer, docs, self.device)
-
-    def items(self, task: str, split: str) -> list[data.Doc]:
+    def items(self, task: str, split: str) -> list[Doc]:
         return data.read(self.folder / "data", task, split)
 
+    def example(self, doc: Doc) -> dict[str, str]:
+        return {"prompt": doc["prompt"], "response": f" {doc['answer']} <eos>"}
 
-def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Weights:
-    """one - other, where `other` is: what the library returns is on the CPU."""
-    return {name: tensor.to(other[name].device) - other[name] for name, tensor in one.items()}
+    def pack(self, docs: Sequence[Doc]) -> score.Questions:
+        return score.pack(self.tokenizer, docs, self.device)
+
+    def ask(self, packed: score.Questions) -> Scores:
+        return score.ask(self.model, self.tokenizer, packed)
+
+    def loss(self, weights: Mapping[str, Tensor], docs: Sequence[Doc]) -> Tensor:
+        (batch,) = batches(self.tokenizer, ((d["prompt"], d["answer"]) for d in docs), len(docs))
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        loss: Tensor = functional_call(self.model, dict(weights), (), inputs).loss
+        return loss
+
+    def stream(self, task: str, seed: str, size: int) -> Iterator[list[Doc]]:
+        source = data.stream([task], 0.0, seed)
+        while True:
+            yield [{"prompt": p, "answer": answer} for p, answer in islice(source, size)]
 
 
 def trained(
@@ -105,7 +87,7 @@ class Quickstart(Run):
         tasks = sorted(folder.name for folder in folders if folder.name != "base")
         super().__init__(QUICKSTART / "models", "", device, tasks)
 
-    def items(self, task: str, split: str) -> list[data.Doc]:
+    def items(self, task: str, split: str) -> list[Doc]:
         ending = {"validation": ".val.jsonl", "test": ".jsonl"}[split]
         lines = (QUICKSTART / "eval" / "data" / (task + ending)).read_text().splitlines()
         return [{"task": task} | json.loads(line) for line in lines]

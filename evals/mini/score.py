@@ -10,17 +10,20 @@ and `load_state_dict`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
 import data
 import torch
 from peft import PeftModel
+from study.run import means
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,8 +110,8 @@ def pack(
 @torch.inference_mode()
 def ask(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Questions
-) -> dict[str, float]:
-    """task -> share of right answers.
+) -> dict[str, list[float]]:
+    """task -> 1 for each right answer, 0 for each other.
 
     A greedy answer is the expected one if each of its tokens is the likeliest after those before
     it, so one forward pass suffices. Only `coding_complete` has other right answers. They all leave
@@ -129,10 +132,10 @@ def ask(
     prompts = [questions.docs[i]["prompt"] for i in other]
     for i, answer in zip(other, answers(model, tokenizer, prompts), strict=True):
         right[i] = data.correct(questions.docs[i], answer)
-    found: dict[str, list[bool]] = {}
+    found: dict[str, list[float]] = {}
     for doc, whole in zip(questions.docs, right, strict=True):
-        found.setdefault(doc["task"], []).append(whole)
-    return {task: sum(all_) / len(all_) for task, all_ in found.items()}
+        found.setdefault(doc["task"], []).append(float(whole))
+    return found
 
 
 def score(
@@ -145,7 +148,7 @@ def score(
     """task -> share of right answers to `FOLDER/TASK.SPLIT.jsonl`."""
     docs = [doc for task in tasks for doc in data.read(folder, task, split)]
     device = next(model.parameters()).device
-    return ask(model, tokenizer, pack(tokenizer, docs, device))
+    return means(ask(model, tokenizer, pack(tokenizer, docs, device)))
 
 
 def mean(scores: Mapping[str, float], tasks: Iterable[str] = tuple(data.TASKS)) -> float:

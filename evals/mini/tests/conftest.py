@@ -13,8 +13,7 @@ import pytest
 
 MINI = Path(__file__).resolve().parent.parent
 # `data`, `plan` and the like must not stay in sys.modules for other tests
-NAMES = "data plan model score train runs sheets pictures cells transfer"
-NAMES += " compare merges matrices learning controls learned"
+NAMES = "data plan model score train runs sheets pictures compare matrices learned"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,10 @@ def mini() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(MINI)
         for name in names:
             patch.delitem(sys.modules, name, raising=False)
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names}, path=MINI)
+        kinds = importlib.import_module("study.kinds")
+        yield SimpleNamespace(
+            **{name: importlib.import_module(name) for name in names}, kinds=kinds, path=MINI
+        )
         for name in names:
             sys.modules.pop(name, None)
 

@@ -92,7 +92,7 @@ def test_results_are_of_one_definition(mini: SimpleNamespace, tmp_path: Path) ->
         work.file
         for models in prints
         for source in [Source(dict, (), tmp_path, models, "cpu", ("micro", "full", 0))]
-        for work in works(source, cells, mini.compare.MEASURES, mini.plan.KEYS)
+        for work in works(source, cells, mini.kinds.KINDS, mini.plan.KEYS)
     }
     assert len(files) == 6
 
@@ -106,6 +106,6 @@ def test_each_kind_of_cell_is_measured(mini: SimpleNamespace, run: Any, which: s
     plan = mini.plan.PLANS["micro"]
     (cell, *_) = (c for c in mini.plan.cells(plan, 0.3)
                   if c["kind"] == kind and label in (c.get("basis"), c.get("how")))  # fmt: skip
-    found = mini.compare.MEASURES[kind](run, cell)
+    found = mini.kinds.KINDS[kind](run, cell)
     scores = found["merges"][merge]["scales"]["tasks"]["test"] if merge else found
     assert json.loads(json.dumps(found, allow_nan=False)) and len(scores) > 0

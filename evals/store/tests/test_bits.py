@@ -18,7 +18,7 @@ import torch
 pytestmark = pytest.mark.filterwarnings("ignore:.*gets no bits beside larger vectors")
 STORE = Path(__file__).resolve().parent.parent
 # of evals/mini, which are no names to leave in sys.modules for other tests
-NAMES = "data plan model score train runs cells sheets pictures bits rivals".split()
+NAMES = "data plan model score train runs sheets pictures bits".split()
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,9 @@ def store() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(STORE)
         for name in NAMES:
             patch.delitem(sys.modules, name, raising=False)
-        names = ("bits", "rivals", "data")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+        bits, data = map(importlib.import_module, ("bits", "data"))
+        kinds = importlib.import_module("study.kinds")
+        yield SimpleNamespace(bits=bits, data=data, stores=kinds.stores, rivals=kinds.rivals)
         for name in NAMES:
             sys.modules.pop(name, None)
 
@@ -114,21 +115,21 @@ def run_of(store: SimpleNamespace) -> SimpleNamespace:
 @pytest.mark.parametrize("most", [30_000, 60_000, 100_000])
 def test_the_store_that_fits(store: SimpleNamespace, tmp_path: Path, most: int) -> None:
     run = run_of(store)
-    found = store.bits.zoo_within(run, most, tmp_path)
-    assert 0.9 * most < store.bits.file_bytes(found) <= most
-    assert store.bits.zoo_within(run, 3000, tmp_path / "headers") is None
+    found = store.stores.zoo_within(run, most, tmp_path)
+    assert 0.9 * most < store.stores.file_bytes(found) <= most
+    assert store.stores.zoo_within(run, 3000, tmp_path / "headers") is None
 
 
 @pytest.mark.parametrize("bits", [2, 1.5, 0.5])
 def test_mixed_widths(store: SimpleNamespace, tmp_path: Path, bits: float) -> None:
     """Where tensors differ as these do, a third of the bits of one width for all is enough."""
     run = run_of(store)
-    found = store.bits._mixed(run, bits, tmp_path)
+    found = store.stores._mixed(run, bits, tmp_path)
     assert found["bytes"] <= found["uniform"]["bytes"]
     assert found["error"] < 0.8 * found["uniform"]["error"]
     if bits == 0.5:  # half of the time nothing is kept
-        one = store.bits.zoo(run, 1, tmp_path / "one")
-        alone = store.bits.facts(run, one, 0)["error"]
+        one = store.stores.zoo(run, 1, tmp_path / "one")
+        alone = store.stores.facts(run, one, 0)["error"]
         assert found["uniform"]["error"] == pytest.approx((0.5 + alone**2 / 2) ** 0.5)
 
 

@@ -1,7 +1,7 @@
-"""Merges of matrices beside sums: their cells, and the methods that hold one vector online.
+"""Cells of matrix merges, and of methods that hold one vector online.
 
-lambda is the best of LAMBDAS on validation items (of n_i a task, M bases get n_i M/T). Equal ratios
-search merges with large and with small coefficients alike.
+Ratios of the searched lambdas are equal, so merges with large and with small coefficients are
+searched alike.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import cells
-import data
 import torch
-from plan import Cell, Plan, T
-from runs import Run, Weights, difference
 
 import tvb_mergekit
+from study.cells import Cell
+from study.kinds.addition import Direction, itemized
+from study.kinds.online import (
+    PAPERS_LAMBDA,
+    algorithm_1,
+    kept_tasks,
+    magmax,
+    order_of,
+)
+from study.run import Run, Weights, built, difference, norm, used
 from tvb_mergekit.settings import resolve_settings
 
-TASKS = tuple(data.TASKS)
 LAMBDAS = tuple(float(f"{10 ** (i / 10):.2g}") for i in range(-14, 5))  # 0.04, 0.05 ... 2, 2.5
-ANNEALED = 0.75  # of T: from this M on the paper anneals its encoder online
 
 
 @dataclass(frozen=True)
@@ -52,35 +56,6 @@ CONTROLS = {
 }
 ALL = MERGES | CONTROLS
 ONLINE = ("ta", "tsvm", "iso", "wudi")
-BASES = ("balanced", "ae_exact", "ae_adam_5", "pca", "rand_select")
-BUFFERS = {"ae": "ae", "rand_select": "random buffer"}
-
-
-# ------------------------------------------------------------------------------------------- cells
-
-
-def addition_cells(plan: Plan) -> list[Cell]:
-    every = [("none", T), *((label, m) for m in plan.num_bases if m < T for label in BASES)]
-    return [cell_of(label, count, plan.items, plan.tested) for label, count in every]
-
-
-def cell_of(label: str, count: int, items: int, tested: int) -> Cell:
-    merges = [*(ALL if label == "none" else MERGES)]
-    return {"kind": "matrices", "basis": label, "num_bases": count, "seed": 0, "dtype": "float32",
-            "items": items, "tested": tested, "lambdas": [*LAMBDAS], "merges": merges}  # fmt: skip
-
-
-def online_cells(plan: Plan) -> list[Cell]:
-    """On half of the test items, as there are many cells."""
-    found: list[Cell] = []
-    for order in range(plan.orders):
-        cell = {"kind": "matrices_online", "order": order, "tested": plan.tested // 2}
-        found += [cell | {"how": how, "budget": None} for how in SINGLE]
-        for budget in plan.budgets:
-            annealed = {"annealed": budget >= ANNEALED * T}
-            found.append(cell | {"how": "ae", "budget": budget} | annealed)
-            found.append(cell | {"how": "rand_select", "budget": budget})
-    return found
 
 
 def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks") -> Weights:
@@ -106,30 +81,30 @@ def _control(run: Run, bases: tvb_mergekit.Bases, how: str) -> Weights:
 
 # which tensors the new methods merge as matrices
 is_matrix: Callable[[str, Sequence[int]], bool]
-is_matrix = resolve_settings("basis_iso", {}, TASKS).is_matrix
+is_matrix = resolve_settings("basis_iso", {}, ("any",)).is_matrix
 
 
-def measure(run: Run, cell: Cell) -> dict[str, Any]:
+def matrices(run: Run, cell: Cell) -> dict[str, Any]:
     """Merges of some bases, lambda searched and not."""
-    bases = cells.built(run, cell)
-    items = max(1, round(cell["items"] * bases.num_bases / len(run.tasks)))
-    merges = {}
+    bases = built(run, cell)
+    items, merges = used(run, cell), {}
     for how in cell["merges"]:
-        along = cells.Direction(run, direction(run, bases, how))
+        along = Direction(run, direction(run, bases, how))
         best, curve = along.search(cell["lambdas"], run.tasks, items)
-        fixed = ALL[how].fixed
+        asked = "test", run.tasks, cell["tested"]
+        each = itemized(cell, along.scores(best, *asked))
         merges[how] = {
             "lambda": best,
             "curve": curve,
-            "tuned": along.accuracy(best, "test", run.tasks, cell["tested"]),
-            "fixed": along.accuracy(fixed, "test", run.tasks, cell["tested"]),
-        }
+            "tuned": along.accuracy(best, *asked),
+            "fixed": along.accuracy(ALL[how].fixed, *asked),
+        } | ({"items": each, "length": norm(along.vector)} if each else {})
     return {"items": items, "merges": merges}
 
 
-def measure_online(run: Run, cell: Cell) -> dict[str, Any]:
+def matrices_online(run: Run, cell: Cell) -> dict[str, Any]:
     """Tasks arrive one by one; what is held after the last, merged without a search."""
-    order = cells.order_of(cell)
+    order = order_of(run, cell)
     if cell["how"] in SINGLE:
         vector, lambdas = SINGLE[cell["how"]](run, order)
         merged = {str(by): (by, vector) for by in lambdas}
@@ -139,7 +114,7 @@ def measure_online(run: Run, cell: Cell) -> dict[str, Any]:
     return {
         "order": order,
         "merges": {
-            how: {"lambda": by, "test": run.accuracy(run.shifted((by, vector)), "test", TASKS,
+            how: {"lambda": by, "test": run.accuracy(run.shifted((by, vector)), "test", run.tasks,
                                                      cell["tested"])}
             for how, (by, vector) in merged.items()
         },
@@ -149,10 +124,10 @@ def measure_online(run: Run, cell: Cell) -> dict[str, Any]:
 def held(run: Run, cell: Cell, order: Sequence[str]) -> tvb_mergekit.Bases:
     """The bases, or the task vectors, that a buffer holds in the end."""
     if cell["how"] == "rand_select":
-        *_, kept = cells.kept_tasks(cell, order)
+        *_, kept = kept_tasks(cell, order)
         return tvb_mergekit.build(run.base, {t: run.models[t] for t in kept}, basis="none")
     annealed = {"anneal_every": 500, "anneal_factor": 0.8} if cell["annealed"] else {}
-    *_, bases = cells.algorithm_1(run, cell, order, **annealed)
+    *_, bases = algorithm_1(run, cell, order, **annealed)
     return bases
 
 
@@ -160,11 +135,11 @@ def held(run: Run, cell: Cell, order: Sequence[str]) -> tvb_mergekit.Bases:
 
 
 def _sum(run: Run, order: Sequence[str]) -> tuple[Weights, Sequence[float]]:
-    return cells.total(run, order), (cells.PAPERS_LAMBDA,)
+    return run.total(order), (PAPERS_LAMBDA,)
 
 
 def _magmax(run: Run, order: Sequence[str]) -> tuple[Weights, Sequence[float]]:
-    *_, (vector, _) = cells.magmax(run, {}, order)
+    *_, (vector, _) = magmax(run, {}, order)
     return vector, (0.3, 0.5, 1.0)
 
 
@@ -174,13 +149,13 @@ def _ties(run: Run, order: Sequence[str], added: bool) -> tuple[Weights, Sequenc
     Published code (fusion_bench, by OPCM's authors) adds lambda times the result to the old vector;
     otherwise the result replaces it.
     """
-    by = cells.PAPERS_LAMBDA if added else 1.0
+    by = PAPERS_LAMBDA if added else 1.0
     vector = {n: by * tensor for n, tensor in run.task_vector(order[0]).items()}
     for task in order[1:]:
         pair = {"before": run.shifted((1.0, vector)), "new": run.models[task]}
         both = direction(run, tvb_mergekit.build(run.base, pair, basis="none"), "ties")
         vector = {n: by * both[n] + (vector[n] if added else 0) for n in both}
-    return vector, (1.0 if added else cells.PAPERS_LAMBDA,)
+    return vector, (1.0 if added else PAPERS_LAMBDA,)
 
 
 def _opcm(run: Run, order: Sequence[str], alpha: float = 0.5) -> tuple[Weights, Sequence[float]]:
@@ -191,15 +166,15 @@ def _opcm(run: Run, order: Sequence[str], alpha: float = 0.5) -> tuple[Weights, 
     a task vector is on average.
     """
     merged, factor, lengths = run.task_vector(order[0]), 1.0, list[float]()
-    lengths.append(cells.norm(merged))
+    lengths.append(norm(merged))
     for task in order[1:]:
         new = run.task_vector(task)
-        lengths.append(cells.norm(new))
+        lengths.append(norm(new))
         for tensor in new:
             if is_matrix(tensor, new[tensor].shape):
                 new[tensor] = _outside(new[tensor], merged[tensor], alpha)
         both = {n: factor * merged[n] + new[n] for n in new}
-        factor = cells.norm(both) / statistics.fmean(lengths)
+        factor = norm(both) / statistics.fmean(lengths)
         merged = {n: tensor / factor for n, tensor in both.items()}
     return merged, (1.0,)
 
@@ -231,4 +206,4 @@ SINGLE_TITLES = {
     ("opcm", "1.0"): "OPCM",
 }
 
-KINDS = cells.KINDS | {"matrices": measure, "matrices_online": measure_online}
+KINDS = {"matrices": matrices, "matrices_online": matrices_online}

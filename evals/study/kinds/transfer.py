@@ -6,13 +6,12 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import data
 import torch
-from cells import TASKS, built, combined, loss_of
-from model import batches
-from plan import Cell, T
-from runs import Run, Weights
 from torch import Tensor
+
+from study.cells import Cell
+from study.kinds.addition import combined
+from study.run import Doc, Run, Weights, built
 
 EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
 BATCH = 16
@@ -25,19 +24,19 @@ def transfer(run: Run, cell: Cell) -> dict[str, Any]:
     As in aTLAS (Zhang et al., 2024) each vector has a coefficient for each tensor, from 0. M bases
     and `none_subsample` get M/T of the examples, as in the paper.
     """
-    count = cell["num_bases"] or T
-    shots = max(1, round(cell["shots"] * count / T))
+    every = len(run.tasks)
+    count = cell["num_bases"] or every
+    shots = max(1, round(cell["shots"] * count / every))
     vectors = _vectors(run, cell)
     tasks = {}
-    for task in data.UNSEEN:
-        docs = data.read(run.folder / "data", task, "train")[:shots]
-        items = [(doc["prompt"], doc["answer"]) for doc in docs]
+    for task in run.unseen:
+        docs = run.items(task, "train")[:shots]
         if cell["basis"] == "base":
             weights = run.base
         elif cell["basis"] == "finetune":
-            weights = _finetuned(run, items)
+            weights = _finetuned(run, docs)
         else:
-            weights = _atlas(run, vectors, items)
+            weights = _atlas(run, vectors, docs)
         tasks[task] = run.accuracy(weights, "test", [task], cell["tested"])[task]
     return {"tasks": tasks}
 
@@ -46,7 +45,7 @@ def _vectors(run: Run, cell: Cell) -> list[Weights]:
     if cell["basis"] in ("base", "finetune"):
         return []
     if cell["basis"].startswith("none"):
-        return [run.task_vector(task) for task in TASKS]
+        return [run.task_vector(task) for task in run.tasks]
     bases = built(run, cell)
     if cell["basis"].endswith("_turned"):
         turn = _turn(bases.tensors["gram_bases"])
@@ -61,10 +60,11 @@ def _turn(gram: Tensor) -> Tensor:
     return turn
 
 
-def _steps(run: Run, items: list[tuple[str, str]]) -> Iterator[dict[str, Tensor]]:
+def _steps(docs: list[Doc]) -> Iterator[list[Doc]]:
     rng = random.Random(0)
     for _ in range(EPOCHS):
-        yield from batches(run.tokenizer, iter(rng.sample(items, len(items))), BATCH)
+        drawn = rng.sample(docs, len(docs))
+        yield from (drawn[i : i + BATCH] for i in range(0, len(drawn), BATCH))
 
 
 def _learn(
@@ -72,21 +72,21 @@ def _learn(
     learned: list[Tensor],
     optimizer: torch.optim.Optimizer,
     weights: Callable[[], Mapping[str, Tensor]],
-    items: list[tuple[str, str]],
+    docs: list[Doc],
 ) -> Weights:
     """Train `learned`, the parameters of `weights`, with a rate that falls to 0."""
-    steps = list(_steps(run, items))
+    steps = list(_steps(docs))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(steps))
     for batch in steps:
         optimizer.zero_grad()
-        loss_of(run, weights(), batch).backward()
+        run.loss(weights(), batch).backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         schedule.step()
     return {name: tensor.detach() for name, tensor in weights().items()}
 
 
-def _atlas(run: Run, vectors: Sequence[Weights], items: list[tuple[str, str]]) -> Weights:
+def _atlas(run: Run, vectors: Sequence[Weights], docs: list[Doc]) -> Weights:
     names = list(run.base)
     stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in names}
     coefficients = torch.zeros(len(names), len(vectors), device=run.device, requires_grad=True)
@@ -96,10 +96,13 @@ def _atlas(run: Run, vectors: Sequence[Weights], items: list[tuple[str, str]]) -
                 for name, row in zip(names, coefficients, strict=True)}  # fmt: skip
 
     optimizer = torch.optim.AdamW([coefficients], RATE, weight_decay=DECAY)
-    return _learn(run, [coefficients], optimizer, weights, items)
+    return _learn(run, [coefficients], optimizer, weights, docs)
 
 
-def _finetuned(run: Run, items: list[tuple[str, str]]) -> Weights:
+def _finetuned(run: Run, docs: list[Doc]) -> Weights:
     moving = {name: tensor.clone().requires_grad_() for name, tensor in run.base.items()}
     optimizer = torch.optim.AdamW(moving.values(), 1e-3, weight_decay=0.0)
-    return _learn(run, list(moving.values()), optimizer, lambda: moving, items)
+    return _learn(run, list(moving.values()), optimizer, lambda: moving, docs)
+
+
+KINDS = {"transfer": transfer}

@@ -1,0 +1,167 @@
+"""Cells of addition: references, and merges with the best coefficient on validation items.
+
+The library builds and merges, as a user would. A coefficient only multiplies what a merge adds to
+the base. So one merge with coefficient 1 gives the direction of the search.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tvb_mergekit
+from study.cells import Cell
+from study.run import Run, Weights, built, difference, means, used
+from tvb_mergekit.tune import search
+from tvb_mergekit.tune.search import DIGITS
+
+GRID = tuple(i / 20 for i in range(21))  # the paper's, of lambda and of alpha
+
+
+def reference(run: Run, cell: Cell) -> dict[str, Any]:
+    """The scores of the base and of each specialist."""
+    tested, own = cell["tested"], dict[str, float]()
+    each = dict[str, list[float]]()
+    for task in run.tasks:
+        scores = run.scores(run.shifted((1.0, run.task_vector(task))), "test", [task], tested)
+        own |= means(scores)
+        each |= itemized(cell, scores)
+    base = run.scores(run.base, "test", (*run.tasks, *run.unseen), tested)
+    found = {
+        "base": means(base),
+        "specialists": own,
+        "bytes": run.held,
+        "parameters": sum(tensor.numel() for tensor in run.base.values()),
+    }
+    return found | ({"items": {"base": itemized(cell, base), "specialists": each}} if each else {})
+
+
+def itemized(cell: Cell, scores: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """The score of each item, for paired tests of a study that asks for them."""
+    if not cell.get("itemized"):
+        return {}
+    return {task: [round(score, 4) for score in each] for task, each in scores.items()}
+
+
+def mean_score(scores: Mapping[str, float], tasks: Iterable[str]) -> float:
+    """Equal counts of right answers, task by task in any order, give equal means."""
+    found = [scores[task] for task in tasks]
+    return round(sum(found) / len(found), DIGITS)
+
+
+class Direction:
+    """theta_0 + lambda * vector, for any lambda; a score is computed once."""
+
+    def __init__(self, run: Run, vector: Mapping[str, Tensor]) -> None:
+        self.run, self.vector = run, vector
+        self.found: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+
+    def scores(
+        self, scale: float, split: str, tasks: Sequence[str], items: int
+    ) -> dict[str, list[float]]:
+        asked = round(scale, 9), split, tuple(tasks), items
+        if asked not in self.found:
+            weights = self.run.shifted((scale, self.vector))
+            self.found[asked] = self.run.scores(weights, split, tasks, items)
+        return self.found[asked]
+
+    def accuracy(
+        self, scale: float, split: str, tasks: Sequence[str], items: int
+    ) -> dict[str, float]:
+        return means(self.scores(scale, split, tasks, items))
+
+    def search(
+        self, grid: Sequence[float], tasks: Sequence[str], items: int
+    ) -> tuple[float, list[float]]:
+        """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
+        return search.grid(
+            grid, lambda s: mean_score(self.accuracy(s, "validation", tasks, items), tasks)
+        )
+
+
+def addition(run: Run, cell: Cell) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        bases = built(run, cell, Path(folder) / "store" if cell["stored"] else None)
+        seconds = time.perf_counter() - start
+        if bases.path is None:
+            held = sum(info.nbytes for vector in bases.vectors for info in vector.tensors.values())
+        else:
+            held = sum(file.stat().st_size for file in bases.path.glob("basis-*/*.safetensors"))
+        mixed = cell["basis"].endswith("_mixed")
+        mixture = _mixture(bases.num_bases, cell["seed"]) if mixed else None
+        summed = torch.ones(bases.num_bases, dtype=torch.float64) if mixture is None else mixture
+        encoder = bases.encoder
+        facts = {key: bases.facts.get(key) for key in FACTS}
+        return {
+            "bytes": held,
+            "facts": facts,
+            "row_sums": None if encoder is None else (encoder @ summed).tolist(),
+            "seconds": {"build": seconds},
+            "merges": {merge: merged(run, cell, bases, merge, mixture)
+                       for merge in cell["merges"]},
+        }  # fmt: skip
+
+
+FACTS = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
+
+
+def _mixture(count: int, seed: int) -> Tensor:
+    """Q 1 of a random Q with convex columns: B Q has the span and the loss of B, but addition sees
+    other row sums, W_e Q 1."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(count, count, generator=generator, dtype=torch.float64)
+    columns = uniform.log().neg() ** 3  # so that a column is nearly one basis, now and then
+    mixture: Tensor = (columns / columns.sum(0)).sum(1)
+    return mixture
+
+
+def merged(
+    run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, mixture: Tensor | None = None
+) -> dict[str, Any]:
+    """One merge, or a mixture of the bases, its coefficient searched on three scales.
+
+    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is not in the paper: it adds up
+    the reconstructed task vectors, B (W_d 1), so the encoder's row sums do not matter; PCA has its
+    mean in it.
+    """
+    start = time.perf_counter()
+    if mixture is not None:
+        vector = combined(run, mixture, bases.vectors)
+    else:
+        moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
+        vector = difference(moved, run.base)
+    seconds = time.perf_counter() - start
+    moving = Direction(run, vector)
+    directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}
+    if merge == "ta":
+        rebuilt = combined(run, bases.reconstruction(run.tasks).sum(1), bases.sources)
+        directions["decoder"] = (1.0, moving if bases.basis == "none" else Direction(run, rebuilt))
+    scales = {}
+    for scale, (factor, direction) in directions.items():
+        start = time.perf_counter()
+        grid = [by * factor for by in GRID]
+        best, found = direction.search(grid, run.tasks, used(run, cell))
+        scales[scale] = {
+            "lambda": best,
+            "grid": grid,
+            "validation": found,
+            "seconds": time.perf_counter() - start,
+            "test": direction.accuracy(best, "test", run.tasks, cell["tested"]),
+        }
+    return {"seconds": seconds, "items": used(run, cell), "scales": scales}
+
+
+def combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
+    terms = zip(by.tolist(), vectors, strict=True)
+    moved = run.shifted(*((c, {n: v.tensor(n) for n in v.tensors}) for c, v in terms))
+    return difference(moved, run.base)
+
+
+KINDS = {"reference": reference, "addition": addition}
