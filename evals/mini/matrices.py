@@ -201,7 +201,8 @@ def sheets(records: Sequence[Record], preset: str) -> dict[str, list[Sheet]]:
 # ---------------------------------------------------------------------------------------- pictures
 
 PICTURED = {"ta": "none", "ties": "pca", "iso": "ae_exact", "iso_cts": "ae_adam_1", "tsvm":
-         "ae_adam_5", "wudi": "balanced", "ta_matrices": "linear_ae", "ta_lengths": "ae_annealed",
+         "ae_adam_5", "wudi": "balanced", "ta_matrices": "linear_ae", "ta_left_out": "rand_select",
+         "ta_lengths": "ae_annealed",
          "continual_ta": "none", "opcm": "ae_annealed", "magmax": "magmax"}  # fmt: skip
 LEVELS = ("continual TA at 0.3", "MagMax at 0.5", "OPCM")
 

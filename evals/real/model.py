@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from real.tasks import Item
 
+LONGEST = 80  # tokens of an answer
+
 
 class Example(NamedTuple):
     ids: list[int]  # of prompt, response and end
@@ -50,10 +52,11 @@ def cut(values: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def autocast(model: Any) -> AbstractContextManager[Any]:
-    return torch.autocast(model.device.type, torch.bfloat16)
+    """Computation in bfloat16 for weights in float32."""
+    return torch.autocast(model.device.type, torch.bfloat16, model.dtype == torch.float32)
 
 
-def predict(model: Any, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+def predict(model: Any, batch: Sequence[Example], device: Any) -> tuple[Tensor, Tensor]:
     """Logits of the tokens of all responses [n, vocabulary], and the tokens [n].
 
     Examples are padded on the right. Causal attention never sees padding and needs no mask.
@@ -62,7 +65,7 @@ def predict(model: Any, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([e.ids + [0] * (length - len(e.ids)) for e in batch])
     places = torch.arange(first, length)
     said = torch.stack([(places >= e.start) & (places < len(e.ids)) for e in batch])
-    ids, said = ids.to(model.device), said.to(model.device)
+    ids, said = ids.to(device), said.to(device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=length - first + 1).logits
     return logits[:, :-1][said], ids[:, first:][said]
 
@@ -70,7 +73,7 @@ def predict(model: Any, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
 def loss(model: Any, batch: Sequence[Example]) -> Tensor:
     """The mean cross-entropy of a token of a response, the end included."""
     with autocast(model):
-        logits, tokens = predict(model, batch)
+        logits, tokens = predict(model, batch, model.device)
     return cross_entropy(logits.float(), tokens)
 
 
@@ -79,6 +82,25 @@ def endings(tokenizer: Any) -> Tensor:
     words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     ends = {i for i, word in enumerate(words) if word.startswith(("\n", "Ċ"))}
     return torch.tensor(sorted(ends | {tokenizer.eos_token_id}))
+
+
+@torch.inference_mode()
+def answers(model: Any, tokenizer: Any, prompts: Sequence[str], ends: Tensor) -> list[str]:
+    """Greedy answers of at most LONGEST tokens, without what follows a new line."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    said = [""] * len(prompts)
+    for places in cut(order, 32):
+        batch = tokenizer([prompts[i] for i in places], padding=True, padding_side="left",
+                          return_tensors="pt").to(model.device)  # fmt: skip
+        with autocast(model):
+            found = model.generate(
+                **batch, max_new_tokens=LONGEST, do_sample=False, eos_token_id=ends.tolist(),
+                pad_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
+        texts = tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], True)
+        for i, text in zip(places, texts, strict=True):
+            said[i] = text.split("\n")[0]
+    return said
 
 
 @torch.inference_mode()
@@ -93,7 +115,7 @@ def evaluate(model: Any, examples: Sequence[Example], ends: Tensor) -> tuple[lis
     for places in cut(order, 32):
         batch = [examples[i] for i in places]
         with autocast(model):
-            logits, tokens = predict(model, batch)
+            logits, tokens = predict(model, batch, model.device)
         total += cross_entropy(logits.float(), tokens, reduction="sum").item()
         count += len(tokens)
         best = logits.argmax(-1).cpu()
@@ -101,4 +123,4 @@ def evaluate(model: Any, examples: Sequence[Example], ends: Tensor) -> tuple[lis
         pairs = zip(best.split(sizes), tokens.cpu().split(sizes), strict=True)
         for i, (own, expected) in zip(places, pairs, strict=True):
             matches[i] = torch.equal(own[:-1], expected[:-1]) and bool(torch.isin(own[-1], ends))
-    return matches, total / count
+    return matches, total / max(1, count)

@@ -50,6 +50,7 @@ NAMES = {
     "deltatensors_sparse": "deltatensors, sparse",
     "deltatensors_int4": "deltatensors, int4",
     "deltatensors_quantized": "deltatensors, quantized",
+    **{f"svd_{bits:g}": f"SVD, {bits:g} bits" for bits in (1, 0.25)},
     "zstd": "bfloat16, zstd",
     **{f"mixed_{bits}": f"{bits:g} bit{'s' * (bits > 1)}" for bits in MIXED},
 }

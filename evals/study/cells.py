@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,20 @@ def works(
         name += f"-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
         found.append(Work(source, kinds[cell["kind"]], cell, source.cells / name))
     return found
+
+
+def bill(every: Iterable[Work]) -> list[str]:
+    """The missing cells of each kind, and their time by the finished ones of the kind."""
+    groups: dict[str, list[Work]] = {}
+    for work in every:
+        groups.setdefault(work.cell["kind"], []).append(work)
+    lines = []
+    for kind, some in groups.items():
+        done = [work.record()["seconds"] for work in some if work.file.exists()]
+        missing = len(some) - len(done)
+        hours = f"{missing * statistics.fmean(done) / 3600:.1f} h" if done else "unknown time"
+        lines.append(f"{kind:16s} {missing:3d} of {len(some):3d} cells, {hours if missing else ''}")
+    return lines
 
 
 _opened: tuple[Source, Any] | None = None  # the last models, which the next cell often needs

@@ -65,6 +65,10 @@ class Run(ABC):
     def stream(self, task: str, seed: str, size: int) -> Iterator[list[Doc]]:
         """Batches of training items, without end."""
 
+    def own(self, weights: Mapping[str, Tensor]) -> float | None:
+        """What is left of the base's own abilities, if the run has a measure of it."""
+        return None
+
     def example(self, doc: Doc) -> dict[str, str]:
         """An item as a line of `tvb learn --data`."""
         return {"prompt": doc["prompt"], "response": doc["answer"]}

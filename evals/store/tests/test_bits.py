@@ -109,7 +109,8 @@ def run_of(store: SimpleNamespace) -> SimpleNamespace:
     def task_vector(task: str) -> dict[str, torch.Tensor]:
         return {name: models[task][name] - base[name] for name in base}
 
-    return SimpleNamespace(base=base, models=models, task_vector=task_vector)
+    tasks = store.data.TASKS
+    return SimpleNamespace(base=base, models=models, tasks=tasks, task_vector=task_vector)
 
 
 @pytest.mark.parametrize("most", [30_000, 60_000, 100_000])

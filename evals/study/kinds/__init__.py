@@ -10,7 +10,17 @@ stores     task vectors as codes, bases and by rivals
 """
 
 from study.cells import Measure
-from study.kinds import addition, learned, matrices, negation, online, stores, transfer
+from study.kinds import (
+    addition,
+    learned,
+    matrices,
+    negation,
+    online,
+    stores,
+    theirs,
+    theory,
+    transfer,
+)
 
-PARTS = (addition, learned, matrices, negation, online, stores, transfer)
+PARTS = (addition, learned, matrices, negation, online, stores, theirs, theory, transfer)
 KINDS: dict[str, Measure] = {kind: of for part in PARTS for kind, of in part.KINDS.items()}

@@ -144,9 +144,10 @@ def merged(
         rebuilt = combined(run, bases.reconstruction(run.tasks).sum(1), bases.sources)
         directions["decoder"] = (1.0, moving if bases.basis == "none" else Direction(run, rebuilt))
     scales = {}
-    for scale, (factor, direction) in directions.items():
+    for scale in cell.get("scales", directions):
+        factor, direction = directions[scale]
         start = time.perf_counter()
-        grid = [by * factor for by in GRID]
+        grid = [by * factor for by in cell.get("lambdas", GRID)]
         best, found = direction.search(grid, run.tasks, used(run, cell))
         scales[scale] = {
             "lambda": best,

@@ -52,6 +52,7 @@ MERGES = {
 # other tensors the mean, as there.
 CONTROLS = {
     "ta_matrices": Merge("task arithmetic, others averaged", "basis_ta", 0.3),
+    "ta_left_out": Merge("task arithmetic, others left out", "basis_ta", 0.3),
     "ta_lengths": Merge("the same, matrices as long as Iso-C's", "basis_ta", 1.0),
 }
 ALL = MERGES | CONTROLS
@@ -73,7 +74,9 @@ def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks
 def _control(run: Run, bases: tvb_mergekit.Bases, how: str) -> Weights:
     found, total = direction(run, bases, "iso"), direction(run, bases, "ta")
     for tensor in found:
-        if is_matrix(tensor, run.base[tensor].shape):
+        if not is_matrix(tensor, run.base[tensor].shape):
+            found[tensor] *= how != "ta_left_out"
+        else:
             ratio = torch.linalg.norm(found[tensor]) / torch.linalg.norm(total[tensor])
             found[tensor] = total[tensor] * (ratio if how == "ta_lengths" else 1)
     return found

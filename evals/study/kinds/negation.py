@@ -55,8 +55,10 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
             "control": statistics.fmean(after[other] for other in others),
             "control_before": statistics.fmean(start[other] for other in others),
             "relative_error": error,
+            "own": run.own(states[alpha]()),
         }
-    return {"lambda": cell["lambda"], "start": start, "tasks": tasks}
+    own = {"base": run.own(run.base), "start": run.own(shipped)}
+    return {"lambda": cell["lambda"], "start": start, "tasks": tasks, "own": own}
 
 
 def _without(start: Weights, vector: Weights, alpha: float) -> Weights:

@@ -97,6 +97,26 @@ def deltatensors(vectors: Sequence[Vector], strategy: str) -> Kept:
     return _kept([{name: keep(tensor) for name, tensor in v.items()} for v in vectors])
 
 
+def svd(vectors: Sequence[Vector], bits: float) -> Kept:
+    """The leading singular vectors of each matrix as two factors in bfloat16, as of LoRA.
+
+    The rank takes at most `bits` bits an element of the matrix, or is 1. Other tensors stay whole.
+    """
+
+    def keep(tensor: Tensor) -> tuple[Tensor, int]:
+        if tensor.ndim != 2:
+            return tensor.bfloat16().float(), 2 * tensor.numel()
+        long = tensor.double() if tensor.shape[0] >= tensor.shape[1] else tensor.double().T
+        rank = max(1, int(bits * tensor.numel() / 16 / sum(tensor.shape)))
+        right = torch.linalg.eigh(long.T @ long).eigenvectors[:, -rank:]
+        left, right = (long @ right).bfloat16(), right.bfloat16()
+        back = left.float() @ right.float().T
+        shaped = back if tensor.shape[0] >= tensor.shape[1] else back.T
+        return shaped.contiguous(), 2 * (left.numel() + right.numel())
+
+    return _kept([{name: keep(tensor) for name, tensor in v.items()} for v in vectors])
+
+
 def zstd(vectors: Sequence[Vector], level: int = 19) -> Kept:
     """bfloat16, without loss beyond that: first the low bytes of a vector's elements, then the
     high ones (signs and exponents, which repeat), by zstd.

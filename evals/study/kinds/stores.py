@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 import tvb_mergekit
 from study.cells import Cell
@@ -38,6 +39,8 @@ RIVALS: dict[str, Callable[[Sequence[rivals.Vector]], rivals.Kept]] = {
     "deltatensors_sparse": partial(rivals.deltatensors, strategy="sparse"),
     "deltatensors_int4": partial(rivals.deltatensors, strategy="int4"),
     "deltatensors_quantized": partial(rivals.deltatensors, strategy="quantized"),
+    "svd_1": partial(rivals.svd, bits=1),
+    "svd_0.25": partial(rivals.svd, bits=0.25),
     "zstd": rivals.zstd,
 }
 
@@ -54,7 +57,9 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
         place = Path(folder)
         if how.startswith("mixed"):
             return _mixed(run, float(how.removeprefix("mixed_")), place)
-        bases, nbytes = _theirs(run, how) if how in RIVALS else _ours(run, how, place / "store")
+        bases, nbytes = (
+            _theirs(run, how, place) if how in RIVALS else _ours(run, how, place / "store")
+        )
         result = facts(run, bases, nbytes)
         if not cell["merges"]:
             return result | ours_within(run, nbytes, place)
@@ -69,14 +74,18 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
         return result
 
 
-def _theirs(run: Run, how: str) -> tuple[tvb_mergekit.Bases, int]:
+def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     """Bases over the decoded vectors, as if of other models; and the bytes."""
-    kept = RIVALS[how]([run.task_vector(task) for task in run.tasks])
-    models = {
-        task: run.shifted((1.0, vector))
-        for task, vector in zip(run.tasks, kept.vectors, strict=True)
-    }
-    return tvb_mergekit.build(run.base, models, basis="none"), kept.nbytes
+    together = how == "rtvq"  # its mean needs all of them
+    groups = [run.tasks] if together else [(task,) for task in run.tasks]
+    models, nbytes = dict[str, Path](), 0
+    for tasks in groups:
+        kept = RIVALS[how]([run.task_vector(task) for task in tasks])
+        nbytes += kept.nbytes
+        for task, vector in zip(tasks, kept.vectors, strict=True):
+            models[task] = place / f"{task}.safetensors"
+            save_file(run.shifted((1.0, vector)), models[task])
+    return tvb_mergekit.build(run.base, models, basis="none"), nbytes
 
 
 def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:

@@ -1,0 +1,110 @@
+"""The cells of the benchmark on a real model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from study.cells import Cell
+from study.kinds import learned
+from study.kinds.matrices import ALL, SINGLE
+from study.kinds.theirs import METHODS
+
+from real.tasks import TASKS
+
+BASES = ("balanced", "ae_adam_5", "rand_select", "pca")  # of the paper's table, and ours
+LAMBDAS = (0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8)
+ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+ZOOS = (4, 2, 1.5, 1, 0.5, 0.25)
+RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
+STITCHED = ("localize", "dataless")
+LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
+KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Items of a task, and how much is repeated."""
+
+    items: int = 40  # of validation, which choose a coefficient
+    tested: int = 150
+    seeds: int = 2  # of rand_select
+    orders: int = 3
+    shots: int = learned.SHOTS
+    tasks: int = len(TASKS)
+
+    @property
+    def half(self) -> int:
+        return self.tasks // 2
+
+    @property
+    def quarter(self) -> int:
+        return self.tasks // 4
+
+
+PLANS = {"full": Plan(), "small": Plan(4, 4, 1, 1, 4)}  # small: for tests
+
+
+def reference(plan: Plan) -> list[Cell]:
+    """The cells that others start from: single scores, and the sum of all task vectors."""
+    return [{"kind": "reference", "tested": plan.tested, "itemized": True},
+            merge(plan, "ta", "none", plan.tasks)]  # fmt: skip
+
+
+def merge(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
+    return {"kind": "matrices", "basis": label, "num_bases": count, "seed": seed, "how": how,
+            "items": plan.items, "tested": plan.tested, "lambdas": [*LAMBDAS], "merges": [how],
+            "equal": True, "itemized": True}  # fmt: skip
+
+
+def learn(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
+    found = learned.cell_of(how, label, count, plan.shots, plan.tested, seed)
+    if "lambdas" in found:
+        found["lambdas"] = [*LAMBDAS]
+    return found | {"itemized": True}
+
+
+def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
+    """The cells of each part of the study.
+
+    Args:
+        shipped: the lambda of the model that tasks are forgotten from, the sum of all of them.
+    """
+    every, half, quarter = plan.tasks, plan.half, plan.quarter
+    over = [("none", every, 0)]
+    over += [(label, count, seed) for count in (quarter, half) for label in BASES
+             for seed in range(plan.seeds if label == "rand_select" else 1)]  # fmt: skip
+    few = [("none", every), ("balanced", half), ("balanced", quarter), ("ae_exact", half)]
+    counts = {"items": plan.items // 2, "tested": plan.tested // 2}
+    forgotten: Cell = {"lambda": shipped, "alphas": [*ALPHAS], "seed": 0} | counts
+    stored: Cell = forgotten | {"lambdas": [*LAMBDAS], "scales": ["tasks"], "merges": ["ta"],
+                                "equal": True}  # fmt: skip
+    online: Cell = {"kind": "matrices_online", "tested": plan.tested // 2, "annealed": False}
+    unseen: Cell = {"kind": "transfer", "shots": plan.shots, "seed": 0, "tested": plan.tested}
+    found = {
+        "paper": [merge(plan, how, *each) for how in ("ta", "ties") for each in over]
+        + [learn(plan, how, *each) for how in STITCHED for each in over],
+        "merges": [merge(plan, how, *each) for how in ("iso", "iso_cts", "tsvm", "wudi")
+                   for each in few]
+        + [merge(plan, how, "none", every) for how in ALL if how.startswith("ta_")]
+        + [merge(plan, how, "ae_exact", half) for how in ("ta", "ties")]
+        + [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS]
+        + [learn(plan, how, *each) for how in LEARNED for each in few[:3]],
+        "bytes": [stored | {"kind": "bits", "how": how} for how in
+                  ("all", *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
+                   *(f"merged_{how}" for how in RIVALS))],
+        "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
+                     for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),
+                                          ("pca", half), ("rand_proj", half))],
+        "online": [online | {"order": order, "how": how, "budget": budget}
+                   for order in range(plan.orders)
+                   for how, budget in (*((how, None) for how in SINGLE),
+                                       *((how, m) for m in (quarter, half)
+                                         for how in ("ae", "rand_select")))],
+        "transfer": [unseen | {"basis": label, "num_bases": count}
+                     for label, count in (("base", None), ("finetune", None), ("none", None),
+                                          ("none_subsample", half),
+                                          *((label, half) for label in BASES))],
+        "theory": [{"kind": "theory", "basis": "ae_exact", "num_bases": half, "seed": 0,
+                    "lambda": shipped, "tested": plan.tested // 3, "examples": 16, "steps": 8}],
+    }  # fmt: skip
+    return found

@@ -1,0 +1,139 @@
+"""The runs of evals/real, for cells."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from peft import PeftModel
+from study import run
+from study.cells import Source, fingerprint
+from study.run import Doc, Scores
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from real.model import Example, answers, encode, endings, evaluate, predict
+from real.tasks import OUTSIDE, TASKS, Item, metric, read
+
+GENERATED = ("multi30k_en_de", "geoquery_sql")  # other answers than the expected one are right, too
+TEXT = "subj/raw/data__raw__subj.objective"  # of no task with a specialist
+LINES = 200  # of it
+
+
+class Run(run.Run):
+    """SmolLM2 and its specialists.
+
+    Full fine-tunes stay on disk, and merges of them are scored in bfloat16, as users store them.
+    Merges of adapters are scored in float32 under autocast: bfloat16 would round the adapters away.
+    """
+
+    unseen = OUTSIDE
+
+    def __init__(
+        self, out: Path, data: Path, seed: int, kind: str, device: str, tasks: tuple[str, ...]
+    ) -> None:
+        base, self.data = out / "base", data
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        full = kind == "full"
+        loaded = AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.bfloat16 if full else torch.float32
+        )
+        super().__init__(loaded.eval(), device)
+        folders = {task: out / f"seed{seed}" / kind / task for task in tasks}
+        self.models = folders
+        self.places = {"base": str(base.resolve())}
+        for task, place in folders.items():
+            adapted = "" if full else self.places["base"] + "+"
+            self.places |= {task: adapted + str(place.resolve())}
+        if not full:
+            self.models = {task: self._adapted(base, place) for task, place in folders.items()}
+        files = (file for place in folders.values() for file in place.glob("*.safetensors"))
+        self.held = sum(file.stat().st_size for file in files)
+        self.splits = lru_cache(lambda task: read(data, task))
+
+    def _adapted(self, base: Path, adapter: Path) -> run.Weights:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        return self.weights(PeftModel.from_pretrained(model, adapter).merge_and_unload())
+
+    @cached_property
+    def ends(self) -> Tensor:
+        return endings(self.tokenizer)
+
+    def items(self, task: str, split: str) -> list[Doc]:
+        found = self.splits(task)[split]
+        return [{"task": task, "prompt": item.prompt, "answer": item.response} for item in found]
+
+    def pack(self, docs: Sequence[Doc]) -> list[tuple[Doc, Example]]:
+        items = [Item(doc["prompt"], doc["answer"]) for doc in docs]
+        return list(zip(docs, encode(self.tokenizer, items), strict=True))
+
+    def ask(self, packed: list[tuple[Doc, Example]]) -> Scores:
+        """Exact match by one pass; in two tasks the metrics of generated answers."""
+        found: Scores = {doc["task"]: [] for doc, _ in packed}
+        once = [(doc, e) for doc, e in packed if doc["task"] not in GENERATED]
+        matches, _ = evaluate(self.model, [e for _, e in once], self.ends)
+        for (doc, _), match in zip(once, matches, strict=True):
+            found[doc["task"]].append(float(match))
+        for task in found.keys() & set(GENERATED):
+            docs = [doc for doc, _ in packed if doc["task"] == task]
+            said = answers(self.model, self.tokenizer, [d["prompt"] for d in docs], self.ends)
+            score = metric(self.data, task)
+            found[task] = [score(a, d["answer"]) for a, d in zip(said, docs, strict=True)]
+        return found
+
+    def loss(self, weights: Mapping[str, Tensor], docs: Sequence[Doc]) -> Tensor:
+        def call(**inputs: Any) -> Any:
+            return functional_call(self.model, dict(weights), (), inputs)
+
+        with torch.autocast(self.model.device.type, torch.bfloat16):
+            logits, tokens = predict(call, [e for _, e in self.pack(docs)], self.model.device)
+        return cross_entropy(logits.float(), tokens)
+
+    def stream(self, task: str, seed: str, size: int) -> Iterator[list[Doc]]:
+        rng, docs = random.Random(seed), self.items(task, "train")
+        while True:
+            yield rng.sample(docs, size)
+
+    def losses(self, weights: Mapping[str, Tensor], task: str, items: int) -> float:
+        """The mean loss of a token of the test answers."""
+        self.set(weights)
+        packed = self.pack(self.items(task, "test")[:items])
+        return evaluate(self.model, [example for _, example in packed], self.ends)[1]
+
+    def own(self, weights: Mapping[str, Tensor]) -> float:
+        """The mean loss of a token of plain English sentences."""
+        lines = (self.data / TEXT).read_text(encoding="latin-1").splitlines()[:LINES]
+        texts = [Example(ids, 1) for ids in self.tokenizer(lines)["input_ids"]]
+        self.set(weights)
+        return evaluate(self.model, texts, self.ends)[1]
+
+
+def trained(
+    out: Path, data: Path, seed: int, kind: str, device: str, tasks: tuple[str, ...] = TASKS
+) -> Source:
+    """The specialists of a seed and kind.
+
+    Raises:
+        click.ClickException: some are not trained.
+    """
+    folders = [out / f"seed{seed}" / kind / task for task in tasks]
+    lacking = [place for place in (out / "base", *folders) if not place.exists()]
+    if lacking:
+        raise click.ClickException(
+            f"{len(lacking)} folders are missing, first {lacking[0]}: "
+            f"run python evals/real/train.py --data {data} --out {out} --only 'seed{seed}/{kind}/*'"
+        )
+    models = fingerprint([out / "base", *folders])
+    label = kind if len(tasks) == len(TASKS) else f"{kind}-{len(tasks)}"
+    cells = out / f"seed{seed}" / "cells" / label
+    arguments = (out, data, seed, kind, device, tasks)
+    return Source(Run, arguments, cells, models, device, ("real", label, seed))
