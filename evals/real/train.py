@@ -2,6 +2,7 @@
 """Train a specialist for each task, seed and kind: in full, or as LoRA adapters.
 
     python recipes/smollm2/get_base.py real-runs/base
+    python recipes/smollm2/get_data.py DATA
     python evals/real/train.py --data DATA --out real-runs
 
 OUT/base/ is the base. OUT/seedSEED/KIND/TASK/ gets the model or adapter in bfloat16, `curve.jsonl`
