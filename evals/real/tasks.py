@@ -1,7 +1,7 @@
 """The fifteen data sets, their splits and their metrics.
 
 A folder holds `NAME/train.jsonl` and `NAME/test.jsonl` with `prompt` and `response`, and for
-geoquery_sql the database in `raw/`.
+geoquery_sql the database in `raw/`. recipes/smollm2/get_data.py makes it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 """Train a specialist for each task, seed and kind: in full, or as LoRA adapters.
 
     python recipes/smollm2/get_base.py real-runs/base
+    python recipes/smollm2/get_data.py DATA
     python evals/real/train.py --data DATA --out real-runs
 
 OUT/base/ is the base. OUT/seedSEED/KIND/TASK/ gets the model or adapter in bfloat16, `curve.jsonl`
@@ -44,7 +45,7 @@ BATCH = 16
 EVERY = 25  # steps between evaluations
 VALIDATED = 200  # validation items of the curve
 SAVED = 600  # seconds between saved states
-RATES = {"full": 4e-5, "lora16": 1e-3, "lora4": 1e-3}
+RATES = {"full": 1e-4, "lora16": 1e-3, "lora4": 1e-3}
 EASY = {"sst2", "trec", "tweet_offensive"}  # two thirds of the examples are enough
 SECONDS = {"full": 6.5, "lora16": 5.0, "lora4": 5.0}  # for 1000 tokens on one core with AMX
 

@@ -25,7 +25,7 @@ def real() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EVALS)
         patch.syspath_prepend(RECIPE)
-        names = ("tasks", "model", "train")
+        names = ("tasks", "model", "train", "plan", "sheets", "study")
         yield SimpleNamespace(
             **{name: importlib.import_module(f"real.{name}") for name in names},
             get_base=importlib.import_module("get_base"),
@@ -56,7 +56,7 @@ def small() -> tuple[Any, Any]:
 @pytest.fixture
 def world(tmp_path: Path, real: SimpleNamespace) -> Path:
     """Ten items for each task, and a base."""
-    for task in real.tasks.TASKS:
+    for task in (*real.tasks.TASKS, *real.tasks.OUTSIDE):
         folder = tmp_path / "data" / task
         folder.mkdir(parents=True)
         for split in ("train", "test"):
@@ -108,6 +108,52 @@ def test_the_command_trains_every_kind_once_and_resumes(
     one, other = ((run.folder / "model.safetensors").read_bytes() for run in runs)
     assert one == other
     assert not list((world / "out/seed1/full").glob("*.partial"))
+
+
+def test_the_study(
+    real: SimpleNamespace, world: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every part, on a few cells of each: done once, resumed, and all tables."""
+    few = {"LAMBDAS": (0.3, 1.0), "ALPHAS": (0.0, 1.0), "BASES": ("rand_select",), "ZOOS": (2,),
+           "RIVALS": ("svd_1",), "STITCHED": ("dataless",), "LEARNED": ("fisher",),
+           "METHODS": ("ties",), "SINGLE": ("opcm",)}  # fmt: skip
+    for name, value in few.items():
+        monkeypatch.setattr(real.plan, name, value)
+    monkeypatch.setattr(real.model, "LONGEST", 2)
+    assert call(real, world, "--examples", "16", "--only", "seed0/full/*").exit_code == 0
+    (world / "data" / real.tasks.DATABASE).parent.mkdir()
+    sqlite3.connect(world / "data" / real.tasks.DATABASE).close()
+    text = world / "data/subj/raw/data__raw__subj.objective"
+    text.parent.mkdir()
+    text.write_text("some plain words\nand others\n")
+
+    def study(*more: str) -> str:
+        words = ["--data", str(world / "data"), "--out", str(world / "out"), "--device", "cpu",
+                 "--preset", "small", *more]  # fmt: skip
+        done = CliRunner().invoke(real.study.main, words)
+        assert done.exit_code == 0, done.output
+        return str(done.output)
+
+    assert "reference          1 of   1 cells, unknown time" in study("--bill")
+    report = [line for line in study().splitlines() if "report-small" in line]
+    assert [Path(line).suffix for line in report] == [".json", ".svg", ".svg", ".md"]
+    tables = Path(report[-1]).read_text()
+    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "store, bits: 2", "OPCM",
+                  "rand_proj, M = 6", "fine-tuned on the examples", "its bound"):  # fmt: skip
+        assert title in tables, title
+    assert " 0 of " in study("--bill") and ", unknown time" not in study("--bill")
+    cells = {path: path.stat().st_mtime_ns for path in (world / "out").glob("seed0/cells/*/*")}
+    study("--as-is", "--part", "paper")
+    study("--method", "full-8", "--part", "paper")
+    assert (
+        cells.items()
+        <= {
+            path: path.stat().st_mtime_ns for path in (world / "out").glob("seed0/cells/*/*")
+        }.items()
+    )
+    words = ["--data", str(world / "data"), "--out", str(world / "out"), "--method", "lora16"]
+    lacking = CliRunner().invoke(real.study.main, words)
+    assert lacking.exit_code == 1 and "--only 'seed0/lora16/*'" in lacking.output
 
 
 def test_messages_of_the_command(real: SimpleNamespace, world: Path) -> None:

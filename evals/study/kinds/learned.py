@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
             given = [] if options.get("dataless") else files.given
             out = Path(folder) / "out"
             weights, told = learned(run, cell, out, given, by, **options)
-            found = {key: told[key] for key in ("passes", "seconds")} | _history(told)
+            found = {key: told[key] for key in ("passes", "seconds")}
         scores = run.scores(weights, "test", run.tasks, cell["tested"])
         found |= {"each": each} if (each := itemized(cell, scores)) else {}
     return {"items": len(docs), "lambda": by, "test": means(scores), **found}
@@ -189,19 +189,6 @@ def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
 
 
 _found: dict[tuple[str, str], float] = {}
-
-
-def _history(told: Mapping[str, Any]) -> dict[str, Any]:
-    every = [h for h in told.get("history", []) if h["held"]]
-    if not every:
-        return {}
-    lengths = [h["best"] for h in every]
-    return {
-        "start": told.get("start"),
-        "epochs": sum(lengths) / len(lengths),
-        "held": [sum(h["held"][k] for h in every) / len(every) for k in (0,)]
-        + [sum(h["held"][h["best"]] for h in every) / len(every)],
-    }
 
 
 KINDS = {"learned": measure}

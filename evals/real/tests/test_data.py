@@ -1,0 +1,129 @@
+"""The command for the data sets: small files of two formats, and a server on this machine."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+from functools import partial
+from hashlib import sha256
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+EVALS = Path(__file__).resolve().parents[2]
+call = CliRunner().invoke
+FILES = {
+    "trec": {
+        "data/raw/TREC.train": "NUM:date Wann ändert\x85 es ?\n".encode("latin-1"),
+        "data/raw/TREC.test": b"HUM:ind Who ?\nABBR:exp What ?\n",
+    },
+    "multi30k_en_de": {
+        f"data/task1/raw/{part}.{language}.gz": gzip.compress(f"{text}\r\n".encode())
+        for part in ("train", "test_2016_flickr")
+        for language, text in (("en", "A dog."), ("de", "Ein süßer Hund."))
+    },
+}
+ITEMS = {
+    "trec/train": [["Question: Wann ändert\x85 es ?\nType:", " number"]],
+    "trec/test": [
+        ["Question: Who ?\nType:", " human"],
+        ["Question: What ?\nType:", " abbreviation"],
+    ],
+    "multi30k_en_de/train": [["English: A dog.\nGerman:", " Ein süßer Hund."]],
+}
+
+
+@pytest.fixture
+def get_data(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(EVALS.parent / "recipes/smollm2")
+    monkeypatch.syspath_prepend(EVALS)
+    return importlib.import_module("get_data")
+
+
+@pytest.fixture
+def small(get_data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command with a table of FILES, which stand in `given` and in `web`."""
+    table = {}
+    for name, files in FILES.items():
+        sums = {path: sha256(data).hexdigest() for path, data in files.items()}
+        table[name] = {"repository": "we/us", "commit": "c0", "licence": "ours", "files": sums}
+        for path, data in files.items():
+            raw = tmp_path / "given" / name / "raw" / get_data.raw_name(path)
+            for file in (raw, tmp_path / "web/we/us/c0" / path):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+    (tmp_path / "table.yml").write_text(yaml.safe_dump(table, sort_keys=False))
+    monkeypatch.setattr(get_data, "TABLE", tmp_path / "table.yml")
+    return get_data
+
+
+def test_files_become_items(small: Any, tmp_path: Path) -> None:
+    out, given = tmp_path / "out", tmp_path / "given"
+    words = [str(out), "--raw", str(given), *(f"--only={name}" for name in FILES)]
+    done = call(small.main, words)
+    assert (
+        f"trec: github.com/we/us, licence: ours\n{out / 'trec'}: 1 train, 2 test\n" in done.output
+    )
+    for name, items in ITEMS.items():
+        written = (out / f"{name}.jsonl").read_bytes().splitlines()
+        assert [[*json.loads(line).values()] for line in written] == items
+    for file in given.rglob("raw/*"):
+        assert (out / file.relative_to(given)).read_bytes() == file.read_bytes()
+    assert call(small.main, words).output.count("exists: nothing to do") == 2
+
+
+def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, web, given = (tmp_path / name for name in ("out", "web/we/us/c0", "given"))
+    first, second = FILES["trec"]
+
+    def refused(*words: str) -> str:
+        done = call(small.main, [str(out), "--only", "trec", *words])
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+        assert os.listdir(out) == [".partial-trec"]
+        return done.stderr
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(small, "HOST", "http://127.0.0.1:1")
+    assert "Connection refused, expected SHA-256 " in refused()
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "web")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(small, "HOST", f"http://127.0.0.1:{server.server_port}")
+        address = f"{small.HOST}/we/us/c0/{second}"
+        expected = f"expected SHA-256 {sha256(FILES['trec'][second]).hexdigest()}; "
+        advice = "run the command again, or give --raw\n"
+        (web / second).write_bytes(b"")
+        assert refused() == f"Error: {address}: SHA-256 {sha256().hexdigest()}, {expected}{advice}"
+        (web / second).unlink()
+        assert refused() == f"Error: {address}: File not found, {expected}{advice}"
+        (given / "trec/raw" / small.raw_name(second)).unlink()
+        assert refused("--raw", str(given)).endswith(f"{expected}copy it from {address}\n")
+        (web / first).unlink()  # it is not downloaded again
+        (web / second).write_bytes(FILES["trec"][second])
+        half = out / ".partial-trec/raw" / small.raw_name(second)
+        half.write_bytes(b"HUM")
+        assert call(small.main, [str(out), "--only", "trec"]).exit_code == 0
+        server.shutdown()
+    assert os.listdir(out) == ["trec"]
+
+
+def test_the_table_has_the_sets_of_the_benchmark(get_data: Any) -> None:
+    tasks, table = importlib.import_module("real.tasks"), yaml.safe_load(get_data.TABLE.read_text())
+    assert list(get_data.SETS) == list(table) == [*tasks.TASKS, *tasks.OUTSIDE]
+
+
+@pytest.mark.skipif("REAL_TASKS" not in os.environ, reason="REAL_TASKS: a folder of the data sets")
+def test_all_sets_equal_given_ones(get_data: Any, tmp_path: Path) -> None:
+    given = Path(os.environ["REAL_TASKS"])
+    assert call(get_data.main, [str(tmp_path), "--raw", str(given)]).exit_code == 0
+    for file in (f"{name}/{split}.jsonl" for name in get_data.SETS for split in ("train", "test")):
+        same = (tmp_path / file).read_bytes() == (given / file).read_bytes()
+        assert same, file
