@@ -18,7 +18,7 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 CRITERION = "For negation take the smallest M after which lambda_{M+1}(G) drops off"
-THEOREMS = "Constants of the paper's Theorems 3.5 (addition), 3.6 (new tasks), 3.7 (negation)"
+THEOREMS = "Constants of the paper: Theorems 3.5 (addition), 3.6 (new tasks), 3.7 (negation)"
 CONSTANTS = {
     "C": "C, the largest squared norm of a task vector (3.5, 3.6, 3.7)",
     "epsilon": "epsilon, the largest |cosine| of two task vectors (3.5, 3.7)",
