@@ -187,9 +187,8 @@ def _draw_energy(axes: Axes, inspection: Inspection) -> None:
     places = [choice.num_bases for choice in choices]
     energies = [100 * choice.retained_energy for choice in choices]
     axes.plot(places, energies, "o-", color=BLUE, markersize=4, label="any bases (spectral)")
-    balanced = [100 * c.balanced_energy for c in choices if c.balanced_energy is not None]
-    if balanced:
-        axes.plot(places, balanced, "--", color=ORANGE, label="balanced bases")
+    balanced = [100 * choice.balanced_energy for choice in choices]
+    axes.plot(places, balanced, "--", color=ORANGE, label="balanced bases")
     if inspection.facts.retained_energy is not None and not inspection.keeps_tasks:
         reached = [100 * inspection.facts.retained_energy]
         label = f"these ({inspection.basis}): {reached[0]:.1f} %"

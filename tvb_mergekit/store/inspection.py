@@ -30,14 +30,14 @@ class Choice(NamedTuple):
     """The best result that M bases can reach, for any encoder.
 
     `spectral_bound` is the least loss. `next_eigenvalue` is lambda_{M+1}(G), 0 for M = T.
-    `balanced_energy` is the energy of the best balanced bases, None if G is not known.
+    `balanced_energy` is the energy of the best balanced bases.
     """
 
     num_bases: int
     retained_energy: float
     spectral_bound: float
     next_eigenvalue: float
-    balanced_energy: float | None
+    balanced_energy: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +100,9 @@ class Inspection:
         return Gram.of(self.tensors["gram"]) if "gram" in self.tensors else None
 
     @property
-    def norms(self) -> list[float | None]:
-        """||tau|| of each task, from the Gram matrix if G is known."""
-        if self._gram is not None:
-            return [math.sqrt(max(value, 0.0)) for value in self._gram.matrix.diagonal().tolist()]
-        return [self.facts.norms.get(task) for task in self.tasks]
+    def norms(self) -> list[float]:
+        """||tau|| of each task."""
+        return [self.facts.norms[task] for task in self.tasks]
 
     @property
     def base_norm(self) -> float | None:
@@ -129,11 +127,10 @@ class Inspection:
     @property
     def reconstruction(self) -> Tensor | None:
         """R with T_hat = T R, [T, T] float64; None for rand_proj and before the bases are built."""
-        if {"encoder", "decoder"} <= set(self.tensors):
-            return self.tensors.get(
-                "reconstruction", self.tensors["encoder"] @ self.tensors["decoder"]
-            )
-        return None
+        if not {"encoder", "decoder"} <= set(self.tensors):
+            return None
+        encoder, decoder = self.tensors["encoder"], self.tensors["decoder"]
+        return self.tensors.get("reconstruction", encoder @ decoder)
 
     @cached_property
     def errors(self) -> dict[str, tuple[float, float]]:
@@ -158,11 +155,9 @@ class Inspection:
             inside = np.square(self.tensors["decoder"].numpy()).sum(axis=0)
             lengths = np.sqrt(np.maximum(norms**2 - inside, 0.0))
         noise = NULL * float(np.linalg.norm(self._gram.root))
-        ratios = [
-            float(length / norm) if norm > 0 else (math.inf if length > noise else 0.0)
-            for length, norm in zip(lengths, norms, strict=True)
-        ]
-        return {task: (ratio, ratio) for task, ratio in zip(self.tasks, ratios, strict=True)}
+        ratios = np.where(lengths > noise, math.inf, 0.0)
+        np.divide(lengths, norms, out=ratios, where=norms > 0)
+        return {task: (each, each) for task, each in zip(self.tasks, ratios.tolist(), strict=True)}
 
     @property
     def row_sums(self) -> list[float] | None:
@@ -172,18 +167,16 @@ class Inspection:
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """A choice for each M = 1..T; empty if the eigenvalues are not known."""
-        if "eigenvalues" not in self.tensors:
+        """A choice for each M = 1..T; empty if G is not known."""
+        if self._gram is None:
             return []
-        values = self.tensors["eigenvalues"].clamp(min=0.0).tolist()
-        found = []
+        values, found = self._gram.values.tolist(), []
         for count in range(1, len(values) + 1):
-            bound, balanced = math.fsum(values[count:]), None
-            if self._gram is not None:
-                _, least = completion(self._gram, count, np.ones(len(values)))
-                balanced = _energy(least, self._gram.total)
+            bound = math.fsum(values[count:])
+            _, least = completion(self._gram, count, np.ones(len(values)))
+            energies = [_energy(loss, self._gram.total) for loss in (bound, least)]
             following = values[count] if count < len(values) else 0.0
-            found.append(Choice(count, _energy(bound, sum(values)), bound, following, balanced))
+            found.append(Choice(count, energies[0], bound, following, energies[1]))
         return found
 
     @property
@@ -200,20 +193,32 @@ class Inspection:
         if self.facts.store is None:
             return None
         models, stored = self.facts.store.model_bytes, weight_bytes(self.facts.store.files)
-        percent = 100 * (models - stored) / models if models else None
-        return {
-            "models": models,
-            "store": stored,
-            "saved": models - stored,
-            "saved_percent": percent,
-        }
+        saved, percent = models - stored, 100 * (1 - stored / models) if models else None
+        return {"models": models, "store": stored, "saved": saved, "saved_percent": percent}
+
+    @property
+    def constants(self) -> dict[str, float | None]:
+        """C, epsilon, rho and lambda_{M+1}(G) of `docs/mathematics.md`; None if unknown."""
+        found: dict[str, float | None] = {"C": max(self.norms) ** 2, "epsilon": None, "rho": None}
+        if self._gram is not None and len(self.tasks) > 1:
+            found["epsilon"] = float(self.cosines[0].abs().fill_diagonal_(0.0).max())
+        encoder = self.tensors.get("encoder")
+        # a convex encoder, in float32 if trained by Adam
+        if encoder is not None and max(-encoder.min(), (encoder.sum(0) - 1.0).abs().max()) < 1e-4:
+            found["rho"] = float(encoder.amax(1).min())
+        current = self.choices[self.num_bases - 1 :][:1]
+        return {**found, "next_eigenvalue": current[0].next_eigenvalue if current else None}
 
     def why_unknown(self, what: str) -> str:
-        """The reason why `gram`, `encoder` or `errors` are missing."""
-        if what != "gram" and "decoder" not in self.tensors:
+        """The reason why `gram`, `encoder`, `errors` or one of `constants` are missing."""
+        if what in ("encoder", "errors", "rho") and "decoder" not in self.tensors:
             return "not known: the bases are not built yet"
-        if what == "encoder" and self.basis == "rand_proj":
+        if what in ("encoder", "rho") and self.basis == "rand_proj":
             return "none: the bases are random directions"
+        if what == "rho":
+            return f"none: the encoder weights of {self.basis} are not convex"
+        if what == "epsilon" and len(self.tasks) == 1:
+            return "none: one task"
         grown = "gram" not in self.tensors
         return "not known: the store has grown online" if grown else "not known"
 
@@ -225,12 +230,11 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     """
     matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
     known = set(Facts.model_fields) - {"seconds", "checksum"}
-    values, of = inspection.cosines
+    (values, of), tensors = inspection.cosines, inspection.tensors
 
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    tensors = inspection.tensors
     return {
         "what": inspection.what,
         "num_tasks": len(inspection.tasks),
@@ -242,6 +246,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "cosines": values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
+        "constants": inspection.constants,
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
         "row_sums": inspection.row_sums,
         "errors": {
