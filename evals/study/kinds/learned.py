@@ -29,6 +29,7 @@ from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.tune import search
 
 SHOTS = 64  # of the paper's experiments with language models
+MEMORY = 12 * 10**9  # bytes, for models of some hundred million parameters
 UNTUNED = 0.3  # where AdaMerging starts as published
 
 
@@ -146,7 +147,7 @@ def learned(
     written = recipe(run, cell, by)
     learn(
         Request(document=from_mapping(written), out=str(out),
-                method=cell["method"], data=given, **options)
+                method=cell["method"], data=given, memory=MEMORY, **options)
     )  # fmt: skip
     weights = load_file(out / "model.safetensors", run.device)
     return weights, json.loads((out / "basis" / "learned.json").read_text())
