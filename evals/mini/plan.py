@@ -57,6 +57,7 @@ def reference(plan: Plan) -> list[Cell]:
 
 
 def addition(plan: Plan, label: str, count: int, seed: int = 0) -> Cell:
+    """A cell with the constants of earlier ones, so that their files are found."""
     found: Cell = {"kind": "addition", "basis": label, "num_bases": count, "seed": seed}
     found |= {"dtype": "float32", "grid": len(GRID), "merges": ["ta", "ties"], "stored": False}
     return found | counts(plan)

@@ -10,9 +10,10 @@ from study.cells import Record
 from study.pictures import by_size as drawn
 from study.report import pairs
 from study.sheets import BASES, by_size, name, tested
-from study.tables import Runs, Sheet, grid
+from study.tables import Runs, Sheet, grid, over
 
 from mini import data
+from mini.plan import HALF
 
 MERGES = {"ta": "task arithmetic", "ties": "TIES"}
 SCALES = {
@@ -64,10 +65,29 @@ def by_m(runs: Runs) -> bytes | None:
 
 
 def held(runs: Runs) -> bytes | None:
-    value = runs.normal("tuned", "test")
-    rows = {name(how): (value, runs.find("online", how=how)) for how in ONLINE}
+    """After the last task against the budget, and for one budget after each task."""
+
+    def seen(records: list[Record]) -> list[Record]:
+        return [
+            {"cell": {"budget": point["seen"]}, "result": {"tuned": point},
+             "train_seed": record["train_seed"]}
+            for record in records for point in record["result"]["curve"] or ()
+        ]  # fmt: skip
+
+    def value(record: Record) -> float | None:
+        found = record["result"]["tuned"]["test"]
+        return over(runs.shares(record, found), found)
+
+    records = {name(how): runs.find("online", how=how) for how in ONLINE}
+    panels = {
+        "After the last task": {how: (value, some) for how, some in records.items()},
+        f"The tasks seen so far, M = {HALF}": {
+            how: (value, seen(some)) for how, some in records.items()
+        },
+    }
     title = f"Tasks that arrive one by one, lambda tuned ({runs.what})"
-    return drawn(title, {"": rows}, "budget", "normalized accuracy")
+    below = ("budget M", "tasks seen")
+    return drawn(title, panels, "budget", "normalized accuracy", below=below)
 
 
 def write(records: Sequence[Record], folder: Path, page: Path | None) -> list[Path]:

@@ -9,5 +9,5 @@
     sheets    the tables and pictures of every benchmark
     report    files of a study, and the marked tables of a page
 
-A benchmark has its own runs and cells, and what only it tabulates; nothing here knows them.
+A benchmark has its own runs and cells, and sometimes tables of its own. Nothing here knows them.
 """

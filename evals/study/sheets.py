@@ -228,11 +228,16 @@ def stores(runs: Runs) -> list[Sheet]:
         "TIES": Column(runs.normal(*tested("ties"))),
         "forgetting": Column(forgotten(runs, "target")),
     }
-    caption = "All task vectors kept as codes, as bases and by others: bytes (of ours with headers "
-    caption += "of files, of others codes and scales alone), bits a parameter, mean relative error "
-    caption += "of a task vector, normalized accuracy of the reconstructed specialists and of "
-    caption += "merges, score of a forgotten task (low is good)"
-    return grid(runs, caption, "bits", columns, rows, corner="kept as")
+    caption = (
+        "All task vectors as codes, as bases and by others: bytes, bits a parameter, relative "
+    )
+    caption += (
+        "error of a task vector, normalized accuracy of specialists and merges, and score of "
+    )
+    caption += "a forgotten task (low is good)"
+    note = "Bytes of codes and bases are those of the files, headers included. Bytes of others are "
+    note += "codes and scales alone."
+    return grid(runs, caption, "bits", columns, rows, corner="kept as", note=note)
 
 
 def negation(runs: Runs) -> list[Sheet]:
@@ -245,8 +250,10 @@ def negation(runs: Runs) -> list[Sheet]:
         "text loss before": Column(value_of("own", "start")),
         "text loss after": Column(forgotten(runs, "own")),
     }
-    caption = "Each task forgotten from the sum, with 95 % of the others kept: score of the task "
-    caption += "and of the others, error of its vector; means over the tasks"
+    caption = (
+        "Each task forgotten from the sum, with 95 % of the others kept: scores, and error of "
+    )
+    caption += "the task's vector; means over the tasks"
     if any(map(columns["text loss before"].value, runs.find("negation"))):
         caption += "; loss of a token of plain sentences"
     return grid(runs, caption, "negation", columns, by_basis(runs, "negation", NEGATION))
