@@ -10,7 +10,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import data
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
@@ -18,6 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from mini import data
 
 
 @dataclass(frozen=True)

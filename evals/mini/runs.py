@@ -1,16 +1,11 @@
-"""The runs of evals/mini and the quickstart's models, for cells."""
+"""The runs of evals/mini, for cells."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-import data
-import score
-import train
-from model import batches
 from study import run
 from study.cells import Source, fingerprint
 from study.run import Doc, Scores
@@ -18,7 +13,8 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoTokenizer
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
+from mini import data, score, train
+from mini.model import batches
 
 
 class Run(run.Run):
@@ -26,14 +22,11 @@ class Run(run.Run):
 
     unseen = tuple(data.UNSEEN)
 
-    def __init__(
-        self, folder: Path, method: str, device: str = "cpu",
-        tasks: Iterable[str] = tuple(data.TASKS),
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, method: str, device: str = "cpu") -> None:
         super().__init__(score.load(folder / "base"), device)
         self.folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-        folders = {task: folder / method / task for task in tasks}
+        folders = {task: folder / method / task for task in data.TASKS}
         self.models = {
             task: self.weights(score.load(place, folder / "base").to(device))
             for task, place in folders.items()
@@ -77,24 +70,3 @@ def trained(
     models = fingerprint([folder / "base", *(folder / method / task for task in data.TASKS)])
     cells, about = folder / "cells" / method, (preset, method, seed)
     return Source(Run, (folder, method, device), cells, models, device, about)
-
-
-class Quickstart(Run):
-    """The quickstart's base and specialists, in float32."""
-
-    def __init__(self, device: str) -> None:
-        folders = (QUICKSTART / "models").iterdir()
-        tasks = sorted(folder.name for folder in folders if folder.name != "base")
-        super().__init__(QUICKSTART / "models", "", device, tasks)
-
-    def items(self, task: str, split: str) -> list[Doc]:
-        ending = {"validation": ".val.jsonl", "test": ".jsonl"}[split]
-        lines = (QUICKSTART / "eval" / "data" / (task + ending)).read_text().splitlines()
-        return [{"task": task} | json.loads(line) for line in lines]
-
-
-def quickstart(out: Path, device: str) -> Source:
-    folder = QUICKSTART / "models"
-    models = fingerprint([folder / "base", *sorted(folder.iterdir())])
-    cells = out / "quickstart" / "cells"
-    return Source(Quickstart, (device,), cells, models, device, ("quickstart", "full", 0))

@@ -20,7 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
-import data
 import torch
 from peft import PeftModel
 from study.run import means
@@ -28,6 +27,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
+
+from mini import data
 
 IGNORED = -100  # no answer is expected here
 

@@ -28,14 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
-import data
-import score
 from accelerate.utils import set_seed
-from model import PRESETS, Preset, add_lora, make_model, make_tokenizer, train
 from study.command import FOLDER, device_option
 from tqdm import tqdm
 from transformers.utils import logging
 
+from mini import data, score
+from mini.model import PRESETS, Preset, add_lora, make_model, make_tokenizer, train
 from tvb_mergekit.atomic import write_file
 
 METHODS = ("full", "lora")

@@ -18,7 +18,6 @@ ZOOS = (4, 2, 1.5, 1, 0.5, 0.25)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
 STITCHED = ("localize", "dataless")
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
-KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ Record = dict[str, Any]  # preset, method and train_seed; cell, seconds and resu
 Measure = Callable[[Any, Cell], dict[str, Any]]  # models and a cell -> what was measured
 
 VERSION = 1  # of the meaning of cells: results of another version are not used
+# The keys that identify a cell, and that its file is named by
+KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "dtype")
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,13 @@ def fingerprint(folders: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def works(
-    source: Source, cells: Iterable[Cell], kinds: Mapping[str, Measure], keys: Sequence[str]
-) -> list[Work]:
+def works(source: Source, cells: Iterable[Cell], kinds: Mapping[str, Measure]) -> list[Work]:
     """The work that each cell asks for; see `measured`."""
     versions = [VERSION, tvb_mergekit.__version__, torch.__version__]
     found = []
     for cell in cells:
         facts = json.dumps([versions, source.device, source.models, cell], sort_keys=True)
-        name = "-".join(str(cell[key]) for key in keys if cell.get(key) is not None)
+        name = "-".join(str(cell[key]) for key in KEYS if cell.get(key) is not None)
         name += f"-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
         found.append(Work(source, kinds[cell["kind"]], cell, source.cells / name))
     return found
@@ -128,7 +128,6 @@ def measured(
     source: Source,
     cells: Iterable[Cell],
     kinds: Mapping[str, Measure],
-    keys: Sequence[str],
     *,
     as_is: bool = False,
     skipped: type[Exception] | tuple[()] = (),
@@ -139,11 +138,10 @@ def measured(
 
     Args:
         kinds: a cell's `kind` -> the function that measures it.
-        keys: the keys of a cell that name its file.
         as_is: compute nothing.
         skipped: errors of a cell that are printed; the other cells are computed.
     """
-    wanted = works(source, cells, kinds, keys)
+    wanted = works(source, cells, kinds)
     missing = [] if as_is else [work for work in wanted if not work.file.exists()]
     for work in tqdm(missing, desc=source.label, unit="cell", disable=as_is):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import click
 import torch
 from transformers.utils import logging
 
-from study.cells import Record
+from study.cells import Cell, Record, Source, bill, measured, works
+from study.kinds import KINDS
+from study.kinds.rivals import Missing
 
 Command = Callable[..., None]
 
@@ -28,17 +30,47 @@ class Asked:
     as_is: bool
     page: Path | None
     report: Path | None
+    methods: tuple[str, ...]
+    wanted: tuple[str, ...]
+    bills: bool
+
+    def measured(
+        self, source: Source, first: list[Cell], parts: Callable[[float], dict[str, list[Cell]]]
+    ) -> list[Record]:
+        """The records of a run, after missing cells of the wanted parts were measured.
+
+        Args:
+            first: the cells that others start from. The last is the sum of all task vectors.
+            parts: makes the cells of each part from the best lambda of this sum.
+        """
+
+        def done(cells: list[Cell]) -> list[Record]:
+            if self.bills:
+                click.echo("\n".join(bill(works(source, cells, KINDS))))
+            return measured(source, cells, KINDS, as_is=self.as_is, skipped=Missing)
+
+        found = done(first)
+        if len(found) < len(first):
+            return found
+        summed = found[-1]["result"]["merges"]["ta"]
+        every = parts(summed["scales"]["bases"]["lambda"] if "scales" in summed
+                      else summed["lambda"])  # fmt: skip
+        return found + done([cell for part in self.wanted for cell in every[part]])
 
     def finish(
-        self, records: Iterable[Record], write: Callable[[list[Record], Path], list[Path]]
-    ) -> None:
-        """Write the report, and print its files."""
-        found = list(records)
+        self, records_of: Callable[[str, int], list[Record]],
+        write: Callable[[list[Record], Path, Path | None], list[Path]],
+    ) -> None:  # fmt: skip
+        """Write the report of all methods and seeds, and print its files."""
+        methods = dict.fromkeys(self.methods)
+        found = [r for method in methods for seed in self.seeds for r in records_of(method, seed)]
+        if self.bills:
+            return
         if not found:
             raise click.ClickException(
                 f"{self.out} has no results of {self.preset}: leave out --as-is"
             )
-        for path in write(found, self.report or self.out / f"report-{self.preset}"):
+        for path in write(found, self.report or self.out / f"report-{self.preset}", self.page):
             click.echo(path)
 
 
@@ -62,10 +94,19 @@ device_option = click.option(
 )  # fmt: skip
 
 
-def study_options(presets: Sequence[str], preset: str, out: str) -> Callable[[Command], Command]:
+def study_options(
+    presets: Iterable[str], preset: str, out: str, methods: Iterable[str], parts: Iterable[str]
+) -> Callable[[Command], Command]:
     """Give a command the shared options, as one `Asked`; `preset` and `out` are defaults."""
+    parts = tuple(parts)
     page = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = (
+        click.option("--bill", "bills", is_flag=True,
+                     help="Print the missing cells and their time alone."),
+        click.option("--part", "wanted", type=click.Choice(parts), multiple=True, default=parts,
+                     help="Only this; may be repeated. By default all."),
+        click.option("--method", "methods", type=click.Choice([*methods]), multiple=True,
+                     default=("full",), show_default=True, help="May be repeated."),
         click.option("--page", type=page, help="A Markdown page whose marked tables are renewed."),
         click.option("--as-is", is_flag=True, help="Compute nothing: report existing results."),
         click.option("--report", type=FOLDER,
@@ -75,7 +116,7 @@ def study_options(presets: Sequence[str], preset: str, out: str) -> Callable[[Co
                      help="Runs are in OUT/PRESET-seedSEED."),
         click.option("--seeds", callback=_numbers, default="0", show_default=True,
                      help="Seeds of the trainings, comma-separated."),
-        click.option("--preset", type=click.Choice(presets), default=preset, show_default=True),
+        click.option("--preset", type=click.Choice([*presets]), default=preset, show_default=True),
     )  # fmt: skip
 
     def decorate(command: Command) -> Command:
@@ -83,6 +124,7 @@ def study_options(presets: Sequence[str], preset: str, out: str) -> Callable[[Co
         def run(**given: Any) -> None:
             logging.disable_progress_bar()
             shared = {name: given.pop(name) for name in Asked.__dataclass_fields__}
+            shared["as_is"] |= shared["bills"]
             command(Asked(**shared), **given)
 
         found: Command = run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from study.tables import Spread
+from study.cells import Record
+from study.tables import Spread, Value, having, spread
 from tvb_mergekit.figures import DARK, METADATA
 
 WIDTH = 9.0  # inches, about as wide as a README
@@ -35,7 +36,11 @@ SETTINGS: Any = {
     "lines.linewidth": 1.6,
     "lines.markersize": 6,
 }
+# Okabe and Ito's colours, and darker ones of Tol's; markers differ as well
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933",
+           "#332288", "#888888", "#aa4499", "#661100")  # fmt: skip
 Look = tuple[str, str]  # colour and marker
+Row = tuple[Value, list[Record]]
 Points = Sequence[tuple[float, Spread | None]]
 
 
@@ -53,6 +58,10 @@ def svg(figure: Figure) -> bytes:
     with styled():
         figure.savefig(buffer, format="svg", metadata=METADATA["svg"])
     return buffer.getvalue()
+
+
+def look(place: int) -> Look:
+    return COLOURS[place % len(COLOURS)], "oD^X*dvps.<h"[place % len(COLOURS)]
 
 
 def page(rows: int, columns: int, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
@@ -84,6 +93,46 @@ def bar(axes: Axes, place: float, cell: Spread | None, **how: Any) -> None:
     if cell:
         whisker = {"ecolor": DARK, "elinewidth": 1, "capsize": 2}
         axes.bar(place, cell.mean, yerr=cell.sd or None, error_kw=whisker, **how)
+
+
+def by_size(
+    text: str, panels: Mapping[str, Mapping[str, Row]], key: str, label: str, columns: int = 2,
+    below: Sequence[str] = (),
+) -> bytes | None:  # fmt: skip
+    """Draw a line along M for each row, and a dashed one for a row of one M.
+
+    Args:
+        panels: title -> the rows of a panel. Rows of one place look alike in all panels.
+        below: labels of the x axes; M by default.
+
+    Returns: the picture, or None if no row has several M.
+    """
+    across = min(columns, len(panels))
+    down = -(-len(panels) // across)
+    several = False
+    with styled():
+        figure, every = page(down, across, 1 + 3.2 * down, sharex=not below, sharey=True)
+        labels = below or ["M"] * len(panels)
+        for axes, (heading, rows), low in zip(every, panels.items(), labels, strict=False):
+            axes.set(title=heading, xlabel=low)
+            axes.tick_params(labelbottom=True)
+            ticks = set[int]()
+            for place, (name, (value, records)) in enumerate(rows.items()):
+                sizes = sorted({r["cell"].get(key) or 0 for r in records})
+                points = [(m, spread(map(value, having(records, **{key: m})))) for m in sizes if m]
+                if len(sizes) > 1:
+                    several = True
+                    ticks.update(sizes)
+                    line(axes, look(place), points, name)
+                else:
+                    level(axes, look(place), spread(map(value, records)), name)
+            axes.set_xticks(sorted(ticks))
+        for axes in every:
+            axes.set_visible(axes.has_data())
+        for axes in every[::across]:
+            axes.set_ylabel(label)
+        legend(figure, every, 4)
+        return svg(title(figure, text)) if several else None
 
 
 def title(figure: Figure, text: str) -> Figure:

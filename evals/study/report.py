@@ -1,8 +1,9 @@
 """Files of a study: numbers, the cells they come from, pictures, and the marked tables of a page.
 
-    <!-- TAG: NAME -->     the table NAME is put between these lines of a page
+    <!-- TAG: METHOD_NAME -->     the table NAME is put between these lines of a page
     <!-- end -->
 
+A table without records, for example one of another method, stays as it is in the page.
 The same records give the same bytes.
 """
 
@@ -67,13 +68,13 @@ def write_study(
 
     Without PAGE all tables are in FOLDER/STUDY.md. Nothing is written before everything is known.
     """
-    tables = {name: [each.plain() for each in some] for name, some in sheets.items()}
+    tables = {name: [each.plain() for each in some] for name, some in sheets.items() if some}
     numbers = json.dumps({"tables": tables}, indent=1, sort_keys=True).removesuffix("\n}")
     numbers += ',\n "cells": [\n' + ",\n".join(listing(every)) + "\n ]\n}\n"
     files = {folder / f"{study}.json": numbers.encode()}
     files |= {folder / f"{title}.svg": picture for title, picture in drawn.items()}
     made = {name: markdown(some) for name, some in sheets.items()}
-    text = "\n".join(made.values()) if page is None else filled(page, study, made)
+    text = "\n".join(filter(None, made.values())) if page is None else filled(page, study, made)
     files[page or folder / f"{study}.md"] = text.encode()
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
@@ -83,21 +84,22 @@ def write_study(
 
 def filled(page: Path, tag: str, tables: Mapping[str, str]) -> str:
     """The text of a page with the tables of a tag between their marks."""
-    lines, inside = list[str](), 0
+    lines, inside, kept, titles = list[str](), 0, False, {name.partition("_")[2] for name in tables}
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if line.lstrip().startswith(f"<!-- {tag}:"):
             if inside:
                 break
             mark = re.fullmatch(rf"\s*<!-- {tag}: (.+) -->\s*", line)
-            if mark is None or mark[1] not in tables:
+            if mark is None or mark[1].partition("_")[2] not in titles:
                 raise click.ClickException(
                     f"{page}, line {number}: {line.strip()} names no table; "
-                    f"expected one of {', '.join(tables)}"
+                    f"expected METHOD_NAME with one of {', '.join(sorted(titles))}"
                 )
-            inside = number
-            lines += [line, "\n", tables[mark[1]], "\n"]
-        elif line.strip() == END or not inside:
-            inside = 0
+            found = tables.get(mark[1])
+            inside, kept = number, not found
+            lines += [line, "\n", found, "\n"] if found else [line]
+        elif line.strip() == END or not inside or kept:
+            inside = 0 if line.strip() == END else inside
             lines.append(line)
     if inside:
         raise click.ClickException(f"{page}, line {inside}: no {END} after this table")

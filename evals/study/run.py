@@ -152,15 +152,11 @@ def norm(vector: Mapping[str, Tensor]) -> float:
 
 def settings(label: str) -> dict[str, Any]:
     """The recipe's keys behind a label of the tables."""
-    kind, _, number = label.rpartition("_")
-    match kind:
-        case "ae_adam":
-            return {"basis": "ae", "decoder": "learned", "temperature": float(number)}
-        case "ae_annealed":
-            annealed = {"anneal_every": 500, "anneal_factor": float(number)}
-            return {"basis": "ae", "decoder": "learned", **annealed}
+    learned, temperature = {"basis": "ae", "decoder": "learned"}, label.removeprefix("ae_adam_")
+    if temperature != label:
+        return learned | {"temperature": float(temperature)}
     if label == "ae_annealed":
-        return settings("ae_annealed_0.8")
+        return learned | {"anneal_every": 500, "anneal_factor": 0.8}
     return {"basis": "ae", "solver": "exact"} if label == "ae_exact" else {"basis": label}
 
 
@@ -177,12 +173,7 @@ def used(run: Run, cell: Cell) -> int:
     return max(1, round(items * count / every))
 
 
-def built(run: Run, cell: Cell, out: Path | None = None) -> tvb_mergekit.Bases:
-    label = cell["basis"].removesuffix("_mixed").removesuffix("_turned")
-    size = {} if label == "none" else {"num_bases": cell["num_bases"]}
-    # a mixture's seed is that of the mixture
-    seed = {"seed": cell["seed"]} if label != "none" and label == cell["basis"] else {}
-    dtype = getattr(torch, cell.get("dtype", "float32"))
-    return tvb_mergekit.build(
-        run.base, run.models, out, dtype=dtype, **settings(label), **size, **seed
-    )
+def built(run: Run, cell: Cell) -> tvb_mergekit.Bases:
+    label = cell["basis"].removesuffix("_turned")
+    size = {} if label == "none" else {"num_bases": cell["num_bases"], "seed": cell["seed"]}
+    return tvb_mergekit.build(run.base, run.models, dtype=torch.float32, **settings(label), **size)

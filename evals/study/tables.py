@@ -11,11 +11,11 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from study.cells import Record
+from study.cells import KEYS, Record
 
 Wanted = dict[str, Any]  # keys and values that a record's cell has
 Value = Callable[[Record], float | None]
@@ -65,45 +65,32 @@ class Runs:
 
     Attributes:
         tasks: normalized accuracies are means over them.
-        keys: the keys that identify a cell.
+        unseen: tasks without a specialist.
+        records: as they were measured.
+        each: the same, but one record for each merge of a cell of several.
         reference: training seed -> the result of its `reference` cell.
     """
 
-    tasks: ClassVar[tuple[str, ...]]
-    keys: ClassVar[tuple[str, ...]]
-
-    def __init__(self, records: Iterable[Record], preset: str, method: str):
+    def __init__(
+        self, records: Iterable[Record], preset: str, method: str,
+        tasks: Sequence[str], unseen: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         here = (r for r in records if (r["preset"], r["method"]) == (preset, method))
-        last = {(json.dumps(self._identity(r)), r["train_seed"]): r for r in here}
+        last = {(_identity(r), r["train_seed"]): r for r in here}
         self.records = [last[key] for key in sorted(last)]
+        self.each = [part for record in self.records for part in _split(record)]
         self.preset, self.method, self.what = preset, method, f"{preset}, {method}"
+        self.tasks, self.unseen = tuple(tasks), tuple(unseen)
         self.reference = {r["train_seed"]: r["result"] for r in self.find("reference")}
 
-    @staticmethod
-    def is_apart(record: Record) -> bool:
-        """Whether a record belongs to a table of its own, and no other table may show it."""
-        return False
-
-    def _identity(self, record: Record) -> list[Any]:
-        return [self.is_apart(record), *(record["cell"].get(key) for key in self.keys)]
-
-    def find(self, kind: str, apart: bool = False, **wanted: Any) -> list[Record]:
+    def find(self, kind: str, **wanted: Any) -> list[Record]:
         """The records whose cells have all wanted values."""
-        wanted |= {"kind": kind}
-        return [
-            record
-            for record in self.records
-            if self.is_apart(record) == apart
-            and all(record["cell"].get(key) == value for key, value in wanted.items())
-        ]
+        return having(self.each, kind=kind, **wanted)
 
     def having(self, kind: str, key: str, **wanted: Any) -> list[Any]:
         """The different values of a cell's key; None, for cells without one, comes last."""
         values = {r["cell"].get(key) for r in self.find(kind, **wanted)}
         return sorted(values, key=lambda value: (value is None, value or 0))
-
-    def spread(self, kind: str, value: Value, **wanted: Any) -> Spread | None:
-        return spread(map(value, self.find(kind, **wanted)))
 
     def share(self, record: Record, *path: str) -> dict[str, float]:
         return self.shares(record, dig(record, "result", *path) or {})
@@ -121,11 +108,36 @@ class Runs:
         return lambda record: over(dig(record, "result", *path), self.tasks)
 
 
+def _identity(record: Record) -> str:
+    return json.dumps([record["cell"].get(key) for key in KEYS])
+
+
+def _split(record: Record) -> list[Record]:
+    cell = record["cell"]
+    if cell["kind"] != "matrices":
+        return [record]
+    merges = record["result"]["merges"].items()
+    return [record | {"cell": cell | {"how": how}, "result": found} for how, found in merges]
+
+
+def having(records: Iterable[Record], **wanted: Any) -> list[Record]:
+    return [r for r in records if all(r["cell"].get(key) == v for key, v in wanted.items())]
+
+
 class Column(NamedTuple):
-    value: Value
+    """A column of spreads of a value over the records of a row.
+
+    Attributes:
+        sd: whether it is shown; the JSON always has it.
+        wanted: keys and values of the column's records.
+        of: makes the cell of a row's records, in place of `value`.
+    """
+
+    value: Value = lambda record: None
     form: str = ".3f"
-    sd: bool = True  # shown; the JSON always has it
+    sd: bool = True
     wanted: Wanted = {}  # noqa: RUF012  # nobody changes it
+    of: Callable[[list[Record]], Spread | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -184,20 +196,28 @@ def sheet(
     runs: Runs, caption: str, kind: str, columns: Mapping[str, Column],
     rows: Mapping[str, list[Spread | None]], **more: Any,
 ) -> list[Sheet]:  # fmt: skip
-    """A sheet of the rows with a known number; an empty list if there is none."""
-    found = {label: cells for label, cells in rows.items() if any(cells)}
-    seeds = len({r["train_seed"] for r in runs.records if r["cell"]["kind"] == kind})
+    """A sheet of the rows and columns with a known number; an empty list if there is none."""
+    places = [k for k in range(len(columns)) if any(cells[k] for cells in rows.values())]
+    titles = list(columns)
+    shown = {titles[k]: columns[titles[k]] for k in places}
+    found = {label: [cells[k] for k in places] for label, cells in rows.items() if any(cells)}
+    seeds = len({r["train_seed"] for r in runs.find(kind) or runs.records})
     caption += f" ({runs.what}, {seeds} training seed{'s' * (seeds > 1)})"
-    return [Sheet(caption, columns, found, **more)] if found else []
+    return [Sheet(caption, shown, found, **more)] if found else []
 
 
 def grid(
-    runs: Runs, caption: str, kind: str, columns: Mapping[str, Column], rows: Mapping[str, Wanted],
-    **more: Any,
+    runs: Runs, caption: str, kind: str, columns: Mapping[str, Column],
+    rows: Mapping[str, list[Record]], **more: Any,
 ) -> list[Sheet]:  # fmt: skip
-    """A sheet whose cells are spreads of the column's value over records of row and column."""
+    """A sheet of rows of records."""
+
+    def cell(column: Column, records: list[Record]) -> Spread | None:
+        found = having(records, **column.wanted)
+        return column.of(found) if column.of else spread(map(column.value, found))
+
     cells = {
-        label: [runs.spread(kind, c.value, **wanted, **c.wanted) for c in columns.values()]
-        for label, wanted in rows.items()
+        label: [cell(column, records) for column in columns.values()]
+        for label, records in rows.items()
     }
     return sheet(runs, caption, kind, columns, cells, **more)

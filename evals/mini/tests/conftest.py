@@ -1,9 +1,8 @@
-"""The modules of evals/mini, which import each other by short names, and a small run for tests."""
+"""The modules of evals/mini, and a small run for tests."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,25 +11,16 @@ from typing import Any
 import pytest
 
 MINI = Path(__file__).resolve().parent.parent
-# `data`, `plan` and the like must not stay in sys.modules for other tests
-NAMES = "data plan model score train runs sheets pictures compare matrices learned"
+NAMES = "data plan model score train runs sheets study"
 
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[SimpleNamespace]:
-    """Imported again for each module of tests, and removed afterwards."""
-    names = NAMES.split()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(MINI.parent)
-        patch.syspath_prepend(MINI)
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
+        modules = {name: importlib.import_module(f"mini.{name}") for name in NAMES.split()}
         kinds = importlib.import_module("study.kinds")
-        yield SimpleNamespace(
-            **{name: importlib.import_module(name) for name in names}, kinds=kinds, path=MINI
-        )
-        for name in names:
-            sys.modules.pop(name, None)
+        yield SimpleNamespace(**modules, kinds=kinds, path=MINI)
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,54 @@
-"""Tables of evals/mini/compare.py on its shipped cells: missing numbers, and marks of a page."""
+"""Tables of evals/mini on its shipped cells: to the byte, missing numbers, marks of a page."""
 
 from __future__ import annotations
 
 import copy
 import json
+import os
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import matplotlib
 import numpy as np
 import pytest
 
-TA = {"kind": "addition", "stored": False}
+TA = {"kind": "addition"}
 Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def records(mini: SimpleNamespace) -> list[Record]:
-    every = json.loads((mini.path / "results" / "compare.json").read_text())["cells"]
+    every = json.loads((mini.path / "results" / "mini.json").read_text())["cells"]
     return [record for record in every if record["method"] == "full"]
 
 
-def table_of(
-    mini: SimpleNamespace, records: list[Record], name: str = "addition"
-) -> tuple[str, dict[str, dict[str, str]]]:
-    """The first line of a table, and row -> column -> text, of the second one of its name."""
-    runs = mini.sheets.Runs(records, "small", "full")
-    text = mini.sheets.SHEETS[name](runs)[1].markdown()
+def runs_of(mini: SimpleNamespace, records: list[Record]) -> Any:
+    return mini.sheets.Runs(records, "small", "full", tuple(mini.data.TASKS))
+
+
+def test_the_shipped_tables_are_of_the_shipped_cells(mini: SimpleNamespace, tmp_path: Path) -> None:
+    """To the byte, for any order of the records and any settings of matplotlib."""
+    shipped = json.loads((mini.path / "results" / "mini.json").read_text())
+    page = tmp_path / "RESULTS.md"
+    page.write_bytes((mini.path / "RESULTS.md").read_bytes())
+    assert page.read_text().count("<!-- mini: ") == 11
+    cells = random.Random(1).sample(shipped["cells"], len(shipped["cells"]))
+    with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None}):
+        files = mini.sheets.write(cells, tmp_path / "out", page)
+        assert matplotlib.rcParams["font.size"] == 30
+    assert {file.name for file in files} <= {*os.listdir(mini.path / "results"), "RESULTS.md"}
+    assert page.read_bytes() == (mini.path / "RESULTS.md").read_bytes()
+    again = json.loads((tmp_path / "out" / "mini.json").read_text())
+    assert again["cells"] == shipped["cells"] and again["tables"].keys() == shipped["tables"].keys()
+
+
+def table_of(mini: SimpleNamespace, records: list[Record]) -> tuple[str, dict[str, dict[str, str]]]:
+    """The first line of the second table of addition, and row -> column -> text."""
+    text = mini.sheets.addition(runs_of(mini, records))[1].markdown()
     lines = re.findall(r"^\|.*$", text, re.MULTILINE)
     head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     caption = text.splitlines()[0]
@@ -75,10 +95,10 @@ def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) 
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("a\n<!-- compare: full_why -->\nold\n\n| old |\n<!-- end -->\nbetween, é\n<!-- bits: x -->\n"
-     "old\n<!-- end -->\nno end of line", None),
-    ("x\n<!-- compare: nothing -->\n<!-- end -->\n", "line 2: <!-- compare: nothing --> names no"),
-    ("<!-- compare: full_why -->\n<!-- compare: full_why -->\n<!-- end -->\n",
+    ("a\n<!-- mini: full_negation -->\nold\n\n| old |\n<!-- end -->\nbetween, é\n<!-- real: x -->\n"
+     "old\n<!-- end -->\n<!-- mini: lora_negation -->\nkept\n<!-- end -->\nno end of line", None),
+    ("x\n<!-- mini: full_x -->\n<!-- end -->\n", "line 2: <!-- mini: full_x --> names no"),
+    ("<!-- mini: full_negation -->\n<!-- mini: full_negation -->\n<!-- end -->\n",
      "line 1: no <!-- end --> after this table"),
 ])  # fmt: skip
 def test_marks_of_a_page(
@@ -88,10 +108,10 @@ def test_marks_of_a_page(
     page.write_text(text)
     if message is None:
         for _ in range(2):
-            mini.compare.write(records, "small", out, page)
-            (why,) = mini.sheets.why(mini.sheets.Runs(records, "small", "full"))
-            assert page.read_text() == text.replace("old\n\n| old |", f"\n{why.markdown()}", 1)
+            mini.sheets.write(records, out, page)
+            (made,) = mini.sheets.sheets.negation(runs_of(mini, records))
+            assert page.read_text() == text.replace("old\n\n| old |", f"\n{made.markdown()}", 1)
     else:
         with pytest.raises(click.ClickException, match=message):
-            mini.compare.write(records, "small", out, page)
+            mini.sheets.write(records, out, page)
         assert page.read_text() == text and not out.exists()

@@ -136,9 +136,10 @@ def test_the_study(
 
     assert "reference          1 of   1 cells, unknown time" in study("--bill")
     report = [line for line in study().splitlines() if "report-small" in line]
-    assert [Path(line).suffix for line in report] == [".json", ".svg", ".svg", ".md"]
+    pictures = [f"real-full-{name}.svg" for name in ("kept", "online", "bits", "theory")]
+    assert [Path(line).name for line in report] == ["real.json", *pictures, "real.md"]
     tables = Path(report[-1]).read_text()
-    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "store, bits: 2", "OPCM",
+    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "2 bits", "OPCM",
                   "rand_proj, M = 6", "fine-tuned on the examples", "its bound"):  # fmt: skip
         assert title in tables, title
     assert " 0 of " in study("--bill") and ", unknown time" not in study("--bill")

@@ -7,6 +7,8 @@ online     tasks that arrive one by one
 learned    merges that learn from data
 transfer   few-shot transfer to tasks without a specialist
 stores     task vectors as codes, bases and by rivals
+theirs     mergekit's own methods
+theory     constants and bounds of the paper
 """
 
 from study.cells import Measure

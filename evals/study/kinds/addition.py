@@ -6,13 +6,9 @@ the base. So one merge with coefficient 1 gives the direction of the search.
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import tvb_mergekit
@@ -86,59 +82,19 @@ class Direction:
 
 
 def addition(run: Run, cell: Cell) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        bases = built(run, cell, Path(folder) / "store" if cell["stored"] else None)
-        seconds = time.perf_counter() - start
-        if bases.path is None:
-            held = sum(info.nbytes for vector in bases.vectors for info in vector.tensors.values())
-        else:
-            held = sum(file.stat().st_size for file in bases.path.glob("basis-*/*.safetensors"))
-        mixed = cell["basis"].endswith("_mixed")
-        mixture = _mixture(bases.num_bases, cell["seed"]) if mixed else None
-        summed = torch.ones(bases.num_bases, dtype=torch.float64) if mixture is None else mixture
-        encoder = bases.encoder
-        facts = {key: bases.facts.get(key) for key in FACTS}
-        return {
-            "bytes": held,
-            "facts": facts,
-            "row_sums": None if encoder is None else (encoder @ summed).tolist(),
-            "seconds": {"build": seconds},
-            "merges": {merge: merged(run, cell, bases, merge, mixture)
-                       for merge in cell["merges"]},
-        }  # fmt: skip
+    bases = built(run, cell)
+    return {"merges": {merge: merged(run, cell, bases, merge) for merge in cell["merges"]}}
 
 
-FACTS = ("loss", "spectral_bound", "balanced_bound", "relative_gap", "retained_energy")
-
-
-def _mixture(count: int, seed: int) -> Tensor:
-    """Q 1 of a random Q with convex columns: B Q has the span and the loss of B, but addition sees
-    other row sums, W_e Q 1."""
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(count, count, generator=generator, dtype=torch.float64)
-    columns = uniform.log().neg() ** 3  # so that a column is nearly one basis, now and then
-    mixture: Tensor = (columns / columns.sum(0)).sum(1)
-    return mixture
-
-
-def merged(
-    run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, mixture: Tensor | None = None
-) -> dict[str, Any]:
-    """One merge, or a mixture of the bases, its coefficient searched on three scales.
+def merged(run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str) -> dict[str, Any]:
+    """One merge, with its coefficient searched on three scales.
 
     `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is not in the paper: it adds up
     the reconstructed task vectors, B (W_d 1), so the encoder's row sums do not matter; PCA has its
     mean in it.
     """
-    start = time.perf_counter()
-    if mixture is not None:
-        vector = combined(run, mixture, bases.vectors)
-    else:
-        moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
-        vector = difference(moved, run.base)
-    seconds = time.perf_counter() - start
-    moving = Direction(run, vector)
+    moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
+    moving = Direction(run, difference(moved, run.base))
     directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}
     if merge == "ta":
         rebuilt = combined(run, bases.reconstruction(run.tasks).sum(1), bases.sources)
@@ -146,17 +102,15 @@ def merged(
     scales = {}
     for scale in cell.get("scales", directions):
         factor, direction = directions[scale]
-        start = time.perf_counter()
         grid = [by * factor for by in cell.get("lambdas", GRID)]
         best, found = direction.search(grid, run.tasks, used(run, cell))
         scales[scale] = {
             "lambda": best,
             "grid": grid,
             "validation": found,
-            "seconds": time.perf_counter() - start,
             "test": direction.accuracy(best, "test", run.tasks, cell["tested"]),
         }
-    return {"seconds": seconds, "items": used(run, cell), "scales": scales}
+    return {"items": used(run, cell), "scales": scales}
 
 
 def combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +49,17 @@ class Way:
     scale: str = "tasks"
 
 
-DENSE = {"density": 0.2}
 WAYS = {
     "ta": Way("task arithmetic", "ta"),
     "fisher": Way("Fisher", "fisher"),
     "normalized": Way("Fisher, normalized", "fisher", {"normalize": True}),
     "regmean": Way("RegMean", "regmean"),
     "localize": Way("Localize-and-Stitch", "localize", scale="bases"),
-    "dataless": Way("dataless", "localize", {"dataless": True}, "bases"),
+    "dataless": Way("Localize-and-Stitch, dataless", "localize", {"dataless": True}, "bases"),
     "adamerging": Way("AdaMerging", "adamerging"),
     "atlas": Way("aTLAS", "atlas"),
-    "localize_dense": Way("learned, 20 %", "localize", DENSE, "bases"),
-    "dataless_dense": Way("dataless, 20 %", "localize", DENSE | {"dataless": True}, "bases"),
-    "localize_tasks": Way("bases times T/M", "localize"),
 }
-MAIN = ("ta", "fisher", "normalized", "regmean", "localize", "dataless", "adamerging", "atlas")
-LEARNED = tuple(how for how in MAIN if how not in ("ta", "normalized", "dataless"))
 BY_MIXTURES = ("fisher", "regmean", "localize")
-
-# With all of the data, and with other mixtures of it
-WAYS |= {f"{how}_all": replace(WAYS[how], options={"subsample": False}) for how in ("ta", *LEARNED)}
-WAYS |= {f"{how}_equal": replace(WAYS[how], options={"mixture": "equal"}) for how in BY_MIXTURES}
-WAYS["localize_positive"] = replace(WAYS["localize"], options={"mixture": "positive"})
 
 
 def cell_of(how: str, label: str, count: int, shots: int, tested: int, seed: int = 0) -> Cell:
@@ -156,7 +145,7 @@ def learned(
 def measure(run: Run, cell: Cell) -> dict[str, Any]:
     """One method over some bases."""
     options = cell["options"]
-    share = cell["num_bases"] / len(run.tasks) if options.get("subsample", True) else 1.0
+    share = cell["num_bases"] / len(run.tasks)
     with tempfile.TemporaryDirectory() as folder:
         method = cell["method"]
         files = Data(run, Path(folder), cell["shots"], method == "adamerging")

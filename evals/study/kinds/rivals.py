@@ -1,4 +1,4 @@
-"""Other ways to keep task vectors small, as their papers or packages have them: for `bits.py`.
+"""Other ways to keep task vectors small, as their papers or packages have them.
 
 Each takes task vectors (name -> float32 tensor) and gives what comes back of them, and the bytes of
 its codes and scales: packed, and without the headers of any file.
@@ -82,7 +82,7 @@ def deltatensors(vectors: Sequence[Vector], strategy: str) -> Kept:
     """The package of that name, with the defaults of its `compress`.
 
     `int4` keeps 1 % of the elements as float16 with their places, the others at 4 bits. `quantized`
-    keeps signs and a float16 scale a row, `sparse` a tenth as float32.
+    keeps signs and a float16 scale a row.
 
     Raises:
         Missing: it is not installed.
@@ -115,24 +115,6 @@ def svd(vectors: Sequence[Vector], bits: float) -> Kept:
         return shaped.contiguous(), 2 * (left.numel() + right.numel())
 
     return _kept([{name: keep(tensor) for name, tensor in v.items()} for v in vectors])
-
-
-def zstd(vectors: Sequence[Vector], level: int = 19) -> Kept:
-    """bfloat16, without loss beyond that: first the low bytes of a vector's elements, then the
-    high ones (signs and exponents, which repeat), by zstd.
-
-    Raises:
-        Missing: `zstandard` is not installed.
-    """
-    package = _import("zstandard", "zstandard")
-    compressor = package.ZstdCompressor(level=level)
-    found, size = list[Vector](), 0
-    for vector in vectors:
-        short = {name: tensor.bfloat16() for name, tensor in vector.items()}
-        flat = torch.cat([tensor.reshape(-1) for tensor in short.values()]).view(torch.uint8)
-        size += len(compressor.compress(flat.view(-1, 2).T.contiguous().numpy().tobytes()))
-        found.append({name: tensor.float() for name, tensor in short.items()})
-    return Kept(found, size)
 
 
 def _min_max(tensor: Tensor, bits: int) -> tuple[Tensor, int]:

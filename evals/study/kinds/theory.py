@@ -6,7 +6,7 @@ A run must know `losses`: the loss of weights on a task's test items.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from study.cells import Cell
 from study.run import Run, Weights, built, difference, norm
 
 STEP = 1e-2  # of finite differences, as a length in weight space
-
-
-class Measured(Protocol):
-    def losses(self, weights: Mapping[str, Tensor], task: str, items: int) -> float: ...
 
 
 def theory(run: Any, cell: Cell) -> dict[str, Any]:

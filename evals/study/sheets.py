@@ -1,0 +1,391 @@
+"""Tables and pictures of every benchmark: a function makes those of one preset and method.
+
+A table without records is an empty list, and a column without numbers is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from study import pictures
+from study.cells import Record
+from study.kinds.learned import WAYS
+from study.kinds.matrices import ALL, MERGES, ONLINE, SINGLE_TITLES
+from study.kinds.stores import basis_of
+from study.kinds.theirs import METHODS
+from study.report import write_study
+from study.tables import (
+    Column,
+    Runs,
+    Sheet,
+    Spread,
+    Value,
+    dig,
+    grid,
+    having,
+    over,
+    sheet,
+    spread,
+    value_of,
+)
+from tvb_mergekit.score.pairs import difference
+
+Rows = dict[str, list[Record]]
+
+NAMES = {  # of labels that do not speak for themselves; the others are names of bases in recipes
+    "none": "all task vectors",
+    "none_subsample": "all task vectors, M/T of the examples",
+    "ae_exact": "ae, exact",
+    "ae_annealed": "ae, Adam, annealed x0.8",
+    "plain": "the task vector itself",
+    "ascent": "gradient ascent",
+    "base": "base, zero-shot",
+    "finetune": "fine-tuned on the examples",
+    "tvq_4": "TVQ, 4 bits",
+    "tvq_3": "TVQ, 3 bits",
+    "tvq_2": "TVQ, 2 bits",
+    "rtvq": "RTVQ, mean at 3 bits, offsets at 2",
+    "bitdelta": "BitDelta, not distilled",
+    "bitdelta_projections": "BitDelta, embeddings and norms in bfloat16",
+    "deltatensors_int4": "deltatensors, int4",
+    "deltatensors_quantized": "deltatensors, quantized",
+    "svd_1": "SVD, 1 bit",
+    "svd_0.25": "SVD, 0.25 bits",
+}
+BASES = ("none", "balanced", "ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed", "linear_ae",
+         "pca", "rand_select")  # fmt: skip
+NEGATION = ("plain", "ascent", "rand_proj", *BASES)
+TRANSFER = ("base", "finetune", "none", "none_subsample", *BASES[1:],
+            *(f"{label}_turned" for label in BASES[1:]))  # fmt: skip
+BUFFERS = {"ae": "ae", "rand_select": "random buffer"}
+
+
+def name(label: str, count: int | None = None) -> str:
+    if label.endswith("_turned"):
+        return f"{name(label.removesuffix('_turned'))}, made orthogonal" + name("", count)
+    temperature = label.removeprefix("ae_adam_")
+    text = label if temperature == label else f"ae, Adam, t = {temperature}"
+    all_of_them = count is None or label in ("none", "plain", "base", "finetune")
+    return NAMES.get(label, text) + ("" if all_of_them else f", M = {count}")
+
+
+def tested(merge: str, scale: str = "tasks") -> tuple[str, ...]:
+    return ("merges", merge, "scales", scale, "test")
+
+
+def outcome(record: Record) -> dict[str, Any]:
+    """Scores of the best and of the fixed lambda, and of items, of any kind of merge."""
+    result: dict[str, Any] = record["result"]
+    if record["cell"]["kind"] == "learned":
+        return {"tuned": result["test"], "items": result.get("each")}
+    summed = dig(result, *tested("ta"))
+    return {"tuned": summed} if summed else result
+
+
+def scored(runs: Runs, key: str = "tuned") -> Value:
+    """The normalized accuracy of a merge, with the best or the fixed lambda."""
+    return lambda record: over(runs.shares(record, outcome(record).get(key) or {}), runs.tasks)
+
+
+def forgotten(runs: Runs, key: str) -> Value:
+    """The mean over the tasks. Each is forgotten by a model of its own."""
+    return lambda record: over(
+        {t: dig(record, "result", "tasks", t, key) for t in runs.tasks}, runs.tasks
+    )
+
+
+def p_value(runs: Runs, one: Sequence[Record], other: Sequence[Record]) -> Spread | None:
+    """The paired test of two merges over all items, tasks weighted by their specialists."""
+    parts = []
+    for a in one:
+        for b in (r for r in other if r["train_seed"] == a["train_seed"] and r is not a):
+            own = runs.reference[a["train_seed"]]["specialists"]
+            x, y = outcome(a).get("items"), outcome(b).get("items")
+            if x and y:
+                parts += [(np.array(x[t]) - np.array(y[t])) / (own[t] * len(runs.tasks))
+                          for t in runs.tasks if own[t]]  # fmt: skip
+    return Spread(difference(parts).p, None, 1) if parts else None
+
+
+def by_basis(runs: Runs, kind: str, labels: Iterable[str], **wanted: Any) -> Rows:
+    """A row for each basis and M."""
+    return {
+        name(label, count): runs.find(kind, basis=label, num_bases=count, **wanted)
+        for label in labels
+        for count in runs.having(kind, "num_bases", basis=label)
+    }
+
+
+def by_size(
+    runs: Runs, kind: str, value: Value, key: str = "num_bases", none: str = "no bases"
+) -> dict[str, Column]:
+    """A column for each M."""
+    sizes = runs.having(kind, key)
+    return {none if m is None else f"M = {m}": Column(value, wanted={key: m}) for m in sizes}
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def specialists(runs: Runs) -> list[Sheet]:
+    """The scores of the base, the specialists and their sum, with a paired test of the first."""
+    references = runs.find("reference")
+    sums = runs.find("addition", basis="none") or runs.find("matrices", how="ta", basis="none")
+
+    def p(task: str) -> Spread | None:
+        both = [dig(found, "items") for found in runs.reference.values()]
+        parts = [np.array(each["specialists"][task]) - np.array(each["base"][task])
+                 for each in both if each and task in each["specialists"]]  # fmt: skip
+        return Spread(difference(parts).p, None, 1) if parts else None
+
+    def row(of: Callable[[Record, dict[str, float]], float | None]) -> list[Spread | None]:
+        found = [spread(of(r, r["result"][key]) for r in references)
+                 for key in ("base", "specialists")]  # fmt: skip
+        return [*found, spread(of(r, outcome(r)["tuned"]) for r in sums)]
+
+    rows = {f"`{t}`": [*row(lambda r, scores, t=t: scores.get(t)), p(t)]  # type: ignore[misc]
+            for t in (*runs.tasks, *runs.unseen)}  # fmt: skip
+    rows["mean"] = [*row(lambda r, scores: over(scores, runs.tasks)), None]
+    rows["normalized"] = [*row(lambda r, s: over(runs.shares(r, s), runs.tasks)), None]
+    columns = {"base": Column(), "specialist": Column(), "addition": Column(),
+               "p": Column(form=".1e")}  # fmt: skip
+    caption = "Test scores: the base, each task's specialist, the sum of all task vectors"
+    return sheet(runs, caption, "reference", columns, rows, corner="task")
+
+
+def merges(runs: Runs) -> list[Sheet]:
+    """Every merge over all task vectors; merges of matrices and sums over bases."""
+    kinds = [("matrices", how, merge.title) for how, merge in ALL.items()]
+    kinds += [("learned", how, way.title) for how, way in WAYS.items() if how != "ta"]
+    kinds += [("theirs", how, f"mergekit's `{how}`") for how in METHODS]
+    every = len(runs.tasks)
+    sums = runs.find("matrices", how="ta", basis="none")
+    sizes = spread(dig(outcome(r), "length") for r in sums)
+    columns = {
+        "normalized": Column(scored(runs)),
+        "p": Column(form=".2g", of=lambda records: p_value(runs, records, sums)),
+        "lambda": Column(lambda r: outcome(r).get("lambda"), ".2f"),
+        "default lambda": Column(scored(runs, "fixed")),
+        "length": Column(lambda r: outcome(r).get("length", 0) / sizes.mean or None
+                         if sizes else None, ".2f"),
+    }  # fmt: skip
+    rows = {title: runs.find(kind, how=how, basis="none", num_bases=every)
+            for kind, how, title in kinds}  # fmt: skip
+    caption = "Merges over all task vectors: normalized accuracy at the best and the default lambda"
+    if sizes:
+        caption += "; p of the paired test against addition; length of the difference over the "
+        caption += "sum's, at lambda 1"
+    made = grid(runs, caption, "matrices", columns, rows)
+    titles = {how: merge.title for how, merge in MERGES.items()}
+    made += over_bases(runs, "Merges of matrices and sums, the best lambda", "matrices", titles)
+    titles = {how: f"{merge.title} at {merge.fixed:g}" for how, merge in MERGES.items()}
+    caption = "Merges of matrices and sums, the default lambda"
+    return made + over_bases(runs, caption, "matrices", titles, "fixed")
+
+
+def over_bases(
+    runs: Runs, caption: str, kind: str, titles: Mapping[str, str], key: str = "tuned"
+) -> list[Sheet]:
+    """A row for each basis and M, a column for each merge."""
+    columns = {title: Column(scored(runs, key), wanted={"how": how})
+               for how, title in titles.items()}  # fmt: skip
+    rows = by_basis(runs, kind, BASES)
+    return grid(runs, f"{caption}: normalized accuracy", kind, columns, rows, corner="bases")
+
+
+def learned(runs: Runs) -> list[Sheet]:
+    caption = "Merges that learn, from M/T of the examples"
+    return over_bases(runs, caption, "learned", {how: way.title for how, way in WAYS.items()})
+
+
+def stored(how: str) -> tuple[tuple[int, float, str], str]:
+    """The place of a way to store in a table, and its title."""
+    if how == "all":
+        return (0, 0, how), "all task vectors, float32"
+    if how.startswith("zoo_"):
+        bits = float(how.removeprefix("zoo_"))
+        return (1, -bits, ""), f"{bits:g} bit{'s' * (bits > 1)}"
+    if found := basis_of(how):
+        return (2, found[1], found[0]), f"{name(*found)}, bfloat16"
+    return (3, 0, how), name(how.removeprefix("merged_"))
+
+
+def stores(runs: Runs) -> list[Sheet]:
+    rows: Rows = {}
+    for record in sorted(runs.find("bits"), key=lambda r: stored(r["cell"]["how"])):
+        rows.setdefault(stored(record["cell"]["how"])[1], []).append(record)
+    columns = {
+        "MB": Column(value_of("bytes", per=1e6), ".2f", sd=False),
+        "of bfloat16": Column(value_of("share"), ".1%", sd=False),
+        "bits": Column(value_of("bits"), ".2f", sd=False),
+        "error": Column(value_of("mean_error")),
+        "specialists": Column(runs.normal("specialists")),
+        "addition": Column(runs.normal(*tested("ta"))),
+        "TIES": Column(runs.normal(*tested("ties"))),
+        "forgetting": Column(forgotten(runs, "target")),
+    }
+    caption = (
+        "All task vectors as codes, as bases and by others: bytes, bits a parameter, relative "
+    )
+    caption += (
+        "error of a task vector, normalized accuracy of specialists and merges, and score of "
+    )
+    caption += "a forgotten task (low is good)"
+    note = "Bytes of codes and bases are those of the files, headers included. Bytes of others are "
+    note += "codes and scales alone."
+    return grid(runs, caption, "bits", columns, rows, corner="kept as", note=note)
+
+
+def negation(runs: Runs) -> list[Sheet]:
+    columns = {
+        "target before": Column(runs.mean_of("start")),
+        "target after": Column(forgotten(runs, "target")),
+        "control before": Column(forgotten(runs, "control_before")),
+        "control after": Column(forgotten(runs, "control")),
+        "relative error": Column(forgotten(runs, "relative_error")),
+        "text loss before": Column(value_of("own", "start")),
+        "text loss after": Column(forgotten(runs, "own")),
+    }
+    caption = (
+        "Each task forgotten from the sum, with 95 % of the others kept: scores, and error of "
+    )
+    caption += "the task's vector; means over the tasks"
+    if any(map(columns["text loss before"].value, runs.find("negation"))):
+        caption += "; loss of a token of plain sentences"
+    return grid(runs, caption, "negation", columns, by_basis(runs, "negation", NEGATION))
+
+
+def streams(runs: Runs) -> dict[str, tuple[Value, list[Record]]]:
+    """title -> the value and the records of a way to hold tasks that arrive one by one."""
+    wanted = {f"{text}, {ALL[merge].title} at {ALL[merge].fixed:g}": (how, merge)
+              for how, text in BUFFERS.items() for merge in ONLINE}  # fmt: skip
+    wanted |= {title: key for key, title in SINGLE_TITLES.items()}
+    return {
+        title: (runs.normal("merges", merge, "test"), runs.find("matrices_online", how=how))
+        for title, (how, merge) in wanted.items()
+    }
+
+
+def online(runs: Runs) -> list[Sheet]:
+    budgets = runs.having("matrices_online", "budget")
+    rows = {
+        title: [spread(map(value, having(records, budget=m))) for m in budgets]
+        for title, (value, records) in streams(runs).items()
+    }
+    columns = {"one vector" if m is None else f"M = {m}": Column() for m in budgets}
+    caption = "Tasks arriving one by one, lambda not searched: normalized accuracy after the last"
+    return sheet(runs, caption, "matrices_online", columns, rows)
+
+
+def transfer(runs: Runs) -> list[Sheet]:
+    values: dict[str, Value] = {"mean": lambda r: over(dig(r, "result", "tasks"), runs.unseen)}
+    values |= {f"`{task}`": value_of("tasks", task) for task in runs.unseen}
+    columns = {
+        f"{title}, {shots} examples": Column(value, wanted={"shots": shots})
+        for title, value in values.items()
+        for shots in runs.having("transfer", "shots")
+    }
+    caption = "Few-shot transfer to tasks that no specialist has: test scores"
+    return grid(runs, caption, "transfer", columns, by_basis(runs, "transfer", TRANSFER))
+
+
+Sheets = dict[str, Callable[[Runs], list[Sheet]]]
+SHEETS: Sheets = {"specialists": specialists, "merges": merges, "learned": learned,
+                  "bytes": stores, "negation": negation, "online": online,
+                  "transfer": transfer}  # fmt: skip
+
+# ---------------------------------------------------------------------------------------- pictures
+
+BARS = ("ta", "ties", "iso", "tsvm", "wudi")
+
+
+def kept_picture(runs: Runs) -> bytes | None:
+    """The share of each specialist's score that merges of all task vectors keep."""
+    rows = {ALL[how].title: runs.find("matrices", how=how, basis="none") for how in BARS}
+    with pictures.styled():
+        figure, (axes,) = pictures.page(1, 1, 4.2)
+        for k, (title, records) in enumerate(rows.items()):
+            for place, task in enumerate(runs.tasks):
+                cell = spread(runs.shares(r, outcome(r)["tuned"]).get(task) for r in records)
+                look = {"width": 0.16, "color": pictures.look(k)[0], "label": title}
+                pictures.bar(axes, place + (k - 2) * 0.16, cell, **look)
+        axes.set_xticks(range(len(runs.tasks)), [t.replace("_", "\n") for t in runs.tasks],
+                        fontsize=7)  # fmt: skip
+        axes.set_ylabel("score over the specialist's")
+        pictures.legend(figure, [axes])
+        title = f"What each task keeps, lambda tuned ({runs.what})"
+        return pictures.svg(pictures.title(figure, title)) if any(rows.values()) else None
+
+
+def negation_picture(runs: Runs) -> bytes | None:
+    rows = {name(b): (forgotten(runs, "target"), runs.find("negation", basis=b)) for b in NEGATION}
+    title = f"Forgetting one task out of the sum ({runs.what})"
+    return pictures.by_size(title, {"": rows}, "num_bases", "score of the forgotten task")
+
+
+def online_picture(runs: Runs) -> bytes | None:
+    rows = streams(runs)
+    single = {title: rows[title] for title in SINGLE_TITLES.values()}
+    panels = {
+        text: {t.partition(", ")[2]: row for t, row in rows.items() if t.startswith(f"{text}, ")}
+        | single
+        for text in BUFFERS.values()
+    }
+    title = f"Tasks that arrive one by one, lambda not searched ({runs.what})"
+    return pictures.by_size(title, panels, "budget", "normalized accuracy")
+
+
+def bits_picture(runs: Runs) -> bytes | None:
+    """Error against bits a parameter: a line for each family of ours, points for others."""
+    families: dict[str, list[Record]] = {}
+    for record in sorted(runs.find("bits"), key=lambda r: stored(r["cell"]["how"])):
+        how = record["cell"]["how"]
+        (kind, _, label), title = stored(how)
+        family = {0: "", 1: "task vectors as codes", 2: f"bases: {name(label)}"}
+        families.setdefault(family.get(kind, title.partition(",")[0]), []).append(record)
+    families.pop("", None)
+    with pictures.styled():
+        figure, (axes,) = pictures.page(1, 1, 4.6)
+        for k, (title, records) in enumerate(families.items()):
+            points = []
+            for how in dict.fromkeys(r["cell"]["how"] for r in records):
+                some = having(records, how=how)
+                if size := spread(map(value_of("bits"), some)):
+                    points.append((size.mean, spread(map(value_of("mean_error"), some))))
+            ours = stored(records[0]["cell"]["how"])[0][0] < 3
+            for part in [sorted(points)] if ours else [[point] for point in points]:
+                pictures.line(axes, pictures.look(k), part, title)
+        axes.set(xscale="log", yscale="log", xlabel="bits a parameter",
+                 ylabel="relative error of a task vector")  # fmt: skip
+        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["0.25", "0.5", "1", "2", "4", "8", "16"])
+        levels = [1, 0.3, 0.1, 0.03, 0.01]
+        axes.set_yticks(levels, [str(level) for level in levels])
+        axes.minorticks_off()
+        pictures.legend(figure, [axes], 3)
+        title = f"Bits and bases: error against bytes ({runs.what})"
+        return pictures.svg(pictures.title(figure, title)) if families else None
+
+
+Pictures = dict[str, Callable[[Runs], bytes | None]]
+PICTURES: Pictures = {"kept": kept_picture, "negation": negation_picture, "online": online_picture,
+                      "bits": bits_picture}  # fmt: skip
+
+
+def write(
+    study: str, every: Sequence[Runs], sheets: Sheets, drawings: Pictures, folder: Path,
+    page: Path | None,
+) -> list[Path]:  # fmt: skip
+    """Write STUDY.json and pictures into FOLDER, and marked tables into PAGE.
+
+    `sheets` and `drawings` are a benchmark's own.
+    """
+    made = {f"{r.method}_{title}": make(r) for r in every for title, make in
+            (SHEETS | sheets).items()}  # fmt: skip
+    drawn = {f"{r.preset}-{r.method}-{title}": make(r) for r in every for title, make in
+             (PICTURES | drawings).items()}  # fmt: skip
+    files = {title: picture for title, picture in drawn.items() if picture}
+    return write_study(study, every, made, files, folder, page)
