@@ -42,15 +42,16 @@ class Item(NamedTuple):
 def read(folder: Path, task: str) -> dict[str, list[Item]]:
     """The items of `train`, `validation` and `test`.
 
-    The hash of a prompt decides the order of train.jsonl, and validation is its beginning. Train
-    shares no prompt with the other splits.
+    The hash of a prompt decides the order, since some files are sorted by their answers. Validation
+    is the beginning of train.jsonl. Train shares no prompt with the other splits.
 
     Raises:
         OSError: a file is missing.
         ValueError: a line is not an item.
     """
     given, test = (_items(folder / task / f"{split}.jsonl") for split in ("train", "test"))
-    given.sort(key=lambda item: hashlib.sha256(item.prompt.encode()).digest())
+    for items in (given, test):
+        items.sort(key=lambda item: hashlib.sha256(item.prompt.encode()).digest())
     count = min(VALIDATION, len(given) // 6)
     validation = given[:count]
     apart = {item.prompt for item in (*validation, *test)}

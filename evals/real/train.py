@@ -45,7 +45,7 @@ BATCH = 16
 EVERY = 25  # steps between evaluations
 VALIDATED = 200  # validation items of the curve
 SAVED = 600  # seconds between saved states
-RATES = {"full": 1e-4, "lora16": 1e-3, "lora4": 1e-3}
+RATES = {"full": 4e-5, "lora16": 1e-3, "lora4": 1e-3}
 EASY = {"sst2", "trec", "tweet_offensive"}  # two thirds of the examples are enough
 SECONDS = {"full": 6.5, "lora16": 5.0, "lora4": 5.0}  # for 1000 tokens on one core with AMX
 
