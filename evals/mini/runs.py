@@ -48,7 +48,9 @@ class Run(run.Run):
     def ask(self, packed: score.Questions) -> Scores:
         return score.ask(self.model, self.tokenizer, packed)
 
-    def loss(self, weights: Mapping[str, Tensor], docs: Sequence[Doc]) -> Tensor:
+    def loss(
+        self, weights: Mapping[str, Tensor], docs: Sequence[Doc], exact: bool = True
+    ) -> Tensor:
         (batch,) = batches(self.tokenizer, ((d["prompt"], d["answer"]) for d in docs), len(docs))
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         loss: Tensor = functional_call(self.model, dict(weights), (), inputs).loss

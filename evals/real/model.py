@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from real.tasks import Item
 
-LONGEST = 80  # tokens of an answer
+LONGEST = 224  # tokens of an answer; the longest expected query has 214
 
 
 class Example(NamedTuple):

@@ -90,11 +90,13 @@ class Run(run.Run):
             found[task] = [score(a, d["answer"]) for a, d in zip(said, docs, strict=True)]
         return found
 
-    def loss(self, weights: Mapping[str, Tensor], docs: Sequence[Doc]) -> Tensor:
+    def loss(
+        self, weights: Mapping[str, Tensor], docs: Sequence[Doc], exact: bool = False
+    ) -> Tensor:
         def call(**inputs: Any) -> Any:
             return functional_call(self.model, dict(weights), (), inputs)
 
-        with torch.autocast(self.model.device.type, torch.bfloat16):
+        with torch.autocast(self.model.device.type, torch.bfloat16, not exact):
             logits, tokens = predict(call, [e for _, e in self.pack(docs)], self.model.device)
         return cross_entropy(logits.float(), tokens)
 

@@ -43,7 +43,7 @@ def read(folder: Path, task: str) -> dict[str, list[Item]]:
     """The items of `train`, `validation` and `test`.
 
     The hash of a prompt decides the order, since some files are sorted by their answers. Validation
-    is the beginning of train.jsonl. Train shares no prompt with the other splits.
+    is the beginning of train.jsonl. No two splits share a prompt, and no two test items do.
 
     Raises:
         OSError: a file is missing.
@@ -52,10 +52,13 @@ def read(folder: Path, task: str) -> dict[str, list[Item]]:
     given, test = (_items(folder / task / f"{split}.jsonl") for split in ("train", "test"))
     for items in (given, test):
         items.sort(key=lambda item: hashlib.sha256(item.prompt.encode()).digest())
+    test = list({item.prompt: item for item in test}.values())
+    asked = {item.prompt for item in test}
+    given = [item for item in given if item.prompt not in asked]
     count = min(VALIDATION, len(given) // 6)
     validation = given[:count]
-    apart = {item.prompt for item in (*validation, *test)}
-    train = [item for item in given[count:] if item.prompt not in apart]
+    asked = {item.prompt for item in validation}
+    train = [item for item in given[count:] if item.prompt not in asked]
     return {"train": train, "validation": validation, "test": test}
 
 

@@ -58,8 +58,13 @@ class Run(ABC):
         """The scores of the present weights."""
 
     @abstractmethod
-    def loss(self, weights: Mapping[str, Tensor], docs: Sequence[Doc]) -> Tensor:
-        """The mean loss of the answers, through which gradients flow to the weights."""
+    def loss(
+        self, weights: Mapping[str, Tensor], docs: Sequence[Doc], exact: bool = False
+    ) -> Tensor:
+        """The mean loss of the answers, through which gradients flow to the weights.
+
+        `exact` computes in float32, if a faster dtype is usual.
+        """
 
     @abstractmethod
     def stream(self, task: str, seed: str, size: int) -> Iterator[list[Doc]]:

@@ -100,14 +100,16 @@ def forgotten(runs: Runs, key: str) -> Value:
 
 def p_value(runs: Runs, one: Sequence[Record], other: Sequence[Record]) -> Spread | None:
     """The paired test of two merges over all items, tasks weighted by their specialists."""
-    parts = []
+    pairs = []
     for a in one:
         for b in (r for r in other if r["train_seed"] == a["train_seed"] and r is not a):
             own = runs.reference[a["train_seed"]]["specialists"]
             x, y = outcome(a).get("items"), outcome(b).get("items")
             if x and y:
-                parts += [(np.array(x[t]) - np.array(y[t])) / (own[t] * len(runs.tasks))
-                          for t in runs.tasks if own[t]]  # fmt: skip
+                pairs.append([(np.array(x[t]) - np.array(y[t])) / (own[t] * len(runs.tasks))
+                              for t in runs.tasks if own[t]])  # fmt: skip
+    # The items of all seeds are the same, so their differences are averaged before the test.
+    parts = [np.mean(each, axis=0) for each in zip(*pairs, strict=False)]
     return Spread(difference(parts).p, None, 1) if parts else None
 
 

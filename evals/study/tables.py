@@ -97,7 +97,11 @@ class Runs:
 
     def shares(self, record: Record, scores: Mapping[str, Any]) -> dict[str, float]:
         """Accuracies over those of this run's specialists; 0 if a specialist has 0."""
-        own = dig(self.reference.get(record["train_seed"]), "specialists") or {}
+        reference = self.reference.get(record["train_seed"])
+        own = dig(reference, "specialists") or {}
+        if each := dig(reference, "items", "specialists"):  # of the same items
+            count = record["cell"].get("tested")
+            own = {task: statistics.fmean(scores[:count]) for task, scores in each.items()}
         both = [(t, scores[t], own[t]) for t in scores if known(scores[t]) and known(own.get(t))]
         return {task: value / best if best else 0.0 for task, value, best in both}
 

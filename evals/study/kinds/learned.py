@@ -172,13 +172,13 @@ def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
                                lambda_scale="tasks", dtype=torch.float32)  # fmt: skip
     vector = difference(moved, run.base)
     about = [cell[key] for key in ("basis", "num_bases", "seed", "lambdas")]
-    key = run.places["base"], json.dumps([about, docs])
+    key = json.dumps([sorted(run.places.items()), about, docs])
     if key not in _found:
         _found[key] = tuned(run, vector, docs, cell["lambdas"])
     return _found[key], vector
 
 
-_found: dict[tuple[str, str], float] = {}
+_found: dict[str, float] = {}
 
 
 KINDS = {"learned": measure}

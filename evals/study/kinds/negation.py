@@ -30,7 +30,7 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     answers wrong to begin with, so a task is forgotten from the base and all task vectors. The
     other tasks are the control.
     """
-    shipped = run.shifted(*((cell["lambda"], run.task_vector(task)) for task in run.tasks))
+    shipped = run.shifted((cell["lambda"], run.total(run.tasks)))
     start = run.accuracy(shipped, "test", run.tasks, cell["tested"])
     tasks = {}
     for task in run.tasks:

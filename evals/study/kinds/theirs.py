@@ -45,10 +45,14 @@ def theirs(run: Run, cell: Cell) -> dict[str, Any]:
             found |= load_file(file)
     moved = {name: found[name].float() for name in run.base}
     along = Direction(run, difference(moved, run.base))
-    best, curve = along.search(cell["lambdas"], run.tasks, cell["items"])
+    # An average of T models is much shorter than their sum, for which the lambdas are meant.
+    longer = max(1.0, norm(run.total(run.tasks)) / norm(along.vector))
+    lambdas = [by * longer for by in cell["lambdas"]]
+    best, curve = along.search(lambdas, run.tasks, cell["items"])
     asked = "test", run.tasks, cell["tested"]
     return {
         "lambda": best,
+        "lambdas": lambdas,
         "curve": curve,
         "tuned": along.accuracy(best, *asked),
         "fixed": along.accuracy(1.0, *asked),

@@ -115,7 +115,7 @@ def smoothness(run: Run, weights: Weights, task: str, examples: int, steps: int)
         ends = []
         for sign in (1, -1):
             at = {n: (t + sign * STEP * direction[n]).requires_grad_() for n, t in weights.items()}
-            ends.append(torch.autograd.grad(run.loss(at, docs), list(at.values())))
+            ends.append(torch.autograd.grad(run.loss(at, docs, exact=True), [*at.values()]))
         product = {
             name: (one - other) / (2 * STEP)
             for name, one, other in zip(weights, *ends, strict=True)

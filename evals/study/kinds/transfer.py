@@ -15,6 +15,7 @@ from study.run import Doc, Run, Weights, built
 
 EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
 BATCH = 16
+TUNING = 1e-3  # the rate of fine-tuning, unless a cell has its own
 
 
 def transfer(run: Run, cell: Cell) -> dict[str, Any]:
@@ -27,16 +28,15 @@ def transfer(run: Run, cell: Cell) -> dict[str, Any]:
     every = len(run.tasks)
     count = cell["num_bases"] or every
     shots = max(1, round(cell["shots"] * count / every))
-    vectors = _vectors(run, cell)
     tasks = {}
     for task in run.unseen:
         docs = run.items(task, "train")[:shots]
         if cell["basis"] == "base":
             weights = run.base
         elif cell["basis"] == "finetune":
-            weights = _finetuned(run, docs)
+            weights = _finetuned(run, docs, cell.get("rate", TUNING))
         else:
-            weights = _atlas(run, vectors, docs)
+            weights = _atlas(run, _vectors(run, cell), docs)
         tasks[task] = run.accuracy(weights, "test", [task], cell["tested"])[task]
     return {"tasks": tasks}
 
@@ -88,7 +88,7 @@ def _learn(
 
 def _atlas(run: Run, vectors: Sequence[Weights], docs: list[Doc]) -> Weights:
     names = list(run.base)
-    stacked = {name: torch.stack([vector[name] for vector in vectors]) for name in names}
+    stacked = {name: torch.stack([vector.pop(name) for vector in vectors]) for name in names}
     coefficients = torch.zeros(len(names), len(vectors), device=run.device, requires_grad=True)
 
     def weights() -> Weights:
@@ -99,9 +99,9 @@ def _atlas(run: Run, vectors: Sequence[Weights], docs: list[Doc]) -> Weights:
     return _learn(run, [coefficients], optimizer, weights, docs)
 
 
-def _finetuned(run: Run, docs: list[Doc]) -> Weights:
+def _finetuned(run: Run, docs: list[Doc], rate: float) -> Weights:
     moving = {name: tensor.clone().requires_grad_() for name, tensor in run.base.items()}
-    optimizer = torch.optim.AdamW(moving.values(), 1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(moving.values(), rate, weight_decay=0.0)
     return _learn(run, list(moving.values()), optimizer, lambda: moving, docs)
 
 
