@@ -110,6 +110,6 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                                           ("none_subsample", half),
                                           *((label, half) for label in BASES))],
         "theory": [{"kind": "theory", "basis": "ae_exact", "num_bases": half, "seed": 0,
-                    "lambda": shipped, "tested": plan.tested // 3, "examples": 16, "steps": 8}],
+                    "lambda": shipped, "tested": plan.tested // 3, "examples": 16, "steps": 12}],
     }  # fmt: skip
     return found
