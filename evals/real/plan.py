@@ -12,14 +12,18 @@ from study.kinds.theirs import METHODS
 from real.tasks import TASKS
 
 BASES = ("balanced", "ae_adam_5", "rand_select", "pca")  # of the paper's table, and ours
-LAMBDAS = (0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8)
+LAMBDAS = (0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0)
+START = 0.65  # of these, where the search begins
+LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
 # Of bases that are as long as task vectors; others are shorter, as means of several.
-SMALLER = (0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.65, 1.0)
+SMALLER = (0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4)
+SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 ZOOS = (4, 2, 1.5, 1, 0.5, 0.25)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
+MATRIX = ("iso", "iso_cts", "tsvm", "wudi")
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
 
 
@@ -27,8 +31,8 @@ LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
 class Plan:
     """Items of a task, and how much is repeated."""
 
-    items: int = 40  # of validation, which choose a coefficient
-    tested: int = 150
+    items: int = 25  # of validation, which choose a coefficient
+    tested: int = 100
     seeds: int = 2  # of rand_select
     orders: int = 3
     shots: int = learned.SHOTS
@@ -53,16 +57,18 @@ def reference(plan: Plan) -> list[Cell]:
 
 
 def merge(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
-    lambdas = SMALLER if label in ("rand_select", "pca") else LAMBDAS
+    lambdas, start = LAMBDAS, LONGER if how in MATRIX else START
+    if label in ("rand_select", "pca"):
+        lambdas, start = SMALLER, SHORTER
     return {"kind": "matrices", "basis": label, "num_bases": count, "seed": seed, "how": how,
-            "items": plan.items, "tested": plan.tested, "lambdas": [*lambdas], "merges": [how],
-            "equal": True, "itemized": True}  # fmt: skip
+            "items": plan.items, "tested": plan.tested, "lambdas": [*lambdas], "start": start,
+            "merges": [how], "equal": True, "itemized": True}  # fmt: skip
 
 
 def learn(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
     found = learned.cell_of(how, label, count, plan.shots, plan.tested, seed)
     if "lambdas" in found:
-        found["lambdas"] = [*LAMBDAS]
+        found |= {"lambdas": [*LAMBDAS], "start": START}
     return found | {"itemized": True}
 
 
@@ -79,21 +85,20 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
     few = [("none", every), ("balanced", half), ("balanced", quarter), ("ae_exact", half)]
     counts = {"items": plan.items // 2, "tested": plan.tested // 2}
     forgotten: Cell = {"lambda": shipped, "alphas": [*ALPHAS], "seed": 0} | counts
-    stored: Cell = forgotten | {"lambdas": [*LAMBDAS], "scales": ["tasks"], "merges": ["ta"],
-                                "equal": True}  # fmt: skip
+    stored: Cell = forgotten | {"lambdas": [*LAMBDAS], "start": START, "scales": ["tasks"],
+                                "merges": ["ta"], "equal": True}  # fmt: skip
     online: Cell = {"kind": "matrices_online", "tested": plan.tested // 2, "annealed": False}
     unseen: Cell = {"kind": "transfer", "shots": plan.shots, "seed": 0, "tested": plan.tested,
                     "rate": 4e-5}  # fmt: skip
     found = {
-        "paper": [merge(plan, how, *each) for how in ("ta", "ties") for each in over]
-        + [learn(plan, how, *each) for how in STITCHED for each in over],
-        "merges": [merge(plan, how, *each) for how in ("iso", "iso_cts", "tsvm", "wudi")
-                   for each in few]
+        "paper": [merge(plan, how, *each) for how in ("ta", "ties") for each in over],
+        "stitched": [learn(plan, how, *each) for how in STITCHED for each in over],
+        "merges": [merge(plan, how, *each) for each in few for how in MATRIX]
         + [merge(plan, how, "none", every) for how in ALL if how.startswith("ta_")]
-        + [merge(plan, how, "ae_exact", half) for how in ("ta", "ties")]
-        + [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS]
-        + [learn(plan, how, *each) for how in LEARNED
-           for each in few[: 2 if how in SLOW else 3]],
+        + [merge(plan, how, "ae_exact", half) for how in ("ta", "ties")],
+        "theirs": [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS],
+        "learned": [learn(plan, how, *each) for how in LEARNED
+                    for each in few[: 2 if how in SLOW else 3]],
         "bytes": [stored | {"kind": "bits", "how": how} for how in
                   ("all", *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
                    *(f"merged_{how}" for how in RIVALS))],

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from real.model import Example, answers, encode, endings, evaluate, predict
+from real.model import LONGEST, Example, answers, autocast, encode, endings, evaluate, predict
 from real.tasks import OUTSIDE, TASKS, Item, metric, read
 
 GENERATED = ("multi30k_en_de", "geoquery_sql")  # other answers than the expected one are right, too
@@ -30,8 +30,8 @@ LINES = 200  # of it
 class Run(run.Run):
     """SmolLM2 and its specialists.
 
-    Full fine-tunes stay on disk, and merges of them are scored in bfloat16, as users store them.
-    Merges of adapters are scored in float32 under autocast: bfloat16 would round the adapters away.
+    Full fine-tunes stay on disk, and the weights of merges are rounded to bfloat16, as users store
+    them. Merges of adapters are scored in float32: bfloat16 would round the adapters away.
     """
 
     unseen = OUTSIDE
@@ -43,10 +43,8 @@ class Run(run.Run):
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        full = kind == "full"
-        loaded = AutoModelForCausalLM.from_pretrained(
-            base, dtype=torch.bfloat16 if full else torch.float32
-        )
+        self.rounded = full = kind == "full"
+        loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         super().__init__(loaded.eval(), device)
         folders = {task: out / f"seed{seed}" / kind / task for task in tasks}
         self.models = folders
@@ -64,30 +62,45 @@ class Run(run.Run):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         return self.weights(PeftModel.from_pretrained(model, adapter).merge_and_unload())
 
+    def set(self, weights: Mapping[str, Tensor]) -> None:
+        if self.rounded:
+            weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        super().set(weights)
+
     @cached_property
     def ends(self) -> Tensor:
         return endings(self.tokenizer)
 
     def items(self, task: str, split: str) -> list[Doc]:
         found = self.splits(task)[split]
-        return [{"task": task, "prompt": item.prompt, "answer": item.response} for item in found]
+        return [{"task": task, "split": split, "prompt": item.prompt, "answer": item.response}
+                for item in found]  # fmt: skip
 
     def pack(self, docs: Sequence[Doc]) -> list[tuple[Doc, Example]]:
         items = [Item(doc["prompt"], doc["answer"]) for doc in docs]
         return list(zip(docs, encode(self.tokenizer, items), strict=True))
 
     def ask(self, packed: list[tuple[Doc, Example]]) -> Scores:
-        """Exact match by one pass; in two tasks the metrics of generated answers."""
+        """Exact match by one pass; for test items of two tasks the metric of generated answers.
+
+        Validation items, which choose coefficients, are not generated. Translations have the share
+        of right tokens there.
+        """
         found: Scores = {doc["task"]: [] for doc, _ in packed}
-        once = [(doc, e) for doc, e in packed if doc["task"] not in GENERATED]
-        matches, _ = evaluate(self.model, [e for _, e in once], self.ends)
-        for (doc, _), match in zip(once, matches, strict=True):
-            found[doc["task"]].append(float(match))
-        for task in found.keys() & set(GENERATED):
-            docs = [doc for doc, _ in packed if doc["task"] == task]
-            said = answers(self.model, self.tokenizer, [d["prompt"] for d in docs], self.ends)
+        spoken = [task for task in GENERATED
+                  if any((d["task"], d["split"]) == (task, "test") for d, _ in packed)]  # fmt: skip
+        once = [(doc, e) for doc, e in packed if doc["task"] not in spoken]
+        shares, _ = evaluate(self.model, [e for _, e in once], self.ends)
+        for (doc, _), share in zip(once, shares, strict=True):
+            translated = doc["task"] == GENERATED[0]
+            found[doc["task"]].append(share if translated else float(share == 1))
+        for task in spoken:
+            some = [(doc, e) for doc, e in packed if doc["task"] == task]
+            most = min(LONGEST, max(len(e.ids) - e.start for _, e in some))
+            prompts = [doc["prompt"] for doc, _ in some]
+            said = answers(self.model, self.tokenizer, prompts, self.ends, most)
             score = metric(self.data, task)
-            found[task] = [score(a, d["answer"]) for a, d in zip(said, docs, strict=True)]
+            found[task] = [score(a, d["answer"]) for a, (d, _) in zip(said, some, strict=True)]
         return found
 
     def loss(
@@ -96,7 +109,7 @@ class Run(run.Run):
         def call(**inputs: Any) -> Any:
             return functional_call(self.model, dict(weights), (), inputs)
 
-        with torch.autocast(self.model.device.type, torch.bfloat16, not exact):
+        with autocast(self.model.device, exact):
             logits, tokens = predict(call, [e for _, e in self.pack(docs)], self.model.device)
         return cross_entropy(logits.float(), tokens)
 

@@ -43,7 +43,8 @@ def _bare(found: Any) -> Any:
     """Keep only the best score of a search, and null instead of infinities and NaN."""
     if isinstance(found, dict):
         if isinstance(found.get("validation"), list):
-            found = {**found, "validation": max(found["validation"])}
+            known = [score for score in found["validation"] if score is not None]
+            found = {**found, "validation": max(known)}
         return {key: _bare(value) for key, value in sorted(found.items()) if key != "grid"}
     if isinstance(found, (list, tuple)):
         return [_bare(value) for value in found]

@@ -25,7 +25,7 @@ def real() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EVALS)
         patch.syspath_prepend(RECIPE)
-        names = ("tasks", "model", "train", "plan", "sheets", "study")
+        names = ("tasks", "model", "train", "plan", "run", "sheets", "study")
         yield SimpleNamespace(
             **{name: importlib.import_module(f"real.{name}") for name in names},
             get_base=importlib.import_module("get_base"),
@@ -76,7 +76,7 @@ def test_the_command_trains_every_kind_once_and_resumes(
     real: SimpleNamespace, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--only", "seed0/*/trec")
-    done = call(real, world, "--examples", "24", *words)
+    done = call(real, world, "--examples", "16", *words)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("3 of 3 runs, about 0.0 h\n")
     for kind, file in (("full", "model"), ("lora16", "adapter_model"), ("lora4", "adapter_model")):
@@ -114,12 +114,12 @@ def test_the_study(
     real: SimpleNamespace, world: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every part, on a few cells of each: done once, resumed, and all tables."""
-    few = {"LAMBDAS": (0.3, 1.0), "SMALLER": (0.1, 1.0), "ALPHAS": (0.0, 1.0), "ZOOS": (2,),
+    few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0), "ZOOS": (2,),
            "BASES": ("rand_select",), "RIVALS": ("svd_1",), "STITCHED": ("dataless",),
            "LEARNED": ("fisher",), "METHODS": ("ties",), "SINGLE": ("opcm",)}  # fmt: skip
     for name, value in few.items():
         monkeypatch.setattr(real.plan, name, value)
-    monkeypatch.setattr(real.model, "LONGEST", 2)
+    monkeypatch.setattr(real.run, "LONGEST", 2)
     assert call(real, world, "--examples", "16", "--only", "seed0/full/*").exit_code == 0
     (world / "data" / real.tasks.DATABASE).parent.mkdir()
     sqlite3.connect(world / "data" / real.tasks.DATABASE).close()
@@ -177,13 +177,19 @@ def test_one_pass_finds_what_greedy_decoding_would(real: SimpleNamespace) -> Non
         items.append(real.tasks.Item(prompt, texts[-1][:2]))
     examples = real.model.encode(tokenizer, items)
     every = torch.arange(len(tokenizer))
-    matches, value = real.model.evaluate(model, examples, every)
-    assert all(matches)
+    shares, value = real.model.evaluate(model, examples, every)
+    assert shares == [1.0] * 8
     none, _ = real.model.evaluate(model, examples, torch.tensor([], dtype=torch.long))
-    assert not any(none)
+    assert none == [2 / 3] * 8  # two tokens, and an end that is none
     wrong = [items[0]._replace(response="~~"), *items[1:]]
-    matches, _ = real.model.evaluate(model, real.model.encode(tokenizer, wrong), every)
-    assert matches == [False] + [True] * 7
+    shares, _ = real.model.evaluate(model, real.model.encode(tokenizer, wrong), every)
+    assert shares[0] < 1 and shares[1:] == [1.0] * 7
+    tokenizer.pad_token = tokenizer.eos_token
+    with pytest.MonkeyPatch.context() as patch:
+        prompts = [item.prompt for item in items]
+        said = real.model.answers(model, tokenizer, prompts, torch.tensor([0]), 2)
+        patch.setattr(real.model, "BATCH", 3)
+        assert said == real.model.answers(model, tokenizer, prompts, torch.tensor([0]), 2)
     single = [real.model.loss(model, [example]).item() for example in examples]
     assert value == pytest.approx(sum(single) / 8, rel=1e-2)
     assert {tokenizer.eos_token_id, 2} <= set(real.model.endings(tokenizer).tolist())

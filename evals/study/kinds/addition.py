@@ -6,7 +6,7 @@ the base. So one merge with coefficient 1 gives the direction of the search.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -73,12 +73,40 @@ class Direction:
         return means(self.scores(scale, split, tasks, items))
 
     def search(
-        self, grid: Sequence[float], tasks: Sequence[str], items: int
-    ) -> tuple[float, list[float]]:
-        """The lambda with the best mean validation accuracy, the smallest of equals; all means."""
-        return search.grid(
-            grid, lambda s: mean_score(self.accuracy(s, "validation", tasks, items), tasks)
-        )
+        self, grid: Sequence[float], tasks: Sequence[str], items: int, start: int | None = None
+    ) -> tuple[float, list[float | None]]:
+        """The lambda with the best mean validation accuracy, the smallest of equals; all means.
+
+        Args:
+            start: climb from this place of the grid, instead of asking for all means.
+        """
+
+        def score(scale: float) -> float:
+            return mean_score(self.accuracy(scale, "validation", tasks, items), tasks)
+
+        return climbed(grid, score, start) if start is not None else search.grid(grid, score)
+
+
+def climbed(
+    grid: Sequence[float], score: Callable[[float], float], place: int
+) -> tuple[float, list[float | None]]:
+    """The point from which no neighbour is better, and the scores that were asked for.
+
+    Of a score with one maximum this is the best point of the grid.
+    """
+    found: dict[int, float] = {}
+    while True:
+        near = [i for i in (place - 1, place, place + 1) if 0 <= i < len(grid)]
+        found |= {i: score(grid[i]) for i in near if i not in found}
+        best = max(near, key=lambda i: (found[i], -i))
+        if best == place:
+            return grid[place], [found.get(i) for i in range(len(grid))]
+        place = best
+
+
+def start_of(cell: Cell) -> int | None:
+    """Where a search climbs from: the place of the cell's `start` among its `lambdas`."""
+    return cell["lambdas"].index(cell["start"]) if "start" in cell else None
 
 
 def addition(run: Run, cell: Cell) -> dict[str, Any]:
@@ -103,7 +131,7 @@ def merged(run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str) -> dict[
     for scale in cell.get("scales", directions):
         factor, direction = directions[scale]
         grid = [by * factor for by in cell.get("lambdas", GRID)]
-        best, found = direction.search(grid, run.tasks, used(run, cell))
+        best, found = direction.search(grid, run.tasks, used(run, cell), start_of(cell))
         scales[scale] = {
             "lambda": best,
             "grid": grid,

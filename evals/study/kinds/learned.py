@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import tvb_mergekit
 from study.cells import Cell
-from study.kinds.addition import itemized, mean_score
+from study.kinds.addition import climbed, itemized, mean_score, start_of
 from study.kinds.matrices import LAMBDAS
 from study.run import Doc, Run, Weights, built, difference, means, settings
 from tvb_mergekit.learn import gradients
@@ -105,7 +105,7 @@ class Data:
         return [self.docs[f.task][k] for f in self.files for k in f.drawn(share, seed=0)]
 
 
-def tuned(run: Run, vector: Weights, docs: Sequence[Doc], grid: Sequence[float]) -> float:
+def tuned(run: Run, vector: Weights, docs: Sequence[Doc], cell: Cell) -> float:
     """The best factor of a vector on some items."""
     packed = run.pack(docs)
 
@@ -113,7 +113,10 @@ def tuned(run: Run, vector: Weights, docs: Sequence[Doc], grid: Sequence[float])
         run.set(run.shifted((by, vector)))
         return mean_score(means(run.ask(packed)), run.tasks)
 
-    return search.grid(grid, score)[0]
+    start = start_of(cell)
+    if start is None:
+        return search.grid(cell["lambdas"], score)[0]
+    return climbed(cell["lambdas"], score, start)[0]
 
 
 def recipe(run: Run, cell: Cell, by: float) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
     about = [cell[key] for key in ("basis", "num_bases", "seed", "lambdas")]
     key = json.dumps([sorted(run.places.items()), about, docs])
     if key not in _found:
-        _found[key] = tuned(run, vector, docs, cell["lambdas"])
+        _found[key] = tuned(run, vector, docs, cell)
     return _found[key], vector
 
 

@@ -16,7 +16,7 @@ import torch
 
 import tvb_mergekit
 from study.cells import Cell
-from study.kinds.addition import Direction, itemized
+from study.kinds.addition import Direction, itemized, start_of
 from study.kinds.online import (
     PAPERS_LAMBDA,
     algorithm_1,
@@ -93,7 +93,7 @@ def matrices(run: Run, cell: Cell) -> dict[str, Any]:
     items, merges = used(run, cell), {}
     for how in cell["merges"]:
         along = Direction(run, direction(run, bases, how))
-        best, curve = along.search(cell["lambdas"], run.tasks, items)
+        best, curve = along.search(cell["lambdas"], run.tasks, items, start_of(cell))
         asked = "test", run.tasks, cell["tested"]
         each = itemized(cell, along.scores(best, *asked))
         merges[how] = {

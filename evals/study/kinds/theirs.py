@@ -12,7 +12,7 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 
 from study.cells import Cell
-from study.kinds.addition import Direction, itemized
+from study.kinds.addition import Direction, itemized, start_of
 from study.run import Run, Weights, difference, norm
 
 DENSE = {"density": 0.2}  # as our TIES
@@ -48,7 +48,7 @@ def theirs(run: Run, cell: Cell) -> dict[str, Any]:
     # An average of T models is much shorter than their sum, for which the lambdas are meant.
     longer = max(1.0, norm(run.total(run.tasks)) / norm(along.vector))
     lambdas = [by * longer for by in cell["lambdas"]]
-    best, curve = along.search(lambdas, run.tasks, cell["items"])
+    best, curve = along.search(lambdas, run.tasks, cell["items"], start_of(cell))
     asked = "test", run.tasks, cell["tested"]
     return {
         "lambda": best,
