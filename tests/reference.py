@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.linalg import expm
 from torch import Tensor
 
 from tvb_mergekit.core.gram import Sketch
@@ -291,17 +292,27 @@ def singular_vectors(bases: Array) -> Array:
     return orthonormal(left) * sizes @ orthonormal(right)
 
 
-def interference_free(bases: Array, ridge: float = 0.0) -> Array:
-    """WUDI (Cheng et al., 2025): the least of its loss, by least squares row by row; with `ridge`
-    rows that pull to the sum."""
+def interference_free(
+    bases: Array, flow_time: float | str = 300.0, rank_share: float | str = 1.0
+) -> Array:
+    """WUDI (Cheng et al., 2025) from the sum, by least squares row by row, or for a time by the
+    matrix exponential of dD/dt = R - D A; then in the leading right singular directions only."""
     scales = [1 / np.linalg.norm(base) if base.any() else 0.0 for base in bases]
     sides = np.concatenate([by * base for by, base in zip(scales, bases, strict=True)])
     goals = np.concatenate([by * base @ base.T for by, base in zip(scales, bases, strict=True)], 1)
-    if ridge:
-        pull = np.sqrt(ridge * (sides**2).sum() / sides.shape[1])
-        sides = np.concatenate([sides, pull * np.eye(sides.shape[1])])
-        goals = np.concatenate([goals, pull * bases.sum(0)], 1)
-    return np.linalg.lstsq(sides, goals.T, rcond=1e-6)[0].T
+    total, (rows, columns) = bases.sum(0), bases.shape[1:]
+    if flow_time == "exact":
+        step = np.linalg.lstsq(sides, (goals - total @ sides.T).T, rcond=1e-6)[0].T
+    else:
+        flow = np.zeros((columns + rows, columns + rows))  # of D and the identity, side by side
+        flow[:columns, :columns], flow[columns:, :columns] = -sides.T @ sides, goals @ sides
+        grown = expm(float(flow_time) * flow)[:, :columns]
+        step = total @ grown[:columns] + grown[columns:] - total
+    sizes, right = np.linalg.svd(sides, full_matrices=False)[1:]
+    if rank_share == "auto":
+        rank_share = sizes.sum() ** 2 / (sizes**2).sum() / len(sizes)
+    leading = right[: math.ceil(len(sizes) * float(rank_share))]
+    return total + step @ leading.T @ leading
 
 
 def orthonormal(matrix: Array) -> Array:
@@ -316,8 +327,8 @@ def by_matrices(
     """theta_0 + scaled * D for each matrix; to all else the mean of the bases, with `lambda`."""
     chosen, count = parameters.get("matrices"), bases.shape[1]
     factor = dense.tau.shape[1] / count if parameters.get("lambda_scale") == "tasks" else 1.0
-    key, default = {"basis_iso": ("common", 1.0), "basis_wudi": ("ridge", 0.0)}.get(method, ("", 0))
-    keys = {key: float(parameters.get(key, default))} if key else {}  # type: ignore[arg-type]
+    own = {"basis_iso": ["common"], "basis_wudi": ["flow_time", "rank_share"]}.get(method, [])
+    keys = {key: parameters[key] for key in own if key in parameters}
     parts = []
     for name in dense.names:
         shape = tuple(dense.base[name].shape)

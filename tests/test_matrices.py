@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,15 +30,19 @@ from tvb_mergekit.settings import Settings
 Array = reference.Array
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 svd = np.linalg.svd
-FORMS: dict[str, tuple[str, str, dict[str, float]]] = {
+FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "isotropic": ("isotropic", "basis_iso", {}),
     "cts": ("isotropic", "basis_iso", {"common": 0.6}),
     "singular_vectors": ("singular_vectors", "basis_tsvm", {}),
-    "interference_free": ("interference_free", "basis_wudi", {}),
-    "ridged": ("interference_free", "basis_wudi", {"ridge": 0.1}),
+    "exact": ("interference_free", "basis_wudi", {"flow_time": "exact"}),
+    "stopped": ("interference_free", "basis_wudi", {"flow_time": 300.0}),
+    "cut": ("interference_free", "basis_wudi", {"flow_time": 30.0, "rank_share": 0.7}),
+    "auto": ("interference_free", "basis_wudi", {"flow_time": 1e5, "rank_share": "auto"}),
 }
+SINGLE = ("stopped", "cut")  # computed in float32
 METHODS = {k: partial(getattr(matrices, name), **keys) for k, (name, _, keys) in FORMS.items()}
 DENSE = {k: partial(getattr(reference, name), **keys) for k, (name, _, keys) in FORMS.items()}
+least = METHODS["exact"]
 CHOSEN = {k: Settings(method=method, **keys) for k, (_, method, keys) in FORMS.items()}
 SHAPES = [(4, 40, 60), (8, 60, 40), (5, 31, 31), (1, 20, 30), (1, 30, 20), (2, BLOCK + 9, 12)]
 SHAPES += [(3, 16, 2 * BLOCK + 7)]  # fewer rows in all than columns
@@ -87,7 +92,7 @@ def test_a_merge_is_the_formula_in_float64(method: str, shape: tuple[int, ...], 
     bases = kind(*shape)
     before = bases.clone()
     found = METHODS[method](bases)
-    assert off(found, DENSE[method](bases.double().numpy())) < 1e-5
+    assert off(found, DENSE[method](bases.double().numpy())) < (1e-4 if method in SINGLE else 1e-5)
     assert torch.equal(bases, before)
     assert torch.equal(found, METHODS[method](bases))
 
@@ -96,7 +101,7 @@ def test_a_merge_is_the_formula_in_float64(method: str, shape: tuple[int, ...], 
 def test_bases_may_have_any_strides(method: str) -> None:
     wide = noise(3, 60, 50)
     for bases in (wide.mT, wide[:, ::2, 5:45], wide.permute(1, 0, 2)[:2, :, ::7]):
-        assert off(METHODS[method](bases), METHODS[method](bases.contiguous())) < 1e-5
+        assert off(METHODS[method](bases), METHODS[method](bases.contiguous())) < 2e-5
 
 
 @quick
@@ -107,7 +112,7 @@ def test_a_merge_turns_with_its_bases_and_knows_no_order(method: str, shape, see
     merge, order = METHODS[method], torch.randperm(shape[0])
     turned = (3.0 * left @ bases[order] @ right).float()
     expected = 3.0 * left @ merge(bases.float()).double() @ right
-    assert off(merge(turned), expected) < 2e-5  # the inputs were rounded again
+    assert off(merge(turned), expected) < 5e-5  # the inputs were rounded again
 
 
 @quick
@@ -147,18 +152,77 @@ def test_singular_vectors_keep_what_does_not_interfere() -> None:
 @given(st.sampled_from(SHAPES), st.integers(0, 99))
 def test_interference_is_least(shape: tuple[int, ...], seed: int) -> None:
     bases = noise(*shape, seed=seed)
-    best = interference_free(bases)
-    least, scale = interference(best, bases), interference(0 * best, bases)
+    best = METHODS["exact"](bases)
+    lowest, scale = interference(best, bases), interference(0 * best, bases)
     for step in (1e-1, 1e-3):
         other = best + step * best.std() * noise(*shape[1:], seed=seed + 1)
-        assert interference(other, bases) >= least * (1 - 1e-9)
+        assert interference(other, bases) >= lowest * (1 - 1e-9)
     point = best.double().requires_grad_()
     wide = bases.double()
     product = (point - wide) @ wide.mT
     loss = (product.square().sum((1, 2)) / wide.square().sum((1, 2))).sum()
-    assert float(loss.detach()) == pytest.approx(least, rel=1e-9, abs=1e-9 * scale)
+    assert float(loss.detach()) == pytest.approx(lowest, rel=1e-9, abs=1e-9 * scale)
     (gradient,) = torch.autograd.grad(loss, point)
     assert float(gradient.norm() * best.norm()) < 1e-5 * scale
+
+
+def turned_by(bases: Tensor, time: float, steps: int) -> Tensor:
+    """D from their sum by Runge-Kutta steps down half of WUDI's loss, by its gradient alone."""
+    bases = bases.double()
+
+    def slope(point: Tensor) -> Tensor:
+        point = point.detach().requires_grad_()
+        loss = ((point - bases) @ bases.mT).square().sum((1, 2)) / bases.square().sum((1, 2))
+        return -torch.autograd.grad(loss.sum() / 2, point)[0]
+
+    point, step = bases.sum(0), time / steps
+    for _ in range(steps):
+        one = slope(point)
+        two = slope(point + step / 2 * one)
+        three = slope(point + step / 2 * two)
+        four = slope(point + step * three)
+        point = point + step / 6 * (one + 2 * two + 2 * three + four)
+    return point
+
+
+@pytest.mark.parametrize("shape", [(4, 12, 20), (2, 9, 30), (3, 20, 7)], ids=str)
+@pytest.mark.parametrize("kind", [noise, trained])
+def test_the_flow_follows_the_gradient_of_the_loss(shape: tuple[int, ...], kind) -> None:
+    bases = kind(*shape)
+    for time in (0.3, 10.0, 100.0):
+        found = interference_free(bases, time)
+        assert off(found, turned_by(bases, time, 400)) < 1e-5 + 2e-7 * time
+
+
+@quick
+@given(st.sampled_from(SHAPES), st.sampled_from([noise, trained]), st.integers(0, 99))
+def test_the_flow_goes_from_the_sum_to_the_least(shape, kind, seed: int) -> None:
+    """The loss falls, the distance grows below its bound, and directions without input stay."""
+    bases = kind(*shape, seed=seed)
+    bases[..., -1] = 0
+    total, times = bases.double().sum(0), [0.01, 1.0, 30.0, 300.0, 1e4, 1e30]
+    before, moved = interference(total, bases), 0.0
+    bound = before
+    assert off(interference_free(bases, 1e-9), total) < 1e-6
+    for time in times:
+        merged = interference_free(bases, time)
+        assert off(interference_free(bases, time * 1.001), merged) < 2e-3
+        after, far = interference(merged, bases), float((merged - total).norm())
+        assert after <= before * (1 + 1e-6) + 1e-12 and far >= moved * (1 - 1e-5) - 1e-6
+        assert far <= 0.6382 * (time * bound) ** 0.5 * (1 + 1e-5) + 1e-6
+        assert not merged[:, -1].any()
+        before, moved = after, far
+    assert off(merged, least(bases)) < 1e-6
+
+
+def test_what_does_not_interfere_stays_the_sum() -> None:
+    apart = torch.zeros(2, 8, 9)
+    apart[0, :4, :4], apart[1, 4:, 4:8] = noise(4, 4), noise(4, 4, seed=1)
+    for bases in (apart, noise(1, 7, 5)):
+        for name in ("exact", "stopped", "cut", "auto"):
+            assert off(METHODS[name](bases), bases.sum(0)) < 1e-6
+    bases = noise(3, 20, 30)
+    assert off(interference_free(bases, 30.0, 1e-9), bases.sum(0)) > 1e-3  # one direction moves
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 70), (3, 70, 40), (2, 20, 90), (4, 600, 500)], ids=str)
@@ -174,7 +238,7 @@ def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
     )
     tsvm = reference.orthonormal(left) * sizes @ reference.orthonormal(right)
     assert off(singular_vectors(bases), tsvm) < 1e-5
-    assert off(interference_free(bases), reference.interference_free(dense)) < 1e-5
+    assert off(least(bases), DENSE["exact"](dense)) < 1e-5
     assert off(METHODS["cts"](bases), expected) < 1e-4  # only the sum has directions
 
 
@@ -212,12 +276,12 @@ def test_degenerate_matrices(method: str) -> None:
 def test_a_zero_matrix_does_not_interfere() -> None:
     for shape in ((3, 20, 30), (2, 10, 60)):
         bases = torch.cat([noise(*shape), torch.zeros(1, *shape[1:])])
-        assert off(interference_free(bases), interference_free(bases[:-1])) < 1e-6
+        assert off(least(bases), least(bases[:-1])) < 1e-6
         assert interference(bases[0], bases) == interference(bases[0], bases[:-1])
 
 
 BYTES = [(1, 120, 90), (1, 90, 600), (2, 256, 256), (3, 400, 60), (8, 96, 1500), (8, 1500, 96)]
-MOST = {"isotropic": 6, "cts": 9, "singular_vectors": 6.5, "interference_free": 10, "ridged": 10}
+MOST = {"isotropic": 6, "cts": 9, "singular_vectors": 6.5, "stopped": 7, "cut": 7}
 
 
 @pytest.mark.parametrize("block", [16, BLOCK])  # 16: as for larger matrices
@@ -236,4 +300,4 @@ def test_no_more_bytes_than_told(method: str, shape, block: int, monkeypatch) ->
     assert held.max() <= told < 1.8 * held.max()
     monkeypatch.undo()
     for large in [(2, 1024, 1024), (2, 4096, 1024), (2, 2048, 8192), (3, 2048, 6144)]:
-        assert matrix_bytes(CHOSEN[method], *large) < MOST[method] * 4 * np.prod(large)
+        assert matrix_bytes(CHOSEN[method], *large) < MOST.get(method, 10.1) * 4 * np.prod(large)

@@ -45,6 +45,7 @@ def test_shapes(method: str, matrices: str | None) -> None:
         for model in found[1:]:
             model["tall"] += torch.randn(9, 4)
     keys: dict[str, Any] = {"basis": "none", "lambda": 0.7}
+    keys |= {"flow_time": "exact"} if method == "basis_wudi" else {}  # in float64
     keys |= {} if matrices is None else {"matrices": matrices}
     merged = merge_methods.merge_state_dicts(
         dict(zip(("base", *TASKS), found, strict=True)), method, base="base", parameters=keys
@@ -57,7 +58,7 @@ def test_shapes(method: str, matrices: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1e-1, 1e-2, 1e-3, 3e-4])
-@pytest.mark.parametrize("method", ["basis_iso", "basis_tsvm", "basis_wudi"])
+@pytest.mark.parametrize("method", ["basis_iso", "basis_tsvm", "basis_wudi", "exact"])
 def test_short_updates_of_low_rank(method: str, size: float, dtype: torch.dtype) -> None:
     """Adapters fused in float32, whose length is `size` times the base's, over stores."""
     torch.manual_seed(0)
@@ -67,8 +68,10 @@ def test_short_updates_of_low_rank(method: str, size: float, dtype: torch.dtype)
     models = {t: {"w": (base["w"] + u).float()} for t, u in zip("abcd", updates, strict=True)}
     bases = tvb_mergekit.build(base, models, basis="balanced", num_bases=2, dtype=dtype)
     exact = torch.einsum("tij,tm->mij", updates, bases.encoder).numpy()
-    merged = tvb_mergekit.merge(bases, base, method, lambda_=1.0, dtype=torch.float64)["w"]
-    want = torch.from_numpy(OF_MATRICES[method](exact))
+    keys: dict[str, Any] = {"flow_time": "exact"} if method == "exact" else {}
+    method = "basis_wudi" if keys else method
+    merged = tvb_mergekit.merge(bases, base, method, lambda_=1.0, dtype=torch.float64, **keys)["w"]
+    want = torch.from_numpy(OF_MATRICES[method](exact, **keys))
     assert (merged - base["w"] - want).norm() < 0.05 * want.norm()
 
 
@@ -90,7 +93,7 @@ def test_isotropic_merges_over_balanced_bases_are_one_model() -> None:
 
 
 def test_a_merge_that_explodes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """WUDI over bases of few directions; with a ridge it stays near their sum."""
+    """WUDI over bases of few directions; stopped early it stays near their sum."""
     torch.manual_seed(0)
 
     def decaying() -> Tensor:
@@ -101,11 +104,11 @@ def test_a_merge_that_explodes_is_told(caplog: pytest.LogCaptureFixture) -> None
     models = {task: {"w": shared + decaying(), "v": torch.ones(3)} for task in "ab"}
     bases = tvb_mergekit.build(base, models, basis="none")
     total = sum(model["w"] for model in models.values())
-    for ridge, said in ((0.0, ["w"]), (0.1, [])):
+    for time, said in (("exact", ["w"]), (300, [])):
         caplog.clear()
-        merged = tvb_mergekit.merge(bases, base, "basis_wudi", ridge=ridge)["w"]
+        merged = tvb_mergekit.merge(bases, base, "basis_wudi", flow_time=time)["w"]
         assert (merged.norm() > 10 * total.norm()) == bool(said)
-        assert [r.args[1] for r in caplog.records if "`ridge`" in r.msg] == said  # type: ignore[index]
+        assert [r.args[1] for r in caplog.records if "`flow_time`" in r.msg] == said  # type: ignore[index]
 
 
 def test_what_it_takes_is_told_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -112,7 +112,7 @@ CASES = {
     "tsvm, some": Case("llama", TSVM, {**NONE, "matrices": "mlp|embed|norm"}),
     "wudi": Case("gpt2", WUDI, {"basis": "rand_select"}),
     "wudi, layers": varied(WUDI, NONE, "lambda", False),
-    "wudi, ridge, adapters": Case("adapters", WUDI, {**BALANCED, "ridge": 0.1}, TVB),
+    "wudi, exact, adapters": Case("adapters", WUDI, {**BALANCED, "flow_time": "exact"}, TVB),
     "iso, experts": Case("mixtral", ISO, BALANCED, TVB),
     "iso, tied": Case("tied", ISO, {**BALANCED, "exclude": "mlp"}),
     "iso, one model": Case("one model", ISO, NONE),

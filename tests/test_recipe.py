@@ -42,11 +42,11 @@ def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
 
     adam = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
     adam |= {"anneal_factor", "decoder"}
-    ties, matrices = {"trim", "merge_func"}, {"common", "ridge", "matrices"}
+    ties, matrices = {"trim", "merge_func"}, {"common", "flow_time", "rank_share", "matrices"}
     assert told("basis_ta") == {"forget"} | ties | matrices
     assert told("basis_ties", solver="exact") == {"forget"} | matrices | adam
     assert told("basis_negate", basis="pca", **FORGET) == {"solver"} | ties | matrices | adam
-    assert told("basis_iso") == {"forget", "ridge"} | ties
+    assert told("basis_iso") == {"forget", "flow_time", "rank_share"} | ties
     assert told("basis_wudi") == {"forget", "common"} | ties
 
 
@@ -70,6 +70,8 @@ def test_a_ratio_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
         ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, {"exclude": "embed|head"}),
         ("basis_ties", {"density": {"value": 0.5}, "trim": "tensor"}, {"trim": "tensor"}),
         ("basis_negate", {"forget": " math , 7", "alpha": 0}, {"forget": ("math", "7")}),
+        ("basis_wudi", {"flow_time": "30", "rank_share": 1}, {"flow_time": 30.0}),
+        ("basis_wudi", {"flow_time": "exact", "rank_share": "auto"}, {"rank_share": "auto"}),
         ("basis_negate", {"forget": 7, "alpha": "0.3"}, {"forget": ("7",)}),
     ],
 )
@@ -112,6 +114,12 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
         (FORGET | {"forget": "math, math"}, "'math' is there twice"),
         (FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
+    ],
+    "basis_wudi": [
+        ({"flow_time": 0}, "`flow_time` is 0: expected exact or a number > 0"),
+        ({"flow_time": "auto"}, "`flow_time` is 'auto': expected exact or a number > 0"),
+        ({"rank_share": 1.5}, "`rank_share` is 1.5: expected auto or a number in (0, 1]"),
+        ({"ridge": 0.1}, "unknown key `ridge`"),
     ],
     "basis_ties": [
         ({"density": 0}, "`density` is 0: expected a number in (0, 1]"),

@@ -53,6 +53,7 @@ class Key:
     type: type[int] | type[float] | type[str] = float
     default: Any = None
     choices: tuple[str, ...] = ()
+    word: str = ""  # allowed in place of a number
     low: float = -math.inf
     high: float = math.inf
     above: bool = False  # excludes low
@@ -78,7 +79,8 @@ class Key:
             return f"one of {', '.join(self.choices)}"
         if self.type is str:
             return "text"
-        kind = "a whole number" if self.type is int else "a number"
+        kind = self.word and f"{self.word} or "
+        kind += "a whole number" if self.type is int else "a number"
         if self.nonzero:
             kind += " other than 0"
         if self.high < math.inf:
@@ -87,13 +89,13 @@ class Key:
         return f"{kind} {'>' if self.above else '>='} {self.low:g}"
 
 
-ISO, WUDI = ("basis_iso",), ("basis_wudi",)
 Share = partial(Key, low=0, above=True, high=1)
 Training = partial(Key, bases=("ae", "linear_ae"))
 Adam = partial(Training, solvers=("adam",))
 Positive = partial(Adam, low=0, above=True)
 Ties = partial(Key, methods=("basis_ties",))
 Negate = partial(Key, methods=("basis_negate",))
+Wudi = partial(Key, methods=("basis_wudi",), low=0, above=True)
 Matrix = partial(Key, methods=MATRIX_METHODS)
 
 
@@ -123,8 +125,9 @@ class Settings(BaseModel):
     lambda_scale: Annotated[Literal["bases", "tasks"], Key("lambda, or lambda T/M")] = "bases"
     trim: Annotated[Literal["model", "tensor"], Ties("what `density` is a share of")] = "model"
     merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
-    common: Annotated[float, Share("share of the sum's directions", methods=ISO)] = 1.0
-    ridge: Annotated[float, Key("pull towards the bases' sum", methods=WUDI, low=0)] = 0.0
+    common: Annotated[float, Share("share of the sum's directions", methods=("basis_iso",))] = 1.0
+    flow_time: Annotated[float | Literal["exact"], Wudi("end of the flow", word="exact")] = 300.0
+    rank_share: Annotated[float | Literal["auto"], Wudi("of A's", word="auto", high=1)] = 1.0
     matrices: Annotated[str | None, Matrix("regular expression of matrices; others: mean")] = None
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
 
@@ -183,14 +186,10 @@ def _declared_keys() -> Iterator[Key]:
 
 
 GLOBAL_KEYS = {key.name: key for key in _declared_keys()}
+LAMBDAS = {"basis_negate": 0.0} | dict.fromkeys(MATRIX_METHODS, 1.0)
 VARYING_KEYS = {
     "lambda": Key(
-        "scaling coefficient",
-        "lambda",
-        default=0.4,
-        low=-LARGEST,
-        high=LARGEST,
-        method_defaults={"basis_negate": 0.0, **dict.fromkeys(MATRIX_METHODS, 1.0)},
+        "coefficient", "lambda", default=0.4, low=-LARGEST, high=LARGEST, method_defaults=LAMBDAS
     ),
     "alpha": Negate("strength of forgetting", "alpha", low=0, high=LARGEST),
     "density": Share("share of a basis to keep", "density", default=0.2, methods=("basis_ties",)),
@@ -227,6 +226,8 @@ def check_value(key: str, value: object) -> Any:
     wrong = f"`{key}` is {shown(value)}: expected {spec.expected}"
     if spec.type is str:
         return _text(spec, value, wrong)
+    if spec.word and value == spec.word:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise UserError(wrong)
     try:

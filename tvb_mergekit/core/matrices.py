@@ -13,7 +13,8 @@ contributes nothing; an SVD would fill in an arbitrary direction.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from tvb_mergekit.settings import Settings
 BLOCK = 512  # columns in float64 at a time
 NULL = 1e-6  # of the largest singular value
 FLOAT32 = 2.0**-24  # its unit roundoff
+ROUGH = 1e-3  # bound of the errors that float32 may make in WUDI
 Noise = Sequence[float] | None
 
 
@@ -38,7 +40,7 @@ def merge_matrix(settings: Settings, bases: Tensor, noise: Noise = None) -> Tens
     if settings.method == "basis_tsvm":
         return singular_vectors(bases, noise)
     assert settings.method == "basis_wudi"
-    return interference_free(bases, settings.ridge, noise)
+    return interference_free(bases, settings.flow_time, settings.rank_share, noise)
 
 
 def rounding_noise(matrix: Tensor, unit: float) -> float:
@@ -114,56 +116,69 @@ def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
     return left.mul_(sizes.float()) @ right.T
 
 
-def interference_free(bases: Tensor, ridge: float = 0.0, noise: Noise = None) -> Tensor:
-    """The shortest D with the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
+def interference_free(
+    bases: Tensor, flow_time: float | str, rank_share: float | str = 1.0, noise: Noise = None
+) -> Tensor:
+    """D on the way from S = sum_m B_m to the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
 
-    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) approaches this D by some hundred steps of Adam
-    from sum_m B_m. Here D = R A^+, by the normal equations D A = R with
+    WUDI (Cheng et al., ICML 2025, arXiv 2503.08099) takes some hundred steps of Adam from S. SWUDI
+    (Wei et al., 2026, arXiv 2606.07289) follows the gradient flow dD/dt = R - D A for a time t:
 
-        A = sum_m w_m B_m^T B_m,  R = sum_m w_m B_m B_m^T B_m,  w_m = 1 / ||B_m||^2 (0 for B_m = 0),
+        D(t) = S - (S A - R) g(A),  g(a) = (1 - exp(-t a)) / a  of each eigenvalue a of A,
+        A = sum_m w_m B_m^T B_m,  R = sum_m w_m B_m B_m^T B_m,  w_m = 1 / ||B_m||^2 (0 for B_m = 0).
 
-    or, if M m < n, D = E (C C^T)^+ C with C [M m, n] of all sqrt(w_m) B_m above each other and
-    E [m, M m] of all sqrt(w_m) B_m B_m^T side by side.
+    If M m < n, D(t) = S - (S C^T - E) g(C C^T) C, with C [M m, n] of all B_m / ||B_m|| above each
+    other and E [m, M m] of all B_m B_m^T / ||B_m|| side by side.
 
     Args:
-        ridge: adds ridge tr(A) / n ||D - sum_m B_m||^2 to the loss. Without it D can be many times
-            as long as the sum, if the bases have few directions or small ones.
+        flow_time: t, or "exact" for the D of least loss that is nearest to S.
+        rank_share: the share of the min(n, M m) directions in which D leaves S, or "auto": SWUDI's
+            adaptive rank (sum sqrt a)^2 / sum a.
     """
     count, rows, columns = bases.shape
+    dtype = _flow_dtype(flow_time, count)
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
-    inverse = torch.where(norms > 0, 1 / norms, 0)
-    shares = zip(inverse.tolist(), _noise_of(bases, noise), strict=True)
-    floor = math.hypot(*(scale * each for scale, each in shares))  # of C
-    if columns <= count * rows:
-        normal, right = norms.new_zeros(columns, columns), norms.new_zeros(columns, rows)  # A, R^T
-        for weight, base in zip(inverse.square().tolist(), bases, strict=True):
-            matrix = base.double()
-            normal.addmm_(matrix.T, matrix, alpha=weight)
-            if rows <= columns:
-                right.addmm_(matrix.T, matrix @ matrix.T, alpha=weight)
-            else:
-                right.addmm_(matrix.T @ matrix, matrix.T, alpha=weight)
-            del matrix
-        if ridge:
-            push = ridge * float(normal.trace()) / columns
-            normal.diagonal().add_(push)
-            right.add_(bases.sum(0).T, alpha=push)
-        return _solve(normal, right, floor).T.float()
-    scales = inverse.repeat_interleave(rows)
-    pieces = (bases[:, :, part].double().flatten(0, 1) for part in _blocks(columns))
-    normal = _gram(pieces).mul_(scales).mul_(scales[:, None])
-    parts = [slice(start, start + rows) for start in range(0, count * rows, rows)]
-    right = torch.cat([normal[p, p] * norm for p, norm in zip(parts, norms, strict=True)])  # E^T
-    if ridge:
-        push = ridge * float(normal.trace()) / columns
-        normal.diagonal().add_(push)
-        for part, norm in zip(parts, norms.tolist(), strict=True):
-            right[part].diagonal().add_(push * norm)
-    solution = _solve(normal, right, floor).mul_(scales[:, None])
-    merged = bases.new_empty(rows, columns)
-    for part in _blocks(columns):
-        merged[:, part] = solution.T @ bases[:, :, part].double().flatten(0, 1)
-    return merged
+    norms[norms == 0] = 1
+    floor = math.hypot(*map(operator.truediv, _noise_of(bases, noise), norms.tolist()))  # of C
+    total = bases.sum(0)
+    if small := count * rows < columns:
+        wide = norms.to(dtype)[:, None]
+        sides = bases.flatten(0, 1).to(dtype) / wide.repeat_interleave(rows, 0)  # C
+        normal = sides @ sides.T
+        others = wide * (1 - torch.eye(count).to(wide))
+        push = normal.view(count, rows, count, rows) * others[:, None, :, None]
+        push = push.sum(0).flatten(1)  # S C^T - E
+    else:
+        normal = total.new_zeros(columns, columns, dtype=dtype)  # A
+        push = total.new_zeros(rows, columns, dtype=dtype)  # S A - R
+        for norm, base in zip(norms, bases, strict=True):
+            matrix = base.to(dtype, copy=True).div_(norm)
+            square = matrix.T @ matrix
+            normal.add_(square)
+            push.addmm_(matrix.copy_(total).sub_(base), square)
+            del matrix, square
+    values, vectors = torch.linalg.eigh(normal)
+    del normal
+    push = (push @ vectors).mul_(_gains(values, flow_time, rank_share, floor)) @ vectors.T
+    return total.sub_((push @ sides if small else push).float())
+
+
+def _flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
+    """float32 if its errors are small: up to about t a 2^-24, and a is at most tr A = M."""
+    rough = flow_time == "exact" or float(flow_time) * count * FLOAT32 > ROUGH
+    return torch.float64 if rough else torch.float32
+
+
+def _gains(values: Tensor, time: float | str, rank_share: float | str, floor: float) -> Tensor:
+    """g(a) of eigenvalues a [k], increasing; 0 if sqrt(a) <= `floor` or outside the share."""
+    values = values.clamp(min=0)
+    end, trace = math.inf if time == "exact" else float(time), float(values.sum())
+    if rank_share == "auto":
+        rank_share = float(values.sqrt().sum()) ** 2 / (trace or 1.0) / len(values)
+    cut = max(floor**2, NULL**2 * trace)
+    gains = torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
+    gains[: len(gains) - math.ceil(len(gains) * float(rank_share))] = 0
+    return gains
 
 
 def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int:
@@ -171,11 +186,12 @@ def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int
     matrix, rank, longer = 4 * rows * columns, min(rows, columns), max(rows, columns)
     square, side = 8 * rank**2, min(columns, count * rows)
     if settings.method == "basis_wudi":
-        normal, right, width = 8 * side**2, 8 * side * rows, 8 * min(BLOCK, columns)
-        first = 2 * matrix + square if side == columns else max(right, 2 * side * width)
-        last = right + matrix + (side + rows) * width
-        eigen = max(3 * normal, normal + 2 * right)  # with LAPACK's own
-        return count * matrix + normal + right + max(first, eigen, last) + 128 * side
+        unit = _flow_dtype(settings.flow_time, count).itemsize
+        normal, push = unit * side**2, unit * side * rows  # eigh needs three more of the first
+        stacked = unit * side * columns if side < columns else 0
+        steps = max(3 * normal, normal + push, 2 * push + (1 + unit // 4) * matrix)
+        first, last = 2 * stacked, stacked + normal + push + steps
+        return (count + 1) * matrix + max(first, last) + 128 * side
     isotropic = settings.method == "basis_iso"
     share = _share(rank, count, settings.common) if isotropic else rank // count
     top, held = share, 4 * (rows + columns) * count * share
@@ -245,7 +261,12 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
 
     Newton-Schulz steps to a polar factor are six times slower for 1024 x 1024 noise on a CPU.
     """
-    values, vectors = torch.linalg.eigh(_gram(wide[:, p].double() for p in _blocks(wide.shape[1])))
+    gram = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
+    for part in _blocks(wide.shape[1]):
+        piece = wide[:, part].double()
+        gram.addmm_(piece, piece.T)
+        del piece
+    values, vectors = torch.linalg.eigh(gram)
     return values.clamp_(min=0).sqrt_(), vectors
 
 
@@ -264,32 +285,6 @@ def _blur(sizes: Tensor, noise: float) -> float:
     """An estimate of the turn by rounding of vectors with values above a quarter of the largest."""
     largest = float(sizes[:1].sum())
     return 4 * noise / largest if largest else 0.0
-
-
-def _solve(normal: Tensor, right: Tensor, floor: float) -> Tensor:
-    """normal^+ @ right [k, any] for the Gram matrix [k, k] of a C, float64.
-
-    Cholesky is quicker than eigenvectors if no singular value is cut.
-    """
-    cut = max(floor**2, NULL**2 * float(normal.trace()))
-    normal.diagonal().sub_(cut)
-    clear = not torch.linalg.cholesky_ex(normal).info  # all eigenvalues are larger
-    normal.diagonal().add_(cut)
-    if clear:
-        return torch.cholesky_solve(right, torch.linalg.cholesky(normal))
-    values, vectors = torch.linalg.eigh(normal)
-    inverse = _inverse(values.clamp_(min=0).sqrt_(), floor).square_()
-    solution: Tensor = vectors @ (vectors.T @ right).mul_(inverse[:, None])
-    return solution
-
-
-def _gram(pieces: Iterable[Tensor]) -> Tensor:
-    """The sum of P P^T over pieces P [a, any], float64."""
-    total = None
-    for piece in pieces:
-        total = piece @ piece.T if total is None else total.addmm_(piece, piece.T)
-    assert total is not None
-    return total
 
 
 def _blocks(columns: int) -> Iterator[slice]:

@@ -246,9 +246,9 @@ def merge(
         dtype: of the floating-point tensors; the base's own by default.
         device: The device that computes.
         parameters: The recipe's keys for merging: `lambda_` for `lambda`, `lambda_scale`,
-            `density`, `trim`, `merge_func`, `common`, `ridge`, `matrices`, `forget`, `alpha`,
-            `exclude`. Over a store of all tasks also the keys of bases, such as `basis`. Defaults
-            are those of a merge of models.
+            `density`, `trim`, `merge_func`, `common`, `flow_time`, `rank_share`, `matrices`,
+            `forget`, `alpha`, `exclude`. Over a store of all tasks also the keys of bases, such as
+            `basis`. Defaults are those of a merge of models.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
