@@ -46,7 +46,7 @@ MERGES = {
     "iso": Merge("Iso-C", "basis_iso", 1.0),
     "iso_cts": Merge("Iso-CTS, common 0.8", "basis_iso", 1.0, {"common": 0.8}),
     "tsvm": Merge("TSV-M", "basis_tsvm", 1.0),
-    "wudi": Merge("WUDI", "basis_wudi", 1.0),
+    "wudi": Merge("WUDI", "basis_wudi", 1.0, {"flow_time": "exact"}),
 }
 # What is it of Iso-C that helps? The sum's matrices as they are, or as long as Iso-C's; and of all
 # other tensors the mean, as there.
