@@ -11,7 +11,7 @@ from study.kinds.theirs import METHODS
 
 from real.tasks import TASKS
 
-BASES = ("balanced", "ae_adam_5", "rand_select", "pca")  # of the paper's table, and ours
+BASES = ("ae_adam_5", "rand_select", "pca", "balanced")  # of the paper's table, and ours
 LAMBDAS = (0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0)
 START = 0.65  # of these, where the search begins
 LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
@@ -23,7 +23,7 @@ ZOOS = (4, 2, 1.5, 1, 0.5, 0.25)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
-MATRIX = ("iso", "iso_cts", "tsvm", "wudi")
+MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")  # the most telling first
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
 
 
@@ -31,8 +31,8 @@ LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
 class Plan:
     """Items of a task, and how much is repeated."""
 
-    items: int = 25  # of validation, which choose a coefficient
-    tested: int = 100
+    items: int = 20  # of validation, which choose a coefficient
+    tested: int = 75
     seeds: int = 2  # of rand_select
     orders: int = 3
     shots: int = learned.SHOTS
@@ -57,11 +57,11 @@ def reference(plan: Plan) -> list[Cell]:
 
 
 def merge(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
-    lambdas, start = LAMBDAS, LONGER if how in MATRIX else START
-    if label in ("rand_select", "pca"):
-        lambdas, start = SMALLER, SHORTER
+    long = label in ("rand_select", "pca")
+    start = SHORTER if long else LONGER if how in MATRIX else START
     return {"kind": "matrices", "basis": label, "num_bases": count, "seed": seed, "how": how,
-            "items": plan.items, "tested": plan.tested, "lambdas": [*lambdas], "start": start,
+            "items": plan.items, "tested": plan.tested, "start": start,
+            "lambdas": [*(SMALLER if long else LAMBDAS)],
             "merges": [how], "equal": True, "itemized": True}  # fmt: skip
 
 
@@ -93,8 +93,9 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
     found = {
         "paper": [merge(plan, how, *each) for how in ("ta", "ties") for each in over],
         "stitched": [learn(plan, how, *each) for how in STITCHED for each in over],
-        "merges": [merge(plan, how, *each) for each in few for how in MATRIX]
-        + [merge(plan, how, "none", every) for how in ALL if how.startswith("ta_")]
+        "merges": [merge(plan, how, "none", every) for how in
+                   dict.fromkeys(("ties", *MATRIX, *ALL)) if how != "ta"],
+        "few": [merge(plan, how, *each) for each in few[1:] for how in MATRIX]
         + [merge(plan, how, "ae_exact", half) for how in ("ta", "ties")],
         "theirs": [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS],
         "learned": [learn(plan, how, *each) for how in LEARNED

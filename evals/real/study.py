@@ -30,7 +30,8 @@ from real.sheets import write
 from real.tasks import SHIPPED, TASKS
 
 PARTS = tuple(parts(PLANS["small"], 1.0))
-METHODS = {"full": ("full", TASKS), "lora16": ("lora16", TASKS), "full-8": ("full", SHIPPED)}
+METHODS = {"full": ("full", TASKS), "full-8": ("full", SHIPPED), "lora16": ("lora16", TASKS),
+           "lora4": ("lora4", SHIPPED)}  # fmt: skip
 
 
 @click.command(epilog="Example: python evals/real/study.py --data DATA --seeds 0 --part paper")

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from study.cells import Cell, Record, Source, bill, measured, works
 from study.kinds import KINDS
 from study.kinds.rivals import Missing
+from study.report import reported
 
 Command = Callable[..., None]
 
@@ -28,6 +29,7 @@ class Asked:
     out: Path
     device: str
     as_is: bool
+    keep: bool
     page: Path | None
     report: Path | None
     methods: tuple[str, ...]
@@ -70,7 +72,9 @@ class Asked:
             raise click.ClickException(
                 f"{self.out} has no results of {self.preset}: leave out --as-is"
             )
-        for path in write(found, self.report or self.out / f"report-{self.preset}", self.page):
+        report = self.report or self.out / f"report-{self.preset}"
+        before = reported(report) if self.keep else []
+        for path in write([*before, *found], report, self.page):
             click.echo(path)
 
 
@@ -111,6 +115,8 @@ def study_options(
         click.option("--as-is", is_flag=True, help="Compute nothing: report existing results."),
         click.option("--report", type=FOLDER,
                      help="Folder of tables and pictures; OUT/report-PRESET by default."),
+        click.option("--keep", is_flag=True,
+                     help="Keep the cells that the report has from other machines and seeds."),
         device_option,
         click.option("--out", type=FOLDER, default=out, show_default=True,
                      help="Runs are in OUT/PRESET-seedSEED."),

@@ -53,6 +53,12 @@ def _bare(found: Any) -> Any:
     return found
 
 
+def reported(folder: Path) -> list[Record]:
+    """The records in the JSON files of a report, rounded as they were written."""
+    return [record for file in sorted(folder.glob("*.json"))
+            for record in json.loads(file.read_text())["cells"]]  # fmt: skip
+
+
 def markdown(sheets: Iterable[Sheet]) -> str:
     return "\n".join(sheet.markdown() for sheet in sheets)
 

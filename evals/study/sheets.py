@@ -167,17 +167,25 @@ def merges(runs: Runs) -> list[Sheet]:
     every = len(runs.tasks)
     sums = runs.find("matrices", how="ta", basis="none")
     sizes = spread(dig(outcome(r), "length") for r in sums)
+
+    def share(record: Record) -> float | None:
+        found: float | None = outcome(record).get("fixed_share")
+        return found
+
     columns = {
         "normalized": Column(scored(runs)),
         "p": Column(form=".2g", of=lambda records: p_value(runs, records, sums)),
         "lambda": Column(lambda r: outcome(r).get("lambda"), ".2f"),
         "default lambda": Column(scored(runs, "fixed")),
+        "default over best": Column(share),
         "length": Column(lambda r: outcome(r).get("length", 0) / sizes.mean or None
                          if sizes else None, ".2f"),
     }  # fmt: skip
     rows = {title: runs.find(kind, how=how, basis="none", num_bases=every)
             for kind, how, title in kinds}  # fmt: skip
     caption = "Merges over all task vectors: normalized accuracy at the best and the default lambda"
+    if any(outcome(r).get("fixed_share") for r in runs.find("matrices")):
+        caption += " (the default's share of the best score on validation items)"
     if sizes:
         caption += "; p of the paired test against addition; length of the difference over the "
         caption += "sum's, at lambda 1"
@@ -186,17 +194,20 @@ def merges(runs: Runs) -> list[Sheet]:
     made += over_bases(runs, "Merges of matrices and sums, the best lambda", "matrices", titles)
     titles = {how: f"{merge.title} at {merge.fixed:g}" for how, merge in MERGES.items()}
     caption = "Merges of matrices and sums, the default lambda"
-    return made + over_bases(runs, caption, "matrices", titles, "fixed")
+    made += over_bases(runs, caption, "matrices", titles, scored(runs, "fixed"))
+    caption = "The default lambda's share of the best score on validation items"
+    return made + over_bases(runs, caption, "matrices", titles, share, "share")
 
 
 def over_bases(
-    runs: Runs, caption: str, kind: str, titles: Mapping[str, str], key: str = "tuned"
-) -> list[Sheet]:
+    runs: Runs, caption: str, kind: str, titles: Mapping[str, str], value: Value | None = None,
+    unit: str = "normalized accuracy",
+) -> list[Sheet]:  # fmt: skip
     """A row for each basis and M, a column for each merge."""
-    columns = {title: Column(scored(runs, key), wanted={"how": how})
+    columns = {title: Column(value or scored(runs), wanted={"how": how})
                for how, title in titles.items()}  # fmt: skip
     rows = by_basis(runs, kind, BASES)
-    return grid(runs, f"{caption}: normalized accuracy", kind, columns, rows, corner="bases")
+    return grid(runs, f"{caption}: {unit}", kind, columns, rows, corner="bases")
 
 
 def learned(runs: Runs) -> list[Sheet]:
@@ -302,25 +313,27 @@ SHEETS: Sheets = {"specialists": specialists, "merges": merges, "learned": learn
 
 # ---------------------------------------------------------------------------------------- pictures
 
-BARS = ("ta", "ties", "iso", "tsvm", "wudi")
+BARS = ("ta", "ties", "iso", "tsvm", "wudi_300", "wudi")
 
 
 def kept_picture(runs: Runs) -> bytes | None:
     """The share of each specialist's score that merges of all task vectors keep."""
-    rows = {ALL[how].title: runs.find("matrices", how=how, basis="none") for how in BARS}
+    every = {ALL[how].title: runs.find("matrices", how=how, basis="none") for how in BARS}
+    rows = {title: records for title, records in every.items() if records}
+    width = 0.8 / max(1, len(rows))
     with pictures.styled():
         figure, (axes,) = pictures.page(1, 1, 4.2)
         for k, (title, records) in enumerate(rows.items()):
             for place, task in enumerate(runs.tasks):
                 cell = spread(runs.shares(r, outcome(r)["tuned"]).get(task) for r in records)
-                look = {"width": 0.16, "color": pictures.look(k)[0], "label": title}
-                pictures.bar(axes, place + (k - 2) * 0.16, cell, **look)
+                look = {"width": width, "color": pictures.look(k)[0], "label": title}
+                pictures.bar(axes, place + (k - (len(rows) - 1) / 2) * width, cell, **look)
         axes.set_xticks(range(len(runs.tasks)), [t.replace("_", "\n") for t in runs.tasks],
                         fontsize=7)  # fmt: skip
         axes.set_ylabel("score over the specialist's")
         pictures.legend(figure, [axes])
         title = f"What each task keeps, lambda tuned ({runs.what})"
-        return pictures.svg(pictures.title(figure, title)) if any(rows.values()) else None
+        return pictures.svg(pictures.title(figure, title)) if rows else None
 
 
 def negation_picture(runs: Runs) -> bytes | None:

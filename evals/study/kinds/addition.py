@@ -84,7 +84,10 @@ class Direction:
         def score(scale: float) -> float:
             return mean_score(self.accuracy(scale, "validation", tasks, items), tasks)
 
-        return climbed(grid, score, start) if start is not None else search.grid(grid, score)
+        if start is not None:
+            return climbed(grid, score, start)
+        best, means = search.grid(grid, score)
+        return best, [*means]
 
 
 def climbed(

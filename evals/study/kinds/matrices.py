@@ -16,7 +16,7 @@ import torch
 
 import tvb_mergekit
 from study.cells import Cell
-from study.kinds.addition import Direction, itemized, start_of
+from study.kinds.addition import Direction, itemized, mean_score, start_of
 from study.kinds.online import (
     PAPERS_LAMBDA,
     algorithm_1,
@@ -46,7 +46,9 @@ MERGES = {
     "iso": Merge("Iso-C", "basis_iso", 1.0),
     "iso_cts": Merge("Iso-CTS, common 0.8", "basis_iso", 1.0, {"common": 0.8}),
     "tsvm": Merge("TSV-M", "basis_tsvm", 1.0),
-    "wudi": Merge("WUDI", "basis_wudi", 1.0, {"flow_time": "exact"}),
+    "wudi": Merge("WUDI, exact", "basis_wudi", 1.0, {"flow_time": "exact"}),
+    "wudi_300": Merge("WUDI, t = 300", "basis_wudi", 1.0, {"flow_time": 300}),
+    "wudi_30": Merge("WUDI, t = 30", "basis_wudi", 1.0, {"flow_time": 30}),
 }
 # What is it of Iso-C that helps? The sum's matrices as they are, or as long as Iso-C's; and of all
 # other tensors the mean, as there.
@@ -56,7 +58,7 @@ CONTROLS = {
     "ta_lengths": Merge("the same, matrices as long as Iso-C's", "basis_ta", 1.0),
 }
 ALL = MERGES | CONTROLS
-ONLINE = ("ta", "tsvm", "iso", "wudi")
+ONLINE = ("ta", "tsvm", "iso", "wudi", "wudi_300")
 
 
 def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks") -> Weights:
@@ -93,15 +95,19 @@ def matrices(run: Run, cell: Cell) -> dict[str, Any]:
     items, merges = used(run, cell), {}
     for how in cell["merges"]:
         along = Direction(run, direction(run, bases, how))
-        best, curve = along.search(cell["lambdas"], run.tasks, items, start_of(cell))
+        start, fixed = start_of(cell), ALL[how].fixed
+        best, curve = along.search(cell["lambdas"], run.tasks, items, start)
         asked = "test", run.tasks, cell["tested"]
         each = itemized(cell, along.scores(best, *asked))
-        merges[how] = {
-            "lambda": best,
-            "curve": curve,
-            "tuned": along.accuracy(best, *asked),
-            "fixed": along.accuracy(ALL[how].fixed, *asked),
-        } | ({"items": each, "length": norm(along.vector)} if each else {})
+        merges[how] = {"lambda": best, "curve": curve, "tuned": along.accuracy(best, *asked)}
+        if start is None:
+            merges[how]["fixed"] = along.accuracy(fixed, *asked)
+        else:  # validation items are cheaper
+            scores = [mean_score(along.accuracy(by, "validation", run.tasks, items), run.tasks)
+                      for by in (fixed, best)]  # fmt: skip
+            merges[how]["fixed_share"] = scores[0] / scores[1] if scores[1] else 0.0
+        if each:
+            merges[how] |= {"items": each, "length": norm(along.vector)}
     return {"items": items, "merges": merges}
 
 

@@ -55,7 +55,6 @@ def theirs(run: Run, cell: Cell) -> dict[str, Any]:
         "lambdas": lambdas,
         "curve": curve,
         "tuned": along.accuracy(best, *asked),
-        "fixed": along.accuracy(1.0, *asked),
         "length": norm(along.vector),
         "items": itemized(cell, along.scores(best, *asked)),
     }
