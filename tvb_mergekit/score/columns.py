@@ -86,7 +86,11 @@ def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
 
 
 def measured(
-    label: str, kind: Kind, benchmark: Benchmark, sources: Mapping[str, Results]
+    label: str,
+    kind: Kind,
+    sources: Mapping[str, Results],
+    benchmark: Benchmark,
+    metrics: Mapping[str, str],
 ) -> Column:
     """Make the column of results (category -> its results); categories may be missing."""
     cells = {}
@@ -99,7 +103,8 @@ def measured(
                     f"{label}: {task.name} was run by different models, {listed(models)}: give "
                     "each model a PATH of its own, and each specialist a CATEGORY=PATH"
                 )
-            cells[task.name] = _cell(task, results.tasks[task.name])
+            metric = metrics.get(task.name, task.metric)
+            cells[task.name] = _cell(task.name, metric, results.tasks[task.name])
     if not cells:
         every = {n: r for results in sources.values() for n, r in results.tasks.items()}
         files = sorted({result.origin.file for result in every.values()})
@@ -110,25 +115,19 @@ def measured(
     return Column(label, kind, cells)
 
 
-def _cell(task: Task, result: TaskResult) -> Cell:
-    where, how = f"{result.origin.file}: {task.name} has", f"with --metric {task.name}:METRIC"
-    value = result.metrics.get(task.metric)
+def _cell(task: str, metric: str, result: TaskResult) -> Cell:
+    where, how = f"{result.origin.file}: {task} has", f"with --metric {task}:METRIC"
+    value, stderr = result.metrics.get(metric), result.stderrs.get(metric)
     if value is None:
         known = ", ".join(f"`{key}`" for key in result.metrics)
-        raise UserError(f"{where} no `{task.metric}`: it has {known}; choose one {how}")
+        raise UserError(f"{where} no `{metric}`: it has {known}; choose one {how}")
+    where += f" `{metric}`"
     if not 0 <= value <= 1:
-        raise UserError(
-            f"{where} `{task.metric}` = {value:g}: expected a share in [0, 1]; choose another {how}"
-        )
-    if task.metric.partition(",")[0] in result.lower_is_better:
-        raise UserError(
-            f"{where} `{task.metric}`, which is better when it is lower: choose another {how}"
-        )
-    stderr = result.stderrs.get(task.metric)
-    shares = {key: 100 * x for key, x in result.metrics.items() if 0 <= x <= 1}
-    shares.pop(task.metric)
-    error = None if stderr is None else 100 * stderr
-    return Cell(100 * value, error, task.metric, result.origin, shares)
+        raise UserError(f"{where} = {value:g}: expected a share in [0, 1]; choose another {how}")
+    if metric.partition(",")[0] in result.lower_is_better:
+        raise UserError(f"{where}, which is better when it is lower: choose another {how}")
+    shares = {k: 100 * x for k, x in result.metrics.items() if 0 <= x <= 1 and k != metric}
+    return Cell(100 * value, stderr and 100 * stderr, metric, result.origin, shares)
 
 
 def incomplete(columns: Sequence[Column]) -> list[str]:
