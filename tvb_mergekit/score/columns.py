@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.score.benchmark import HERE, Benchmark, Task, check_known, read_described
+from tvb_mergekit.score.benchmark import HERE, Benchmark, check_known, read_described
 from tvb_mergekit.score.results import Origin, Results, TaskResult
 
 Kind = Literal["base", "specialists", "model", "reference"]
@@ -135,14 +135,14 @@ def incomplete(columns: Sequence[Column]) -> list[str]:
     found: dict[str, list[str]] = {}
     for column in columns:
         for task, cell in column.tasks.items():
-            file = cell.origin.file if cell.origin else column.label
-            if cell.origin and cell.origin.limited:
-                line = f"{column.label} (limited): {file} was run with --limit or --samples"
-                found.setdefault(line, []).append(f"{task} ({cell.origin.limited})")
+            origin = cell.origin or Origin(column.label)
+            if origin.limited:
+                line = f"{column.label} (limited): {origin.file} was run with --limit or --samples"
+                found.setdefault(line, []).append(f"{task} ({origin.limited})")
             for key, share in cell.others.items():
                 name = key.partition(",")[0]
                 if share and name in UNJUDGED:
-                    line = f"{column.label}: {file}: {UNJUDGED[name]} (`{name}`)"
+                    line = f"{column.label}: {origin.file}: {UNJUDGED[name]} (`{name}`)"
                     found.setdefault(line, []).append(f"{task} ({share:.2f} %)")
     return [f"{line}: {listed(tasks)}" for line, tasks in found.items()]
 
@@ -154,7 +154,11 @@ def differing(benchmark: Benchmark, columns: Sequence[Column]) -> list[str]:
     """
     found: dict[tuple[str, str, str], list[str]] = {}
     for task in benchmark.tasks:
-        runs = [_settings(column, task) for column in columns if task.name in column.tasks]
+        runs = list[tuple[str, dict[str, str]]]()
+        for column in columns:
+            if cell := column.tasks.get(task.name):
+                origin, metric = cell.origin or Origin(column.label), cell.metric or task.metric
+                runs.append((origin.file, {"the metric": metric, **origin.settings}))
         for file, other in runs[1:]:
             first, one = runs[0]
             for key in (key for key in one.keys() & other.keys() if one[key] != other[key]):
@@ -164,12 +168,3 @@ def differing(benchmark: Benchmark, columns: Sequence[Column]) -> list[str]:
         f"{what} differs between {one} and {other}: {listed(tasks)}"
         for (what, one, other), tasks in sorted(found.items())
     ]
-
-
-def _settings(column: Column, task: Task) -> tuple[str, dict[str, str]]:
-    """Return the file of a score, and the settings that the score depends on."""
-    cell = column.tasks[task.name]
-    metric = {"the metric": cell.metric or task.metric}
-    if cell.origin is None:
-        return column.label, metric
-    return cell.origin.file, metric | dict(cell.origin.settings)
