@@ -63,7 +63,7 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
         assert plan.basis is not None
         began = time.perf_counter()
         if request.source is None:
-            work.begin()
+            world.share(work.begin)
         work.learn()
         plan.learned = work
         work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began

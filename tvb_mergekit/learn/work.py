@@ -27,7 +27,6 @@ from tvb_mergekit.learn.request import Request
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.store.writer import link
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.merging import most_bases
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import LEAST
@@ -197,9 +196,6 @@ class Work(ABC):
 
     def begin(self) -> None:
         """Make OUT.partial; with --resume keep its files, else replace it."""
-        ranks.world().share(self._make_partial)
-
-    def _make_partial(self) -> None:
         partial, resume, left = self.request.partial, self.request.resume, self.finished()
         if left and not resume:
             LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", partial)
