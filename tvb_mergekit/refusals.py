@@ -54,15 +54,11 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
         LOG.info("refused while planning", exc_info=error)
         raise MergeRefused(f"mergekit cannot plan this merge: {one_line(error)}") from error
     except Exception as error:
-        if not _of_the_network(error):
+        # An HTTP library raised it; huggingface_hub's depends on its version.
+        kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+        if kinds.isdisjoint(("httpx", "httpx2", "requests")):
             raise
         raise MergeRefused(f"the Hugging Face Hub cannot be reached: {one_line(error)}") from error
-
-
-def _of_the_network(error: BaseException) -> bool:
-    """Whether an HTTP library raised the error; huggingface_hub's depends on its version."""
-    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-    return bool(kinds & {"httpx", "httpx2", "requests"})
 
 
 def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:

@@ -41,20 +41,20 @@ def matrix(
 
 
 def show(told: Iterable[Sheet | str], console: Console, style: str = "") -> None:
+    """Print tables, and lines without interpreting their brackets and colons as markup."""
     for item in told:
         if isinstance(item, Sheet):
-            print_sheet(item, console)
+            show([item.title] if item.title else [], console, "bold")  # rich would wrap it
+            _print_table(item, console)
         else:
-            say(item, console, style)
+            console.print(Text(printable(item, console.options.ascii_only), style=style))
 
 
-def print_sheet(sheet: Sheet, console: Console) -> None:
-    """Print title and table, in blocks of as many columns as fit, without cutting numbers."""
+def _print_table(sheet: Sheet, console: Console) -> None:
+    """Print a table in blocks of as many columns as fit, without cutting numbers."""
     ascii_only = console.options.ascii_only
     lines = [[printable(cell, ascii_only) for cell in line] for line in (sheet.head, *sheet.rows)]
     widths = [max(map(cell_len, column)) + GAP for column in zip(*lines, strict=True)]
-    if sheet.title:  # rich would wrap a title at the table's width
-        say(sheet.title, console, "bold")
     blocks = [[0]]  # places of columns
     for place in range(1, len(widths)):
         needed = sum(widths[each] for each in (*blocks[-1], place)) - GAP
@@ -91,19 +91,12 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_<|\[])", r"\\\1", printable(text))
 
 
-def say(line: str, console: Console, style: str = "") -> None:
-    """Print a line without interpreting its brackets and colons as markup."""
-    console.print(Text(printable(line, console.options.ascii_only), style=style))
-
-
 def shortened(text: str, most: int, ascii_only: bool = False) -> str:
     """`text`, or its ends around dots, in at most `most` >= 4 characters."""
     dots = "..." if ascii_only else "…"
-    if len(text) <= most:
-        return text
     kept = most - len(dots)
-    tail = kept // 2
-    return text[: kept - tail] + dots + text[len(text) - tail :]
+    head, tail = kept - kept // 2, kept // 2
+    return text if len(text) <= most else text[:head] + dots + text[len(text) - tail :]
 
 
 def printable(text: str, ascii_only: bool = False) -> str:

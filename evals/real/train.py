@@ -219,7 +219,8 @@ def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
         tokenizer(run.out / "base").save_pretrained(run.partial)
     facts = {
         "task": run.task, "seed": run.seed, "kind": run.kind, "rate": RATES[run.kind],
-        "examples": curve[-1]["examples"], "most_examples": run.count, "steps": step, "batch": run.batch,
+        "examples": curve[-1]["examples"], "most_examples": run.count, "steps": step,
+        "batch": run.batch,
         "tokens": work(batches[:step], validation, len(curve)),
         "seconds": round(seconds(), 1), "validation_items": len(validation),
         "base": curve[0], "specialist": curve[-1],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mergekit.common import dtype_from_name
@@ -14,7 +14,6 @@ from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options, by_factors, read_inputs
-from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import plan_only
 from tvb_mergekit.plugin.preflight import input_folders
 from tvb_mergekit.settings import Settings
@@ -25,7 +24,7 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
-from tvb_mergekit.tensors.merging import most_bases, sketch_of
+from tvb_mergekit.tensors.merging import most_bases
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item
@@ -35,12 +34,7 @@ PROCESS = 400_000_000  # bytes of a process that has imported torch, transformer
 
 
 def check_recipe(
-    path: str,
-    document: Document,
-    options: Options,
-    deep: bool,
-    out: str | None,
-    engine: Engine,
+    path: str, document: Document, options: Options, deep: bool, out: str | None, engine: Engine
 ) -> Iterator[str]:
     """Lines about a recipe without problems that would stop a merge.
 
@@ -73,7 +67,11 @@ def check_recipe(
     for task, model, weight in zip(recipe.tasks, recipe.models, recipe.weights, strict=True):
         yield f"  {task}: {model}" + ("" if weight == 1 else f" (weight {weight:g})")
     if plan is not None:
-        yield from _check_plan(plan, deep, out)
+        yield from _costs(plan.tasks, plan.output_bytes, out)
+        if deep:
+            basis = plan.build()
+            assert isinstance(basis, Basis)
+            yield _verdict(basis.num_bases, basis.encoding.retained_energy)
         yield f"Not for tvb build: {refusal}"
     else:
         yield from _check_inputs(inputs, document.raw, out)
@@ -87,19 +85,12 @@ def check_recipe(
 
 def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
     settings, dtype = inputs.settings, inputs.own_dtype
-    numel = sum(item.numel for item in inputs.items)
     bases = most_bases(settings, len(inputs.tasks))
     vectors = bases + (settings.basis == "pca")  # and the mean
     at_most = "up to " if settings.energy is not None else ""
-    store = (
-        f", a store of {at_most}{counted(bases, 'basis')} "
-        f"{megabytes(dtype.itemsize * vectors * numel)} in {dtype_name(dtype)}"
-    )
-    yield from _taking_part(len(inputs.items), numel, inputs.left_out)
-    yield _disk(_merged_bytes(inputs), out, store)
-    passes = 1 if sketch_of(settings, len(inputs.tasks)) is not None else _passes(settings)
-    yield _reading(passes, inputs.nbytes)
-    yield from _matrices(settings, inputs.items, bases)
+    nbytes = dtype.itemsize * vectors * sum(item.numel for item in inputs.items)
+    stored = f"{at_most}{counted(bases, 'basis')} {megabytes(nbytes)} in {dtype_name(dtype)}"
+    yield from _costs(inputs, _merged_bytes(inputs), out, f", a store of {stored}")
     every = [inputs.base, *inputs.sources]
     names = {name for weights in every for name in weights.tensors}
     some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
@@ -115,36 +106,31 @@ def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
         )
 
 
-def _check_plan(plan: Plan, deep: bool, out: str | None) -> Iterator[str]:
-    """Lines about a recipe whose tensors only mergekit's planner knows."""
-    tasks, settings = plan.tasks, plan.recipe.settings
-    yield from _taking_part(
-        len(tasks.items), sum(i.numel for i in tasks.items), plan.tensors.left_out
-    )
-    yield _disk(plan.output_bytes, out)
-    yield _reading(_passes(settings), tasks.nbytes)
-    yield from _matrices(settings, tasks.items, most_bases(settings, len(tasks.tasks)))
-    if deep:
-        basis = plan.build()
-        assert isinstance(basis, Basis)
-        yield _verdict(basis.num_bases, basis.encoding.retained_energy)
-
-
-def _taking_part(count: int, numel: int, left_out: Mapping[str, str]) -> Iterator[str]:
-    yield f"{counted(count, 'tensor')} take part, {numel:,} parameters"
-    found: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        found.setdefault(reason, []).append(name)
-    for reason, names in found.items():
+def _costs(tasks: TaskSet, merged: int, out: str | None, store: str = "") -> Iterator[str]:
+    """The tensors, and the disk, time and memory of a merge; `store` for those of a build."""
+    settings, items = tasks.settings, tasks.items
+    numel = sum(item.numel for item in items)
+    yield f"{counted(len(items), 'tensor')} take part, {numel:,} parameters"
+    reasons: dict[str, list[str]] = {}
+    for name, reason in tasks.left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
         yield f"{len(names)} left to the base, {reason}: {listed(names)}"
-
-
-def _reading(passes: int, nbytes: int) -> str:
-    memory = megabytes(PROCESS + MEMORY)
-    return (
-        f"Time: that of reading {passes} x {megabytes(nbytes)}, and of writing. Memory: at most "
-        f"{memory} in tvb's commands, unless --memory says otherwise"
+    where = Path(os.path.abspath(out or "."))
+    while not where.exists():
+        where = where.parent
+    if out is not None:
+        check_disk(out, merged)
+    free = megabytes(shutil.disk_usage(where).free)
+    yield f"Disk: a merged model {megabytes(merged)}{store}; {free} are free in {where}"
+    passes = 3 if settings.method == "basis_ties" and settings.trim == "model" else 2
+    if store and settings.basis == "rand_proj":
+        passes = 1
+    yield (
+        f"Time: that of reading {passes} x {megabytes(tasks.nbytes)}, and of writing. Memory: at "
+        f"most {megabytes(PROCESS + MEMORY)} in tvb's commands, unless --memory says otherwise"
     )
+    yield from _matrices(settings, items, most_bases(settings, len(tasks.tasks)))
 
 
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:
@@ -193,24 +179,6 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
 def _merged_bytes(inputs: TaskSet) -> int:
     """The size of the merged model in the recipe's dtype."""
     dtype = dtype_from_name(inputs.dtype)
-    total = 0
-    for info in inputs.base.tensors.values():
-        if info.alias_of is None:
-            out = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-            total += info.numel * out.itemsize
-    return total
-
-
-def _disk(merged: int, out: str | None, store: str = "") -> str:
-    """Bytes to write and bytes free. Raises UserError if the disk is too small."""
-    where = Path(os.path.abspath(out or "."))
-    while not where.exists():
-        where = where.parent
-    if out is not None:
-        check_disk(out, merged)
-    free = megabytes(shutil.disk_usage(where).free)
-    return f"Disk: a merged model {megabytes(merged)}{store}; {free} are free in {where}"
-
-
-def _passes(settings: Settings) -> int:
-    return 3 if settings.method == "basis_ties" and settings.trim == "model" else 2
+    own = [info for info in inputs.base.tensors.values() if info.alias_of is None]
+    dtypes = [dtype if dtype and i.dtype.is_floating_point else i.dtype for i in own]
+    return sum(info.numel * out.itemsize for info, out in zip(own, dtypes, strict=True))

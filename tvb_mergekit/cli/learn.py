@@ -232,7 +232,7 @@ def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
     options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
     request = Request(document=document, method=name, options=options, **values)
     costs = run(request, dry_run)
-    for line in costs.lines() if dry_run and ranks.world().leads else ():
+    for line in costs.lines if dry_run and ranks.world().leads else ():
         click.echo(line)
 
 

@@ -75,28 +75,21 @@ def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | No
 
 def document_of(recipe: str, method: str | None, base: str | None) -> Document:
     """A recipe, or the recipe of a store for a method."""
-    if os.path.isdir(recipe):
-        made = _recipe_of(recipe, method, base)
-
-        from tvb_mergekit.plugin.document import from_mapping
-
-        return from_mapping(made)
-    if method is not None or base is not None:
-        raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
-    return read_recipe(recipe)
-
-
-def _recipe_of(store: str, method: str | None, base: str | None) -> dict[str, Any]:
-    """The recipe of a store for a method, with the store's current path."""
+    if not os.path.isdir(recipe):
+        if method is not None or base is not None:
+            raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
+        return read_recipe(recipe)
     from tvb_mergekit.settings import nearest
     from tvb_mergekit.store.recipes import templates
 
-    bases = load_store(store)
-    known = templates(bases.facts, os.path.abspath(store), base_of(bases, base)[0])
+    bases = load_store(recipe)
+    known = templates(bases.facts, os.path.abspath(recipe), base_of(bases, base)[0])
     if method in known:
-        return known[method][1]
+        from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
+
+        return from_mapping(known[method][1])
     if method is None:
-        raise UserError(f"{store} is a store: name a --method, one of {', '.join(known)}")
+        raise UserError(f"{recipe} is a store: name a --method, one of {', '.join(known)}")
     guess = nearest(method, known)
     hint = f"did you mean {guess}? " if guess else ""
     raise UserError(f"--method {method}: {hint}Expected one of {', '.join(known)}")

@@ -49,11 +49,7 @@ class CoefficientMethod(GradientMethod):
 
     def _own_facts(self) -> dict[str, Any]:
         adamerging, request = self.method == "adamerging", self.request
-        facts = {
-            "per": self.per,
-            "blocks": request.blocks,
-            "nonnegative": request.nonnegative,
-        }
+        facts = {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
         return {**facts, "start": self._start().tolist()} if adamerging else facts
 
     def _start(self) -> Tensor:

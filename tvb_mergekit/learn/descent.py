@@ -79,12 +79,8 @@ class Descent:
     def __post_init__(self) -> None:
         self.device, self.world = next(self.model.parameters()).device, ranks.world()
         schedule, variables = self.schedule, self.moving.variables
-        rate = schedule.rate
-        self.optimizer: torch.optim.Optimizer
-        if schedule.mask:
-            self.optimizer = torch.optim.SGD(variables, lr=rate)
-        else:
-            self.optimizer = torch.optim.AdamW(variables, lr=rate, weight_decay=schedule.decay)
+        kind = torch.optim.SGD if schedule.mask else torch.optim.AdamW
+        self.optimizer = kind(variables, lr=schedule.rate, weight_decay=schedule.decay)
         self.history = History()
         self.best = [variable.detach().clone() for variable in variables]
 

@@ -82,12 +82,6 @@ class StatisticsMethod(Work):
         return self.estimate(forward, backward, max(memory, merging), stored * len(self.tasks))
 
     @property
-    def place(self) -> Path:
-        if self.request.source is None:
-            return super().place
-        return Path(self.request.source) / FOLDER / self.folder
-
-    @property
     def outputs(self) -> list[Path]:
         return [self.place / f"{name}.safetensors" for name in slugs(self.tasks)]
 
@@ -119,10 +113,6 @@ class StatisticsMethod(Work):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
             self.tasks_facts.append(facts)
         return self.outputs
-
-    def begin(self) -> None:
-        if self.request.source is None:
-            super().begin()
 
     def learn(self) -> None:
         request, world = self.request, ranks.world()

@@ -21,11 +21,7 @@ from tvb_mergekit.plugin.run import staged, write_model
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.output import (
-    check_new_folder,
-    check_output_folder,
-    warn_of_stale_parts,
-)
+from tvb_mergekit.tensors.output import check_new_folder, check_output_folder, warn_of_stale_parts
 
 LOG = logging.getLogger(__name__)
 METHODS: dict[str, type[Work]] = {
@@ -66,7 +62,8 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
         plan.build()
         assert plan.basis is not None
         began = time.perf_counter()
-        work.begin()
+        if request.source is None:
+            world.share(work.begin)
         work.learn()
         plan.learned = work
         work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began

@@ -43,7 +43,8 @@ def fisher(
         UserError: a loss or a sum is not finite.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator("cpu").manual_seed(_number(seed))
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % 2**63
+    generator = torch.Generator("cpu").manual_seed(number)
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
 
     def add(name: str, gradient: Tensor) -> None:
@@ -58,10 +59,10 @@ def fisher(
                 places = torch.softmax(logits.detach(), -1).cpu()
                 each = torch.multinomial(places, samples, replacement=True, generator=generator)
                 drawn = [column.to(device) for column in each.T]
-            for number, wanted in enumerate(drawn, 1):
+            for wanted in drawn:
                 loss = cross_entropy(logits, wanted, reduction="sum")
                 _check_finite(loss, path, example)
-                loss.backward(retain_graph=number < len(drawn))
+                loss.backward(retain_graph=wanted is not drawn[-1])
             update(1)
     scale = 1 / (len(examples) * max(1, samples))
     return _checked({name: total.mul_(scale).cpu() for name, total in sums.items()}, path)
@@ -108,17 +109,14 @@ def grams(
         size = layer.weight.shape[input_dimension(layer)]
         sums[name] = torch.zeros(size, size, dtype=torch.float64, device=device)
 
-    def adding(total: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def add(layer: nn.Module, given: tuple[Any, ...]) -> None:
-            rows = given[0].detach().reshape(-1, total.shape[0]).float()
-            total.add_(rows.T @ rows)
-
-        return add
+    def add(total: Tensor, layer: nn.Module, given: tuple[Any, ...]) -> None:
+        rows = given[0].detach().reshape(-1, total.shape[0]).float()
+        total.add_(rows.T @ rows)
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for name, layer in layers.items():
-            stack.callback(layer.register_forward_pre_hook(adding(sums[name])).remove)
+            stack.callback(layer.register_forward_pre_hook(partial(add, sums[name])).remove)
         for example in examples:
             logits, labels = _predicted(model, example, device)
             _check_finite(cross_entropy(logits, labels), path, example)
@@ -161,7 +159,3 @@ def _checked(sums: dict[str, Tensor], path: str) -> dict[str, Tensor]:
         if not torch.isfinite(total).all():
             raise UserError(f"{path}: the statistics of tensor `{name}` are not finite")
     return sums
-
-
-def _number(seed: str) -> int:
-    return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % 2**63

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from tvb_mergekit.learn.request import Request
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.store.writer import link
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.merging import most_bases
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import LEAST
@@ -37,38 +36,18 @@ LOG = logging.getLogger(__name__)
 LEARNED = "learned.json"  # in basis/ of a merged model
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CostEstimate:
-    """Passes of one example, and bytes.
+    """Costs in bytes, and all costs in words.
 
     Attributes:
-        at_most: `bases` is an upper bound; the exact number needs the Gram matrix.
-        early: the passes are an upper bound; learning may end early.
-        examples: for each task the number of used examples, and of all.
         memory: without activations.
         disk: of the finished files and the merged model.
     """
 
-    method: str
-    bases: int
-    at_most: bool
-    early: bool
-    examples: Mapping[str, tuple[int, int]]
-    forward: int
-    backward: int
     memory: int
     disk: int
-
-    def lines(self) -> list[str]:
-        used = [f"{task} {some} of {every}" for task, (some, every) in self.examples.items()]
-        passes = "at most " * (self.at_most or self.early)
-        return [
-            f"{self.method} over {'at most ' * self.at_most}{counted(self.bases, 'basis')}",
-            f"Examples: {', '.join(used) or 'none'}",
-            f"Passes of one example: {passes}{self.forward} forward, {self.backward} backward",
-            f"Memory: {megabytes(self.memory)}, without activations",
-            f"Disk: {megabytes(self.disk)}",
-        ]
+    lines: list[str]
 
 
 class Work(ABC):
@@ -76,6 +55,7 @@ class Work(ABC):
 
     Attributes:
         models: the models of the tasks and of the base.
+        place: the folder of the finished files.
         files: the data.
         encoded: for each task its examples as tokens.
         passes: forward and backward passes of one example so far.
@@ -94,9 +74,10 @@ class Work(ABC):
         self.device = plan.engine.devices[0]
         self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)
-        self.tasks = self.models.tasks
+        self.tasks, source = self.models.tasks, request.source
+        self.place = Path(source) / FOLDER / self.folder if source else request.partial
         self.files: list[DataFile] = []
-        if request.source is None and not request.dataless:
+        if source is None and not request.dataless:
             names = None if self.method == "atlas" else self.tasks
             self.files = read_data(request.data, names, self.method == "adamerging")
         self.encoded = {file.task: self._encoded(file) for file in self.files}
@@ -141,11 +122,6 @@ class Work(ABC):
         return 4 * sum(info.numel for info in base.tensors.values())
 
     @property
-    def place(self) -> Path:
-        """The folder of the finished files."""
-        return self.request.partial
-
-    @property
     @abstractmethod
     def outputs(self) -> list[Path]:
         """The files to be finished."""
@@ -167,18 +143,19 @@ class Work(ABC):
         """The method's own entries of learned.json."""
 
     def estimate(self, forward: int, backward: int, memory: int, disk: int) -> CostEstimate:
-        recipe = self.plan.recipe
-        return CostEstimate(
-            method=self.method,
-            bases=self.most_bases,
-            at_most=recipe.store is None and recipe.settings.energy is not None,
-            early=self.by_gradient,
-            examples={f.task: (f.count(self.share), len(f.records)) for f in self.files},
-            forward=forward,
-            backward=backward,
-            memory=memory + LEAST,
-            disk=disk + self.plan.output_bytes,
-        )
+        """Add the merge's own costs. `energy` bounds the number of bases before they are built."""
+        recipe, memory, disk = self.plan.recipe, memory + LEAST, disk + self.plan.output_bytes
+        used = [f"{f.task} {f.count(self.share)} of {len(f.records)}" for f in self.files]
+        bounded = recipe.store is None and recipe.settings.energy is not None
+        passes = "at most " * (bounded or self.by_gradient)  # which may end early
+        lines = [
+            f"{self.method} over {'at most ' * bounded}{counted(self.most_bases, 'basis')}",
+            f"Examples: {', '.join(used) or 'none'}",
+            f"Passes of one example: {passes}{forward} forward, {backward} backward",
+            f"Memory: {megabytes(memory)}, without activations",
+            f"Disk: {megabytes(disk)}",
+        ]
+        return CostEstimate(memory, disk, lines)
 
     def check(self) -> CostEstimate:
         """Estimate the costs.
@@ -219,9 +196,6 @@ class Work(ABC):
 
     def begin(self) -> None:
         """Make OUT.partial; with --resume keep its files, else replace it."""
-        ranks.world().share(self._make_partial)
-
-    def _make_partial(self) -> None:
         partial, resume, left = self.request.partial, self.request.resume, self.finished()
         if left and not resume:
             LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", partial)

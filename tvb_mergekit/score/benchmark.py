@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -63,24 +63,9 @@ class Benchmark:
     def tasks(self) -> tuple[Task, ...]:
         return tuple(task for category in self.categories for task in category.tasks)
 
-    def with_metrics(self, metrics: Mapping[str, str]) -> Benchmark:
-        """Return the benchmark with other metrics (task -> `metric,filter`)."""
-        for name in metrics:
-            known = [task.name for task in self.tasks]
-            check_known(name, known, f"--metric {name}: no such task in {self.name}")
-
-        categories = [
-            replace(
-                c, tasks=tuple(replace(t, metric=metrics.get(t.name, t.metric)) for t in c.tasks)
-            )
-            for c in self.categories
-        ]
-        return replace(self, categories=tuple(categories))
-
     def command(self, missing: Collection[str]) -> str:
         """Return the command that runs the missing tasks, by group if all of a group is missing."""
-        names: list[str] = []
-        options: list[str] = []
+        names, options = list[str](), list[str]()
         for category in self.categories:
             wanted = [task.name for task in category.tasks if task.name in missing]
             complete = category.group and len(wanted) == len(category.tasks)

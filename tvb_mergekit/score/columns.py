@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.score.benchmark import HERE, Benchmark, Task, check_known, read_described
+from tvb_mergekit.score.benchmark import HERE, Benchmark, check_known, read_described
 from tvb_mergekit.score.results import Origin, Results, TaskResult
 
 Kind = Literal["base", "specialists", "model", "reference"]
@@ -86,7 +86,11 @@ def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
 
 
 def measured(
-    label: str, kind: Kind, benchmark: Benchmark, sources: Mapping[str, Results]
+    label: str,
+    kind: Kind,
+    sources: Mapping[str, Results],
+    benchmark: Benchmark,
+    metrics: Mapping[str, str],
 ) -> Column:
     """Make the column of results (category -> its results); categories may be missing."""
     cells = {}
@@ -99,7 +103,8 @@ def measured(
                     f"{label}: {task.name} was run by different models, {listed(models)}: give "
                     "each model a PATH of its own, and each specialist a CATEGORY=PATH"
                 )
-            cells[task.name] = _cell(task, results.tasks[task.name])
+            metric = metrics.get(task.name, task.metric)
+            cells[task.name] = _cell(task.name, metric, results.tasks[task.name])
     if not cells:
         every = {n: r for results in sources.values() for n, r in results.tasks.items()}
         files = sorted({result.origin.file for result in every.values()})
@@ -110,25 +115,19 @@ def measured(
     return Column(label, kind, cells)
 
 
-def _cell(task: Task, result: TaskResult) -> Cell:
-    where, how = f"{result.origin.file}: {task.name} has", f"with --metric {task.name}:METRIC"
-    value = result.metrics.get(task.metric)
+def _cell(task: str, metric: str, result: TaskResult) -> Cell:
+    where, how = f"{result.origin.file}: {task} has", f"with --metric {task}:METRIC"
+    value, stderr = result.metrics.get(metric), result.stderrs.get(metric)
     if value is None:
         known = ", ".join(f"`{key}`" for key in result.metrics)
-        raise UserError(f"{where} no `{task.metric}`: it has {known}; choose one {how}")
+        raise UserError(f"{where} no `{metric}`: it has {known}; choose one {how}")
+    where += f" `{metric}`"
     if not 0 <= value <= 1:
-        raise UserError(
-            f"{where} `{task.metric}` = {value:g}: expected a share in [0, 1]; choose another {how}"
-        )
-    if task.metric.partition(",")[0] in result.lower_is_better:
-        raise UserError(
-            f"{where} `{task.metric}`, which is better when it is lower: choose another {how}"
-        )
-    stderr = result.stderrs.get(task.metric)
-    shares = {key: 100 * x for key, x in result.metrics.items() if 0 <= x <= 1}
-    shares.pop(task.metric)
-    error = None if stderr is None else 100 * stderr
-    return Cell(100 * value, error, task.metric, result.origin, shares)
+        raise UserError(f"{where} = {value:g}: expected a share in [0, 1]; choose another {how}")
+    if metric.partition(",")[0] in result.lower_is_better:
+        raise UserError(f"{where}, which is better when it is lower: choose another {how}")
+    shares = {k: 100 * x for k, x in result.metrics.items() if 0 <= x <= 1 and k != metric}
+    return Cell(100 * value, stderr and 100 * stderr, metric, result.origin, shares)
 
 
 def incomplete(columns: Sequence[Column]) -> list[str]:
@@ -136,14 +135,14 @@ def incomplete(columns: Sequence[Column]) -> list[str]:
     found: dict[str, list[str]] = {}
     for column in columns:
         for task, cell in column.tasks.items():
-            file = cell.origin.file if cell.origin else column.label
-            if cell.origin and cell.origin.limited:
-                line = f"{column.label} (limited): {file} was run with --limit or --samples"
-                found.setdefault(line, []).append(f"{task} ({cell.origin.limited})")
+            origin = cell.origin or Origin(column.label)
+            if origin.limited:
+                line = f"{column.label} (limited): {origin.file} was run with --limit or --samples"
+                found.setdefault(line, []).append(f"{task} ({origin.limited})")
             for key, share in cell.others.items():
                 name = key.partition(",")[0]
                 if share and name in UNJUDGED:
-                    line = f"{column.label}: {file}: {UNJUDGED[name]} (`{name}`)"
+                    line = f"{column.label}: {origin.file}: {UNJUDGED[name]} (`{name}`)"
                     found.setdefault(line, []).append(f"{task} ({share:.2f} %)")
     return [f"{line}: {listed(tasks)}" for line, tasks in found.items()]
 
@@ -155,7 +154,11 @@ def differing(benchmark: Benchmark, columns: Sequence[Column]) -> list[str]:
     """
     found: dict[tuple[str, str, str], list[str]] = {}
     for task in benchmark.tasks:
-        runs = [_settings(column, task) for column in columns if task.name in column.tasks]
+        runs = list[tuple[str, dict[str, str]]]()
+        for column in columns:
+            if cell := column.tasks.get(task.name):
+                origin, metric = cell.origin or Origin(column.label), cell.metric or task.metric
+                runs.append((origin.file, {"the metric": metric, **origin.settings}))
         for file, other in runs[1:]:
             first, one = runs[0]
             for key in (key for key in one.keys() & other.keys() if one[key] != other[key]):
@@ -165,12 +168,3 @@ def differing(benchmark: Benchmark, columns: Sequence[Column]) -> list[str]:
         f"{what} differs between {one} and {other}: {listed(tasks)}"
         for (what, one, other), tasks in sorted(found.items())
     ]
-
-
-def _settings(column: Column, task: Task) -> tuple[str, dict[str, str]]:
-    """Return the file of a score, and the settings that the score depends on."""
-    cell = column.tasks[task.name]
-    metric = {"the metric": cell.metric or task.metric}
-    if cell.origin is None:
-        return column.label, metric
-    return cell.origin.file, metric | dict(cell.origin.settings)

@@ -81,7 +81,6 @@ def _read(cell: Cell, task: str) -> TaskAnswers:
     except UserError as error:
         return TaskAnswers(None, {}, f"as {error}")
     mean = sum(score for *_, score in items.values()) / max(len(items), 1)
-    why = None
     if len(items) < (count := count_items(cell)):
         why = f"whose {path} holds {len(items)} of {count} items"
         if max(items, default=0) < count:  # else `lm_eval --samples` chose the items
@@ -89,6 +88,8 @@ def _read(cell: Cell, task: str) -> TaskAnswers:
             why += f" (item {lost} is missing)"
     elif not numbers or not abs(mean - cell.value) <= 0.01:  # the mean may be NaN
         why = f"whose `{cell.metric}` is not the mean over the items in samples"
+    else:
+        why = None
     return TaskAnswers(signs, items, why, cell.origin.settings)
 
 
@@ -98,13 +99,15 @@ def _subtracted(one: TaskAnswers, other: TaskAnswers) -> Floats | tuple[str, str
     Documents under other ids are paired by their hashes.
     """
     items = other.items
-    if {i: found[0] for i, found in one.items.items()} != {i: f[0] for i, f in items.items()}:
-        mine, theirs = (Counter(f[0] for f in found.items.values()) for found in (one, other))
-        if mine != theirs:
-            return "items", _first_other(one, other)
-        if max(mine.values()) > 1:
+    mine, theirs = ({i: f[0] for i, f in answers.items.items()} for answers in (one, other))
+    if mine != theirs:
+        if Counter(mine.values()) != Counter(theirs.values()):
+            first = min(i for i in mine.keys() | theirs if mine.get(i) != theirs.get(i))
+            both = first in mine and first in theirs
+            return "items", f"item {first} is {'another document' if both else 'missing in one'}"
+        if len(set(mine.values())) < len(mine):
             return "items", "the same documents in another order, and some of them twice"
-        ids = {document: i for i, (document, *_) in one.items.items()}
+        ids = {document: i for i, document in mine.items()}
         items = {ids[found[0]]: found for found in items.values()}
     known = one.settings.keys() & other.settings.keys()
     causes = [k for k in PROMPTS if k in known and one.settings[k] != other.settings[k]]
@@ -113,15 +116,6 @@ def _subtracted(one: TaskAnswers, other: TaskAnswers) -> Floats | tuple[str, str
         if prompt != second if prompt and second else causes:
             return "prompts", ", ".join(causes) or f"item {doc_id}"
     return np.array([items[i][2] - score for i, (*_, score) in one.items.items()])
-
-
-def _first_other(one: TaskAnswers, other: TaskAnswers) -> str:
-    for doc_id in sorted(one.items.keys() | other.items.keys()):
-        if doc_id not in one.items or doc_id not in other.items:
-            return f"item {doc_id} is missing in one"
-        if one.items[doc_id][0] != other.items[doc_id][0]:
-            return f"item {doc_id} is another document"
-    raise AssertionError("the items are the same")
 
 
 def _weights(table: Table) -> dict[str, float]:

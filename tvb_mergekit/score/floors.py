@@ -93,19 +93,15 @@ class Signs:
             self.counts[sign] += 1
             text = sample.answers[0] if sample.answers else ""
             answer = Answer(sample.doc_id, text[:LONGEST], sample.target[:LONGEST])
-            kept = [*self.first.get(sign, ()), (not _wrong(sample), answer)]
+            kept = [*self.first.get(sign, ()), (not sample.wrong, answer)]
             self.first[sign] = sorted(kept, key=lambda pair: pair[0])[:SHOWN]
 
     def share(self, sign: str) -> float:
-        return self.counts[sign] / self.items if self.items else 0.0
-
-    def of(self, sign: str) -> str:
-        return f"{self.counts[sign]} of {self.items} items"
+        return self.counts[sign] / max(self.items, 1)
 
 
 def _signs(sample: Sample) -> list[str]:
-    target, answers = sample.target, sample.answers
-    wrong = _wrong(sample)
+    target, answers, wrong = sample.target, sample.answers, sample.wrong
     silent = _most(NOTHING.fullmatch(text) is not None for text in answers)
     unread = _most(NOTHING.fullmatch(text) is not None for text in sample.found)
     flags = {
@@ -146,10 +142,6 @@ def _wanted(target: str) -> str:
     return target.rpartition("####")[2].strip()
 
 
-def _wrong(sample: Sample) -> bool:
-    return sample.score is not None and sample.score <= 0
-
-
 def _most(flags: Iterator[bool]) -> bool:
     known = list(flags)
     return 2 * sum(known) > len(known)
@@ -162,12 +154,12 @@ def remark(column: Column, category: Category, task: Task, signs: Signs | None) 
     if items < FEWEST:
         return None
     low = category.floors and cell.value / 100 <= FLOOR
-    reasons = [] if signs is None else _odd_answers(cell.value, signs, low, category.programs)
     lenient = cell.others.get(task.lenient)
-    if signs is not None:  # announced answers were read, so they are wrong
-        excused = signs.share("given") > GIVEN
+    if signs is not None:
+        reasons = _odd_answers(cell.value, signs, low, category.programs)
+        excused = signs.share("given") > GIVEN  # announced answers were read, so they are wrong
     else:
-        excused = lenient is not None and lenient <= 100 * FLOOR
+        reasons, excused = [], lenient is not None and lenient <= 100 * FLOOR
     if low and not excused and (label := _healthy_neighbour(column, category, cell, items)):
         reasons.append((f"{cell.value:.2f} beside {label}", "wrong"))
     if lenient is not None and lenient - cell.value > 100 * SPOILED:
@@ -195,7 +187,8 @@ def _odd_answers(score: float, signs: Signs, low: bool, programs: bool) -> list[
     if letters and len(signs.wanted) > 1 and score / 100 < LETTER:
         letter = max(letters, key=signs.counts.__getitem__)
         limits.append((letter, LETTER, f"{letter} chosen in"))
-    return [(f"{text} {signs.of(s)}", s) for s, most, text in limits if signs.share(s) > most]
+    shown = [(sign, text) for sign, most, text in limits if signs.share(sign) > most]
+    return [(f"{text} {signs.counts[s]} of {signs.items} items", s) for s, text in shown]
 
 
 def _healthy_neighbour(column: Column, category: Category, cell: Cell, items: int) -> str | None:

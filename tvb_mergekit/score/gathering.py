@@ -44,22 +44,18 @@ def gather(
         raise UserError("--show-reference needs --reference paper, or a file")
     if not own_results and not show_reference:
         raise UserError("nothing to score: name result files of lm_eval, or folders of them")
-    models = _read_all(
-        [(label or _label(place), place) for label, place in map(_named, paths)],
-        "two columns are called {}: give one another label, LABEL=PATH",
-    )
+    named = [(label or _label(place), place) for label, place in map(_named, paths)]
+    models = _read_all(named, "two columns are called {}: give one another label, LABEL=PATH")
     own = _read_all(  # "" for all other categories
-        list(map(_named, specialists)),
+        [*map(_named, specialists)],
         "--specialist names {} twice: give each category one, CATEGORY=PATH",
     )
     base_results = None if base is None else read_results(base)
     if benchmark is None and reference is not None and not own_results:
         benchmark = read_reference(reference).benchmark
-    if benchmark is None:
-        every = [*models.values(), *own.values(), *([base_results] if base_results else [])]
-        described = find_benchmark(name for results in every for name in results.tasks)
-    else:
-        described = read_benchmark(benchmark)
+    every = [*models.values(), *own.values(), *([base_results] if base_results else [])]
+    names = [name for results in every for name in results.tasks]
+    described = read_benchmark(benchmark) if benchmark else find_benchmark(names)
     if (rest := own.pop("", None)) is not None:
         own = {category.name: rest for category in described.categories} | own
     found = table(
@@ -136,9 +132,6 @@ def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]
     # file names may hold bytes that are not UTF-8
     files = {n: t.encode(errors="backslashreplace") for n, t in zip(FILES, texts, strict=True)}
     files |= {f"radar.{suffix}": picture for suffix, picture in radars.items()}
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    Path(out).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         write_file(Path(out, name), data)

@@ -121,5 +121,4 @@ def _facts(file: Path) -> str | Sheet:
     for name, value in shown.items():
         if isinstance(value, dict):
             shown[name] = ", ".join(f"{k} {v}" for k, v in value.items())
-    rows = [(name, str(value)) for name, value in shown.items()]
-    return Sheet("", ("", "value"), rows, ("value",))
+    return Sheet("", ("", "value"), [(n, str(v)) for n, v in shown.items()], ("value",))

@@ -66,7 +66,15 @@ def _figure(table: Table, by: By) -> Figure:
     axes: Any = figure.add_subplot(projection="polar")
     step, top = 2 * math.pi / len(parts), 20 * math.ceil((highest + 5) / 20)
     angles = step * np.arange(len(parts))
-    _set_axes(axes, top, angles, [_short(part.label) for part in parts], step)
+    axes.set(theta_zero_location="N", theta_direction=-1, ylim=(0, top))
+    axes.set(yticks=range(40, top + 1, 40), rlabel_position=math.degrees(step / 2))
+    axes.tick_params(axis="y", labelsize=8, labelcolor="#555555")
+    axes.tick_params(axis="x", pad=6)
+    axes.grid(color="white", linewidth=0.9)
+    axes.spines["polar"].set_visible(False)
+    axes.set_xticks(angles, [_short(part.label) for part in parts])
+    for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
+        label.set_ha("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
     wedges = _draw_wedges(axes, table.compared, top, step, by)
     circle = np.linspace(0, 2 * math.pi, 361), np.full(361, 100.0)
     axes.plot(*circle, color=DARK, lw=1.2, linestyle=(0, (4, 2)), label="specialists: 100")
@@ -87,18 +95,6 @@ def _figure(table: Table, by: By) -> Figure:
     figure.legend(handles=wedges, loc="outside lower right")
     figure.legend(handles=lines, title="normalized accuracy", loc="outside lower left")
     return figure
-
-
-def _set_axes(axes: Any, top: int, angles: Any, labels: list[str], step: float) -> None:
-    axes.set(theta_zero_location="N", theta_direction=-1, ylim=(0, top))
-    axes.set(yticks=range(40, top + 1, 40), rlabel_position=math.degrees(step / 2))
-    axes.tick_params(axis="y", labelsize=8, labelcolor="#555555")
-    axes.tick_params(axis="x", pad=6)
-    axes.grid(color="white", linewidth=0.9)
-    axes.spines["polar"].set_visible(False)
-    axes.set_xticks(angles, labels)
-    for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
-        label.set_ha("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
 
 
 def _draw_wedges(

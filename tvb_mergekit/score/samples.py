@@ -37,6 +37,10 @@ class Sample:
     target: str
     wanted: str | None = None  # the right choice in any spelling, if there are several
 
+    @property
+    def wrong(self) -> bool:
+        return self.score is not None and self.score <= 0
+
 
 class _Line(pydantic.BaseModel):
     """The keys of a line that are read; metrics are extra keys."""

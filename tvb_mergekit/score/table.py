@@ -13,10 +13,10 @@ the total has none.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from tvb_mergekit import __version__
@@ -69,9 +69,7 @@ class Table:
         if isinstance(part, Task):
             return column.tasks.get(part.name)
         total, count = _sum([self.score(column, task) for task in part.tasks]), len(part.tasks)
-        if total is None:
-            return None
-        return Cell(total.value / count, None if total.stderr is None else total.stderr / count)
+        return total and Cell(total.value / count, total.stderr and total.stderr / count)
 
     def relative(self, column: Column, part: Task | Category) -> float | None:
         """Return the score in percent of the specialist's."""
@@ -79,7 +77,7 @@ class Table:
         best = self.score(self.specialists, part) if self.specialists else None
         return 100 * own.value / best.value if own and best and best.value > 0 else None
 
-    @cached_property
+    @functools.cached_property
     def compared(self) -> tuple[Category, ...]:
         """The categories in normalized accuracies."""
         return tuple(
@@ -107,10 +105,8 @@ class Table:
         own, total = (_sum([self.score(c, part) for part in self.compared]) for c in (column, best))
         if own is None or total is None or total.value <= 0:
             return None
-        if column is best:
-            return Cell(100.0)  # a constant
         ratio = own.value / total.value
-        if own.stderr is None or total.stderr is None:
+        if column is best or own.stderr is None or total.stderr is None:  # 100 is a constant
             return Cell(100 * ratio)
         return Cell(100 * ratio, 100 * math.hypot(own.stderr, ratio * total.stderr) / total.value)
 
@@ -197,29 +193,31 @@ def table(
     Raises:
         UserError: unknown names, results that lack the tasks, ambiguous or unsuitable scores.
     """
-    specialists = specialists or {}
-    usual, benchmark = benchmark, benchmark.with_metrics(metrics or {})
+    specialists, metrics = specialists or {}, metrics or {}
+    for name in metrics:
+        known = [task.name for task in benchmark.tasks]
+        check_known(name, known, f"--metric {name}: no such task in {benchmark.name}")
     known = [category.name for category in benchmark.categories]
     for name in specialists:
         check_known(name, known, f"--specialist {name}: no such category in {benchmark.name}")
-    columns = []
-    if base is not None:
-        columns.append(measured("base", "base", benchmark, dict.fromkeys(known, base)))
+
+    column = functools.partial(measured, benchmark=benchmark, metrics=metrics)
+    columns = [] if base is None else [column("base", "base", dict.fromkeys(known, base))]
     if specialists:
-        columns.append(measured("specialists", "specialists", benchmark, specialists))
-    named: list[Column] = []
+        columns.append(column("specialists", "specialists", specialists))
+    others: list[Column] = []
     if reference is not None:
-        named = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
-    leading = [column for column in named if column.kind == "specialists" and not specialists]
-    if reference is not None and not specialists and not leading:
-        raise UserError(
-            f"the reference {reference.name} has no specialists: name them with --specialist"
-        )
-    columns += leading
-    for label, results in models.items():
-        columns.append(measured(label, "model", benchmark, dict.fromkeys(known, results)))
-    if show_reference:
-        columns += [replace(c, kind="reference") for c in named if c not in leading]
+        others = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
+    if reference is not None and not specialists:
+        leading = [c for c in others if c.kind == "specialists"]
+        if not leading:
+            raise UserError(
+                f"the reference {reference.name} has no specialists: name them with --specialist"
+            )
+        columns += leading
+        others = [c for c in others if c not in leading]
+    columns += [column(name, "model", dict.fromkeys(known, m)) for name, m in models.items()]
+    columns += [replace(c, kind="reference") for c in others if show_reference]
     if twice := repeated([column.label for column in columns]):
         raise UserError(f"two columns are called {twice}: give one another label, LABEL=PATH")
     every = [*models.values(), *([base] if base else []), *specialists.values()]
@@ -227,7 +225,7 @@ def table(
         *(note for results in every for note in results.notes),
         *([f"{reference.name}: {reference.note}"] if reference and reference.note else []),
         *incomplete(columns),
-        *differing(usual, columns),
+        *differing(benchmark, columns),
     ]
     return Table(benchmark, tuple(columns), partial, tuple(dict.fromkeys(warnings)))
 

@@ -68,24 +68,6 @@ class Line:
                 yield name, place, value
 
 
-def flattened(
-    model: torch.nn.Module, folder: Path
-) -> tuple[dict[str, tuple[Tensor, torch.dtype]], list[str]]:
-    """Flatten the tensors of a loaded model, under names and with dtypes of its files.
-
-    Returns:
-        The tensors, and the names of those that the files lack or lay out in another way.
-    """
-    files = Checkpoint.open(folder)
-    live, others = live_tensors(model, files)
-    flat = {
-        name: (tensor.view(-1), files.tensors[name].dtype)
-        for name, tensor in live.items()
-        if tensor.is_contiguous() and tuple(tensor.shape) == files.tensors[name].shape
-    }
-    return flat, [*others, *(name for name in live if name not in flat)]
-
-
 class MovingModel:
     """An lm-eval model at any point.
 
@@ -128,8 +110,14 @@ class MovingModel:
         if not recipe.linear:
             return f"{recipe.method} draws at random and is not linear in {recipe.key}"
         self._reload(self.begin)
-        live, lost = flattened(self._lm.model, self.work / "model")
-        if lost:
+        stored = Checkpoint.open(self.work / "model")
+        tensors, unknown = live_tensors(self._lm.model, stored)
+        live = {
+            name: (tensor.view(-1), stored.tensors[name].dtype)
+            for name, tensor in tensors.items()
+            if tensor.is_contiguous() and tuple(tensor.shape) == stored.tensors[name].shape
+        }
+        if lost := [*unknown, *(name for name in tensors if name not in live)]:
             return f"the loaded model and its files have different names for {listed(lost)}"
         start, direction = self.work / "start", self.work / "direction"
         unit = recipe.draw(start, direction, bars(self.quiet))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  # of tune.json
 LABEL = 24  # characters of a column's head
+NAMES = {"target": "score", "control": "control"}  # of the means in tune.json
 NO_PICTURE = "no curve.png without matplotlib: pip install 'tvb-mergekit[plot]'"
 
 
@@ -88,8 +89,7 @@ def summary(tuned: Tuned) -> dict[str, Any]:
 def _point(tuned: Tuned, point: Point) -> dict[str, Any]:
     return {
         tuned.recipe.key: point.value,
-        "score": asdict(point.target),
-        **({} if point.control is None else {"control": asdict(point.control)}),
+        **{NAMES[role]: asdict(mean) for role, mean in point.means.items()},
         "tasks": {name: asdict(scored) for name, scored in point.scored.items()},
     }
 
@@ -104,9 +104,8 @@ def sheet(tuned: Tuned) -> Sheet:
     rows = []
     for point in sorted(tuned.points, key=lambda point: point.value):
         star = " *" if point.value == tuned.best.value else ""
-        means = [point.target, *([point.control] if point.control else [])]
         each = [goal.of(task, point.scored[task.name]) for _, goal, task in tasks]
-        rows.append((f"{point.value:g}{star}", *map(_number, [*means, *each])))
+        rows.append((f"{point.value:g}{star}", *map(_number, [*point.means.values(), *each])))
     return Sheet(headline(tuned), tuple(head), rows)
 
 
@@ -121,9 +120,8 @@ def _number(estimate: Estimate) -> str:
 
 def headline(tuned: Tuned) -> str:
     """Return the result in one line."""
-    best = tuned.best
-    control = f", control {_number(best.control)}" if best.control else ""
-    return f"{tuned.recipe.key} {best.value:g}: {_number(best.target)}{control}"
+    means = ", control ".join(map(_number, tuned.best.means.values()))
+    return f"{tuned.recipe.key} {tuned.best.value:g}: {means}"
 
 
 def print_table(tuned: Tuned, console: Console) -> None:
@@ -196,9 +194,10 @@ def _figure(tuned: Tuned) -> Figure:
         how: dict[str, Any] = {"color": colour, "ecolor": PALE, "label": printable(label)}
         axes.errorbar(values, means, errors, fmt="o-", markersize=4, elinewidth=0.8, **how)
 
-    curve("mean" if several else goal.tasks[0].name, BLUE, [point.target for point in points])
-    controls = [point.control for point in points if point.control is not None]
-    if controls:
+    label = "mean" if several else goal.tasks[0].name
+    curve(label, BLUE, [point.means["target"] for point in points])
+    if "control" in tuned.goals:
+        controls = [point.means["control"] for point in points]
         names = [task.name for task in tuned.goals["control"].tasks]
         curve(f"control: {listed(names)}", ORANGE, controls)
         keep = tuned.request.keep

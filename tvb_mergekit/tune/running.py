@@ -61,12 +61,11 @@ class TuneRequest(LmEval):
 
 @dataclass(frozen=True)
 class Point:
-    """A coefficient with its scores by task, and their means."""
+    """A coefficient with its scores by task, and their mean for each role of `Tuned.goals`."""
 
     value: float
     scored: Mapping[str, Scored]
-    target: Estimate
-    control: Estimate | None
+    means: Mapping[str, Estimate]
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class Scorer:
                 found[task.name] = scored
                 self.bar.update()
             means = {role: goal.mean(found) for role, goal in self.goals.items()}
-            self.points[value] = Point(value, found, means["target"], means.get("control"))
+            self.points[value] = Point(value, found, means)
         return self.points[value]
 
 
@@ -233,15 +232,12 @@ def _search(request: TuneRequest, points: Sequence[float], scorer: Scorer) -> fl
     sign = -1 if scorer.goals["target"].lower else 1
 
     def target(value: float) -> float:
-        return sign * scorer.point(value).target.value
+        return sign * scorer.point(value).means["target"].value
+
+    def control(value: float) -> float:
+        return scorer.point(value).means["control"].value
 
     if "control" in scorer.goals:
-
-        def control(value: float) -> float:
-            found = scorer.point(value).control
-            assert found is not None
-            return found.value
-
         every = sorted({0.0, *points})
         scorer.bar.reset(len(every) * len(scorer.tasks))
         if control(0.0) <= 0:
