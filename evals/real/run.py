@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from real.model import LONGEST, Example, answers, autocast, encode, endings, evaluate, predict
-from real.tasks import OUTSIDE, TASKS, Item, metric, read
+from real.tasks import GRADED, OUTSIDE, TASKS, Item, metric, read
 
-GENERATED = ("multi30k_en_de", "geoquery_sql")  # other answers than the expected one are right, too
+GENERATED = (*GRADED, "geoquery_sql")  # other answers than the expected one count, too
 SPOKEN = 50  # items of such a task, which cost as much as hundreds of others
 TEXT = "subj/raw/data__raw__subj.objective"  # of no task with a specialist
 LINES = 200  # of it
@@ -82,9 +82,9 @@ class Run(run.Run):
         return list(zip(docs, encode(self.tokenizer, items), strict=True))
 
     def ask(self, packed: list[tuple[Doc, Example]]) -> Scores:
-        """Exact match by one pass; for test items of two tasks the metric of generated answers.
+        """Exact match by one pass; for test items of GENERATED the metric of generated answers.
 
-        Validation items, which choose coefficients, are not generated. Translations have the share
+        Validation items, which choose coefficients, are not generated. Graded tasks have the share
         of right tokens there.
         """
         found: Scores = {doc["task"]: [] for doc, _ in packed}
@@ -93,8 +93,8 @@ class Run(run.Run):
         once = [(doc, e) for doc, e in packed if doc["task"] not in spoken]
         shares, _ = evaluate(self.model, [e for _, e in once], self.ends)
         for (doc, _), share in zip(once, shares, strict=True):
-            translated = doc["task"] == GENERATED[0]
-            found[doc["task"]].append(share if translated else float(share == 1))
+            graded = doc["task"] in GRADED
+            found[doc["task"]].append(share if graded else float(share == 1))
         for task in spoken:
             some = [(doc, e) for doc, e in packed if doc["task"] == task][:SPOKEN]
             most = min(LONGEST, max(len(e.ids) - e.start for _, e in some))

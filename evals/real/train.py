@@ -41,6 +41,7 @@ from transformers.utils import logging
 from real.model import Example, bucketed, drawn, encode, endings, evaluate, loss
 from real.tasks import SHIPPED, TASKS, read
 
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # of the base, in adapters
 BATCH = {"full": 16, "lora16": 4, "lora4": 4}  # small ones cost nothing where few weights move
 SLOW = {"banking77", "nl2bash", "geoquery_sql", "multi30k_en_de"}  # half as large, if in full
 EVERY = 400  # examples between evaluations
@@ -138,6 +139,7 @@ def load(run: Run, device: str) -> Any:
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, config)
+        model.peft_config["default"].base_model_name_or_path = NAME
     return model
 
 

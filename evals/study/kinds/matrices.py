@@ -92,9 +92,11 @@ is_matrix = resolve_settings("basis_iso", {}, ("any",)).is_matrix
 def matrices(run: Run, cell: Cell) -> dict[str, Any]:
     """Merges of some bases, lambda searched and not."""
     bases = built(run, cell)
+    found = {how: direction(run, bases, how) for how in cell["merges"]}
+    del bases  # T models in memory, where M = T
     items, merges = used(run, cell), {}
-    for how in cell["merges"]:
-        along = Direction(run, direction(run, bases, how))
+    for how, vector in found.items():
+        along = Direction(run, vector)
         start, fixed = start_of(cell), ALL[how].fixed
         best, curve = along.search(cell["lambdas"], run.tasks, items, start)
         asked = "test", run.tasks, cell["tested"]
