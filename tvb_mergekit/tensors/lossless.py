@@ -1,4 +1,4 @@
-"""Models stored as differences from their base, of which every bit comes back.
+"""Models stored without loss, as differences from their base.
 
 A tensor is cut into blocks of 2^17 elements. `units` codes a block of 16-bit weights next to the
 base's; other blocks are compressed alone. Each has a checksum. `docs/files.md` has the format.
@@ -212,7 +212,7 @@ class Kept:
         return json.dumps({"version": VERSION, "tensors": tensors})
 
     def most(self, item: Item) -> int:
-        """The most bytes of a tensor. How many are written is known at its end."""
+        """The most bytes of a tensor; the number that is written is known at its end."""
         size = item.numel * self.dtypes[item.name].itemsize
         return size + INDEX.itemsize * -(-item.numel // BLOCK)
 
