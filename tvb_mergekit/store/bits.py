@@ -25,6 +25,7 @@ from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.layout import chunk_length
 from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
@@ -218,6 +219,9 @@ def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
             )
     if not bases.scales[order].eq(1).all():  # G is of the weighted models
         return None
+    chunks = [chunk_length(count, "cpu") for count in (len(order), len(facts.tasks))]
+    if facts.store.codec == "lossless" and chunks[0] != chunks[1]:
+        return None  # the last digits of G would not be those of the models
     sizes = [facts.matrix_norms[name] for name in ("base", *(facts.tasks[k] for k in order))]
     return GramSums(
         gram,
