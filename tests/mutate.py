@@ -54,6 +54,20 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/localize.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
         ("learn/coefficients.py", "basis.scale * torch.outer", "torch.outer"),
     ],
+    "test_lossless.py": [
+        ("tensors/units.py", "15) & 0x7FFF)", "15) & 0x7FFE)"),
+        ("tensors/units.py", "over - 255 >> 8", "over >> 8"),
+        ("tensors/units.py", "(unit << 1) ^ (unit >> 31)", "unit << 1"),
+        ("tensors/units.py", "8 * over_two <", "0 * over_two <"),
+        ("tensors/lossless.py", " or _checksum(theta) != checksum", ""),
+        ("tensors/lossless.py", "part.copy_(whole[low - first :", "part.copy_(whole[0 * first :"),
+    ],
+    "test_lossless_store.py -k 'exports or live or addition or join'": [
+        ("store/export.py", "matrix[used].tolist() == [[1.0]]", "False"),
+        ("store/export.py", "float(column[used[0]]) == 1.0", "True"),
+        ("store/store.py", "return self.weights\n        return", "pass\n        return"),
+        ("store/task_vectors.py", " * scales.outer(scales)", ""),
+    ],
     "test_learn_gradients.py -k 'make_the_model or mixture'": [
         ("learn/coefficients.py", "number < more", "number >= blocks - more"),
         ("learn/batches.py", "end + weight * total", "end + total / len(tasks)"),

@@ -309,7 +309,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
                   "device": torch.device("cpu")},
         "attach": {"model": model, "store": bases, "base": base},
     }  # fmt: skip
-    functions["build"] |= {"size": None}
+    functions["build"] |= {"size": None, "lossless": False}
     functions["build"].pop("weight")
     for name, good in functions.items():
         keys = [*inspect.signature(getattr(tvb, name)).parameters]

@@ -425,7 +425,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
     "compress alone": (
         "add {z} {m} --task new --compress ae",
-        "as codes; --budget M",
+        "keeps all tasks; --budget M",
     ),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
     "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
@@ -473,7 +473,7 @@ def test_mergekits_own_methods_are_told_the_way_out(made, llamas, tmp_path):
     for method in ("task_arithmetic", "linear"):
         its = recipe(method, llamas.base, listed, weight=1.0)
         said = merge(its, tmp_path / "out", fails=True).output
-        assert "is a task vector as codes" in said and "tvb export STORE --all DIR" in said
+        assert "is a task vector of a store" in said and "tvb export STORE --all DIR" in said
     named = recipe("basis_ta", llamas.base, listed, {0: {"task": "x"}})
     assert "its store knows the name" in merge(named, tmp_path / "out", fails=True).output
 

@@ -40,6 +40,7 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
 @option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
 @option("--size", metavar="SIZE", help="Store codes of SIZE bytes in all, such as 2GB.")
+@flag("--lossless", help="Keep all models to the bit, as differences from the base.")
 @flag("--resume", help="Continue an interrupted build.")
 def build(
     recipe: str,
@@ -47,6 +48,7 @@ def build(
     dtype: DtypeName | None,
     bits: float | None,
     size: str | None,
+    lossless: bool,
     **values: Any,
 ) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
@@ -56,6 +58,8 @@ def build(
 
     With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
     then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
+
+    With --lossless STORE holds the models in bfloat16 or float16 to the bit.
 
     \b
     Example:
@@ -68,11 +72,13 @@ def build(
     quantize = _quantize(bits, size)
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
+    if lossless and (quantize or dtype):
+        raise UserError("--lossless goes with none of --bits, --size, --dtype")
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
     document = read_recipe(recipe)
-    if quantize:
+    if quantize or lossless:
         document.whole_tasks()
 
     from tvb_mergekit.cli.inspect import error_line, store_line
@@ -88,10 +94,13 @@ def build(
         engine,
         dtype=_dtype(dtype) or inputs.own_dtype,
         quantize=quantize,
+        lossless=lossless,
         resume=values["resume"],
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
+    if lossless:
+        kept = "; every bit comes back"
     if quantize:
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")

@@ -25,7 +25,8 @@ from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
-from tvb_mergekit.tensors.stream import Holds, Item, Part
+from tvb_mergekit.tensors.source import Holds
+from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet, match
 
 LOG = logging.getLogger(__name__)

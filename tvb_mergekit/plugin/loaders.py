@@ -18,6 +18,8 @@ from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
+from tvb_mergekit.tensors.lossless import KEY as LOSSLESS
+from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.quantized import KEY, Codes
 from tvb_mergekit.tensors.sparse import KEY as SPARSE
 from tvb_mergekit.tensors.sparse import Sparse
@@ -79,9 +81,10 @@ def open_model(path: str) -> Checkpoint:
     opened = Checkpoint.open(path)
     metadata = metadata_of(opened.folder / opened.shards[0])
     # Codes and sparse vectors have all attributes of a checkpoint that a merge needs.
-    if KEY in metadata:
-        return cast(Checkpoint, Codes.open(path))
-    return cast(Checkpoint, Sparse.open(path)) if SPARSE in metadata else opened
+    for key, codec in ((KEY, Codes), (SPARSE, Sparse), (LOSSLESS, Lossless)):
+        if key in metadata:
+            return cast(Checkpoint, codec.open(path))
+    return opened
 
 
 @contextmanager

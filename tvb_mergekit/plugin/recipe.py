@@ -139,7 +139,7 @@ def read_recipe(config: BaseModel) -> Recipe:
         if named := next((model for model in models if (model, "task") in own), None):
             raise UserError(f"`task` of {named}: its store knows the name; leave it out")
         settings = vectors.settings(method, given)
-        return Recipe(settings, base, models, vectors.names, weights, vectors)
+        return Recipe(settings, base, models, vectors.names, vectors.weights(weights), vectors)
     tasks = tuple(
         own.get((model, "task"))
         or default_task_name(model.model.path, model.lora.path if model.lora else None)

@@ -51,8 +51,15 @@ class StoreVectors:
     @property
     def built(self) -> Sequence[float]:
         """The scales that the vectors have already, if they are task vectors."""
-        scales: list[float] = self.bases.weights[list(self.order)].tolist()
-        return scales if self.keeps_tasks else ()
+        if not self.keeps_tasks:
+            return ()
+        scales: list[float] = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
+        return scales
+
+    def weights(self, given: Sequence[float]) -> tuple[float, ...]:
+        """The scales of the vectors in a merge, for the weights that its recipe gives."""
+        scales = self.bases.scales[list(self.order)].tolist()
+        return tuple(each * scale for each, scale in zip(given, scales, strict=True))
 
     def settings(self, method: str, given: Mapping[str, Any]) -> Settings:
         """The settings of a merge.
@@ -155,7 +162,7 @@ def refuse_bases(paths: Sequence[str], method: str) -> None:
         folder = Path(path).parent if os.path.isfile(path) else Path(path)
         if store.is_store(folder.parent) and store.read_store_facts(folder.parent).keeps_tasks:
             raise UserError(
-                f"model {path} is a task vector as codes, and {method} takes models: write them "
+                f"model {path} is a task vector of a store, and {method} takes models: write them "
                 "all with `tvb export STORE --all DIR`, or one with `--task`"
             )
         raise UserError(

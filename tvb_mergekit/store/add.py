@@ -170,7 +170,7 @@ class _Addition:
             held["encoder"],
             held["decoder"],
             # The Gram matrix of a store of codes is of the task vectors before their codes.
-            held.get("gram") if self.exact else None,
+            held.get("gram") if bases.facts.store.codec != "codes" else None,
             held.get("basis_weights"),
             held["norms"],
             held["errors"],
@@ -180,6 +180,7 @@ class _Addition:
         # The factors of the bases and of the new model's difference in the new bases.
         self.matrix = self.step.matrix.clone()
         self.matrix[-1] *= self.inputs.weights[0]
+        self.matrix[:-1] *= bases.scales[:, None]
 
     def in_memory(self) -> Bases:
         """The new bases as state dicts."""

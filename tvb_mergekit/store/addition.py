@@ -59,8 +59,12 @@ class Growth:
         if bases.keeps_tasks and self.budget is None:
             if self.compress:
                 raise UserError(
-                    f"--compress: {bases.place} keeps all tasks as codes; --budget M turns them "
-                    "into bases"
+                    f"--compress: {bases.place} keeps all tasks; --budget M turns them into bases"
+                )
+            if self.bits and bases.facts.store.codec == "lossless":
+                raise UserError(
+                    f"--bits: {bases.place} keeps all tasks without loss, the new one too; leave "
+                    "--bits out"
                 )
             return True
         if self.bits:
@@ -135,7 +139,7 @@ def new_sums(
     if reason := unlike(sizes[-1], base, known.tolist(), UNRELATED_RATIO):
         later = "" if bases.keeps_tasks else " A task cannot be taken out of the bases later"
         doubt(f"model {model}: {reason}: is it fine-tuned from this base?{later}")
-    return sums.scaled([*[1.0] * others, weight])
+    return sums.scaled([*bases.scales.tolist()[:others], weight])
 
 
 def config_of(bases: Bases) -> Path | None:

@@ -51,6 +51,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "Mapping[str, float]": ((Mapping,), "a mapping of task to number"),
     "Model": ((Mapping, *PATHS), "a model's state dict, or its path"),
     "float": ((Real,), "a number"),
+    "bool": ((bool,), "True or False"),
     "int": ((Integral,), "a whole number"),
     "nn.Module": ((nn.Module,), "a loaded model, a torch.nn.Module"),
     "str": ((str,), "text"),
@@ -68,6 +69,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     bits: float | None = None,
     size: int | None = None,
+    lossless: bool = False,
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
@@ -82,6 +84,7 @@ def build(
         bits: Bits of an element in the store `out`, instead of `dtype`: 8, 4, 3, 2, 1, or a mean.
             Unless `settings` name a basis, the store keeps all task vectors.
         size: The most bytes of the store, instead of `bits`.
+        lossless: Keep the models in the store `out` to the bit, as differences from the base.
         device: The device that computes.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`,
             and `lambda_` for the recipes of a store.
@@ -109,10 +112,20 @@ def build(
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     quantize = None if bits is None and size is None else Quantize(bits, size)
-    if quantize and not inputs.settings.names_a_basis:
+    if lossless and (quantize or out is None):
+        raise UserError("`lossless` is for a store on disk, without `bits` and `size`: give `out`")
+    if (quantize or lossless) and not inputs.settings.names_a_basis:
         inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
     if out is not None:
-        built = build_store(inputs, out, engine, dtype=dtype, quantize=quantize, warn=told.append)
+        built = build_store(
+            inputs,
+            out,
+            engine,
+            dtype=dtype,
+            quantize=quantize,
+            lossless=lossless,
+            warn=told.append,
+        )
     elif quantize:
         raise UserError("`bits` and `size` are for a store on disk: give `out`")
     else:
@@ -272,8 +285,8 @@ def merge(
     combined: Combination
     if bases.keeps_tasks:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
-        ones = [1.0] * bases.num_bases
-        combined = build_basis(TaskSet(settings, bases.tasks, ones, counted, sums=known), engine)
+        scales = bases.scales.tolist()
+        combined = build_basis(TaskSet(settings, bases.tasks, scales, counted, sums=known), engine)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
@@ -295,7 +308,7 @@ def check_types(function: Callable[..., object], given: Mapping[str, object]) ->
 def check_type(name: str, value: object, annotation: str) -> None:
     """Raise UserError unless a value is of the types that KINDS has for an annotation."""
     types, expected = KINDS.get(annotation, ((object,), ""))
-    if not isinstance(value, types) or isinstance(value, bool):
+    if not isinstance(value, types) or (isinstance(value, bool) and annotation != "bool"):
         raise UserError(f"{name} is of type {type(value).__name__}: expected {expected}")
     if os.PathLike in types and isinstance(value, PATHS):
         check_names(value)

@@ -25,6 +25,8 @@ from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.layout import chunk_length
+from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.source import Weights
@@ -152,7 +154,7 @@ def from_json(file: Path, shares: Tensor) -> Coding:
 
 def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
     """Bits of an element on average, without scales; `numels`: tensor -> its elements."""
-    total = sum(numels.values()) * len(coded)
+    total = sum(numels.values()) * len(coded) or 1
     bits = (n * each.widths[name].bits for name, n in numels.items() for each in coded)
     return sum(bits) / total
 
@@ -176,17 +178,19 @@ def fixed_bytes(inputs: TaskSet, vectors: int) -> int:
     return vectors * (headers + files) + facts + numbers + recipes
 
 
-def stored_gram(vectors: Sequence[Codes], names: Sequence[str], engine: Engine) -> Tensor:
+def stored_gram(vectors: Sequence[Weights], names: Sequence[str], engine: Engine) -> Tensor:
     """Inner products of vectors as their codes give them, [K, K] float64."""
     return gram_pass(items_of(vectors), names, engine)[0].gram
 
 
 def items_of(vectors: Sequence[Weights]) -> list[Item]:
     """The tensors of the vectors of a store."""
-    return [
-        Item(name, info.shape, None, tuple(Part.of(vector, name, "delta") for vector in vectors))
-        for name, info in vectors[0].tensors.items()
-    ]
+    first, items = vectors[0], []
+    for name, info in first.tensors.items():
+        base = Part.of(first.base, name) if isinstance(first, Lossless) and first.base else None
+        parts = tuple(Part.of(vector, name, "delta") for vector in vectors)
+        items.append(Item(name, info.shape, base, parts))
+    return items
 
 
 def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
@@ -213,6 +217,11 @@ def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
                 f"task `{facts.tasks[k]}` of {bases.path} got no bits when it was stored, beside "
                 "larger task vectors: leave it out, or build the store with more bits"
             )
+    if not bases.scales[order].eq(1).all():  # G is of the weighted models
+        return None
+    chunks = [chunk_length(count, "cpu") for count in (len(order), len(facts.tasks))]
+    if facts.store.codec == "lossless" and chunks[0] != chunks[1]:
+        return None  # the last digits of G would not be those of the models
     sizes = [facts.matrix_norms[name] for name in ("base", *(facts.tasks[k] for k in order))]
     return GramSums(
         gram,
@@ -269,19 +278,26 @@ class Losses:
 def losses(bases: Bases) -> Losses | None:
     """Errors of the codes of a store; None without codes."""
     facts, tensors = bases.facts, bases.tensors
-    vectors = [vector for vector in bases.sources if isinstance(vector, Codes)]
-    if not vectors or "tensor_errors" not in tensors:
+    vectors = [vector for vector in bases.sources if isinstance(vector, Codes | Lossless)]
+    if not vectors:
         return None
-    squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
-    widths = [[vector.coded.widths[name] for vector in vectors] for name in bases.names]
-    bits = np.array([[width.bits for width in each] for each in widths])
+    held = [[vector.stored.tensors[name].nbytes for vector in vectors] for name in bases.names]
+    squares = errors = np.zeros((len(held), len(vectors)))
+    if "tensor_errors" in tensors:
+        squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
     sizes = [vectors[0].tensors[name].numel for name in bases.names]
-    numels = np.broadcast_to(np.array(sizes)[:, None], bits.shape)
+    numels, exact = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors))), True
+    bits = 8 * np.array(held)
+    if isinstance(vectors[0], Codes):  # without scales
+        exact = False
+        widths = [[each.coded.widths[n].bits for each in vectors] for n in bases.names]  # type: ignore[union-attr]
+        bits = np.array(widths) * numels
 
     def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
         elements = max(int(numels[rows, columns].sum()), 1)
-        mean = float((bits * numels)[rows, columns].sum()) / elements
-        return Loss(name, nbytes, mean, _ratio(errors[rows, columns], squares[rows, columns]))
+        mean = float(bits[rows, columns].sum()) / elements
+        ratio = _ratio(errors[rows, columns], squares[rows, columns])
+        return Loss(name, nbytes, mean, 0.0 if exact else ratio)
 
     of_vectors = [
         loss(label, weight_bytes(facts.store.files, f"{folder}/"), slice(None), place)
@@ -290,9 +306,9 @@ def losses(bases: Bases) -> Losses | None:
     of_groups, known = [], errors.shape[1] > len(vectors)
     for group in (*KINDS_OF_TENSORS, OTHER):
         rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
-        blocks = (quantize.block_bytes(sizes[row], width) for row in rows for width in widths[row])
         if rows:
-            of_groups.append(loss(group, sum(blocks), rows, slice(len(vectors))))
+            nbytes = sum(sum(held[row]) for row in rows)
+            of_groups.append(loss(group, nbytes, rows, slice(len(vectors))))
     return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,8 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import bits
 from tvb_mergekit.store.bits import Quantize
-from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.facts import Facts, FileRecord, weight_bytes
+from tvb_mergekit.store.originals import check_lossless, write_originals
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
@@ -49,6 +50,7 @@ from tvb_mergekit.store.vectors import (
 from tvb_mergekit.store.writer import StoreWriter, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.lossless import Keeping
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import measure_pass, share_of
@@ -69,6 +71,7 @@ def build_store(
     *,
     dtype: torch.dtype = torch.float32,
     quantize: Quantize | None = None,
+    lossless: bool = False,
     resume: bool = False,
     warn: Warn = LOG.warning,
 ) -> Bases:
@@ -77,6 +80,7 @@ def build_store(
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
         quantize: Store codes instead, which are read as float32.
+        lossless: Store the models themselves to the bit, as differences from the base.
         resume: Continue `out`.partial if it exists.
         warn: Called with each doubt about a model, one line each.
 
@@ -89,12 +93,14 @@ def build_store(
         dtype, least = torch.float32, inputs.settings.bases_of(len(inputs.tasks)) or 1
         numels = [item.numel for item in inputs.items]
         quantize.weight_bytes(numels, least, bits.fixed_bytes(inputs, least))
+    if lossless:
+        check_lossless(inputs)
     world, out = ranks.world(), Path(os.path.realpath(out))
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
         world.agree([item.name for item in inputs.items], "tensors")
-        unfinished = _Unfinished(inputs, out, dtype, quantize, resume)
+        unfinished = _Unfinished(inputs, out, dtype, lossless or quantize, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)
         sums = known or sums_of(inputs, engine)[0]
@@ -103,20 +109,23 @@ def build_store(
         if world.leads:
             unfinished.begin(basis, sums)
         encoded = time.perf_counter()
-        partial, folders, coding = unfinished.folder, folders_of(basis), None
+        partial, folders = unfinished.folder, folders_of(basis)
+        coding: Coding | Keeping | None = None
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        if quantize is not None:
-            if basis.settings.basis == "none":
-                folders = bits.slugs(inputs.tasks, bits.RESERVED)
+        if (lossless or quantize) and basis.settings.basis == "none":
+            folders = bits.slugs(inputs.tasks, bits.RESERVED)
+        if lossless:
+            coding = Keeping(inputs.items)
+        elif quantize is not None:
             coding = _coding(basis, inputs, quantize, partial, engine)
             for folder, coded in zip(folders, coding.coded, strict=True):
                 if not any(width.bits for width in coded.widths.values()):
                     warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
-            items = [replace(item, out=torch.uint8) for item in inputs.items]
+        if coding is not None:
             items = [item.coded(coding.widths(item.name)) for item in items]
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
-        if stored > inputs.model_bytes and quantize is None:
+        if stored > inputs.model_bytes and coding is None:
             more = megabytes(stored - inputs.model_bytes)
             warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
                  "--dtype")  # fmt: skip
@@ -138,12 +147,17 @@ def build_store(
         }
         if coding is None:
             vectors = dense_vectors(basis, dtype, files)
+        elif isinstance(coding, Keeping):
+            vectors = _lossless(basis, inputs, folders, files)
         else:
             made = _measured(basis, measured, partial, folders, engine)
             mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
             vectors = Vectors(tensors, folders, files, codec="codes", bits=mean)
         world.dismiss()
+        if lossless:
+            rest = write_originals(partial, folders, inputs, engine)
+            vectors = replace(vectors, files={**files, **rest})
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
         return bases
@@ -238,6 +252,16 @@ def _measured(
     return {**tensors, **errors, "gram_bases": gram}
 
 
+def _lossless(
+    basis: Basis, inputs: TaskSet, folders: Sequence[str], files: Mapping[str, FileRecord]
+) -> Vectors:
+    none = torch.zeros(len(folders), dtype=torch.float64)
+    tensors = {**tensors_of(basis), **measured_of(basis, torch.float32, none)}
+    numel = len(folders) * sum(item.numel for item in inputs.items)
+    mean = 8 * weight_bytes(files) / numel
+    return Vectors(tensors, folders, files, dtype_name(inputs.own_dtype), "lossless", mean)
+
+
 class _Unfinished:
     """STORE.partial, which `resume` continues, with a journal for each process.
 
@@ -250,7 +274,7 @@ class _Unfinished:
         inputs: TaskSet,
         out: Path,
         dtype: torch.dtype,
-        quantize: Quantize | None,
+        quantize: Quantize | bool | None,
         resume: bool,
     ) -> None:
         world, self.inputs, self.out = ranks.world(), inputs, out
@@ -264,7 +288,7 @@ class _Unfinished:
             "settings": inputs.settings.model_dump(mode="json"),
             "tasks": list(inputs.tasks),
             "processes": world.size,
-            "quantize": [quantize.bits, quantize.size] if quantize else None,
+            "quantize": repr(quantize) if quantize else None,
         }
         self.state = {"inputs": cache.key_of(begun)}
         self.resuming = world.share(lambda: self._can_resume(out, resume))

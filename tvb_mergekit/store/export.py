@@ -13,10 +13,12 @@ from torch import Tensor
 
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.store.originals import restore
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.vectors import copy_config
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.output import (
     StagedFolder,
     check_disk,
@@ -95,12 +97,19 @@ def export(
     stage = StagedFolder(out)
     try:
         shards = plan_shards(items)
-        writers = [FolderWriter(stage.path / name, shards, {"format": "pt"}) for name in folders]
-        combine(items, matrix, FoldersSink(writers), engine)
-        for writer, line in zip(writers, what, strict=True):
-            writer.finish()
-            copy_config(base_folder, writer.folder, dtype=dtype)
-            _write_card(writer.folder, bases, line)
+        places = [stage.path / name for name in folders]
+        models = [_whole(bases.sources, column) for column in matrix.T]
+        if None in models:
+            writers = [FolderWriter(place, shards, {"format": "pt"}) for place in places]
+            combine(items, matrix, FoldersSink(writers), engine)
+            for writer in writers:
+                writer.finish()
+                copy_config(base_folder, writer.folder, dtype=dtype)
+        for place, model in zip(places, models, strict=True):
+            if model is not None:
+                restore(bases, model, base, base_folder, place, engine, dtype)
+        for place, line in zip(places, what, strict=True):
+            _write_card(place, bases, line)
         stage.publish()
     finally:
         stage.discard()
@@ -108,7 +117,8 @@ def export(
 
 def task_column(bases: Bases, task: str) -> Tensor:
     """The combination that is tau_hat of a task, without its weight, [len(bases.sources), 1]."""
-    return bases.reconstruction([task]) / bases.weights[bases.index(task)]
+    scales = bases.scales[:, None] / bases.weights[bases.index(task)]
+    return bases.reconstruction([task]) * scales
 
 
 def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
@@ -118,12 +128,13 @@ def basis_columns(bases: Bases, indices: Sequence[int]) -> Tensor:
             raise UserError(
                 f"basis {index}: {bases.place} has the bases 0 to {bases.num_bases - 1}"
             )
-    return torch.eye(len(bases.sources), dtype=torch.float64)[:, list(indices)]
+    return torch.diag(bases.scales)[:, list(indices)]
 
 
 def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = Engine()) -> None:
-    """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item, theta_0 itself to the
-    bit where a column is the only one and zero.
+    """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item.
+
+    If there is one column, and it is zero or one lossless model, this is a copy to the bit.
 
     Args:
         items: of `items_of`, for the sources that `matrix` [len(sources), K] is over.
@@ -134,6 +145,13 @@ def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = 
     # An input with no part in any output is not read.
     used = [k for k, row in enumerate(matrix.tolist()) if any(row)]
     items = [replace(i, inputs=tuple(i.inputs[k] for k in used) if i.inputs else ()) for i in items]
+    if matrix[used].tolist() == [[1.0]]:
+        items = [
+            replace(item, base=part, inputs=())
+            if (part := next(iter(item.inputs), None)) and part.holds == "weight"
+            else item
+            for item in items
+        ]
     combine_pass(
         items,
         dict.fromkeys((i.name for i in items if i.inputs), Linear.of(matrix[used], add_base=True)),
@@ -141,6 +159,13 @@ def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = 
         engine,
         title="Models",
     )
+
+
+def _whole(sources: Sequence[Weights], column: Tensor) -> int | None:
+    """The index of the lossless model that a combination is; None if it is another."""
+    used = column.nonzero()[:, 0].tolist()
+    one = len(used) == 1 and float(column[used[0]]) == 1.0
+    return used[0] if one and isinstance(sources[used[0]], Lossless) else None
 
 
 def _write_card(folder: Path, bases: Bases, what: str) -> None:

@@ -93,7 +93,8 @@ class Dense:
         places = [bases.path / basis_folder(0)] if bases.path else []
         places = [each for each in (*places, Path(bases.base_name)) if (each / CONFIG).is_file()]
         store = bases.facts.store.but(base_path=local_path(bases.base_name), base_beside=None)
-        facts, targets = bases.facts.but(store=store), bases.reconstruction(bases.tasks)
+        facts = bases.facts.but(store=store)
+        targets = bases.reconstruction(bases.tasks) * bases.scales[:, None]
         items, errors = items_of(bases.sources), bases.tensors["errors"]
         return cls(facts, tensors, items, targets, errors, next(iter(places), None))
 

@@ -34,6 +34,7 @@ from tvb_mergekit.store.facts import (
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
+from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.quantized import Codes
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
@@ -208,13 +209,26 @@ class Bases:
         """The bases and, for PCA, the mean: what `reconstruction` is over."""
         return [*self.vectors, *([] if self.mean is None else [self.mean])]
 
+    @property
+    def scales(self) -> Tensor:
+        """[len(sources)], the factor of each source in its basis: the weight of a model."""
+        if self.facts.store.codec == "lossless":
+            return self.weights
+        return torch.ones(len(self.sources), dtype=torch.float64)
+
     def check_base(self, base: Weights, name: str) -> None:
-        """Raise UserError unless `base` is the model that the bases are differences from."""
+        """Raise UserError unless `base` is the model that the bases are differences from.
+
+        Afterwards lossless vectors are read with this base.
+        """
         if base.fingerprint() != self.facts.store.base_fingerprint:
             raise UserError(
                 f"{self.place}: belongs to the base {self.facts.base_model}, "
                 f"and the weights of {name} are others; give the base that it was built from"
             )
+        for vector in self.vectors:
+            if isinstance(vector, Lossless):
+                vector.base = base
 
 
 def load(path: str | os.PathLike[str], without: str = "") -> Bases:
@@ -315,13 +329,13 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
-def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse:
+def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse | Lossless:
     """One vector of a store as named tensors."""
     if store.codec == "dense":
         return Checkpoint.open(folder)
-    if store.codec == "codes":
-        return Codes.open(folder)
-    return Sparse.open(folder)
+    if store.codec == "lossless":
+        return Lossless.open(folder)
+    return Codes.open(folder) if store.codec == "codes" else Sparse.open(folder)
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:

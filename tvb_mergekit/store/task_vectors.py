@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import Quantize
-from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.store import Bases, load, read_store_facts
+from tvb_mergekit.store.facts import FileRecord, weight_bytes
+from tvb_mergekit.store.originals import check_lossless, write_originals
+from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.lossless import Keeping, Lossless
 from tvb_mergekit.tensors.passes import measure_pass
-from tvb_mergekit.tensors.quantized import Codes
+from tvb_mergekit.tensors.quantized import Codes, Coding
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 
@@ -39,13 +43,18 @@ def join(
     def measure(units: Sequence[float]) -> Tensor:
         return measure_pass(items, Linear.of(matrix), units, engine)
 
-    norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-    coding = bits.choose(items, [norm], one, growth.bits or _as_now(bases), measure)
-    mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
-    growth.tell(
-        f"{inputs.tasks[0]} joins {counted(count, 'task')} at {counted(mean, 'bit')}; they stay as "
-        "they are"
-    )
+    lossless, told = bases.facts.store.codec == "lossless", "without loss"
+    coding: Coding | Keeping
+    if lossless:
+        checked = inputs.settings.model_copy(update={"basis": "none"})
+        check_lossless(replace(inputs, settings=checked, items=items))
+        coding = Keeping(items)
+    else:
+        norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
+        coding = bits.choose(items, [norm], one, growth.bits or _as_now(bases), measure)
+        mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
+        told = f"at {counted(mean, 'bit')}"
+    growth.tell(f"{inputs.tasks[0]} joins {counted(count, 'task')} {told}; they stay as they are")
     old = bases.facts.store.folders
     folders = [*old, *bits.slugs(inputs.tasks, [*bits.RESERVED, *old])]
     files = writer.keep(bases)
@@ -54,12 +63,21 @@ def join(
     found, measured = write_vectors(
         writer.folder, new, items, matrix, config, engine, first=count, coding=coding
     )
-    # The last column would be of the sum of all tasks, which nobody has measured.
-    own = {name: of[:, :1] for name, of in bits.measured_tensors(measured).items()}
-    own["errors"] = bits.lost(own).expand(2, 1)
+    own = {"errors": torch.zeros(2, 1, dtype=torch.float64)}
+    if lossless:
+        found |= write_originals(writer.folder, new, replace(inputs, items=items), engine)
+    else:  # the last column would be of the sum of all tasks, which nobody has measured
+        own = {name: of[:, :1] for name, of in bits.measured_tensors(measured).items()}
+        own["errors"] = bits.lost(own).expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
-    vectors = [Codes.open(writer.folder / name) for name in folders]
-    tensors["gram_bases"] = bits.stored_gram(vectors, folders, engine)
+    vectors = [open_vector(writer.folder / name, bases.facts.store) for name in folders]
+    for vector in vectors:
+        if isinstance(vector, Lossless):
+            vector.base = inputs.base
+    scales = torch.cat([bases.scales, torch.tensor(inputs.weights if lossless else [1.0])]).double()
+    tensors["gram_bases"] = bits.stored_gram(vectors, folders, engine) * scales.outer(scales)
+    if lossless:
+        tensors["gram"] = tensors["gram_bases"].clone()
     history = addition.grown_history(bases, inputs, sums, started)
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
 
@@ -95,10 +113,11 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
         bases = load(writer.store, without)
         rest = [k for k in range(len(facts.tasks)) if k != index]
         tensors = bases.tensors
-        columns = {n: tensors[n][:, rest] for n in ("tensor_squares", "tensor_errors", "errors")}
+        named = [n for n in ("tensor_squares", "tensor_errors", "errors") if n in tensors]
+        columns = {n: tensors[n][:, rest] for n in named}
         grams = {n: tensors[n][rest][:, rest] for n in ("gram_bases", "gram") if n in tensors}
         folders = [facts.store.folders[k] for k in rest]
-        vectors = [each for each in bases.vectors if isinstance(each, Codes)]
+        vectors = bases.vectors
         history = _history_without(bases, index, started)
         return _commit(
             writer, vectors, folders, writer.keep(bases, without), history, {**columns, **grams}
@@ -131,7 +150,7 @@ def _history_without(bases: Bases, index: int, started: float) -> dict[str, Any]
 
 def _commit(
     writer: StoreWriter,
-    vectors: Sequence[Codes],
+    vectors: Sequence[Weights],
     folders: Sequence[str],
     files: Mapping[str, FileRecord],
     history: Mapping[str, Any],
@@ -143,7 +162,9 @@ def _commit(
     if "gram" in tensors:
         tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
     numels = {name: info.numel for name, info in vectors[0].tensors.items()}
-    mean = bits.mean_bits([vector.coded for vector in vectors], numels)
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
-    made = Vectors(tensors, folders, files, codec="codes", bits=mean)
+    mean = bits.mean_bits([vector.coded for vector in vectors if isinstance(vector, Codes)], numels)
+    if store["codec"] == "lossless":
+        mean = 8 * weight_bytes(files) / (count * sum(numels.values()))
+    made = Vectors(tensors, folders, files, store["dtype"], store["codec"], mean)
     return writer.commit(made, {**history, "store": store})

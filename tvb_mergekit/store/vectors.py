@@ -34,6 +34,7 @@ from tvb_mergekit.store.report import facts, tensors_of, versions
 from tvb_mergekit.store.store import MEAN, Bases, basis_folder, dtype_name, numbers_of
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.lossless import Keeping, keep_pass
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.quantized import Coding
@@ -86,8 +87,8 @@ class Vectors:
         folders: One for each of the M vectors, and one for PCA's mean.
         files: Path below the store -> size and checksum.
         dtype: The dtype of decoded vectors.
-        codec: `dense` (tensors of a model), `codes` or `sparse`.
-        bits: The mean bits of an element of codes.
+        codec: `dense` (tensors of a model), `codes`, `sparse` or `lossless`.
+        bits: The mean bits of an element of codes, or of a lossless store.
         density: The share of entries that are not zero in sparse vectors.
     """
 
@@ -111,6 +112,8 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     if MEAN in vectors.folders:
         sizes, decoder = with_mean(sizes, decoder, vectors.tensors["gram"])
     errors = reported(history["tasks"], history["norms"], vectors.tensors["errors"], sizes, decoder)
+    if vectors.codec == "lossless":  # a model itself, and no sum
+        errors = {task: {"at_least": 0.0, "at_most": 0.0} for task in errors}
     made = {key: history[key] for key in history if key not in MEASURED}
     if vectors.codec != "dense":
         made["bytes"] = weight_bytes(vectors.files)
@@ -237,7 +240,7 @@ def write_vectors(
     engine: Engine,
     *,
     first: int = 0,
-    coding: Coding | None = None,
+    coding: Coding | Keeping | None = None,
     sketch: Sketch | None = None,
     journals: Sequence[Path] = (),
 ) -> tuple[dict[str, FileRecord], list[list[float]]]:
@@ -250,7 +253,7 @@ def write_vectors(
         matrix: the factors of the items' inputs in each vector.
         config: the folder of the configuration that the vectors get.
         first: the index of the first of these vectors in the store.
-        coding: of the vectors, if they are coded.
+        coding: of the vectors, if they are coded; `Keeping` writes the items' inputs themselves.
         sketch: the random directions that replace the items' inputs.
         journals: a file for each process, with the tensors that an interrupted build has written.
     """
@@ -270,16 +273,21 @@ def write_vectors(
             world.rank,
             k,
             coding.coded[k] if coding else None,
+            [int(each.measured[k]) for each in done] if isinstance(coding, Keeping) else (),
         )
         for k, name in enumerate(names)
     ]
     left = [run_of(plan, rank)[len(done) :] for rank, done in enumerate(every)]
     rest = chain.from_iterable(left)
-    check_disk(str(place), sum(item.written(item.numel, k) for item in rest for k in outputs))
+    size = sum(item.written(item.numel, k) for item in rest for k in outputs)
+    check_disk(str(place), size // 4 if isinstance(coding, Keeping) else size)
     journal = journals[world.rank] if journals else None
     sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
     mine, steps = drawn(left[world.rank], sketch), _steps(items, matrix)
-    combine_pass(mine, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
+    if isinstance(coding, Keeping):
+        keep_pass(mine, coding, sink, engine)
+    else:
+        combine_pass(mine, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
     records = world.collect([writer.whole() for writer in writers])
 
     def finish() -> dict[str, FileRecord]:

@@ -61,7 +61,7 @@ class StoreWriter:
         files = bases.facts.store.without(without)
         files.pop(TENSORS, None)
         for name in files:
-            (self.folder / name).parent.mkdir(exist_ok=True)
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             link(bases.path / name, self.folder / name)
         return files
 

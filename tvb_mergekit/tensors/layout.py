@@ -154,7 +154,12 @@ def worker_count(device: torch.device) -> int:
 
 
 def plan_layout(
-    needs: Needs, engine: Engine, *, workers: int | None = None, longest: int = LONGEST
+    needs: Needs,
+    engine: Engine,
+    *,
+    workers: int | None = None,
+    longest: int = LONGEST,
+    block: int = 0,
 ) -> Layout:
     """The longest pieces and the most threads that the engine's memory holds.
 
@@ -164,6 +169,7 @@ def plan_layout(
     Args:
         workers: the most threads; None: as many as the devices can use.
         longest: the longest piece, in elements.
+        block: the elements that every chunk must have; 0: as many as are useful.
 
     Raises:
         UserError: the budget does not hold the smallest pieces.
@@ -172,14 +178,14 @@ def plan_layout(
     groups = [[device] * worker_count(device) for device in devices]
     # The devices in turn: fewer threads still use all of them.
     threads = [d for d in chain.from_iterable(zip_longest(*groups)) if d is not None][:workers]
-    chunk = chunk_length(needs.rows, devices[0].type)
+    chunk = block or chunk_length(needs.rows, devices[0].type)
     if devices[0].type != "cpu":  # a piece is copied there at once
         longest = chunk
     least = Layout(needs, chunk, chunk, tuple(threads))
     while least.nbytes > budget:
         if len(least.workers) > 1:
             least = replace(least, workers=least.workers[:-1])
-        elif chunk > BLOCK:
+        elif chunk > BLOCK and not block:
             chunk = _blocks(chunk // 2)
             least = replace(least, chunk=chunk, piece=chunk)
         else:

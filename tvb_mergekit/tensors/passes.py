@@ -252,7 +252,9 @@ def combine_pass(
             if not piece.numel:
                 return
             if step is None:
-                out.copy_(buffer.read(piece)[0].expand_as(out))
+                stored = buffer.read(piece)[0]
+                out.copy_(stored.expand_as(out))
+                finite = stored.dtype == out.dtype  # or as it was: nothing can overflow
             else:
                 finite = combine(piece, step, out)
             if not finite and out.is_floating_point():

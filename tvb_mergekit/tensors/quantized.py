@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Coded:
 
     unit: float
     widths: Mapping[str, Width]
+    key = KEY
 
     def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
         """The metadata of a file with these tensors: version 1 if all groups are of 64."""
@@ -117,6 +118,10 @@ class Packed:
         return decode(blocks, self.width, self.codes.coded.unit, numel)
 
 
+class Sized(Protocol):
+    def written(self, numel: int, output: int = 0) -> int: ...
+
+
 class Measured:
     """Measurements of pieces in many threads, read in the order of the pieces."""
 
@@ -146,6 +151,11 @@ class Coding(Measured):
     def widths(self, name: str) -> tuple[Width, ...]:
         """The width of each output in one tensor."""
         return tuple(each.widths[name] for each in self.coded)
+
+    def rows(self, item: Sized, start: int, stop: int, values: Tensor) -> list[Tensor]:
+        """The bytes of a piece that are written: a row ends in unused ones."""
+        sizes = (item.written(stop - start, output) for output in range(len(values)))
+        return [row[:size] for row, size in zip(values, sizes, strict=True)]
 
     def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
         """Code a piece of a tensor, which begins at element `start`.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Holds = Literal["weight", "delta"]
 SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
 
 
@@ -40,6 +42,7 @@ class Weights:
     """A model's tensors: a `Checkpoint` on disk, a `StateDict` in memory, an `Adapter`."""
 
     tensors: dict[str, TensorInfo]
+    holds: Holds | None = None  # None: the reader knows what the elements are
 
     def tensor(self, name: str) -> Tensor:
         """The complete tensor on the CPU, in its stored dtype; treat it as read-only."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,9 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
 from tvb_mergekit.tensors.quantized import Codes, Packed
-from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.source import Holds, StateDict, Weights
 
 Result = TypeVar("Result")
-Holds = Literal["weight", "delta"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Part:
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
-        info = weights.tensors[name]
+        info, holds = weights.tensors[name], weights.holds or holds
         in_file = isinstance(weights, Checkpoint) and info.offset is None
         if in_file and not weights.tensor(name).is_contiguous():  # no piece of it can be read
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES
-from tvb_mergekit.tensors.quantized import KEY, Coded, Coding
+from tvb_mergekit.tensors.lossless import Keeping, Kept
+from tvb_mergekit.tensors.quantized import Coded, Coding
 from tvb_mergekit.tensors.ranks import shares
 from tvb_mergekit.tensors.stream import Item
 
@@ -43,23 +43,39 @@ class Shard:
     rank: int = 0
 
     def header(
-        self, metadata: Mapping[str, str], output: int = 0, coded: Coded | None = None
+        self,
+        metadata: Mapping[str, str],
+        output: int = 0,
+        coded: Coded | Kept | None = None,
+        sizes: Sequence[int] = (),
+        length: int = 0,
     ) -> bytes:
-        """The file's first bytes: length, JSON, blanks to a multiple of 8."""
+        """The file's first bytes: length, JSON, blanks to a multiple of 8 or to `length`.
+
+        Args:
+            sizes: of tensors whose size is known when they are written; () before, which reserves
+                enough bytes.
+        """
         said = dict(metadata)
         if coded is not None:
-            said[KEY] = coded.metadata({item.name: item.shape for item in self.items})
-        tensors = {}
-        for item in self.items:
-            size = item.written(item.numel, output)
-            tensors[item.name] = (item.out, [size] if item.widths else item.shape)
-        return header_of(said, tensors)
+            said[coded.key] = coded.metadata({item.name: item.shape for item in self.items})
+        if isinstance(coded, Kept):
+            sizes = sizes or [coded.most(item) for item in self.items]
+        else:
+            sizes = [item.written(item.numel, output) for item in self.items]
+        tensors = {
+            item.name: (item.out, [size] if item.widths else item.shape)
+            for item, size in zip(self.items, sizes, strict=True)
+        }
+        return header_of(said, tensors, length)
 
 
 def header_of(
-    metadata: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    metadata: Mapping[str, str],
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    length: int = 0,
 ) -> bytes:
-    """The first bytes of a file with these tensors in this order."""
+    """The first bytes of a file with these tensors in this order, at least `length`."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (dtype, shape) in tensors.items():
@@ -68,7 +84,7 @@ def header_of(
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
         place += size
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * max(-len(text) % 8, length - 8 - len(text))
     return struct.pack("<Q", len(text)) + text
 
 
@@ -115,6 +131,7 @@ class FolderWriter:
             are compared with the files.
         output: the number of this vector in a pass.
         coded: the code of its tensors, if there is one.
+        sizes: of the finished tensors, if the code does not give them.
 
     Raises:
         UserError: a file differs from `hashes`.
@@ -128,10 +145,12 @@ class FolderWriter:
         hashes: Sequence[str] = (),
         rank: int = 0,
         output: int = 0,
-        coded: Coded | None = None,
+        coded: Coded | Kept | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.output, self.coded = output, coded
+        self._sizes, self._size = list[int](), 0  # of the tensors in the open file, and of the last
         self.folder, self.plan, self.metadata = folder, plan, metadata
         self.done = len(hashes)  # tensors that are there already
         self._records: dict[str, dict[str, object]] = {}  # of finished files
@@ -141,40 +160,49 @@ class FolderWriter:
         self._digest = xxhash.xxh3_128()
         while hashes:  # reopen the files with finished tensors
             here = min(len(hashes), len(self._shards[0].items))
+            self._sizes = [*sizes[:here]]
             self._open(here, hashes[here - 1])
-            hashes = hashes[here:]
+            hashes, sizes = hashes[here:], sizes[here:]
 
     def _open(self, done: int = 0, digest: str = "") -> None:
         """Open the next file, which holds `done` tensors with the checksum `digest`."""
-        shard = self._shards.pop(0)
+        self._shard = shard = self._shards.pop(0)
         path = self.folder / shard.name
         header = shard.header(self.metadata, self.output, self.coded)
         self._left = len(shard.items) - done
         self._digest.reset()
         if not done:
-            self._file = cast(BinaryIO, path.open("wb", buffering=0))
+            self._sizes = []
+            self._file = cast(BinaryIO, path.open("w+b", buffering=0))
             self._put(memoryview(header))
             return
-        size = len(header) + _bytes_of(*shard.items[:done], output=self.output)
+        kept = isinstance(self.coded, Kept)
+        sizes = self._sizes if kept else [_bytes_of(*shard.items[:done], output=self.output)]
+        size = len(header) + sum(sizes)
         if not path.is_file() or path.stat().st_size < size:
             raise UserError(f"{path}: shorter than was written; {ANEW}")
         self._file = cast(BinaryIO, path.open("r+b", buffering=0))
         self._file.truncate(size)
+        if kept:  # a complete file has another header
+            self._digest.update(header)
+            self._file.seek(len(header))
         while block := self._file.read(BLOCK_BYTES):
             self._digest.update(block)
         if self.digest != digest:
             raise UserError(f"{path}: not what was written; {ANEW}")
-        self._close_if_whole(shard.name)
+        self._close_if_whole()
 
     def write(self, last: bool, values: Tensor) -> None:
         """Append elements to the current tensor; `last` ends it."""
         if self._file is None:
             self._open()
         self._put(memoryview(values.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        self._size += values.nbytes
         if last:
             self._left -= 1
-            assert self._file is not None
-            self._close_if_whole(os.path.basename(self._file.name))
+            self._sizes.append(self._size)
+            self._size = 0
+            self._close_if_whole()
 
     @property
     def digest(self) -> str:
@@ -187,11 +215,20 @@ class FolderWriter:
         while data:
             data = data[self._file.write(data) :]
 
-    def _close_if_whole(self, name: str) -> None:
-        if not self._left and self._file is not None:
-            self._records[name] = {"bytes": self._file.tell(), HASH: self.digest}
-            self._file.close()
-            self._file = None
+    def _close_if_whole(self) -> None:
+        if self._left or self._file is None:
+            return
+        if isinstance(self.coded, Kept):  # now the header can say where the tensors are
+            room = len(self._shard.header(self.metadata, self.output, self.coded))
+            self._file.seek(0)
+            said = self._shard.header(self.metadata, self.output, self.coded, self._sizes, room)
+            self._file.write(said)
+            record = file_record(self.folder / self._shard.name)
+        else:
+            record = {"bytes": self._file.tell(), HASH: self.digest}
+        self._records[self._shard.name] = record
+        self._file.close()
+        self._file = None
 
     def whole(self) -> dict[str, dict[str, object]]:
         """file -> {bytes, xxh3_128} of all files, which must be complete."""
@@ -212,6 +249,8 @@ class FolderWriter:
         if len(self.plan) > 1:
             where = {item.name: shard.name for shard in self.plan for item in shard.items}
             total = sum(_bytes_of(*shard.items, output=self.output) for shard in self.plan)
+            if isinstance(self.coded, Kept):
+                total = sum(cast(int, record["bytes"]) for record in self._records.values())
             index = {"metadata": {"total_size": total}, "weight_map": where}
             path = self.folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -233,7 +272,7 @@ class FoldersSink:
         self,
         writers: Sequence[FolderWriter],
         journal: Path | None = None,
-        coding: Coding | None = None,
+        coding: Coding | Keeping | None = None,
         measured: Sequence[Sequence[float]] = (),
     ) -> None:
         self.writers, self.coding = writers, coding
@@ -243,9 +282,9 @@ class FoldersSink:
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         last = stop == item.numel
-        for writer, row in zip(self.writers, values, strict=True):
-            used = item.written(stop - start, writer.output) if item.widths else len(row)
-            writer.write(last, row[:used])
+        rows = values if self.coding is None else self.coding.rows(item, start, stop, values)
+        for writer, row in zip(self.writers, rows, strict=True):
+            writer.write(last, row)
         if self.coding is not None:
             sums = self.coding.measured(item.name, start)
             self._sums = sums if self._sums is None else self._sums + sums

@@ -1,0 +1,302 @@
+"""Stores without loss: exports, merges and changes give the models' own bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import assert_same, merge, recipe, refused, tvb, write
+from safetensors.torch import save_file
+from test_lossless import same
+from test_store import in_shards, stop_at
+from tiny import TASKS, llama, load
+from transformers import AutoModelForCausalLM
+from worlds import THREE, Models, configure, hub, save
+
+import tvb_mergekit
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.store import Bases
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+EMBEDDINGS = "embed_tokens|lm_head"
+
+
+def bfloat(make: Callable[[], Any], folder: Path, **options: Any) -> Models:
+    return hub(make, folder, dtypes=(torch.bfloat16,), scale=0.002, **options)
+
+
+def more_tokens(folder: Path) -> Models:
+    """A model of more tokens, with a buffer of integers and float32 that the base lacks."""
+    made = bfloat(llama, folder)
+    model, state = Path(made.listed[1]), dict(made.states[2])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.cat([state[name], torch.randn(2, 32).bfloat16()])
+    state |= {"ids": torch.arange(7), "scale": torch.randn(5), "mask": torch.tensor([-torch.inf])}
+    save(model, state)
+    configure(model, vocab_size=98)
+    return made
+
+
+def tied_twice(folder: Path) -> Models:
+    made = bfloat(partial(llama, tie_word_embeddings=True), folder)
+    state = made.states[1]
+    save(Path(made.listed[0]), {**state, "lm_head.weight": state["model.embed_tokens.weight"] + 0})
+    return made
+
+
+FAMILIES: dict[str, tuple[Callable[[Path], Models], dict[str, Any]]] = {
+    "shards": (partial(bfloat, llama, max_shard_size="30KB"), {}),
+    "float16": (partial(hub, llama, dtypes=(torch.float16,), scale=0.002), {}),
+    "tied": (partial(bfloat, partial(llama, tie_word_embeddings=True)), {}),
+    "tied, twice in one": (tied_twice, {}),
+    "more tokens": (more_tokens, {"exclude": EMBEDDINGS}),
+}
+
+
+def others(folder: Path) -> dict[str, bytes]:
+    """The files of a model that are not weights, nor a model card."""
+    weights = (".safetensors", ".index.json", "README.md")
+    return {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.endswith(weights)}
+
+
+def check_export(model: Path, out: Path) -> None:
+    want, found = load(model), load(out)
+    assert want.keys() == found.keys()
+    assert all(same(found[name], want[name]) for name in want)
+    assert others(model) == others(out)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
+    """Every tensor and every other file, of one task and of all; what differs is kept once."""
+    make, keys = FAMILIES[case]
+    given = replace(make(tmp_path / "models"), own={0: {"weight": -2.0}})
+    bases = given.build(tmp_path / "store", "--lossless", **keys)
+    assert bases.keeps_tasks and bases.facts.store.codec == "lossless"
+    assert set(bases.facts.relative_error.values()) == {0.0}
+    tvb("export", tmp_path / "store", "--all", tmp_path / "all", "--quiet")
+    for task, model in given.models.items():
+        check_export(model, tmp_path / "all" / task)
+        tvb("export", tmp_path / "store", tmp_path / task, "--task", task, "--quiet")
+        check_export(model, tmp_path / task)
+        kept = {file.name for file in (tmp_path / "store" / task).glob("files/*")}
+        base = others(given.base)
+        assert kept == {name for name, text in others(model).items() if base.get(name) != text}
+    tvb("check", tmp_path / "store")
+    tvb("export", tmp_path / "store", tmp_path / "32", "--task", "math", "--dtype", "float32")
+    want = load(given.models["math"])
+    assert all(same(tensor, want[name].float()) for name, tensor in load(tmp_path / "32").items())
+    assert json.loads((tmp_path / "32" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made = bfloat(llama, tmp_path_factory.mktemp("family"), tasks=(*TASKS, "poems"))
+    configure(made.models["code"], note="own")
+    return replace(made, own={0: {"weight": 2.0}})
+
+
+@pytest.fixture(scope="module")
+def built(family: Models, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return family.build(tmp_path_factory.mktemp("built") / "store", "--lossless", tasks=TASKS)
+
+
+MERGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "addition": ("basis_ta", {"basis": "none"}),
+    "ae": ("basis_ta", {"num_bases": 2, "steps": 50}),
+    "balanced": ("basis_ties", {"basis": "balanced", "num_bases": 2, "trim": "tensor"}),
+    "ties": ("basis_ties", {"basis": "none"}),
+    "iso": ("basis_iso", {"basis": "none"}),
+    "tsvm": ("basis_tsvm", {"basis": "none"}),
+    "wudi": ("basis_wudi", {"basis": "none"}),
+    "pca": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 1}),
+    "rand_proj": ("basis_negate", {"basis": "rand_proj", "forget": "code", "alpha": 1}),
+    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}),
+}
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_merges_are_those_of_the_models(case, family, built, tmp_path):
+    """To the bit, of all tasks and of some."""
+    method, keys = MERGES[case]
+    for tasks, own in ((TASKS, family.own), (TASKS[1:4], {})):
+        out = tmp_path / f"models-{len(tasks)}"
+        want = family.merge(method, out, tasks=tasks, own=own, **keys)
+        listed = [built.path / task for task in tasks]
+        over = recipe(method, family.base, listed, {}, **keys)
+        assert_same(merge(over, tmp_path / f"store-{len(tasks)}"), want)
+    if method != "basis_negate":
+        want = family.merge(method, tmp_path / "again", tasks=TASKS, **keys)
+        dtype = want.tensors["model.norm.weight"].dtype
+        state = tvb_mergekit.merge(built, family.base, method, dtype=dtype, **keys)
+        assert all(same(state[name], tensor) for name, tensor in want.tensors.items())
+
+
+def test_tasks_join_and_leave(family: Models, built: Bases, tmp_path: Path) -> None:
+    """As if the store had been built so; `undo` takes either back."""
+    store = Path(shutil.copytree(built.path, tmp_path / "store"))
+    done = tvb("add", store, family.models["poems"], "--task", "poems", "--weight", 3, "--quiet")
+    assert "joins 5 tasks without loss" in done.output
+    own = {**family.own, 5: {"weight": 3.0}}
+    six = family.build(tmp_path / "six", "--lossless", tasks=None, own=own)
+    grown = stores.load(store)
+    for name in sorted(p.relative_to(tmp_path / "six") for p in (tmp_path / "six").glob("*/*")):
+        if name.parts[0] != "recipes" and (tmp_path / "six" / name).is_file():
+            assert (store / name).read_bytes() == (tmp_path / "six" / name).read_bytes(), name
+    for name, tensor in six.tensors.items():
+        torch.testing.assert_close(grown.tensors[name], tensor, rtol=1e-6, atol=1e-12)
+    assert (grown.facts.bits, grown.facts.bytes) == (six.facts.bits, six.facts.bytes)
+    tvb("export", store, tmp_path / "poems", "--task", "poems", "--quiet")
+    check_export(family.models["poems"], tmp_path / "poems")
+    tvb("remove", store, "--task", "code")
+    rest = [task for task in (*TASKS, "poems") if task != "code"]
+    assert stores.load(store).tasks == rest and not (store / "code").exists()
+    own = {0: {"weight": 2.0}, 4: {"weight": 3.0}}
+    want = family.merge("basis_ta", tmp_path / "out", tasks=rest, basis="none", own=own)
+    tvb("merge", store, tmp_path / "added", "--method", "add", "--quiet")
+    assert all(same(tensor, want.tensors[n]) for n, tensor in load(tmp_path / "added").items())
+    tvb("undo", store)
+    assert stores.load(store).tasks == [*TASKS, "poems"]
+    words = ("--task", "again", "--budget", 3, "--force", "--quiet")
+    tvb("add", store, family.models["chat"], *words)
+    bases = stores.load(store)
+    assert bases.num_bases == 3 and not bases.keeps_tasks and "math" in bases.tasks
+    for error in bases.facts.errors.values():
+        assert error.at_least is not None and error.at_most is not None
+        assert error.at_least <= error.at_most < 1
+
+
+def test_a_live_model(family: Models, built: Bases) -> None:
+    model = AutoModelForCausalLM.from_pretrained(family.base, dtype=torch.bfloat16)
+    live = tvb_mergekit.attach(model, built.path)
+    for task in TASKS[:2]:
+        live.use(task)
+        want, found = load(family.models[task]), model.state_dict()
+        assert all(same(found[name], want[name]) for name in want)
+        live.verify()
+    live.use({"math": 0.5, "code": 0.25})
+    start = load(family.base)
+    for name, tensor in model.state_dict().items():
+        taus = [load(family.models[t])[name].float() - start[name].float() for t in TASKS[:2]]
+        assert same(tensor, (start[name].float() + 0.5 * taus[0] + 0.25 * taus[1]).bfloat16())
+    live.reset()
+
+
+def test_what_inspect_says(built: Bases, tmp_path: Path) -> None:
+    said = tvb("inspect", built.path, "--plot", tmp_path / "s.html").output
+    assert "Codes by kind of tensor" in said and "embeddings" in said
+    found = json.loads(tvb("inspect", built.path, "--json").output)
+    assert [each["relative_error"] for each in found["codes"]["vectors"]] == [0.0] * len(TASKS)
+    assert sum(each["bytes"] for each in found["codes"]["vectors"]) == built.facts.bytes
+
+
+@pytest.mark.parametrize(("part", "shards"), [(True, 10**9), (False, 60000)])
+def test_resuming_after_every_piece_gives_the_same_store(part, shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
+    shapes = {"a": (3, 2150), "none": (0, 4), "c": (2, 99, 1000), "d": (1,)}
+    states = []
+    for seed in range(3):
+        torch.manual_seed(0)
+        base = {name: torch.randn(shape) for name, shape in shapes.items()}
+        torch.manual_seed(seed)
+        moved = {n: (t + (seed > 0) * 0.001 * torch.randn_like(t)) for n, t in base.items()}
+        states.append({name: tensor.bfloat16() for name, tensor in moved.items()})
+        save_file(states[-1], tmp_path / f"{seed}.safetensors")
+    base, *models = (tmp_path / f"{seed}.safetensors" for seed in range(3))
+    own = {0: {"task": "a"}, 1: {"task": "b"}}
+    file = write(recipe("basis_ta", base, models, own), tmp_path / "r")
+    in_shards(monkeypatch, shards)
+    calls = stop_at(monkeypatch, -1)
+    tvb("build", file, tmp_path / "whole", "--lossless", "--quiet")
+    want = {f.relative_to(tmp_path / "whole"): f.read_bytes()
+            for f in (tmp_path / "whole").rglob("*.safetensors")}  # fmt: skip
+    count = calls[0]
+    assert count >= len(shapes) and len(want) == (3 if shards > 10**8 else 7)
+    for place in range(count):
+        out = tmp_path / f"stopped-{place}"
+        with monkeypatch.context() as patch, pytest.raises(Exception, match=r"^$"):
+            stop_at(patch, place, part)
+            tvb("build", file, out, "--lossless", "--quiet")
+        tvb("build", file, out, "--lossless", "--quiet", "--resume")
+        assert {name: (out / name).read_bytes() for name in want} == want
+    assert all(
+        same(vector.tensor(name), state[name])
+        for state, vector in zip(states[1:], bound(out, states[0]), strict=True)
+        for name in shapes
+    )
+
+
+def bound(path: Path, base: dict[str, torch.Tensor]) -> Any:
+    """The vectors of a store, which may be read with its base."""
+    bases = stores.load(path)
+    bases.check_base(tvb_mergekit.store.api.open_model(base), "base")  # type: ignore[attr-defined]
+    return bases.vectors
+
+
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "a bit of a block": (
+        "code/model.safetensors",
+        lambda data: data[:-4000] + bytes([data[-4000] ^ 1]) + data[-3999:],
+        "code/model.safetensors: tensor `",
+    ),
+    "of the list": ("code/original.json", lambda data: b"[" + data[1:], "original.json: cannot be"),
+    "another file": (
+        "code/files/config.json",
+        lambda data: data.replace(b"own", b"OWN"),
+        "code/files/config.json: missing or changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_found(case: str, built: Bases, family: Models, tmp_path: Path) -> None:
+    """By `tvb check`, and by whoever reads it, in a line that names the file."""
+    store = Path(shutil.copytree(built.path, tmp_path / "store"))
+    name, damage, message = DAMAGE[case]
+    (store / name).write_bytes(damage((store / name).read_bytes()))
+    assert name in refused("check", store) and "checksum" in refused("check", store)
+    assert message in refused("export", store, tmp_path / "out", "--task", "code", "--quiet")
+    assert not (tmp_path / "out").exists()
+
+
+MISTAKES: dict[str, tuple[str, str]] = {
+    "with bits": ("build {r} {o} --lossless --bits 2", "--lossless goes with none of --bits"),
+    "with a dtype": ("build {r} {o} --lossless --dtype float16", "--lossless goes with none of"),
+    "with a basis": ("build {b} {o} --lossless", "keeps all tasks: leave out the keys of a basis"),
+    "float32": ("build {f} {o} --lossless", "`math` has float32. Save all in bfloat16, or use"),
+    "bits of a new task": ("add {s} {m} --task new --bits 2", "keeps all tasks without loss"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(case, world, family, built, tmp_path):
+    words, message = MISTAKES[case]
+    wide = world("llama")
+    places = {
+        "r": write(family.recipe(), tmp_path / "r"),
+        "b": write(family.recipe(basis="balanced"), tmp_path / "b"),
+        "f": write(wide.recipe(), tmp_path / "f"),
+        "o": tmp_path / "out",
+        "s": built.path,
+        "m": family.models["poems"],
+    }
+    assert message in refused(*words.format(**places).split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_library(family: Models, tmp_path: Path) -> None:
+    models = {task: family.models[task] for task in THREE}
+    made = tvb_mergekit.build(family.base, models, tmp_path / "s", lossless=True)
+    for task in THREE:
+        found, want = tvb_mergekit.reconstruct(made, family.base, task), load(models[task])
+        assert all(same(found[name], want[name]) for name in want)
+    with pytest.raises(UserError, match="give `out`"):
+        tvb_mergekit.build(family.base, models, lossless=True)
