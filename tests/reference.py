@@ -311,7 +311,7 @@ def interference_free(
     sizes, right = np.linalg.svd(sides, full_matrices=False)[1:]
     if rank_share == "auto":
         rank_share = sizes.sum() ** 2 / (sizes**2).sum() / len(sizes)
-    leading = right[: math.ceil(len(sizes) * float(rank_share))]
+    leading = right[: max(1, math.ceil(len(sizes) * float(rank_share) - 1e-9))]
     return total + step @ leading.T @ leading
 
 

@@ -225,6 +225,21 @@ def test_what_does_not_interfere_stays_the_sum() -> None:
     assert off(interference_free(bases, 30.0, 1e-9), bases.sum(0)) > 1e-3  # one direction moves
 
 
+def test_equal_eigenvalues_keep_all_directions() -> None:
+    """Rounding makes (sum sqrt a)^2 / sum a larger than the number of directions."""
+    for size in range(3, 30):
+        bases = torch.stack([torch.linalg.qr(noise(size, size, seed=k))[0] for k in range(3)])
+        assert off(interference_free(bases, 300.0, "auto"), interference_free(bases, 300.0)) < 1e-5
+
+
+@pytest.mark.parametrize("count", [3, 7, 8, 16])
+def test_aligned_bases_are_exact_enough(count: int) -> None:
+    """D is M times shorter than the sum here, and errors of float32 are errors of the sum."""
+    direction = noise(96, 1) @ noise(1, 64, seed=1)
+    bases = direction + 0.01 * direction.norm() / 78 * noise(count, 96, 64, seed=2)
+    assert off(METHODS["stopped"](bases), DENSE["stopped"](bases.double().numpy())) < 5e-3
+
+
 @pytest.mark.parametrize("shape", [(3, 40, 70), (3, 70, 40), (2, 20, 90), (4, 600, 500)], ids=str)
 def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
     """Matrices of rank 4 give partial isometries, and solutions of least norm."""

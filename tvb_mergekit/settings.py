@@ -127,7 +127,7 @@ class Settings(BaseModel):
     merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
     common: Annotated[float, Share("share of the sum's directions", methods=("basis_iso",))] = 1.0
     flow_time: Annotated[float | Literal["exact"], Wudi("end of the flow", word="exact")] = 300.0
-    rank_share: Annotated[float | Literal["auto"], Wudi("of A's", word="auto", high=1)] = 1.0
+    rank_share: Annotated[float | Literal["auto"], Wudi("of directions", word="auto", high=1)] = 1.0
     matrices: Annotated[str | None, Matrix("regular expression of matrices; others: mean")] = None
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
 

@@ -4,10 +4,10 @@ From B_1 ... B_M, stacked as `bases` [M, m, n] (float32, any strides, not change
 gives the direction D [m, n] float32 that is added to theta_0. r = min(m, n). The methods need no
 data, and give the same bits for the same input and number of threads on the same machine.
 
-The methods use Gram matrices of the shorter side, summed in float64 over BLOCK columns at a time.
+Iso and TSV-M use Gram matrices of the shorter side, summed in float64 over BLOCK columns at a time.
 Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest. A
 singular value that rounding of the inputs can make counts as 0 (`rounding_noise`). Its direction
-contributes nothing; an SVD would fill in an arbitrary direction.
+contributes nothing; an SVD would fill in an arbitrary direction. WUDI keeps the sum there.
 """
 
 from __future__ import annotations
@@ -164,8 +164,11 @@ def interference_free(
 
 
 def _flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
-    """float32 if its errors are small: up to about t a 2^-24, and a is at most tr A = M."""
-    rough = flow_time == "exact" or float(flow_time) * count * FLOAT32 > ROUGH
+    """float32 if its errors are small.
+
+    They are up to about 10 t M 2^-24 of the sum, and D is M times shorter if bases are aligned.
+    """
+    rough = flow_time == "exact" or float(flow_time) * count**2 * FLOAT32 > ROUGH
     return torch.float64 if rough else torch.float32
 
 
@@ -174,10 +177,11 @@ def _gains(values: Tensor, time: float | str, rank_share: float | str, floor: fl
     values = values.clamp(min=0)
     end, trace = math.inf if time == "exact" else float(time), float(values.sum())
     if rank_share == "auto":
-        rank_share = float(values.sqrt().sum()) ** 2 / (trace or 1.0) / len(values)
+        rank_share = min(1.0, float(values.sqrt().sum()) ** 2 / (trace or 1.0) / len(values))
     cut = max(floor**2, NULL**2 * trace)
     gains = torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
-    gains[: len(gains) - math.ceil(len(gains) * float(rank_share))] = 0
+    kept = max(1, math.ceil(len(gains) * float(rank_share) - FLOAT32))
+    gains[: len(gains) - kept] = 0
     return gains
 
 

@@ -30,7 +30,7 @@ ALL_TASKS: dict[str, tuple[Method, str]] = {
     "ties": ("basis_ties", "One model that does all tasks: TIES over the bases."),
     "iso": ("basis_iso", "One model that does all tasks: Iso-C, the sum of the bases made even."),
     "tsvm": ("basis_tsvm", "One model that does all tasks: TSV-M, of the first singular vectors."),
-    "wudi": ("basis_wudi", "One model that does all tasks: WUDI, with the least interference."),
+    "wudi": ("basis_wudi", "One model that does all tasks: WUDI, with little interference."),
 }
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 

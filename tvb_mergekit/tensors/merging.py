@@ -161,8 +161,8 @@ def merge_items(
         update(pending)
     if far:
         LOG.warning(
-            "%s merges to far more than its bases together: %s; give it a shorter "
-            "`flow_time`, such as 30, or a small lambda",
+            "%s merges to far more than its bases together: %s; give it a shorter `flow_time` or "
+            "a small lambda",
             settings.method,
             listed(far),
         )
