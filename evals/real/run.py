@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import click
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 from study import run
 from study.cells import Source, fingerprint
 from study.run import Doc, Scores
@@ -54,14 +56,19 @@ class Run(run.Run):
             adapted = "" if full else self.places["base"] + "+"
             self.places |= {task: adapted + str(place.resolve())}
         if not full:
+            self.fused = tempfile.TemporaryDirectory()  # too many for the memory
             self.models = {task: self._adapted(base, place) for task, place in folders.items()}
         files = (file for place in folders.values() for file in place.glob("*.safetensors"))
         self.held = sum(file.stat().st_size for file in files)
         self.splits = lru_cache(lambda task: read(data, task))
 
-    def _adapted(self, base: Path, adapter: Path) -> run.Weights:
+    def _adapted(self, base: Path, adapter: Path) -> Path:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        return self.weights(PeftModel.from_pretrained(model, adapter).merge_and_unload())
+        weights = self.weights(PeftModel.from_pretrained(model, adapter).merge_and_unload())
+        folder = Path(self.fused.name) / adapter.name
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        return folder
 
     def set(self, weights: Mapping[str, Tensor]) -> None:
         if self.rounded:
