@@ -247,7 +247,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/writer.py", "if now.store.previous != other.checksum and", "if False and"),
     ],
     "test_store_safety.py -k 'weighted_task or keeps_its_meaning'": [
-        ("store/export.py", "([task]) / bases.weights", "([task]) * bases.weights"),
+        ("store/export.py", "/ bases.weights[bases", "* bases.weights[bases"),
         ("store/add.py", "self.bases.num_bases / len(old.tasks)", "1.0"),
     ],
     "test_autoload.py -k 'changed_name or more_parameters'": [
