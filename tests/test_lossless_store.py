@@ -101,6 +101,9 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
 def family(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made = bfloat(llama, tmp_path_factory.mktemp("family"), tasks=(*TASKS, "poems"))
     configure(made.models["code"], note="own")
+    state = dict(load(made.models["code"]))
+    state["model.norm.weight"][:2] = torch.tensor([-0.0, 1e-12])  # a sum would lose them
+    save(made.models["code"], state)
     return replace(made, own={0: {"weight": 2.0}})
 
 
@@ -188,6 +191,15 @@ def test_a_live_model(family: Models, built: Bases) -> None:
         taus = [load(family.models[t])[name].float() - start[name].float() for t in TASKS[:2]]
         assert same(tensor, (start[name].float() + 0.5 * taus[0] + 0.25 * taus[1]).bfloat16())
     live.reset()
+
+
+def test_a_weighted_vector_is_not_its_model(family: Models, built: Bases, tmp_path: Path) -> None:
+    """Basis 0 of the store is the task vector of `math` times its weight of 2."""
+    tvb("export", built.path, tmp_path / "out", "--basis", 0, "--quiet")
+    start, model = load(family.base), load(family.models["math"])
+    for name, tensor in load(tmp_path / "out").items():
+        tau = model[name].float() - start[name].float()
+        assert same(tensor, (start[name].float() + 2 * tau).bfloat16())
 
 
 def test_what_inspect_says(built: Bases, tmp_path: Path) -> None:
