@@ -23,6 +23,7 @@ from worlds import THREE, Models, configure, hub, save
 import tvb_mergekit
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.facts import checksum, record_of
 from tvb_mergekit.store.store import Bases
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -260,6 +261,11 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
         "code/model.safetensors: tensor `",
     ),
     "of the list": ("code/original.json", lambda data: b"[" + data[1:], "original.json: cannot be"),
+    "a name in the list": (
+        "code/original.json",
+        lambda data: data.replace(b"embed_tokens", b"embed_tokenz"),
+        "original.json: cannot be read (not what was stored)",
+    ),
     "another file": (
         "code/files/config.json",
         lambda data: data.replace(b"own", b"OWN"),
@@ -279,10 +285,28 @@ def test_damage_is_found(case: str, built: Bases, family: Models, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_hostile_store_writes_nothing_outside(built: Bases, tmp_path: Path) -> None:
+    """Its list of files names a path, with the checksums that belong to it."""
+    store = Path(shutil.copytree(built.path, tmp_path / "store"))
+    (store / "evil.txt").write_text("evil")
+    about = store / "code/original.json"
+    said = json.loads(about.read_text())
+    said["files"]["../../evil.txt"] = record_of(store / "evil.txt").xxh3_128
+    about.write_text(json.dumps(said))
+    facts = store / "basis.json"
+    text = json.loads(facts.read_text())
+    text["store"]["files"]["code/original.json"] = record_of(about).model_dump()
+    facts.write_text(json.dumps({**text, "checksum": checksum(text)}))
+    message = refused("export", store, tmp_path / "deep/out", "--task", "code", "--quiet")
+    assert "a file has a path instead of a name" in message
+    assert not (tmp_path / "deep/evil.txt").exists() and not (tmp_path / "evil.txt").exists()
+
+
 MISTAKES: dict[str, tuple[str, str]] = {
     "with bits": ("build {r} {o} --lossless --bits 2", "--lossless goes with none of --bits"),
     "with a dtype": ("build {r} {o} --lossless --dtype float16", "--lossless goes with none of"),
     "with a basis": ("build {b} {o} --lossless", "keeps all tasks: leave out the keys of a basis"),
+    "over itself": ("build {l} {o} --lossless", "is a vector of a store: list the model"),
     "float32": ("build {f} {o} --lossless", "`math` has float32. Save all in bfloat16, or use"),
     "bits of a new task": ("add {s} {m} --task new --bits 2", "keeps all tasks without loss"),
 }
@@ -296,6 +320,9 @@ def test_mistakes_are_one_line(case, world, family, built, tmp_path):
         "r": write(family.recipe(), tmp_path / "r"),
         "b": write(family.recipe(basis="balanced"), tmp_path / "b"),
         "f": write(wide.recipe(), tmp_path / "f"),
+        "l": write(
+            family.recipe() | {"models": [{"model": str(built.path / "code")}]}, tmp_path / "l"
+        ),
         "o": tmp_path / "out",
         "s": built.path,
         "m": family.models["poems"],

@@ -25,7 +25,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MARKER, FoldersSink, FolderWriter, Shard, plan_shards
 
 REST, ABOUT, FILES = "rest.safetensors", "original.json", "files"
-ENDINGS = (".json", ".jinja", ".txt", ".model", ".py")  # of a model's other files
+ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # of a model's other files
 
 
 def check_lossless(inputs: TaskSet) -> None:
@@ -38,6 +38,11 @@ def check_lossless(inputs: TaskSet) -> None:
             raise UserError(
                 f"--lossless keeps models, and that of task `{task}` is not one: keep an adapter "
                 "as it is, or use --bits"
+            )
+        if isinstance(source, Lossless):  # its files and its other tensors would be lost
+            raise UserError(
+                f"--lossless keeps models, and that of task `{task}` is a vector of a store: list "
+                f"the model that `tvb export STORE DIR --task NAME` writes, or use `tvb add`"
             )
         near = [item for item, part in parts if item.base and part.dtype == item.base.dtype]
         fits = sum(item.numel for item in near if item.base and item.base.dtype in MANTISSA)
@@ -118,8 +123,13 @@ def restore(
     assert bases.path is not None
     folder, rest = bases.path / bases.facts.store.folders[index], None
     try:
+        if record_of(folder / ABOUT) != bases.facts.store.files[f"{folder.name}/{ABOUT}"]:
+            raise ValueError("not what was stored")
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         names, files = list(about["tensors"]), dict(about["files"])
+        # A store of somebody else must not write outside `out`.
+        if any("\\" in n or Path(n).name != n or not n.endswith(ENDINGS) for n in files):
+            raise ValueError("a file has a path instead of a name")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{folder / ABOUT}: cannot be read ({error}); {RESTORE}") from error
     if (folder / REST).is_file():
