@@ -41,6 +41,8 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
 @option("--size", metavar="SIZE", help="Store codes of SIZE bytes in all, such as 2GB.")
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
+@option("--keep", type=float, metavar="SHARE",
+        help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
 @flag("--resume", help="Continue an interrupted build.")
 def build(
     recipe: str,
@@ -49,6 +51,7 @@ def build(
     bits: float | None,
     size: str | None,
     lossless: bool,
+    keep: float | None,
     **values: Any,
 ) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
@@ -59,26 +62,28 @@ def build(
     With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
     then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
 
-    With --lossless STORE holds the models in bfloat16 or float16 to the bit.
+    With --lossless STORE holds the models in bfloat16 or float16 to the bit. With --keep it holds a
+    random sample of the entries of each task vector, scaled up: unbiased, in few bytes.
 
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build recipe.yml ./vectors --bits 2
+      tvb build recipe.yml ./vectors --lossless
+      tvb build recipe.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
+    from tvb_mergekit.store.originals import share_of
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(bits, size)
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
-    if lossless and (quantize or dtype):
-        raise UserError("--lossless goes with none of --bits, --size, --dtype")
+    share = share_of(lossless, keep, quantize or dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
     document = read_recipe(recipe)
-    if quantize or lossless:
+    if quantize or share:
         document.whole_tasks()
 
     from tvb_mergekit.cli.inspect import error_line, store_line
@@ -94,14 +99,14 @@ def build(
         engine,
         dtype=_dtype(dtype) or inputs.own_dtype,
         quantize=quantize,
-        lossless=lossless,
+        keep=share,
         resume=values["resume"],
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
     if lossless:
         kept = "; every bit comes back"
-    if quantize:
+    if quantize or 0 < share < 1:
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")

@@ -61,10 +61,10 @@ class Growth:
                 raise UserError(
                     f"--compress: {bases.place} keeps all tasks; --budget M turns them into bases"
                 )
-            if self.bits and bases.facts.store.codec == "lossless":
+            if self.bits and bases.facts.store.codec != "codes":
                 raise UserError(
-                    f"--bits: {bases.place} keeps all tasks without loss, the new one too; leave "
-                    "--bits out"
+                    f"--bits: {bases.place} is {bases.facts.store.codec}, and keeps the new task "
+                    "as the others; leave --bits out"
                 )
             return True
         if self.bits:

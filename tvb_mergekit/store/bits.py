@@ -26,7 +26,7 @@ from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import chunk_length
-from tvb_mergekit.tensors.lossless import Lossless
+from tvb_mergekit.tensors.lossless import Blocks, Lossless
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.source import Weights
@@ -193,11 +193,17 @@ def items_of(vectors: Sequence[Weights]) -> list[Item]:
     return items
 
 
-def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
-    """`tensor_squares` and `tensor_errors` [items, K + 1], from numbers that a sink collected."""
-    table = torch.tensor(measured, dtype=torch.float64)
-    squares, errors = table.chunk(2, dim=1)
-    return {"tensor_squares": squares.contiguous(), "tensor_errors": errors.contiguous()}
+def measured_tensors(
+    measured: Sequence[Sequence[float]], weights: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """`tensor_squares` and `tensor_errors`, from numbers that a sink collected.
+
+    [items, K + 1], with the sum of the vectors last. Samples are measured without weights and
+    without a sum, which makes these [items, K].
+    """
+    squares, errors = torch.tensor(measured, dtype=torch.float64).chunk(2, dim=1)
+    factors = torch.ones(1) if weights is None else torch.tensor(weights).double().square()
+    return {"tensor_squares": squares * factors, "tensor_errors": errors * factors}
 
 
 def lost(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -278,7 +284,7 @@ class Losses:
 def losses(bases: Bases) -> Losses | None:
     """Errors of the codes of a store; None without codes."""
     facts, tensors = bases.facts, bases.tensors
-    vectors = [vector for vector in bases.sources if isinstance(vector, Codes | Lossless)]
+    vectors = [vector for vector in bases.sources if isinstance(vector, Codes | Blocks)]
     if not vectors:
         return None
     held = [[vector.stored.tensors[name].nbytes for vector in vectors] for name in bases.names]
@@ -286,10 +292,9 @@ def losses(bases: Bases) -> Losses | None:
     if "tensor_errors" in tensors:
         squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
     sizes = [vectors[0].tensors[name].numel for name in bases.names]
-    numels, exact = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors))), True
-    bits = 8 * np.array(held)
-    if isinstance(vectors[0], Codes):  # without scales
-        exact = False
+    numels = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors)))
+    bits, exact = 8 * np.array(held), facts.store.codec == "lossless"
+    if facts.store.codec == "codes":  # without scales
         widths = [[each.coded.widths[n].bits for each in vectors] for n in bases.names]  # type: ignore[union-attr]
         bits = np.array(widths) * numels
 
@@ -309,7 +314,10 @@ def losses(bases: Bases) -> Losses | None:
         if rows:
             nbytes = sum(sum(held[row]) for row in rows)
             of_groups.append(loss(group, nbytes, rows, slice(len(vectors))))
-    return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
+    total = _ratio(errors[:, -1], squares[:, -1]) if known else None
+    if facts.store.codec == "sampled":  # errors of independent samples add up in squares
+        total = _ratio(errors, tensors["gram_bases"].sum().numpy())
+    return Losses(of_vectors, total, of_groups)
 
 
 def group_of(name: str) -> str:

@@ -32,7 +32,7 @@ from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import bits
 from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts, FileRecord, weight_bytes
-from tvb_mergekit.store.originals import check_lossless, write_originals
+from tvb_mergekit.store.originals import check_kept, keeping_of, write_originals
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
@@ -55,6 +55,7 @@ from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
+from tvb_mergekit.tensors.sampled import Sampling
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def build_store(
     *,
     dtype: torch.dtype = torch.float32,
     quantize: Quantize | None = None,
-    lossless: bool = False,
+    keep: float = 0,
     resume: bool = False,
     warn: Warn = LOG.warning,
 ) -> Bases:
@@ -80,7 +81,8 @@ def build_store(
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
         quantize: Store codes instead, which are read as float32.
-        lossless: Store the models themselves to the bit, as differences from the base.
+        keep: Store this share of the entries of each task vector instead, exact. With 1 these are
+            the models themselves, to the bit.
         resume: Continue `out`.partial if it exists.
         warn: Called with each doubt about a model, one line each.
 
@@ -93,14 +95,14 @@ def build_store(
         dtype, least = torch.float32, inputs.settings.bases_of(len(inputs.tasks)) or 1
         numels = [item.numel for item in inputs.items]
         quantize.weight_bytes(numels, least, bits.fixed_bytes(inputs, least))
-    if lossless:
-        check_lossless(inputs)
+    if keep:
+        check_kept(inputs, keep)
     world, out = ranks.world(), Path(os.path.realpath(out))
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
         world.agree([item.name for item in inputs.items], "tensors")
-        unfinished = _Unfinished(inputs, out, dtype, lossless or quantize, resume)
+        unfinished = _Unfinished(inputs, out, dtype, keep or quantize, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)
         sums = known or sums_of(inputs, engine)[0]
@@ -113,10 +115,10 @@ def build_store(
         coding: Coding | Keeping | None = None
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        if (lossless or quantize) and basis.settings.basis == "none":
+        if (keep or quantize) and basis.settings.basis == "none":
             folders = bits.slugs(inputs.tasks, bits.RESERVED)
-        if lossless:
-            coding = Keeping(inputs.items)
+        if keep:
+            coding = keeping_of(inputs, keep)
         elif quantize is not None:
             coding = _coding(basis, inputs, quantize, partial, engine)
             for folder, coded in zip(folders, coding.coded, strict=True):
@@ -148,14 +150,14 @@ def build_store(
         if coding is None:
             vectors = dense_vectors(basis, dtype, files)
         elif isinstance(coding, Keeping):
-            vectors = _lossless(basis, inputs, folders, files)
+            vectors = _kept(basis, inputs, coding, folders, files, measured)
         else:
             made = _measured(basis, measured, partial, folders, engine)
             mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
             vectors = Vectors(tensors, folders, files, codec="codes", bits=mean)
         world.dismiss()
-        if lossless:
+        if keep == 1:
             rest = write_originals(partial, folders, inputs, engine)
             vectors = replace(vectors, files={**files, **rest})
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
@@ -252,14 +254,26 @@ def _measured(
     return {**tensors, **errors, "gram_bases": gram}
 
 
-def _lossless(
-    basis: Basis, inputs: TaskSet, folders: Sequence[str], files: Mapping[str, FileRecord]
+def _kept(
+    basis: Basis,
+    inputs: TaskSet,
+    keeping: Keeping,
+    folders: Sequence[str],
+    files: Mapping[str, FileRecord],
+    measured: Sequence[Sequence[float]],
 ) -> Vectors:
-    none = torch.zeros(len(folders), dtype=torch.float64)
-    tensors = {**tensors_of(basis), **measured_of(basis, torch.float32, none)}
-    numel = len(folders) * sum(item.numel for item in inputs.items)
-    mean = 8 * weight_bytes(files) / numel
-    return Vectors(tensors, folders, files, dtype_name(inputs.own_dtype), "lossless", mean)
+    """The vectors of a lossless or sampled store. `gram_bases` is G of the models themselves."""
+    numel, nbytes = len(folders) * sum(i.numel for i in inputs.items), weight_bytes(files)
+    if not isinstance(keeping, Sampling):
+        none = torch.zeros(len(folders), dtype=torch.float64)
+        tensors = {**tensors_of(basis), **measured_of(basis, torch.float32, none)}
+        dtype = dtype_name(inputs.own_dtype)
+        return Vectors(tensors, folders, files, dtype, "lossless", 8 * nbytes / numel)
+    own = bits.measured_tensors([each[len(folders) :] for each in measured], basis.weights)
+    errors = measured_of(basis, torch.float32, bits.lost(own))
+    tensors = {**tensors_of(basis), **own, **errors}
+    share, mean = keeping.samples[0].share, 8 * nbytes / numel
+    return Vectors(tensors, folders, files, "float32", "sampled", mean, share)
 
 
 class _Unfinished:
@@ -274,7 +288,7 @@ class _Unfinished:
         inputs: TaskSet,
         out: Path,
         dtype: torch.dtype,
-        quantize: Quantize | bool | None,
+        quantize: Quantize | float | None,
         resume: bool,
     ) -> None:
         world, self.inputs, self.out = ranks.world(), inputs, out

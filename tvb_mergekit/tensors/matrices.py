@@ -136,7 +136,10 @@ def merge_matrices(
 
 
 def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
-    return merge_matrix(settings, bases, input_noise(matrix, encoder, bases))
+    squares = encoder.square()
+    each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
+    shares = (each @ squares / squares.sum(0)).tolist()
+    return merge_matrix(settings, bases, input_noise(matrix, encoder, bases), shares)
 
 
 def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:

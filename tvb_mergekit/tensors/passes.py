@@ -133,7 +133,8 @@ def _item_sums(
         if piece.stop == piece.item.numel:
             if not torch.isfinite(sums.gram).all():
                 raise UserError(_not_finite(piece.item, tasks))
-            yield sums.of_tensor(piece.item.shape)
+            shares = [part.share for part in piece.item.inputs]
+            yield sums.of_tensor(piece.item.shape, shares)
             sums = zero
 
 

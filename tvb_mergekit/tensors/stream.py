@@ -42,6 +42,7 @@ class Part:
         packed: The codes that the elements are stored as. An accelerator decodes them itself.
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
+        share: The share of the elements in a random sample, see `Weights.share`.
     """
 
     dtype: torch.dtype
@@ -52,6 +53,7 @@ class Part:
     packed: Packed | None = None
     name: str | None = None
     shape: tuple[int, ...] | None = None
+    share: float = 1.0
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -63,7 +65,8 @@ class Part:
         held = isinstance(weights, StateDict)
         packed = weights.packed(name) if isinstance(weights, Codes) else None
         read, ahead = partial(weights.read, name), partial(weights.ahead, name)
-        return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape)
+        share = weights.share(name)
+        return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape, share)
 
 
 @dataclass(frozen=True)
