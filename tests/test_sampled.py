@@ -27,7 +27,7 @@ from tvb_mergekit.core.matrices import interference_free
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.lossless import BLOCK
-from tvb_mergekit.tensors.sampled import Sample
+from tvb_mergekit.tensors.sampled import Draw
 from tvb_mergekit.tensors.source import StateDict
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -42,11 +42,11 @@ def test_places_are_those_of_the_format(seed, share, length, block):
     """As the program in docs/files.md draws them."""
     names = dict[str, Any](np=np, xxhash=xxhash)
     exec(PROGRAM, names)
-    drawn = Sample(seed, share).places("a.weight", block, length)
+    drawn = Draw(seed, share).places("a.weight", block, length)
     assert drawn.tolist() == names["places"](seed, share, "a.weight", block, length)
 
 
-def sampled(name: str, tau: Tensor, sample: Sample) -> Tensor:
+def sampled(name: str, tau: Tensor, sample: Draw) -> Tensor:
     """A sample of a tensor by its definition."""
     if tau.ndim < 2:
         return tau
@@ -108,7 +108,8 @@ def test_a_store_against_its_definition(family: Models, built: Bases, tmp_path: 
     listed = [built.path / task for task in TASKS]
     over = recipe("basis_ta", family.base, listed, basis="none", **{"lambda": 0.5})
     for name, tensor in merge(over, tmp_path / "merged").tensors.items():
-        want = base[name].double() + sum(0.5 * v[name].double() for v in made)
+        terms = (0.5 * w * v[name].double() for w, v in zip(weights, made, strict=True))
+        want = base[name].double() + sum(terms)
         torch.testing.assert_close(tensor.double(), want, rtol=1e-6, atol=1e-6)
 
 
@@ -146,7 +147,7 @@ def test_corrected_products_are_unbiased() -> None:
     tau, share = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), SHARE
     found = torch.zeros(4000, 5, 5)
     for seed in range(4000):
-        z = sampled("w", tau, Sample(seed, SHARE))
+        z = sampled("w", tau, Draw(seed, SHARE))
         found[seed] = z.T @ z
         found[seed].diagonal().mul_(share)
     off = (found.mean(0) - tau.T @ tau).abs()
@@ -158,7 +159,7 @@ def test_wudi_over_samples(shape: tuple[int, int]) -> None:
     """WUDI with corrected products, by its definition in float64; also where M m < n."""
     generator, share = torch.Generator().manual_seed(1), SHARE
     taus = [torch.randn(shape, generator=generator) for _ in range(3)]
-    bases = torch.stack([sampled("w", t, Sample(k, SHARE)) for k, t in enumerate(taus)])
+    bases = torch.stack([sampled("w", t, Draw(k, SHARE)) for k, t in enumerate(taus)])
     normal, right = torch.zeros(shape[1], shape[1]).double(), torch.zeros(shape).double()
     for base in bases.double():
         square = base.T @ base

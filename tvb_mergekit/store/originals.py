@@ -20,7 +20,7 @@ from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import MANTISSA, Blocks, Keeping, Lossless, keep_pass
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.sampled import Sample, Sampling
+from tvb_mergekit.tensors.sampled import Draw, Sampling
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -86,7 +86,7 @@ def keeping_of(inputs: TaskSet, share: float) -> Keeping:
     if share == 1:
         return Keeping(inputs.items)
     names = (f"{inputs.settings.seed}/{task}".encode() for task in inputs.tasks)
-    samples = [Sample(xxhash.xxh3_64_intdigest(name), share) for name in names]
+    samples = [Draw(xxhash.xxh3_64_intdigest(name), share) for name in names]
     return Sampling(inputs.items, samples)
 
 

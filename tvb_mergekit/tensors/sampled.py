@@ -28,7 +28,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Sample:
+class Draw:
     """The entries of one vector that are stored.
 
     Attributes:
@@ -63,7 +63,7 @@ class Sampled(Blocks):
         stored: Checkpoint,
         shapes: Mapping[str, Sequence[int]],
         dtypes: Mapping[str, torch.dtype],
-        sample: Sample,
+        sample: Draw,
     ) -> None:
         super().__init__(stored, shapes, dtypes)
         self.sample = sample
@@ -75,10 +75,10 @@ class Sampled(Blocks):
         Raises:
             UserError: no such files, or their headers do not say what a reader needs.
         """
-        stored, samples = Checkpoint.open(path), list[Sample]()
+        stored, samples = Checkpoint.open(path), list[Draw]()
 
         def parse(said: Mapping[str, Any]) -> None:
-            samples.append(Sample(int(said["seed"]), float(said["share"])))
+            samples.append(Draw(int(said["seed"]), float(said["share"])))
             if samples[-1] != samples[0] or not 0 < samples[0].share <= 1:
                 raise ValueError("its sample is another one")
 
@@ -99,10 +99,10 @@ class Sampled(Blocks):
 
 
 @dataclass(frozen=True)
-class KeptSample(Kept):
+class KeptDraw(Kept):
     """The form of one sampled output of `keep_pass`."""
 
-    sample: Sample
+    sample: Draw
     key = KEY
 
     def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -115,10 +115,10 @@ class Sampling(Keeping):
 
     numbers = 2
 
-    def __init__(self, items: Sequence[Item], samples: Sequence[Sample]) -> None:
+    def __init__(self, items: Sequence[Item], samples: Sequence[Draw]) -> None:
         super().__init__(items)
         pairs = zip(self.coded, samples, strict=True)
-        self.coded, self.samples = [KeptSample(kept.dtypes, s) for kept, s in pairs], samples
+        self.coded, self.samples = [KeptDraw(kept.dtypes, s) for kept, s in pairs], samples
 
     def chosen(
         self, k: int, item: Item, block: int, theta: Tensor, base: Tensor | None
