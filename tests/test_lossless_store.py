@@ -339,3 +339,15 @@ def test_the_library(family: Models, tmp_path: Path) -> None:
         assert all(same(found[name], want[name]) for name in want)
     with pytest.raises(UserError, match="give `out`"):
         tvb_mergekit.build(family.base, models, lossless=True)
+
+
+def test_the_default_of_a_store_of_all_tasks(family: Models, tmp_path: Path) -> None:
+    """`basis: none` without another choice; models in float32, or a dtype, give a dense store."""
+    full = hub(llama, tmp_path / "full", dtypes=(torch.float32,))
+    for models, words, codec in (
+        (family, (), "lossless"),
+        (family, ("--dtype", "bfloat16"), "dense"),
+        (full, (), "dense"),
+    ):
+        out = tmp_path / f"{codec}-{len(words)}-{models is full}"
+        assert models.build(out, *words, basis="none").facts.store.codec == codec

@@ -62,8 +62,9 @@ def build(
     With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
     then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
 
-    With --lossless STORE holds the models in bfloat16 or float16 to the bit. With --keep it holds a
-    random sample of the entries of each task vector, scaled up: unbiased, in few bytes.
+    With --lossless STORE holds the models in bfloat16 or float16 to the bit. This is the default of
+    a recipe with `basis: none`. With --keep it holds a random sample of the entries of each task
+    vector, scaled up: unbiased, in few bytes.
 
     \b
     Example:
@@ -72,7 +73,7 @@ def build(
       tvb build recipe.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
-    from tvb_mergekit.store.originals import share_of
+    from tvb_mergekit.store.originals import default_share, share_of
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(bits, size)
@@ -93,6 +94,8 @@ def build(
 
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: open_models(document, values))
+    if not (quantize or dtype or share):
+        share = default_share(inputs)
     bases = build_store(
         inputs,
         store,
@@ -104,7 +107,7 @@ def build(
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
-    if lossless:
+    if share == 1:
         kept = "; every bit comes back"
     if quantize or 0 < share < 1:
         kept = f"; {error_line(bases.facts)}"

@@ -81,6 +81,15 @@ def check_kept(inputs: TaskSet, share: float) -> None:
             )
 
 
+def default_share(inputs: TaskSet) -> float:
+    """The share of entries that a store keeps if its user chose nothing: all, if that is possible."""
+    try:
+        check_kept(inputs, 1.0)
+    except UserError:
+        return 0.0
+    return 1.0
+
+
 def keeping_of(inputs: TaskSet, share: float) -> Keeping:
     """The outputs of a pass that keeps a share of the entries of each model."""
     if share == 1:
