@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import Sketch
-from tvb_mergekit.core.quantize import LONG, Width
+from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import merging, passes
@@ -173,7 +173,7 @@ class Blocks(Nowhere):
 
 
 @each_case
-@pytest.mark.parametrize("width", [Width(1, LONG), Width(8)])
+@pytest.mark.parametrize("width", [Width(1), Width(8)])
 def test_coding(case: Case, width: Width) -> None:
     tasks, megabytes, threads, dtypes = case
     items = items_of(tasks, numel_for(tasks), dtypes)

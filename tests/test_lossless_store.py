@@ -304,11 +304,17 @@ def test_a_hostile_store_writes_nothing_outside(built: Bases, tmp_path: Path) ->
 
 MISTAKES: dict[str, tuple[str, str]] = {
     "with bits": ("build {r} {o} --lossless --bits 2", "choose one of --lossless, --keep"),
-    "with a dtype": ("build {r} {o} --lossless --dtype float16", "choose one of --lossless, --keep"),
+    "with a dtype": (
+        "build {r} {o} --lossless --dtype float16",
+        "choose one of --lossless, --keep",
+    ),
     "with a basis": ("build {b} {o} --lossless", "keeps all tasks: leave out the keys of a basis"),
     "over itself": ("build {l} {o} --lossless", "is a vector of a store: list the model"),
     "float32": ("build {f} {o} --lossless", "`math` has float32. Save all in bfloat16, or use"),
-    "bits of a new task": ("add {s} {m} --task new --bits 2", "is lossless, and keeps the new task as the others"),
+    "bits of a new task": (
+        "add {s} {m} --task new --bits 2",
+        "is lossless, and keeps the new task",
+    ),
 }
 
 

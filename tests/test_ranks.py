@@ -105,7 +105,7 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "projection": (*(2, "merge", "gpt2", "basis_negate"), {"basis": "rand_proj", "num_bases": 2,
         "forget": "code", "alpha": 0.7}),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
-    "codes": (2, "build --bits 1.5", "tied", "basis_ta", {"basis": "none"}),
+    "codes": (2, "build --bits 2", "tied", "basis_ta", {"basis": "none"}),
     "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2}),
 }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_a_death_ends_all_and_a_build_resumes(models: dict[str, Folders], tmp_pa
         assert not (tmp_path / "merged").exists()
     assert run(tmp_path, "tvb build recipe.yml one --quiet")[0] == [0]
     write(recipe("basis_ta", *models["tied"], basis="none"), tmp_path / "whole")
-    coded = "tvb build whole.yml zoo --bits 1.5 --quiet"
+    coded = "tvb build whole.yml zoo --bits 2 --quiet"
     assert run(tmp_path, coded.replace("zoo", "alone"))[0] == [0]
     codes, _ = run(tmp_path, *[coded] * 2, rank_1=dies)
     assert codes == [1, -9] and not (tmp_path / "zoo").exists()

@@ -174,6 +174,41 @@ def test_wudi_over_samples(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-3)
 
 
+FORMS: list[tuple[str, dict[str, Any], str]] = [  # dtype of the models, options, codec
+    ("bfloat16", {"bits": 0.5}, "sampled"),
+    ("bfloat16", {"size": 0.06}, "sampled"),  # of the models' bytes, with the other files
+    ("bfloat16", {"size": 0.9}, "lossless"),
+    ("float32", {"bits": 1}, "sampled"),
+    ("float32", {"size": 0.2}, "codes"),
+    ("float32", {"size": 0.04}, "sampled"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wanted", "codec"), FORMS)
+def test_bits_and_sizes_choose_a_form(dtype, wanted, codec, tmp_path):
+    """The bytes are at most those that were asked for, and not much fewer."""
+    generator = torch.Generator().manual_seed(0)
+    kind: torch.dtype = getattr(torch, dtype)
+
+    def normal(size: float, of: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        shapes = {"a": (500, 700), "b": (900, 800), "n": (700,)}
+        made = {n: size * torch.randn(s, generator=generator) for n, s in shapes.items()}
+        return {n: (t + (of[n].float() if of else 0)).to(kind) for n, t in made.items()}
+
+    base = normal(0.02)
+    models = {task: normal(1e-4, base) for task in ("x", "y")}
+    total = sum(t.nbytes for model in models.values() for t in model.values())
+    numel = sum(t.numel() for model in models.values() for t in model.values())
+    size = int(wanted["size"] * total) if "size" in wanted else None
+    bases = tvb_mergekit.build(base, models, tmp_path / "s", bits=wanted.get("bits"), size=size)
+    assert bases.facts.store.codec == codec
+    taken = sum(f.stat().st_size for f in (tmp_path / "s").rglob("*") if f.is_file())
+    if size is not None:
+        assert taken <= size and (codec != "sampled" or taken > 0.6 * size)
+    else:
+        assert 0.9 * wanted["bits"] < 8 * bases.facts.bytes / numel < 1.05 * wanted["bits"]
+
+
 CASES = {
     "a share above 1": (("--keep", "1.5"), "--keep 1.5: expected a share"),
     "two choices": (("--keep", "0.1", "--bits", "2"), "choose one of --lossless, --keep"),

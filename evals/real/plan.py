@@ -19,8 +19,8 @@ LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
 SMALLER = (0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4)
 SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-SHARES = (0.25, 0.1, 0.05, 0.02, 0.01)  # of entries that are sampled
-ZOOS = (2, 1, 0.5)
+SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
+ZOOS = (4, 2)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
@@ -87,9 +87,9 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
     counts = {"items": plan.items // 2, "tested": plan.tested // 2}
     forgotten: Cell = {"lambda": shipped, "alphas": [*ALPHAS], "seed": 0} | counts
     stored: Cell = {"kind": "bits", "items": plan.items, "tested": plan.tested, "alphas": [],
-                    "lambdas": [*LAMBDAS], "start": LONGER, "scales": ["tasks"],
+                    "lambdas": [*LAMBDAS], "start": START, "scales": ["tasks"],
                     "merges": ["wudi_30", "ta"], "equal": True, "itemized": True}  # fmt: skip
-    forgotten_by = ("all", "keep_0.05", "zoo_1")  # without merges
+    forgotten_by = ("all", "keep_0.05", "zoo_2")  # without merges
     online: Cell = {"kind": "matrices_online", "tested": plan.tested // 2, "annealed": False}
     unseen: Cell = {"kind": "transfer", "shots": plan.shots, "seed": 0, "tested": plan.tested,
                     "rate": 4e-5}  # fmt: skip
@@ -104,9 +104,9 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "learned": [learn(plan, how, *each) for how in LEARNED
                     for each in few[: 2 if how in SLOW else 3]],
         "bytes": [stored | {"how": how} for how in
-                  ("keep_0.05", "lossless", "all", *(f"keep_{share}" for share in SHARES[:2]),
-                   *(f"keep_{share}" for share in SHARES[3:]), *(f"zoo_{bits}" for bits in ZOOS),
-                   f"balanced_{half}", *(f"merged_{how}" for how in RIVALS))],
+                  ("all", "lossless", *(f"keep_{share}" for share in SHARES),
+                   *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
+                   *(f"merged_{how}" for how in RIVALS))],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),
                                           ("pca", half), ("rand_proj", half))]

@@ -27,8 +27,8 @@ from tvb_mergekit.cli.options import (
 from tvb_mergekit.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from tvb_mergekit.store.bits import Quantize
     from tvb_mergekit.store.facts import DtypeName
+    from tvb_mergekit.store.forms import Quantize
     from tvb_mergekit.store.inspection import Inspection
 
 OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
@@ -38,8 +38,8 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @argument("recipe", type=RECIPE)
 @argument("store", type=PLACE)
 @option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
-@option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
-@option("--size", metavar="SIZE", help="Store codes of SIZE bytes in all, such as 2GB.")
+@option("--bits", type=float, help="Bits of an element: 8, 4, 3, 2, or fewer.")
+@option("--size", metavar="SIZE", help="The most bytes of the store, such as 2GB.")
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
 @option("--keep", type=float, metavar="SHARE",
         help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
@@ -60,7 +60,8 @@ def build(
     you may delete the models, but not the base.
 
     With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
-    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
+    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`. Task
+    vectors below two bits are a sample, as with --keep.
 
     With --lossless STORE holds the models in bfloat16 or float16 to the bit. This is the default of
     a recipe with `basis: none`. With --keep it holds a random sample of the entries of each task
@@ -73,7 +74,7 @@ def build(
       tvb build recipe.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
-    from tvb_mergekit.store.originals import default_share, share_of
+    from tvb_mergekit.store.forms import default_share, share_of
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(bits, size)
@@ -124,7 +125,7 @@ def _dtype(name: DtypeName | None) -> Any:
 def _quantize(bits: float | None, size: str | None) -> Quantize | None:
     if bits is None and size is None:
         return None
-    from tvb_mergekit.store.bits import Quantize
+    from tvb_mergekit.store.forms import Quantize
     from tvb_mergekit.tensors.layout import parse_memory
 
     return Quantize(bits, parse_memory(size) if size else None)

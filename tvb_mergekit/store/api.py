@@ -25,9 +25,9 @@ from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import Quantize, sums_of
+from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
-from tvb_mergekit.store.originals import share_of
+from tvb_mergekit.store.forms import Quantize, share_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.task_vectors import remove_task
 from tvb_mergekit.store.writer import undo_change

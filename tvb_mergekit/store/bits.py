@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +17,9 @@ from torch import Tensor
 
 from tvb_mergekit.core import quantize
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import BITS, CHOICES, Width
+from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
+from tvb_mergekit.settings import EMBEDDINGS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
@@ -31,11 +29,8 @@ from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import SHARD_BYTES
 
-PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
-WORKING = ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # in STORE.partial
+WORKING = ("state.json", "sums.safetensors", "journal.jsonl")  # in STORE.partial
 RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", *WORKING)
 # Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
@@ -48,108 +43,14 @@ KINDS_OF_TENSORS = {
 OTHER = "other"
 
 
-@dataclass(frozen=True)
-class Quantize:
-    """The bits of the elements of a store.
-
-    Attributes:
-        bits: one of BITS for all, or a mean; tensors then get different widths.
-        size: instead, the most bytes that the whole store may take.
-
-    Raises:
-        UserError: bits that there are not, or both.
-    """
-
-    bits: float | None = None
-    size: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.bits is None) == (self.size is None):
-            raise UserError("give either bits or a size, not both")
-        name, kind = ("bits", float) if self.size is None else ("size", int)
-        value = getattr(self, name)
-        if not hasattr(value, "__float__"):
-            raise UserError(f"`{name}` is {value!r}: expected a number")
-        object.__setattr__(self, name, kind(value))
-        if self.bits is not None and not quantize.LEAST_BITS <= self.bits <= BITS[-1]:
-            raise UserError(
-                f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
-                f"from {quantize.LEAST_BITS} to {BITS[-1]}"
-            )
-
-    @property
-    def uniform(self) -> Width | None:
-        """The width of every tensor; None where they differ."""
-        return Width(int(self.bits)) if self.bits in BITS else None
-
-    def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
-        """The most bytes of all codes; other files take `fixed`. Raise UserError below that."""
-        if self.bits is not None:
-            return vectors * quantize.mean_bytes(numels, self.bits)
-        assert self.size is not None
-        scales = vectors * sum(2 * -(-numel // quantize.LONG) for numel in numels)
-        if self.size < fixed + scales:
-            raise UserError(
-                f"--size {self.size:,} bytes: the scales of all vectors and the other "
-                f"files take {fixed + scales:,}; give more, or keep fewer tasks or "
-                "tensors (`exclude`)"
-            )
-        return self.size - fixed
-
-
-def choose(
-    items: Sequence[Item],
-    norms: Sequence[float],
-    shares: Tensor,
-    wanted: Quantize,
-    measure: Callable[[Sequence[float]], Tensor],
-    fixed: int = 0,
-) -> Coding:
-    """Choose the width of each tensor of each of K vectors.
+def coding_of(items: Sequence[Item], norms: Sequence[float], shares: Tensor, bits: int) -> Coding:
+    """Codes of one width for K vectors of these norms.
 
     Args:
-        norms: of the vectors, [K].
         shares: the factor of each vector in the sum that a merge adds, [K].
-        measure: units -> squared errors at each of CHOICES, [items, K, 9]; called if widths differ.
-        fixed: bytes of the other files in the store, which a size includes.
     """
-    numels, count = [item.numel for item in items], len(norms)
-    units = [quantize.unit_of(norm, sum(numels)) for norm in norms]
-    most = wanted.weight_bytes(numels, count, fixed)
-    if wanted.uniform is not None:
-        places = np.full((len(items), count), CHOICES.index(wanted.uniform))
-    else:
-        errors = measure(units).reshape(-1, len(CHOICES)).numpy()
-        each = [numel for numel in numels for _ in range(count)]
-        owners = [*range(count)] * len(numels)
-        places = quantize.choose_widths(errors, each, most, owners).reshape(len(items), count)
-    names = [item.name for item in items]
-    return Coding(
-        [
-            Coded(unit, {name: CHOICES[k] for name, k in zip(names, column, strict=True)})
-            for unit, column in zip(units, places.T.tolist(), strict=True)
-        ],
-        shares,
-    )
-
-
-def to_json(coding: Coding) -> str:
-    """The text of STORE.partial/coding.json."""
-    return json.dumps([[coded.unit, coded.widths] for coded in coding.coded])
-
-
-def from_json(file: Path, shares: Tensor) -> Coding:
-    """The coding that an interrupted build has chosen."""
-    try:
-        made = [
-            Coded(float(unit), {name: Width(*each) for name, each in widths.items()})
-            for unit, widths in json.loads(file.read_bytes())
-        ]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{file}: cannot be read ({error}); start again without --resume"
-        ) from error
-    return Coding(made, shares)
+    numel, widths = sum(item.numel for item in items), {item.name: Width(bits) for item in items}
+    return Coding([Coded(quantize.unit_of(norm, numel), widths) for norm in norms], shares)
 
 
 def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
@@ -157,25 +58,6 @@ def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
     total = sum(numels.values()) * len(coded) or 1
     bits = (n * each.widths[name].bits for name, n in numels.items() for each in coded)
     return sum(bits) / total
-
-
-def fixed_bytes(inputs: TaskSet, vectors: int) -> int:
-    """The most bytes of a store without codes: headers, configurations, facts, recipes."""
-    items, tasks, config = inputs.items, len(inputs.tasks), inputs.folder
-    shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
-    names = sum(len(item.name.encode()) for item in items)
-    headers = 600 * shards + 150 * len(items) + 2 * names
-    if shards > 1:  # and an index
-        headers += 60 * len(items) + names
-    files = 0
-    if config is not None and (config / "config.json").is_file():
-        files += (config / "config.json").stat().st_size + 500
-        files += sum(file.stat().st_size for file in config.glob("*.py"))
-    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(inputs.left_out)))
-    numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
-    listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
-    recipes = (len(METHODS) - 1) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
-    return vectors * (headers + files) + facts + numbers + recipes
 
 
 def stored_gram(vectors: Sequence[Weights], names: Sequence[str], engine: Engine) -> Tensor:
@@ -220,8 +102,8 @@ def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
     for k, square in zip(order, gram.diagonal().tolist(), strict=True):
         if not square:
             raise UserError(
-                f"task `{facts.tasks[k]}` of {bases.path} got no bits when it was stored, beside "
-                "larger task vectors: leave it out, or build the store with more bits"
+                f"task `{facts.tasks[k]}` of {bases.path} is zero: leave it out, or build the "
+                "store with more bits"
             )
     if not bases.scales[order].eq(1).all():  # G is of the weighted models
         return None

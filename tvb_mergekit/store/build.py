@@ -27,18 +27,16 @@ from tvb_mergekit.atomic import is_left_over, next_to, write_file
 from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import bits
-from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts, FileRecord, weight_bytes
-from tvb_mergekit.store.originals import check_kept, keeping_of, write_originals
+from tvb_mergekit.store.forms import Form, Quantize, check_kept, form_of, keeping_of
+from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
     Vectors,
     dense_vectors,
-    drawn,
     facts_of,
     folders_of,
     history_of,
@@ -53,7 +51,6 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Keeping
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.passes import measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.sampled import Sampling
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -91,18 +88,17 @@ def build_store(
             begun with other inputs.
     """
     dtype_name(dtype)
-    if quantize is not None:
-        dtype, least = torch.float32, inputs.settings.bases_of(len(inputs.tasks)) or 1
-        numels = [item.numel for item in inputs.items]
-        quantize.weight_bytes(numels, least, bits.fixed_bytes(inputs, least))
-    if keep:
-        check_kept(inputs, keep)
     world, out = ranks.world(), Path(os.path.realpath(out))
+    form = Form(share=keep)
+    if quantize is not None:
+        dtype, form = torch.float32, world.share(lambda: form_of(inputs, quantize))
+    if form.share:
+        check_kept(inputs, form.share)
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
         world.agree([item.name for item in inputs.items], "tensors")
-        unfinished = _Unfinished(inputs, out, dtype, keep or quantize, resume)
+        unfinished = _Unfinished(inputs, out, dtype, form, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)
         sums = known or sums_of(inputs, engine)[0]
@@ -115,15 +111,12 @@ def build_store(
         coding: Coding | Keeping | None = None
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        if (keep or quantize) and basis.settings.basis == "none":
+        if any(form) and basis.settings.basis == "none":
             folders = bits.slugs(inputs.tasks, bits.RESERVED)
-        if keep:
-            coding = keeping_of(inputs, keep)
-        elif quantize is not None:
-            coding = _coding(basis, inputs, quantize, partial, engine)
-            for folder, coded in zip(folders, coding.coded, strict=True):
-                if not any(width.bits for width in coded.widths.values()):
-                    warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
+        if form.share:
+            coding = keeping_of(inputs, form.share)
+        elif form.bits:
+            coding = _coding(basis, inputs, form.bits)
         if coding is not None:
             items = [item.coded(coding.widths(item.name)) for item in items]
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
@@ -153,13 +146,18 @@ def build_store(
             vectors = _kept(basis, inputs, coding, folders, files, measured)
         else:
             made = _measured(basis, measured, partial, folders, engine)
-            mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
-            vectors = Vectors(tensors, folders, files, codec="codes", bits=mean)
+            vectors = Vectors(tensors, folders, files, codec="codes", bits=form.bits)
         world.dismiss()
-        if keep == 1:
+        if form.share == 1:
             rest = write_originals(partial, folders, inputs, engine)
             vectors = replace(vectors, files={**files, **rest})
+        taken = sum(record.bytes for record in vectors.files.values())
+        if quantize is not None and quantize.size is not None and taken > quantize.size:
+            fewer = 0.95 * form.share * quantize.size / taken
+            raise UserError(
+                f"--size {quantize.size:,} bytes: the files take {taken:,}; give --keep {fewer:.2g}"
+            )
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
         return bases
@@ -206,37 +204,11 @@ def encoder_matrix(basis: Basis) -> Tensor:
     return torch.cat([basis.weighted_encoder, mean], dim=1)
 
 
-# Codes
-
-
-def _coding(
-    basis: Basis,
-    inputs: TaskSet,
-    quantize: Quantize,
-    partial: Path,
-    engine: Engine,
-) -> Coding:
-    """The widths of all tensors. A resumed build keeps its earlier choice."""
-    world = ranks.world()
-    matrix = encoder_matrix(basis)
-    shares = torch.ones(matrix.shape[1], dtype=torch.float64)
-    shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    if world.share((partial / bits.PLAN).is_file):
-        return bits.from_json(partial / bits.PLAN, shares)
-
-    items = drawn([replace(item, out=torch.uint8) for item in inputs.items], basis.sketch)
-
-    def measure(units: Sequence[float]) -> Tensor:
-        mine = items[share_of(items)]
-        found = measure_pass(mine, Linear.of(matrix), units, engine, basis.sketch)
-        return torch.cat(world.collect(found))
-
+def _coding(basis: Basis, inputs: TaskSet, width: int) -> Coding:
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
-    fixed = bits.fixed_bytes(inputs, len(sizes))
-    coding = bits.choose(items, sizes.tolist(), shares, quantize, measure, fixed)
-    if world.leads:
-        write_file(partial / bits.PLAN, bits.to_json(coding).encode())
-    return coding
+    shares = torch.ones(len(sizes), dtype=torch.float64)
+    shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
+    return bits.coding_of(inputs.items, sizes.tolist(), shares, width)
 
 
 def _measured(
@@ -288,7 +260,7 @@ class _Unfinished:
         inputs: TaskSet,
         out: Path,
         dtype: torch.dtype,
-        quantize: Quantize | float | None,
+        form: Form,
         resume: bool,
     ) -> None:
         world, self.inputs, self.out = ranks.world(), inputs, out
@@ -302,7 +274,7 @@ class _Unfinished:
             "settings": inputs.settings.model_dump(mode="json"),
             "tasks": list(inputs.tasks),
             "processes": world.size,
-            "quantize": repr(quantize) if quantize else None,
+            "form": list(form),
         }
         self.state = {"inputs": cache.key_of(begun)}
         self.resuming = world.share(lambda: self._can_resume(out, resume))
@@ -356,5 +328,5 @@ class _Unfinished:
 
     def forget(self) -> None:
         """Delete the state of the build, which `resume` needs until the store is published."""
-        for name in (STATE, SUMS, bits.PLAN, *(journal.name for journal in self.journals)):
+        for name in (STATE, SUMS, *(journal.name for journal in self.journals)):
             (self.out / name).unlink(missing_ok=True)

@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import FileRecord, record_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import MANTISSA, Blocks, Keeping, Lossless, keep_pass
+from tvb_mergekit.tensors.lossless import Keeping, Lossless, keep_pass
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.sampled import Draw, Sampling
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -28,75 +26,6 @@ from tvb_mergekit.tensors.writing import MARKER, FoldersSink, FolderWriter, Shar
 
 REST, ABOUT, FILES = "rest.safetensors", "original.json", "files"
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # of a model's other files
-
-
-def share_of(lossless: bool, keep: float | None, other: object) -> float:
-    """The share of the entries that a store keeps exact; 0: it does not.
-
-    Args:
-        other: another choice of what a store keeps, which excludes these.
-
-    Raises:
-        UserError: no such share, or more than one choice.
-    """
-    if bool(lossless) + (keep is not None) + bool(other) > 1:
-        raise UserError("choose one of --lossless, --keep, --bits, --size and --dtype")
-    if keep is None:
-        return float(lossless)
-    if not 1e-6 <= keep < 1:
-        raise UserError(f"--keep {keep:g}: expected a share of the entries, below 1")
-    return round(keep * 2**32) / 2**32
-
-
-def check_kept(inputs: TaskSet, share: float) -> None:
-    """Raise UserError unless a store can keep a share of the entries of the models.
-
-    All entries are kept if that saves bytes.
-    """
-    key = "--lossless" if share == 1 else "--keep"
-    if inputs.settings.basis != "none":
-        raise UserError(f"{key} keeps all tasks: leave out the keys of a basis, or {key}")
-    for task, source in zip(inputs.tasks, inputs.sources, strict=True):
-        parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
-        if inputs.adapters or any(part.holds == "delta" for _, part in parts):
-            raise UserError(
-                f"{key} keeps entries of models, and that of task `{task}` is not one: keep an "
-                "adapter as it is, or use --bits"
-            )
-        if isinstance(source, Blocks):  # its files and its other tensors would be lost
-            raise UserError(
-                f"{key} keeps entries of models, and that of task `{task}` is a vector of a store: "
-                "list the model that `tvb export STORE DIR --task NAME` writes, or use `tvb add`"
-            )
-        if share < 1:
-            continue
-        near = [item for item, part in parts if item.base and part.dtype == item.base.dtype]
-        fits = sum(item.numel for item in near if item.base and item.base.dtype in MANTISSA)
-        if 2 * fits < sum(item.numel for item in inputs.items):
-            dtypes = {str(info.dtype) for info in source.tensors.values()}
-            found = sorted(name.removeprefix("torch.") for name in dtypes)
-            raise UserError(
-                f"--lossless needs a base and models in bfloat16, or all in float16; the model of "
-                f"task `{task}` has {listed(found)}. Save all in bfloat16, or use --bits 8"
-            )
-
-
-def default_share(inputs: TaskSet) -> float:
-    """The share of entries that a store keeps if its user chose nothing: all, if that is possible."""
-    try:
-        check_kept(inputs, 1.0)
-    except UserError:
-        return 0.0
-    return 1.0
-
-
-def keeping_of(inputs: TaskSet, share: float) -> Keeping:
-    """The outputs of a pass that keeps a share of the entries of each model."""
-    if share == 1:
-        return Keeping(inputs.items)
-    names = (f"{inputs.settings.seed}/{task}".encode() for task in inputs.tasks)
-    samples = [Draw(xxhash.xxh3_64_intdigest(name), share) for name in names]
-    return Sampling(inputs.items, samples)
 
 
 def write_originals(

@@ -12,20 +12,17 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram
-from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import FileRecord, weight_bytes
-from tvb_mergekit.store.originals import check_kept, keeping_of, write_originals
+from tvb_mergekit.store.forms import check_kept, keeping_of
+from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Blocks, Keeping, Lossless
-from tvb_mergekit.tensors.passes import measure_pass
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.sampled import Sampled
 from tvb_mergekit.tensors.source import Weights
@@ -41,9 +38,6 @@ def join(
     sums = addition.new_sums(bases, inputs, items, growth.doubt, engine)
     matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
-    def measure(units: Sequence[float]) -> Tensor:
-        return measure_pass(items, Linear.of(matrix), units, engine)
-
     coding: Coding | Keeping
     share = kept_by(bases)
     if share:
@@ -54,9 +48,12 @@ def join(
         told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"
     else:
         norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-        coding = bits.choose(items, [norm], one, growth.bits or _as_now(bases), measure)
-        mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
-        told = f"at {counted(mean, 'bit')}"
+        newest = bases.vectors[-1]
+        assert isinstance(newest, Codes)
+        width = next(iter(newest.coded.widths.values())).bits
+        width = width if growth.bits is None else int(growth.bits.bits or 0)
+        coding = bits.coding_of(items, [norm], one, width)
+        told = f"at {counted(width, 'bit')}"
     growth.tell(f"{inputs.tasks[0]} joins {counted(count, 'task')} {told}; they stay as they are")
     old = bases.facts.store.folders
     folders = [*old, *bits.slugs(inputs.tasks, [*bits.RESERVED, *old])]
@@ -94,16 +91,6 @@ def kept_by(bases: Bases) -> float:
     """The share of entries that a lossless or sampled store keeps; 0 for others."""
     first = bases.vectors[0]
     return first.sample.share if isinstance(first, Sampled) else float(isinstance(first, Lossless))
-
-
-def _as_now(bases: Bases) -> Quantize:
-    """As many bits for the new task as the others have: the same width, or the same bytes."""
-    vectors = [vector for vector in bases.vectors if isinstance(vector, Codes)]
-    found = {width for vector in vectors for width in vector.coded.widths.values()}
-    if len(found) == 1 and (width := found.pop()).bits and width.group == GROUP:
-        return Quantize(bits=width.bits)
-    numels = [vectors[0].tensors[name].numel for name in bases.names]
-    return Quantize(bits=bits_within(numels, sum(v.nbytes for v in vectors) / len(vectors)))
 
 
 def remove_task(path: str | os.PathLike[str], task: str) -> Bases:

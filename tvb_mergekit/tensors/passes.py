@@ -25,13 +25,12 @@ from tvb_mergekit.core.gram import (
     symmetric,
 )
 from tvb_mergekit.core.merge import Linear, Step, check_output
-from tvb_mergekit.core.quantize import CHOICES, Width
 from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
-from tvb_mergekit.tensors.quantized import Coding, Measuring
+from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.stream import (
     Chunks,
     Item,
@@ -206,7 +205,7 @@ def combine_pass(
     title: str = "Merged model",
     sketch: Sketch | None = None,
     counted_as: Mapping[str, str] | None = None,
-    coding: Coding | Measuring | None = None,
+    coding: Coding | None = None,
 ) -> None:
     """Combine theta_0 and the task vectors of each item by its step, in order.
 
@@ -302,38 +301,6 @@ def _combining(chunks: Chunks, drawn: _Drawn | None) -> Callable[[Piece, Step, T
         return False
 
     return combine
-
-
-def measure_pass(
-    items: Sequence[Item],
-    step: Step,
-    units: Sequence[float],
-    engine: Engine,
-    sketch: Sketch | None = None,
-) -> Tensor:
-    """Squared errors of each output of a step in each tensor at each of CHOICES.
-
-    Args:
-        units: of each output (see `core.quantize`).
-        sketch: as in `combine_pass`.
-
-    Returns:
-        [items, K, 9] float64.
-    """
-    sums: dict[str, Tensor] = {}
-    measuring = Measuring(units)
-
-    class Sums:
-        def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-            found = measuring.measured(item.name, start)
-            sums[item.name] = sums.get(item.name, torch.zeros_like(found)) + found
-
-    coded = [item.coded([Width(0)] * step.count) for item in items]
-    steps = dict.fromkeys((item.name for item in items), step)
-    title = "Errors at each width"
-    combine_pass(coded, steps, Sums(), engine, title=title, sketch=sketch, coding=measuring)
-    shape = (len(items), step.count, len(CHOICES))
-    return torch.stack([sums[item.name] for item in items]).view(shape)
 
 
 def share_of(items: Sequence[Item]) -> slice:
