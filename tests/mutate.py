@@ -215,13 +215,21 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_kernels.py -k cuts_pieces": [
         ("tensors/kernels.py", "min((number + 1) * chunk", "min((number + 2) * chunk"),
-        ("tensors/passes.py", "(GramSums.plus, parts, sums)", "(GramSums.plus, parts[::-1], sums)"),
+        ("tensors/summing.py", "(GramSums.plus, sums, self._sums)",
+         "(GramSums.plus, sums[::-1], self._sums)"),
         ("tensors/layout.py", "useful) // chunk) * chunk", "useful) // chunk) * chunk + 1"),
     ],
     "test_budget.py -k 'gram_pass or combining'": [
         ("tensors/layout.py", "read = workers * self.buffer_bytes", "read = self.buffer_bytes"),
         ("tensors/layout.py", "written = (pieces + WRITES)", "written = WRITES"),
         ("tensors/layout.py", "computed = workers * 4 * held", "computed = 4 * held"),
+    ],
+    "test_one_pass.py": [
+        ("core/encoders/__init__.py", '"rand_select": 2, "bal', '"rand_select": 3, "bal'),
+        ("core/encoders/__init__.py", "if settings.bases_of(1) is None:", "if False:"),
+        ("tensors/merging.py", "or known_sums(tasks) is not None", ""),
+        ("tensors/kernels.py", "count, at // chunk, sums", "count, 0, sums"),
+        ("tensors/passes.py", "and all(map(GramSums.finite, sums))", ""),
     ],
     "test_lora.py -k 'reads_what or any_range or dense'": [
         ("tensors/adapter.py", "math.sqrt(rank) if", "rank if"),

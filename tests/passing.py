@@ -43,7 +43,7 @@ def gram_of(
 ) -> GramSums:
     """The sums of a Gram pass."""
     given = as_deltas(items, deltas) if deltas else items
-    return gram_pass(given, tasks, engine, **how)[0]
+    return gram_pass(given, tasks, engine, **how)
 
 
 def combine(

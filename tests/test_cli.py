@@ -280,7 +280,7 @@ DEVICES = {  # PyTorch's own words
 
 def test_words_that_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first pass."""
-    monkeypatch.setattr("tvb_mergekit.tensors.passes._item_sums", None)
+    monkeypatch.setattr("tvb_mergekit.tensors.passes.plan_layout", None)
     (here / "notes").mkdir()
     (here / "notes/mine.txt").write_text("x")
     (here / "notes.png").mkdir()

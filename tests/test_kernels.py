@@ -56,7 +56,7 @@ def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True
         item = replace(item, base=None, inputs=item.parts)
     buffer = PieceBuffer(64 * (item.nbytes // 64 + 1 + len(tensors)))
     stored = read_piece(buffer, Piece(item, 0, item.numel, 0))
-    return Combining(len(tensors) - base, 0, step)(stored, out)
+    return Combining(len(tensors) - base, 0, step)(stored, out)[0]
 
 
 @quick
@@ -201,7 +201,7 @@ import torch
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import held_item
 item = held_item("w", torch.ones(3), [torch.full((3,), 3.0)])
-print(gram_pass([item], ["a"])[0].gram.item())
+print(gram_pass([item], ["a"]).gram.item())
 """
 
 

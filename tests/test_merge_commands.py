@@ -37,7 +37,7 @@ def test_commands(command: str, world: World, tmp_path: Path) -> None:
         assert text in done.out
     told = "--lazy-unpickle: without effect on our methods" in done.err
     assert told == ("--lazy-unpickle" in words)
-    assert "\r" not in done.err and "Gram matrix: 100%" in done.err  # no terminal
+    assert "\r" not in done.err and "Merged model: 100%" in done.err  # no terminal
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.yml"}
     assert_same(Result(out), merge(document, tmp_path / "same"))
 

@@ -79,6 +79,9 @@ class GramSums:
         sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
         return sizes
 
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.gram).all())
+
     def plus(self, other: GramSums) -> GramSums:
         """The sums over both parts. Added in order, they do not depend on processes and threads."""
         both: dict[str, Any] = {}

@@ -58,9 +58,8 @@ def rounding_noise(matrix: Tensor, unit: float) -> float:
     """
     if not matrix.numel():
         return 0.0
-    rows, columns = (
-        torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float32).max() for dim in (1, 0)
-    )
+    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    rows, columns = (torch.linalg.vector_norm(matrix, dim=dim, dtype=dtype).max() for dim in (1, 0))
     return 0.6 * unit * float(rows + columns)
 
 

@@ -135,7 +135,7 @@ def new_sums(
     sums = None if others else inputs.sums
     if sums is None:
         names = [*bases.facts.store.folders[:others], task]
-        sums, _cached = gram_pass(items, names, engine)
+        sums = gram_pass(items, names, engine)
     if float(sums.gram[-1, -1]) == 0.0:
         raise UserError(
             f"task `{task}`: its task vector is zero: the model is identical to the base"

@@ -62,7 +62,7 @@ def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
 
 def stored_gram(vectors: Sequence[Weights], names: Sequence[str], engine: Engine) -> Tensor:
     """Inner products of vectors as their codes give them, [K, K] float64."""
-    return gram_pass(items_of(vectors), names, engine)[0].gram
+    return gram_pass(items_of(vectors), names, engine).gram
 
 
 def items_of(vectors: Sequence[Weights]) -> list[Item]:

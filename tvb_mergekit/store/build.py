@@ -101,7 +101,7 @@ def build_store(
         unfinished = _Unfinished(inputs, out, dtype, form, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)
-        sums = known or sums_of(inputs, engine)[0]
+        sums = known or sums_of(inputs, engine)
         summed = time.perf_counter()
         basis = world.share(lambda: _basis(inputs, sums, warn))
         if world.leads:
@@ -172,7 +172,7 @@ def build_in_memory(
 ) -> Bases:
     """Build the bases of `inputs` as state dicts."""
     dtype_name(dtype)
-    basis = _basis(inputs, sums_of(inputs, engine)[0], warn)
+    basis = _basis(inputs, sums_of(inputs, engine), warn)
     items = [replace(item, out=dtype) for item in inputs.items]
     vectors, history = dense_vectors(basis, dtype), history_of(inputs, basis)
     return in_memory(vectors, history, items, encoder_matrix(basis), engine, basis.sketch)
@@ -180,7 +180,7 @@ def build_in_memory(
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
     """basis.json and basis.safetensors of a build in float32, without building."""
-    basis = _basis(inputs, sums_of(inputs, engine)[0], LOG.warning)
+    basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
     vectors = dense_vectors(basis, torch.float32)
     return facts_of(vectors, history_of(inputs, basis)).of_merge(), dict(vectors.tensors)
 

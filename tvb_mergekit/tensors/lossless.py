@@ -352,4 +352,4 @@ def keep_pass(
         return lambda piece, out: keeping.encode(piece.item, piece.start, buffer.read(piece), out)
 
     update = engine.progress(title, sum(item.nbytes for item in items))
-    deliver(items, layout, count, work, sink, update)
+    deliver(items, layout, count, work, sink, lambda piece, _: update(piece.nbytes))
