@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,13 @@ from commands import assert_close
 from reference import Dense, expect
 from tiny import TASKS, family
 from torch import Tensor, nn
-from worlds import Models
+from worlds import World
 
 import tvb_mergekit as tvb
 from tvb_mergekit.store import api
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]
-
-
-World = Callable[[str], Models]
 
 
 def five(world: World) -> tuple[State, dict[str, State]]:

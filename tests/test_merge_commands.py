@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from commands import Result, assert_same, merge, recipe, refused, run, write
 from safetensors.torch import load_file, save_file
 from tiny import TASKS
-from worlds import FAMILIES, Models
+from worlds import FAMILIES, World
 from yaml.reader import Reader
 
 import tvb_mergekit
 from tvb_mergekit.tensors import checkpoint
 
-World = Callable[[str], Models]
 BALANCED = {"basis": "balanced", "num_bases": 2}
 
 

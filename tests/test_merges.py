@@ -19,14 +19,13 @@ from mergekit import merge_methods
 from reference import Dense, expect, flat
 from tiny import family, gpt2, load
 from torch import Tensor
-from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, llama, llava, vit
+from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, World, llama, llava, vit
 
 import tvb_mergekit
 from tvb_mergekit.core.encoders import encode
 from tvb_mergekit.settings import resolve_settings
 
 Tensors = Mapping[str, Tensor]
-World = Callable[[str], Models]
 FAST = {"steps": 300}
 NONE = {"basis": "none"}
 PCA = {"basis": "pca", "num_bases": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_store import KINDS, SIZES, raw_family, read
 from tiny import TASKS, load
 from torch import Tensor
-from worlds import FAMILIES, Models
+from worlds import FAMILIES, Models, World
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
@@ -27,7 +27,6 @@ from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.recipes import ALL_TASKS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-World = Callable[[str], Models]
 
 
 def stored(made: Models, out: Path, own: Any = None, **keys: Any) -> Path:
@@ -219,7 +218,7 @@ def test_raw_state_dicts(pickled, method, more, tmp_path, monkeypatch):
     listed = [folder / f"basis-00{number}" / "model.safetensors" for number in range(2)]
     made = recipe(method, base, listed)
     found = merge(made, tmp_path / "merged", command="mergekit-pytorch")
-    assert set(found.tensors) == set(want.tensors) == {*SIZES, "steps", *["again"] * pickled}
+    assert set(found.tensors) == set(want.tensors) == {*SIZES, "ids", "steps", *["again"] * pickled}
     assert_alike(found, want, start)
     assert found.tensors["steps"].dtype == torch.int64
     file = folder / "recipes" / ("ties.yml" if pickled else "add.yml")

@@ -33,6 +33,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = partial(llama, tie_word_embeddings=True)
 THREE_LAYERS = partial(llama, num_hidden_layers=3)
 State = Mapping[str, Tensor]
+World = Callable[[str], "Models"]
 Make = Callable[[], nn.Module]
 
 
@@ -289,10 +290,11 @@ def state_dicts(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     twice: bool = False,
     tasks: Sequence[str] = THREE,
+    sizes: Mapping[str, tuple[int, ...]] = SIZES,
 ) -> Models:
     """Tensors of any shape, with integer buffers, as a training script writes them."""
     generator = torch.Generator().manual_seed(0)
-    base = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+    base = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
     states, paths = [], []
     for number, task in enumerate(("base", *tasks)):
         state = {
