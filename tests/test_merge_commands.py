@@ -138,15 +138,12 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     ),
     "little for Trim": ({"method": "basis_ties"}, ("--memory", "60MB"), "a histogram of 2 bases"),
     "overflow": ({"lambda": 1e9, "dtype": "float16"}, (), "overflow float16"),
-    "accelerators": ({}, ("--multi-gpu",), "--multi-gpu: PyTorch sees no accelerator"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_leaves_nothing(name: str, world: World, tmp_path: Path) -> None:
     given, options, message = REFUSED[name]
-    if name == "accelerators" and torch.accelerator.is_available():
-        pytest.skip("there are some")
     out = tmp_path / "out"
     keys = {**BALANCED, **given}
     method = keys.pop("method", "basis_ta")

@@ -118,12 +118,3 @@ def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_table_has_the_sets_of_the_benchmark(get_data: Any) -> None:
     tasks, table = importlib.import_module("real.tasks"), yaml.safe_load(get_data.TABLE.read_text())
     assert list(get_data.SETS) == list(table) == [*tasks.TASKS, *tasks.OUTSIDE]
-
-
-@pytest.mark.skipif("REAL_TASKS" not in os.environ, reason="REAL_TASKS: a folder of the data sets")
-def test_all_sets_equal_given_ones(get_data: Any, tmp_path: Path) -> None:
-    given = Path(os.environ["REAL_TASKS"])
-    assert call(get_data.main, [str(tmp_path), "--raw", str(given)]).exit_code == 0
-    for file in (f"{name}/{split}.jsonl" for name in get_data.SETS for split in ("train", "test")):
-        same = (tmp_path / file).read_bytes() == (given / file).read_bytes()
-        assert same, file
