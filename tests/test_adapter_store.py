@@ -22,7 +22,6 @@ BALANCED = {"basis": "balanced", "num_bases": 2}
 
 @pytest.fixture
 def adapters(world) -> Models:
-    """Three adapters with different targets."""
     return world("mixed adapters")
 
 

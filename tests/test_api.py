@@ -30,7 +30,6 @@ State = dict[str, Tensor]
 
 
 def five(world: World) -> tuple[State, dict[str, State]]:
-    """A base and its models."""
     base, *models = world("five").states
     return dict(base), dict(zip(TASKS, map(dict, models), strict=True))
 

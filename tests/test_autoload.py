@@ -292,7 +292,6 @@ CHANGES = {
 
 
 def hand_over(module: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The lines that a hook prints about an imported module of mergekit."""
     finder = hook.TvbMergekitFinder()
     finder.after(sys.modules[module])
     printed = capsys.readouterr().err

@@ -85,7 +85,6 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def outside(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command itself."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, **options}
     return subprocess.run(

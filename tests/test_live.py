@@ -530,7 +530,6 @@ def test_blocks_and_comparisons(model, live, monkeypatch):
 
 
 def test_blocks_whose_end_fails(model, live, caplog):
-    """No error hides another."""
     said = f"{NORM} of the base's files are not in it"
     with pytest.raises(ZeroDivisionError), live.using("math"):
         norm = model.get_submodule("model.norm")

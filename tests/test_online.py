@@ -42,7 +42,6 @@ State = dict[str, Tensor]
 
 
 def family(tasks: int, seed: int = 0) -> tuple[State, list[State]]:
-    """Correlated task vectors of unequal length."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise() -> State:
@@ -143,7 +142,6 @@ def matrix_of(bases: Bases) -> Array:
 
 
 def off(found: Array, expected: Array) -> float:
-    """Relative difference."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -396,7 +394,6 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 
 
 def tvb_add(store: Path, model: Path | str, task: str, *words: object) -> str:
-    """What `tvb add` says."""
     return commands.tvb("add", store, model, "--task", task, "--quiet", *words).stdout
 
 

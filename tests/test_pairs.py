@@ -163,7 +163,6 @@ def amend(folder: str, **keys: Any) -> None:
 
 
 def rewrite(folder: str, task: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change every line of a task's samples."""
     file = Path(f"{folder}/m/samples_{task}_{DATE}.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
@@ -541,7 +540,6 @@ def merged(recipe: str = "linear", facts: str = "{}") -> Path:
 
 
 def models_said(*words: str) -> str:
-    """The page's text on the models."""
     tabled(*words)
     return "".join(the_page().itertext()).rpartition("Models")[2]
 

@@ -35,7 +35,6 @@ def stored(made: Models, out: Path, own: Any = None, **keys: Any) -> Path:
 
 
 def over(folder: Path, base: Path, method: str, out: Path, *args: str, **keys: Any) -> Result:
-    """The recipe over the bases of a store."""
     own, extra = keys.pop("own", None), keys.pop("extra", None)
     models = sorted(folder.glob("basis-0*"))
     return merge(recipe(method, base, models, own, extra=extra, **keys), out, *args)

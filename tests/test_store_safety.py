@@ -55,7 +55,6 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def built(out: Path, models: Path, tasks: str = "abc", **keys: Any) -> Path:
-    """A store by `tvb build` in float32."""
     own = keys.pop("own", None)
     keys = {"basis": "balanced", "num_bases": 2, **keys}
     made = recipe("basis_ta", models / "base", [models / task for task in tasks], own, **keys)
@@ -216,7 +215,6 @@ def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
 
 
 def rolled(source: Path, folder: Path) -> Path:
-    """The model with every tensor rolled by one."""
     shutil.copytree(source, folder)
     state = {name: t.flatten().roll(1).view_as(t) for name, t in tiny.load(source).items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
@@ -224,7 +222,6 @@ def rolled(source: Path, folder: Path) -> Path:
 
 
 def enlarged(source: Path, base: Path, folder: Path, factor: float) -> Path:
-    """The model with its task vector multiplied."""
     shutil.copytree(source, folder)
     start, state = tiny.load(base), tiny.load(source)
     made = {name: start[name] + factor * (t - start[name]) for name, t in state.items()}

@@ -41,7 +41,6 @@ def _own_tasks_only() -> Iterator[None]:
 
 
 def quick(method: str = "basis_ta", **parameters: Any) -> dict[str, Any]:
-    """A recipe over the shipped specialists."""
     folders = [QUICK / "models" / task for task in TASKS]
     own: dict[int, dict[str, Any]] = {}
     if method.startswith("basis_"):
@@ -249,7 +248,6 @@ CHOICE = {
 
 
 def own_task(folder: Path, name: str, splits: Mapping[str, int], **keys: Any) -> None:
-    """A task of ours, its items numbered."""
     folder.mkdir(exist_ok=True)
     files = {}
     for split, count in splits.items():
@@ -322,7 +320,6 @@ class Own(ConfigurableTask):
 
 
 def loaded(folder: Path, metadata: Mapping[str, Any], options: LmEval = LmEval()) -> EvalTask:  # noqa: B008
-    """The task `tt` of a folder."""
     manager = harness.manager([str(folder)], metadata)
     metrics = {"tt": ["acc,none"]}
     (task,) = harness.load_tasks(manager, ["tt"], metrics, ItemChoice(), options)

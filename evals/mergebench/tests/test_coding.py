@@ -177,7 +177,6 @@ os.wait()
 
 
 def running(text: str) -> list[int]:
-    """The processes with a text in their command line."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -41,7 +41,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The one line that ends the program."""
     with pytest.raises(SystemExit) as ended:
         call()
     line = ended.value.code

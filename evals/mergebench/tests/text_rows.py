@@ -134,7 +134,6 @@ STEM = sorted(module("math/mmlu_stem").SUBJECTS)
 
 
 def mmlu_en(subject: str, answers: str) -> list[Row]:
-    """A question for each letter."""
     return [
         {
             "question": f"Which is right in {subject}, case {n}?",
@@ -221,7 +220,6 @@ def stage_punkt(home: Path) -> None:
 
 
 def members(group: str) -> list[str]:
-    """What a group's YAML lists."""
     (found,) = (
         config["task"]
         for config in map(_plain, MERGEBENCH.rglob("*.yaml"))

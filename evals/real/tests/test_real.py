@@ -55,7 +55,6 @@ def small() -> tuple[Any, Any]:
 
 @pytest.fixture
 def world(tmp_path: Path, real: SimpleNamespace) -> Path:
-    """Ten items for each task, and a base."""
     for task in (*real.tasks.TASKS, *real.tasks.OUTSIDE):
         folder = tmp_path / "data" / task
         folder.mkdir(parents=True)
