@@ -422,9 +422,7 @@ def test_files_of_an_unfinished_run_that_have_changed(case: Case, method: str) -
     [("unheld", 4, 1), ("unheld", 3, None), ("unheld", 9, 2), ("single", 4, 1), ("held", 5, 1),
      ("held", 4, None)],
 )  # fmt: skip
-def test_a_loss_that_is_not_finite_keeps_the_last_good(
-    case: Case, tmp_path: Path, data: str, begins: int, best: int | None
-) -> None:
+def test_a_loss_that_is_not_finite_keeps_the_last_good(case, tmp_path, data, begins, best):
     """Three steps an epoch; two, and one batch that is held out, with `held`.
 
     Without held-out examples the weights of a step are known to be good only by the next step, or

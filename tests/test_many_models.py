@@ -53,9 +53,7 @@ def calls() -> Iterator[Counter[str]]:
         yield seen
 
 
-def test_planning_grows_with_the_models_alone(
-    many: tuple[Path, list[Path]], tmp_path: Path, calls: Counter[str]
-) -> None:
+def test_planning_grows_with_the_models_alone(many, tmp_path, calls):
     base, models = many
     found = []
     for count in (TASKS // 2, TASKS):

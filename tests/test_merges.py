@@ -327,9 +327,7 @@ def loaded(loader: str, result: Result) -> Tensors:
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, None])
-def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(
-    count: int | None, world: World, tmp_path: Path
-) -> None:
+def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(count, world, tmp_path):
     models = world("llama")
     weights = {index: {"weight": 1.0} for index in range(5)}
     keys = {"normalize": False, "lambda": 0.3}
@@ -345,9 +343,7 @@ def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(
     ("method", "order"),
     [("basis_ties", [0, 1, 2, 1, 2, 3]), ("basis_ta", [2, 0]), ("basis_negate", [0, 1, 1])],
 )
-def test_slices_may_repeat_drop_and_reorder_layers(
-    method: str, order: list[int], tmp_path: Path
-) -> None:
+def test_slices_may_repeat_drop_and_reorder_layers(method, order, tmp_path):
     """A repeated layer is one tensor of the task vector; a dropped one is none."""
     base, models = family(tmp_path, lambda: llama(num_hidden_layers=4), THREE)
     keys = RAND_PROJ if method == "basis_negate" else PCA

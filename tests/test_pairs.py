@@ -96,9 +96,7 @@ def test_holm_by_hand() -> None:
         (60, None, 0.04, 0.06),  # independent real-valued scores
     ],
 )
-def test_how_often_1000_pairs_differ(
-    items: int, gain: float | None, least: float, most: float
-) -> None:
+def test_how_often_1000_pairs_differ(items, gain, least, most):
     """False positives of equal models, and power, at level 0.05."""
     generator = np.random.default_rng(0)
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,7 @@ def facts(out: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "values", "limit"), [("basis_ta", (0.3, 0.9), 40), ("task_arithmetic", (0.35,), 10)]
 )
-def test_points_are_what_separate_runs_give(
-    method: str, values: Sequence[float], limit: int, tmp_path: Path
-) -> None:
+def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
     """mergekit-yaml, then lm_eval on the items that chose."""
     document = quick(method, lambda_=0.1)
     path, out = write(tmp_path, document), tmp_path / "out"
@@ -109,9 +107,7 @@ def test_points_are_what_separate_runs_give(
 
 
 @pytest.mark.parametrize("method", ["basis_ta", "dare_ties"])
-def test_merged_with_what_was_found(
-    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_merged_with_what_was_found(method, tmp_path, caplog):
     """dare draws at random: it is merged point by point, with the seed in tuned.yml."""
     path, out = write(tmp_path, quick(method, lambda_=0.1)), tmp_path / "out"
     path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
@@ -211,9 +207,7 @@ def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
     assert "share of the reference" in (out / "tune.md").read_text()
 
 
-def test_a_line_that_does_not_lead_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_does_not_lead_there(tmp_path, caplog, monkeypatch):
     """The line is compared with a merge by mergekit before it is used."""
     path = write(tmp_path, quick())
     more = ("--limit", 4, "--grid", "0.2,0.5")

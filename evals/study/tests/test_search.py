@@ -21,9 +21,7 @@ def climbed() -> Any:
 
 
 @given(data=st.data(), count=st.integers(1, 12))
-def test_a_climb_ends_at_the_maximum_and_asks_once(
-    climbed: Any, data: st.DataObject, count: int
-) -> None:
+def test_a_climb_ends_at_the_maximum_and_asks_once(climbed, data, count):
     """Of a score that rises and falls; each neighbour of the maximum was asked for."""
     grid = [float(i + 1) for i in range(count)]
     top, start = (data.draw(st.integers(0, count - 1)) for _ in range(2))
