@@ -458,6 +458,9 @@ def test_cache(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "cache/junk.safetensors").write_text("junk")
     assert "1 Gram matrices" in run("cache", "list").stdout
     assert "Deleted 2" in run("cache", "clear").stdout
+    monkeypatch.delenv("TVB_MERGEKIT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert str(tmp_path / "user/tvb-mergekit/gram") in run("cache", "list").stdout
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     assert "is off" in run("cache", "list").stdout
     assert "Deleted 0" in run("cache", "clear").stdout
