@@ -1,7 +1,5 @@
 """Stores built from LoRA adapters, against PEFT and dense numbers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

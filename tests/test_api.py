@@ -1,7 +1,5 @@
 """The library on state dicts, folders and files (merges: test_merges.py)."""
 
-from __future__ import annotations
-
 import doctest
 import gc
 import inspect

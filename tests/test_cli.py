@@ -1,7 +1,5 @@
 """The `tvb` command as strangers, impatient people and attackers use it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

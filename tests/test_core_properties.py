@@ -1,7 +1,5 @@
 """The Gram pass, Trim and merging on arbitrary tensors, against dense float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Properties of accelerators on a CPU: placement, partition, and clear refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mergekit.config import MergeConfiguration

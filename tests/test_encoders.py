@@ -1,7 +1,5 @@
 """Encoders: closed forms meet their bounds, training is the authors', the exact solver is exact."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Damaged, missing and unfit files, and output folders: found before or during the merge."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The compiled loops against dense float64, and against PyTorch's own roundings."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

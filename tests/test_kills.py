@@ -3,8 +3,6 @@
 A moment is before a change of a file or folder, counted in a first run: `slow` takes all of them.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

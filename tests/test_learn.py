@@ -1,7 +1,5 @@
 """`tvb learn`: Fisher and RegMean over bases, against the equations in float64."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import json

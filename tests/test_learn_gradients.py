@@ -4,8 +4,6 @@ The reference is a model in float64. Its weights are functions of the variables 
 (`torch.func.functional_call`). Gradients are also compared with finite differences.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

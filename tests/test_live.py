@@ -1,7 +1,5 @@
 """A live model that changes tasks: the bits of exports, the base again, and clear refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import doctest

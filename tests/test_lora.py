@@ -1,7 +1,5 @@
 """Low-rank updates against dense matrices, adapters against what PEFT writes, loads and fuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Hundreds of models: planning grows with their number, and too many open files are named."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Merging commands as users type them: what they print, refuse and leave behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every merge equals the dense reference in float64, whatever is merged and by which command."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

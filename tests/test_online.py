@@ -7,8 +7,6 @@ row, left a relative difference of the bases of 1e-7 to 1e-6; 100 steps are take
 learned decoder, which few steps leave well-conditioned, unlike least squares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

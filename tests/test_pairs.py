@@ -1,7 +1,5 @@
 """`tvb score` with lm-eval's samples: paired differences, remarks on floors, and the HTML page."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Progress and messages on one stream: bars on a terminal, whole lines everywhere else."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

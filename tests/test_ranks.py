@@ -1,7 +1,5 @@
 """One merge or build in several forked processes: the bits of one, or an error and no output."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

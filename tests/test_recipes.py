@@ -4,8 +4,6 @@ The recipes of Hub models run on tiny random models at `FOLDER/<Hub name>`, so t
 the recipe changes.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

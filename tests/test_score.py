@@ -3,8 +3,6 @@
 Files that lm_eval itself has written are tabled in evals/mergebench/tests.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

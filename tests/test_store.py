@@ -1,7 +1,5 @@
 """`tvb build`: what is in a store, against the dense reference; interruption and resumption."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

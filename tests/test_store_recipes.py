@@ -1,7 +1,5 @@
 """Recipes over the bases of a store give what the same recipes give over the T models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A store that was damaged, moved, grown by a wrong model, or grown and taken back."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """`tvb tune` on the quickstart's models, against mergekit-yaml and lm_eval run one by one."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """theta_0 + coefficient * Delta: the weights that mergekit-yaml writes, to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

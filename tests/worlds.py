@@ -3,8 +3,6 @@
 The fixture `world` makes each family once a session; tests do not change its files.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@
 are what comes out, by hand.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

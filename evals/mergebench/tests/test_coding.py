@@ -1,7 +1,5 @@
 """evals/mergebench/coding: how programs are built, and that they are locked in."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

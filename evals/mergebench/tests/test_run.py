@@ -4,8 +4,6 @@ The items' scores are worked out by hand, prompts and values are those of lm-eva
 `tvb score` tables the results.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The parts of evals/mergebench/safety: verdicts, phrases, the judge, and the data."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A few harmless rows in the columns of the text tasks' data sets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

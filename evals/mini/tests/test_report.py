@@ -1,7 +1,5 @@
 """Tables of evals/mini on its shipped cells: to the byte, missing numbers, marks of a page."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """evals/mini/study.py: every part on `micro`, `tiny` as typed (slow), cells and controls."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

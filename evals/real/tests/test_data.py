@@ -1,7 +1,5 @@
 """The command for the data sets: small files of two formats, and a server on this machine."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Training on a model of a few thousand parameters, the metrics, and the folder of the base."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sqlite3

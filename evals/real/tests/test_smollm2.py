@@ -1,7 +1,5 @@
 """The items of recipes/smollm2/eval for lm-eval."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmarks of evals/speed run on tiny models and write what they promise."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Rivals of stores against their formulas in NumPy."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

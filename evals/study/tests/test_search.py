@@ -1,7 +1,5 @@
 """The search that climbs along a grid of lambdas."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any
