@@ -4,8 +4,6 @@ Each mutation is made in a copy of the package; its tests run against the copy. 
 mutations by file or text. Fails if one is not noticed, or an old text is not in its file once.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

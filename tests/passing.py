@@ -1,7 +1,5 @@
 """The passes of `tvb_mergekit.tensors.passes` on a few items, as tests ask for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """basis.safetensors and basis.json beside the merged model: keys and values."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path

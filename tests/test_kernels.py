@@ -1,7 +1,5 @@
 """The compiled loops against dense float64, and against PyTorch's own roundings."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess
@@ -79,9 +77,7 @@ def test_the_gram_matrix_equals_float64(given: list[Tensor], data: st.DataObject
 
 @quick
 @given(inputs(), st.sampled_from(DTYPES), st.booleans(), st.data())
-def test_combinations_equal_float64(
-    given: list[Tensor], out: torch.dtype, add_base: bool, data: st.DataObject
-) -> None:
+def test_combinations_equal_float64(given, out, add_base, data):
     base, *models = given
     deltas = data.draw(st.integers(0, len(models)))
     outputs = data.draw(st.integers(1, 3))

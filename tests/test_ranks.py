@@ -1,7 +1,5 @@
 """One merge or build in several forked processes: the bits of one, or an error and no output."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -173,9 +171,7 @@ def test_a_death_ends_all_and_a_build_resumes(models: dict[str, Folders], tmp_pa
         ("other", "rank 1 finds other tensors than rank 0"),
     ],
 )
-def test_a_mistake_ends_all(
-    how: str, told: str, models: dict[str, Folders], tmp_path: Path
-) -> None:
+def test_a_mistake_ends_all(how, told, models, tmp_path):
     (base, listed), keys, faults = models["tied"], {**BALANCED}, {}
     if how == "nan":  # in the share of the last process
         listed = [Path(shutil.copytree(listed[0], tmp_path / "math")), *listed[1:]]
@@ -196,9 +192,7 @@ def test_a_mistake_ends_all(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_other_commands_refuse(
-    models: dict[str, Folders], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_commands_refuse(models, tmp_path, monkeypatch):
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)

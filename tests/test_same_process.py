@@ -1,7 +1,5 @@
 """Several merges in one process, and inputs that change between them: nothing may be stale."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmarks of evals/speed run on tiny models and write what they promise."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -17,7 +15,6 @@ SPEED = Path(__file__).resolve().parent.parent
 
 
 def run(script: str, *words: str | Path | float) -> str:
-    """What a script prints."""
     command = [sys.executable, str(SPEED / script), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
