@@ -222,7 +222,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
                   "device": torch.device("cpu")},
         "attach": {"model": model, "store": bases, "base": base},
     }  # fmt: skip
-    functions["build"] |= {"size": None, "lossless": False}
+    functions["build"] |= {"size": None, "lossless": False, "keep": None}
     functions["build"].pop("weight")
     for name, good in functions.items():
         keys = [*inspect.signature(getattr(tvb, name)).parameters]
@@ -274,7 +274,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for number, keys in enumerate(({"bits": 4}, {"bits": 2.5}, {"basis": "none"})):
+            for number, keys in enumerate(({"bits": 4}, {"bits": 2}, {"basis": "none"})):
                 tvb.build(base, {p.name: p for p in models}, tmp_path / f"{number}", **keys)
                 assert opened() == before, keys
     finally:

@@ -70,8 +70,8 @@ def build(
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build recipe.yml ./vectors --lossless
-      tvb build recipe.yml ./small --keep 0.05
+      tvb build models.yml ./all --bits 2
+      tvb build models.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
     from tvb_mergekit.store.forms import default_share, share_of

@@ -128,9 +128,12 @@ def merged(
     mean in it.
     """
     method, _, time = merge.partition("_")
+    keys: dict[str, Any] = {"flow_time": float(time)} if time else {}
+    if bases.keeps_tasks:
+        keys["basis"] = "none"
     moved = tvb_mergekit.merge(
         bases, run.base if base is None else base, f"basis_{method}", lambda_=1.0,
-        dtype=torch.float32, **({"flow_time": float(time)} if time else {}),
+        dtype=torch.float32, **keys,
     )  # fmt: skip
     moving = Direction(run, difference(moved, run.base))
     directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}
