@@ -15,11 +15,12 @@ import click
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.cache import cache
+from tvb_mergekit.cli.export import export
 from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import check, merge
 from tvb_mergekit.cli.options import Commands
 from tvb_mergekit.cli.score import score
-from tvb_mergekit.cli.stores import add, build, export, inspect, remove, undo
+from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
 from tvb_mergekit.cli.tune import tune
 
 
@@ -40,6 +41,7 @@ def main() -> None:
       tvb merge ./store/recipes/add.yml ./merged
       tvb add ./store ./new-model --task new
       tvb export ./store ./math --task math
+      tvb export ./store ./math-lora --task math --lora --rank 16
       tvb tune recipe.yml --tasks copa,rte --out tuned
       tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
 
