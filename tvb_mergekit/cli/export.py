@@ -162,20 +162,22 @@ def _adapters(
         for note in notes:
             logging.warning(note)
         exporter = made(items, base, given, folder)
-        plan = lora.Plan([lora.Update("", f"{model} minus {given}", torch.ones(1))])
+        plan = lora.AdapterPlan([lora.NewAdapter("", f"{model} minus {given}", torch.ones(1))])
     else:
         bases = load_store(store)
         if task is not None:
-            update = lora.Update("", _reconstructed(bases, task), task_column(bases, task)[:, 0])
+            update = lora.NewAdapter(
+                "", _reconstructed(bases, task), task_column(bases, task)[:, 0]
+            )
         elif basis is not None:
             title = f"Basis {basis} of {bases.num_bases}"
-            update = lora.Update("", title, basis_columns(bases, [basis])[:, 0])
+            update = lora.NewAdapter("", title, basis_columns(bases, [basis])[:, 0])
         name, base, folder = base_of(bases, given)
         exporter = made(lora.items_of_store(bases, base), base, name, folder)
         if every is not None:
             plan = lora.plan_of_all(bases, values["sums"])
         else:
-            plan = lora.Plan([update])
+            plan = lora.AdapterPlan([update])
     reports = exporter.write(plan, out, [model or store, *([str(folder)] if folder else [])])
     sheets = [report.sheet for report in reports] if every is None else [lora.overview(reports)]
     show(sheets, Console(highlight=False))

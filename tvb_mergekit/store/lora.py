@@ -46,7 +46,7 @@ KINDS = (*KINDS_OF_TENSORS, OTHER)
 HEAD = ("tensors", "rank", "norm^2 %", "energy %", "error", "bytes")
 
 
-class Update(NamedTuple):
+class NewAdapter(NamedTuple):
     """An adapter to write: the inputs of each item, weighted by `column` and added."""
 
     folder: str
@@ -54,7 +54,7 @@ class Update(NamedTuple):
     column: Tensor
 
 
-class Plan(NamedTuple):
+class AdapterPlan(NamedTuple):
     """The adapters of one export.
 
     Attributes:
@@ -63,8 +63,8 @@ class Plan(NamedTuple):
         tasks: The content of `tasks.json`; empty without the file.
     """
 
-    updates: Sequence[Update]
-    sums: Sequence[Update] = ()
+    updates: Sequence[NewAdapter]
+    sums: Sequence[NewAdapter] = ()
     tasks: Mapping[str, Sequence[Mapping[str, object]]] = {}
 
 
@@ -133,7 +133,7 @@ class AdapterExport:
     complete: bool = False
     engine: Engine = Engine()
 
-    def write(self, plan: Plan, out: str, inputs: Sequence[str] = ()) -> list[AdapterReport]:
+    def write(self, plan: AdapterPlan, out: str, inputs: Sequence[str] = ()) -> list[AdapterReport]:
         """Write the adapters of a plan into their folders below `out`, which is in no input.
 
         Raises:
@@ -155,7 +155,7 @@ class AdapterExport:
         return reports
 
     def _write(
-        self, update: Update, place: Path, parts: Sequence[tuple[float, Path]] = ()
+        self, update: NewAdapter, place: Path, parts: Sequence[tuple[float, Path]] = ()
     ) -> AdapterReport:
         """Write one adapter. `parts` are scales and folders of adapters that it adds up."""
         folder, column = place / update.folder, update.column[update.column != 0]
@@ -323,7 +323,7 @@ def items_of_model(base: Weights, model: str) -> tuple[list[Item], Sequence[str]
     return found.items, found.notes
 
 
-def plan_of_all(bases: Bases, sums: bool) -> Plan:
+def plan_of_all(bases: Bases, sums: bool) -> AdapterPlan:
     """The adapters of all tasks, or of all bases (and PCA's mean), and their scales for each task.
 
     The scales have the form of the adapters of llama.cpp's server.
@@ -344,10 +344,10 @@ def plan_of_all(bases: Bases, sums: bool) -> Plan:
         for task, of in zip(tasks, scales, strict=True)
     }
     titles = [f"{label} of {bases.path}" for label in bases.labels]
-    updates = [*map(Update, folders, titles, columns if bases.keeps_tasks else ones)]
+    updates = [*map(NewAdapter, folders, titles, columns if bases.keeps_tasks else ones)]
     places = [f"tasks/{name}" for name in slugs(tasks)]
-    joined = map(Update, places, tasks, columns) if sums and not bases.keeps_tasks else ()
-    return Plan(updates, [*joined], lists)
+    joined = map(NewAdapter, places, tasks, columns) if sums and not bases.keeps_tasks else ()
+    return AdapterPlan(updates, [*joined], lists)
 
 
 def overview(reports: Sequence[AdapterReport]) -> Sheet:
