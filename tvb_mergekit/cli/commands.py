@@ -41,7 +41,6 @@ def main() -> None:
       tvb merge ./store/recipes/add.yml ./merged
       tvb add ./store ./new-model --task new
       tvb export ./store ./math --task math
-      tvb export ./store ./math-lora --task math --lora --rank 16
       tvb tune recipe.yml --tasks copa,rte --out tuned
       tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
 

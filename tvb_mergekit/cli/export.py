@@ -65,7 +65,7 @@ def export(
       tvb export ./store --all ./models           ./models/math, ./models/code ...
       tvb export ./store ./math-lora --task math --lora --rank 16
       tvb export ./store ./adapters --lora --rank 16 --all
-      tvb export --model ./math --base ./base ./math-lora --lora --size 20MB
+      tvb export --model ./math --base ./base ./small-lora --lora --size 20MB
     """
     import torch
 
