@@ -1,7 +1,5 @@
 """Running mergekit's commands and `tvb` for the tests, and reading what they wrote."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

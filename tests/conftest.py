@@ -1,7 +1,5 @@
 """Fixtures shared by the tests: virtual environments with this project installed for real."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

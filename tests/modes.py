@@ -1,7 +1,5 @@
 """A dispatch mode in the threads that read and compute: each thread has modes of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

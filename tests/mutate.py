@@ -4,8 +4,6 @@ Each mutation is made in a copy of the package; its tests run against the copy. 
 mutations by file or text. Fails if one is not noticed, or an old text is not in its file once.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -113,17 +111,19 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/matrices.py", "info.smallest_normal * info.eps", "0 * info.eps"),
         ("tensors/matrices.py", "if matrix.base is not None and any(rows):", "if False:"),
     ],
-    "test_task_vectors.py -k 'chosen_nearly or holds_what or short_tensors or mixed_widths'": [
-        ("core/quantize.py", "if tensor in full or size > left:", "if size > left:"),
-        ("core/quantize.py", "        left -= size\n", ""),
-        ("core/quantize.py", "steps.sort()", "steps.sort(reverse=True)"),
-        ("core/quantize.py", "more * (above - below)", "(above - below)"),
-        ("core/quantize.py", "firsts.setdefault(owners[tensor], step)", "pass"),
-        ("core/quantize.py", "(chosen, *alike), key", "(chosen,), key"),
+    "test_sampled.py": [
+        ("core/gram.py", "gram.diagonal().mul_(", "gram.diagonal().div_("),
+        ("core/matrices.py", "square.diagonal().mul_(share)", "pass"),
+        ("core/matrices.py", "norms *= norms.new_tensor(shares).sqrt()", "pass"),
+        ("core/matrices.py", "columns and min(shares) == 1", "columns"),
+        ("tensors/sampled.py", "(1 / share - 1) ** 2 * held", "(1 / share) ** 2 * held"),
+        ("tensors/sampled.py", "/{block}/{name}", "/{name}"),
+        ("store/forms.py", "8 * room / total", "4 * room / total"),
+        ("store/forms.py", "min(share * most / found, 0.99)", "share"),
+        ("store/task_vectors.py", "gram_bases\"][count, count] = sums", "gram\"][0, 0] = sums"),
+    ],
+    "test_task_vectors.py -k 'holds_what or short_tensors'": [
         ("tensors/quantized.py", "square * coded.unit**2", "square * coded.unit"),
-        ("tensors/quantized.py",
-         "block_bytes(start // width.group * width.group", "block_bytes(start // 64 * 64"),
-        ("tensors/quantized.py", "list(shape), group], VERSION", "list(shape), group], 1"),
         ("tensors/quantized.py", "(shares * units) @ values", "shares @ values"),
         ("store/vectors.py",
          '"errors": torch.stack([coded, coded])', '"errors": 2 * torch.stack([coded, coded])'),
@@ -213,13 +213,21 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_kernels.py -k cuts_pieces": [
         ("tensors/kernels.py", "min((number + 1) * chunk", "min((number + 2) * chunk"),
-        ("tensors/passes.py", "(GramSums.plus, parts, sums)", "(GramSums.plus, parts[::-1], sums)"),
+        ("tensors/summing.py", "(GramSums.plus, sums, self._sums)",
+         "(GramSums.plus, sums[::-1], self._sums)"),
         ("tensors/layout.py", "useful) // chunk) * chunk", "useful) // chunk) * chunk + 1"),
     ],
     "test_budget.py -k 'gram_pass or combining'": [
         ("tensors/layout.py", "read = workers * self.buffer_bytes", "read = self.buffer_bytes"),
         ("tensors/layout.py", "written = (pieces + WRITES)", "written = WRITES"),
         ("tensors/layout.py", "computed = workers * 4 * held", "computed = 4 * held"),
+    ],
+    "test_one_pass.py": [
+        ("core/encoders/__init__.py", '"rand_select": 2, "bal', '"rand_select": 3, "bal'),
+        ("core/encoders/__init__.py", "if settings.bases_of(1) is None:", "if False:"),
+        ("tensors/merging.py", "or known_sums(tasks) is not None", ""),
+        ("tensors/kernels.py", "count, at // chunk, sums", "count, 0, sums"),
+        ("tensors/passes.py", "and all(map(GramSums.finite, sums))", ""),
     ],
     "test_lora.py -k 'reads_what or any_range or dense'": [
         ("tensors/adapter.py", "math.sqrt(rank) if", "rank if"),

@@ -1,7 +1,5 @@
 """The passes of `tvb_mergekit.tensors.passes` on a few items, as tests ask for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,7 +41,7 @@ def gram_of(
 ) -> GramSums:
     """The sums of a Gram pass."""
     given = as_deltas(items, deltas) if deltas else items
-    return gram_pass(given, tasks, engine, **how)[0]
+    return gram_pass(given, tasks, engine, **how)
 
 
 def combine(

@@ -6,8 +6,6 @@ before the command runs. `on_change` needs no names of ours: it acts at the n-th
 as Python's audit events tell it.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import errno

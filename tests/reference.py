@@ -6,8 +6,6 @@ rotation of `balanced`, and the encoder of `solver: exact`. `check_encoder` chec
 Omega of `rand_proj` is a definition (seed and tensor name to numbers); it comes from `gram.Sketch`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Stores built from LoRA adapters, against PEFT and dense numbers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -22,7 +20,6 @@ BALANCED = {"basis": "balanced", "num_bases": 2}
 
 @pytest.fixture
 def adapters(world) -> Models:
-    """Three adapters with different targets."""
     return world("mixed adapters")
 
 

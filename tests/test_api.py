@@ -1,6 +1,4 @@
-"""The library on state dicts, folders and files, against the dense reference and mergekit."""
-
-from __future__ import annotations
+"""The library on state dicts, folders and files (merges: test_merges.py)."""
 
 import doctest
 import gc
@@ -17,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 from commands import assert_close
-from mergekit import merge_methods
 from reference import Dense, expect
-from safetensors.torch import save_file
 from tiny import TASKS, family
 from torch import Tensor, nn
+from worlds import World
 
 import tvb_mergekit as tvb
 from tvb_mergekit.store import api
@@ -30,38 +27,13 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]
 
 
-class Vision(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 6, 3))
-        self.head = nn.Linear(6, 10)
+def five(world: World) -> tuple[State, dict[str, State]]:
+    base, *models = world("five").states
+    return dict(base), dict(zip(TASKS, map(dict, models), strict=True))
 
 
-def trained(tasks: int = 4) -> dict[str, State]:
-    """A base and its models, with batch-norm statistics of their own."""
-    states = {}
-    torch.manual_seed(0)
-    start = Vision().state_dict()
-    for number, key in enumerate(("base", *TASKS[:tasks])):
-        module = Vision()
-        state = {n: t.clone() for n, t in start.items()}
-        for name, tensor in state.items():
-            if tensor.is_floating_point():
-                tensor += 0.02 * number * torch.randn_like(tensor)
-            else:
-                state[name] = torch.tensor(100 + number)
-        module.load_state_dict(state)
-        states[key] = module.state_dict()
-    return states
-
-
-def dense_of(states: Mapping[str, State], exclude: str = "-", **weights: Any) -> Dense:
-    names = [n for n, t in states["base"].items() if t.is_floating_point() and exclude not in n]
-    return Dense(states["base"], [s for k, s in states.items() if k != "base"], names, **weights)
-
-
-def split(states: Mapping[str, State]) -> tuple[State, dict[str, State]]:
-    return states["base"], {k: s for k, s in states.items() if k != "base"}
+def dense_of(base: State, models: Mapping[str, State]) -> Dense:
+    return Dense(base, [*models.values()], [n for n, t in base.items() if t.is_floating_point()])
 
 
 def copied(states: Mapping[str, State]) -> dict[str, State]:
@@ -74,70 +46,22 @@ def unchanged(states: Mapping[str, State], before: Mapping[str, State]) -> None:
         assert all(torch.equal(t, before[key][n]) for n, t in state.items())
 
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "add": ("basis_ta", {"basis": "pca", "num_bases": 2}, {"lambda": 0.3}),
-    "ties": ("basis_ties", {"basis": "none", "exclude": "head"}, {"merge_func": "mean"}),
-    "ties-tensor": ("basis_ties", {"basis": "balanced", "num_bases": 2}, {"trim": "tensor"}),
-    "negate": ("basis_negate", {"basis": "pca", "num_bases": 2},
-               {"forget": "code, chat", "alpha": 0.6, "lambda": 0.1}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_merges_equal_the_reference_and_mergekit(case: str) -> None:
-    method, built, merging = CASES[case]
-    states = trained()
-    before = copied(states)
-    base, models = split(states)
-    bases = tvb.build(base, models, **built)
-    given = {("lambda_" if k == "lambda" else k): v for k, v in merging.items()}
-    merged = tvb.merge(bases, base, method, **given)
-    unchanged(states, before)
-    dense = dense_of(states, str(built.get("exclude", "-")))
-    keys = {**built, **merging}
-    held = {} if bases.encoder is None else {"encoder": bases.encoder.numpy()}
-    want = expect(dense, method, keys, held, TASKS[:4])
-    assert list(merged) == list(base)
-    assert_close(merged, want.tensors, dense.base, want.boundary)
-    buffer = "features.1.num_batches_tracked"  # in which mergekit's inputs must agree
-    theirs = merge_methods.merge_state_dicts(
-        {key: {**state, buffer: base[buffer]} for key, state in states.items()},
-        method,
-        base="base",
-        parameters=keys,
-        dtype=torch.float32,
-    )
-    for name, tensor in merged.items():
-        assert tensor.dtype == base[name].dtype
-        if not tensor.is_floating_point() or ("head" in name and "exclude" in built):
-            assert torch.equal(tensor, base[name])
-        sure = torch.ones_like(tensor, dtype=torch.bool)
-        if want.boundary is not None and name in want.boundary:
-            sure = ~want.boundary[name]
-        torch.testing.assert_close(tensor[sure], theirs[name][sure], rtol=1e-5, atol=1e-6)
-    storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()}
-    assert all(t.untyped_storage().data_ptr() not in storage for t in merged.values())
-
-
 @pytest.mark.parametrize(
     ("basis", "dtype"), [("pca", torch.bfloat16), ("rand_proj", torch.float32)]
 )
-def test_in_memory_equals_on_disk(basis: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    states = trained()
-    base, models = split(states)
-    keys: dict[str, Any] = {"basis": basis, "num_bases": 2, "exclude": "head.bias", "dtype": dtype}
+def test_in_memory_equals_on_disk(basis, dtype, world, tmp_path):
+    base, models = five(world)
+    keys: dict[str, Any] = {"basis": basis, "num_bases": 2, "exclude": "bias", "dtype": dtype}
     memory = tvb.build(base, models, **keys)
     disk = tvb.build(base, models, tmp_path / "store", **keys)
-    paths = {}
-    for name, state in states.items():
-        paths[name] = tmp_path / f"{name}.safetensors"
-        save_file(state, paths[name])
-    files = tvb.build(paths.pop("base"), {k: str(v) for k, v in paths.items()}, **keys)
+    files = tvb.build(
+        world("five").base, {k: str(v) for k, v in world("five").models.items()}, **keys
+    )
     loaded = tvb.load(tmp_path / "store")
-    assert isinstance(memory, tvb.Bases) and memory.tasks == list(TASKS[:4])
+    assert isinstance(memory, tvb.Bases) and memory.tasks == list(TASKS)
     assert memory.facts["left_out"] == {
-        "features.1.num_batches_tracked": "not floating point in the base (int64)",
-        "head.bias": "excluded by the recipe",
+        **dict.fromkeys(("ids", "steps"), "not floating point in the base (int64)"),
+        "bias": "excluded by the recipe",
     }
     for other in (disk, files, loaded):
         assert set(other.tensors) == set(memory.tensors)
@@ -156,42 +80,33 @@ def test_in_memory_equals_on_disk(basis: str, dtype: torch.dtype, tmp_path: Path
             assert all(torch.equal(t, two[n]) for n, t in one.items())
 
 
-def test_tied_tensors_and_odd_layouts() -> None:
-    states = trained()
-    plain = tvb.build(*split(states), basis="pca", num_bases=2)
-    turned = {
-        key: {
-            n: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
-            for n, t in state.items()
-        }
-        for key, state in states.items()
-    }
-    for state in turned.values():
-        state["twin.weight"] = state["head.weight"]
-    base, models = split(turned)
+def test_tied_tensors_and_odd_layouts(world: World) -> None:
+    base, models = five(world)
+    plain = tvb.build(base, models, basis="pca", num_bases=2)
+    want = tvb.merge(plain, base, "basis_ties")
+    for state in (base, *models.values()):
+        state["conv"] = state["conv"].to(memory_format=torch.channels_last)
+        state["twin"] = state["embed"]
     tied = tvb.build(base, models, basis="pca", num_bases=2)
-    assert "twin.weight" not in tied.vectors[0].tensors
+    assert "twin" not in tied.vectors[0].tensors
     for name in plain.vectors[0].tensors:
         torch.testing.assert_close(tied.vectors[1].tensor(name), plain.vectors[1].tensor(name))
     merged = tvb.merge(tied, base, "basis_ties")
-    want = tvb.merge(plain, states["base"], "basis_ties")
-    assert torch.equal(merged["twin.weight"], merged["head.weight"])
+    assert torch.equal(merged["twin"], merged["embed"])
     for name, tensor in want.items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
     found = tvb.reconstruct(tied, base, "code")
-    assert torch.equal(found["twin.weight"], found["head.weight"])
+    assert torch.equal(found["twin"], found["embed"])
 
 
-def test_a_base_that_ties_what_its_models_do_not() -> None:
+def test_a_base_that_ties_what_its_models_do_not(world: World) -> None:
     """Each name has its own task vector."""
-    states = trained()
-    for key, state in states.items():
-        state["twin.weight"] = state["head.weight"]
-        if key != "base":
-            state["twin.weight"] = 3 * state["head.weight"] - 2 * states["base"]["head.weight"]
-    base, models = split(states)
+    base, models = five(world)
+    base["twin"] = base["embed"]
+    for state in models.values():
+        state["twin"] = 3 * state["embed"] - 2 * base["embed"]
     bases = tvb.build(base, models, basis="none")
-    want = expect(dense_of(states), "basis_ta", {"basis": "none"}, {}, TASKS[:4])
+    want = expect(dense_of(base, models), "basis_ta", {"basis": "none"}, {}, TASKS)
     assert_close(tvb.merge(bases, base, "basis_ta"), want.tensors, base, want.boundary)
 
 
@@ -208,10 +123,9 @@ def test_state_dicts_are_read_anew_whatever_the_cache_holds() -> None:
     assert bases.tensors["gram"].tolist() == [[1.0, 0.0], [0.0, 49.0]]
 
 
-def test_adding_in_memory_equals_adding_on_disk(tmp_path: Path) -> None:
-    states = trained(5)
-    before = copied(states)
-    base, models = split(states)
+def test_adding_in_memory_equals_adding_on_disk(world: World, tmp_path: Path) -> None:
+    base, models = five(world)
+    before = copied({**models, "base": base})
     memory: Any = None
     place = tmp_path / "store"
     for task, state in models.items():
@@ -228,10 +142,10 @@ def test_adding_in_memory_equals_adding_on_disk(tmp_path: Path) -> None:
             for name in mine.tensors:
                 torch.testing.assert_close(mine.tensor(name), theirs.tensor(name))
         assert memory.facts["errors"].keys() == disk.facts["errors"].keys()
-    unchanged(states, before)
-    dense = dense_of(states)
+    unchanged({**models, "base": base}, before)
     merged = tvb.merge(memory, base, lambda_=0.3, lambda_scale="tasks")
-    want = expect(dense, "basis_ta", {"basis": "none", "lambda": 0.3}, {}, TASKS)
+    keys = {"basis": "none", "lambda": 0.3}
+    want = expect(dense_of(base, models), "basis_ta", keys, {}, TASKS)
     assert_close(merged, want.tensors, base, strict=2e-5)  # the sum of all five tasks
 
 
@@ -239,16 +153,15 @@ def dict_of(vector: Any) -> State:
     return {name: vector.tensor(name) for name in vector.tensors}
 
 
-def test_mistakes_are_user_errors(tmp_path: Path) -> None:
-    states = trained()
-    base, models = split(states)
+def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
+    base, models = five(world)
     bases = tvb.build(base, models, tmp_path / "store", basis="pca", num_bases=2)
     projected = tvb.build(base, models, basis="rand_proj", num_bases=2)
     ae, balanced = tvb.build(base, models, steps=2), {"compress": "balanced"}
     three = tvb.build(base, models, basis="balanced", num_bases=3)
     other = {n: t + 1 if t.is_floating_point() else t for n, t in base.items()}
     short = copied(models)
-    short["code"]["head.bias"] = torch.zeros(3)
+    short["code"]["bias"] = torch.zeros(3)
     for message, call in {
         "unknown key `num_base`": lambda: tvb.build(base, models, num_base=2),
         "no convex": lambda: tvb.add(bases, base, models["math"], "new"),

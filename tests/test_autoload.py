@@ -5,8 +5,6 @@ which is imported in no time, tests the hook in odd situations. Other versions o
 patched names, or a copy of the installed one with another version and changed text.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -292,7 +290,6 @@ CHANGES = {
 
 
 def hand_over(module: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The lines that a hook prints about an imported module of mergekit."""
     finder = hook.TvbMergekitFinder()
     finder.after(sys.modules[module])
     printed = capsys.readouterr().err

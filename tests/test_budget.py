@@ -27,15 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import Sketch
-from tvb_mergekit.core.quantize import LONG, Width
+from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import merging, passes
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
-from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.merging import build_basis, merge_items, one_pass
 from tvb_mergekit.tensors.quantized import Coded, Coding
 from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
 
 CPU = torch.device("cpu")
@@ -145,23 +146,27 @@ def test_the_gram_pass(case: Case, columns: int | None) -> None:
     tasks, megabytes, threads, dtypes = case
     items = items_of(tasks, numel_for(tasks), dtypes)
     sketch = None if columns is None else Sketch(columns, 0)
-    names, budget = [str(i) for i in range(tasks)], megabytes * MB
-    work = lambda: gram_of(items, names, Engine(memory=budget), sketch=sketch)  # noqa: E731
+    budget = megabytes * MB
+    work = lambda: gram_of(items, names(tasks), Engine(memory=budget), sketch=sketch)  # noqa: E731
     held_within(budget, threads, work, least=0.1)
 
 
 @each_case
 @pytest.mark.parametrize("outputs", [1, 4])
-@pytest.mark.parametrize("drawn", [False, True])
-def test_combining(case: Case, outputs: int, drawn: bool) -> None:
+@pytest.mark.parametrize("how", ["read", "drawn", "summed"])
+def test_combining(case: Case, outputs: int, how: str) -> None:
     tasks, megabytes, threads, dtypes = case
     items = items_of(tasks, numel_for(tasks), dtypes)
-    sketch, rows = (Sketch(5, 0), 5) if drawn else (None, tasks)
-    matrix, budget = torch.full((rows, outputs), 0.01), megabytes * MB
-    if drawn:
+    more: dict[str, Any] = {"sketch": Sketch(5, 0)} if how == "drawn" else {}
+    matrix = torch.full((5 if more else tasks, outputs), 0.01)
+    if how == "drawn":
         items = [replace(item, base=None, inputs=()) for item in items]
-    work = lambda: combine(items, matrix, Nowhere(), Engine(memory=budget), sketch=sketch)  # noqa: E731
-    held_within(budget, threads, work)
+    if how == "summed":
+        more["summing"] = RunningSums(items, names(tasks))
+    budget = megabytes * MB
+    held_within(
+        budget, threads, lambda: combine(items, matrix, Nowhere(), Engine(memory=budget), **more)
+    )
 
 
 class Blocks(Nowhere):
@@ -173,7 +178,7 @@ class Blocks(Nowhere):
 
 
 @each_case
-@pytest.mark.parametrize("width", [Width(1, LONG), Width(8)])
+@pytest.mark.parametrize("width", [Width(1), Width(8)])
 def test_coding(case: Case, width: Width) -> None:
     tasks, megabytes, threads, dtypes = case
     items = items_of(tasks, numel_for(tasks), dtypes)
@@ -192,19 +197,24 @@ def test_trimming(case: Case, trim: str) -> None:
     tasks, megabytes, threads, dtypes = case
     bases, budget = min(tasks, 6), (megabytes + 160) * MB  # with the histograms of six bases
     items = items_of(tasks, numel_for(tasks) // 2, dtypes)
-    names = [str(i) for i in range(tasks)]
     keys = {"basis": "rand_select", "num_bases": bases, "trim": trim}
-    found = resolve_settings("basis_ties", keys, names)
+    found = resolve_settings("basis_ties", keys, names(tasks))
     merging.check_tables(bases, budget)
-    with mock.patch.object(merging, "count_if_needed"):
-        basis = build_basis(TaskSet(found, names, [1.0] * tasks, items))
     merged = [replace(item, tunables=Tunables(0.1, density=0.3)) for item in items]
+    engine = Engine(memory=budget)
 
     def work() -> None:
-        count_if_needed(basis, items, Engine(memory=budget))
-        merge_items(basis, merged, Nowhere(), Engine(memory=budget))
+        taking_part = TaskSet(found, names(tasks), [1.0] * tasks, items)
+        later = one_pass(taking_part, engine)
+        basis, summing = later or (build_basis(taking_part, engine), None)
+        assert (summing is None) == (trim == "model")
+        merge_items(basis, merged, Nowhere(), engine, summing=summing)
 
     held_within(budget, threads, work)
+
+
+def names(tasks: int) -> list[str]:
+    return [str(i) for i in range(tasks)]
 
 
 def embedding(tasks: int, dtype: torch.dtype) -> list[Item]:
@@ -215,7 +225,9 @@ def embedding(tasks: int, dtype: torch.dtype) -> list[Item]:
 @pytest.mark.parametrize(("tasks", "megabytes"), [(2, 4000), (8, 200), (72, 50)])
 def test_pieces_of_a_large_tensor_are_cut_to_the_budget(tasks: int, megabytes: int) -> None:
     items = embedding(tasks, torch.bfloat16)
-    layout = passes.gram_layout(items, tasks, Engine(memory=megabytes * MB), None)
+    layout = passes.gram_layout(
+        items, RunningSums(items, names(tasks)), Engine(memory=megabytes * MB)
+    )
     assert layout.nbytes <= megabytes * MB
     assert layout.piece % layout.chunk == layout.chunk % BLOCK == 0
     bigger = replace(layout, piece=layout.piece + layout.chunk)
@@ -229,7 +241,7 @@ def test_sizes_do_not_grow_with_the_models(outputs: int) -> None:
     taken, large = [], Engine(memory=1000 * MB)
     for tasks in (8, 16, 32, 72):
         items, half = embedding(tasks, torch.float32), tasks // 2
-        layout = passes.gram_layout(items, tasks, large, None)
+        layout = passes.gram_layout(items, RunningSums(items, names(tasks)), large)
         if outputs:
             needs = Needs(tasks, passes.read_width(items), half * 4, extra=half)
             layout = plan_layout(needs, large)

@@ -1,7 +1,5 @@
 """`tvb check` refuses what the merges refuse, in the same words, and passes what they take."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The `tvb` command as strangers, impatient people and attackers use it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -85,7 +83,6 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def outside(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command itself."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, **options}
     return subprocess.run(
@@ -280,7 +277,7 @@ DEVICES = {  # PyTorch's own words
 
 def test_words_that_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first pass."""
-    monkeypatch.setattr("tvb_mergekit.tensors.passes._item_sums", None)
+    monkeypatch.setattr("tvb_mergekit.tensors.passes.plan_layout", None)
     (here / "notes").mkdir()
     (here / "notes/mine.txt").write_text("x")
     (here / "notes.png").mkdir()
@@ -459,6 +456,9 @@ def test_cache(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "cache/junk.safetensors").write_text("junk")
     assert "1 Gram matrices" in run("cache", "list").stdout
     assert "Deleted 2" in run("cache", "clear").stdout
+    monkeypatch.delenv("TVB_MERGEKIT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert str(tmp_path / "user/tvb-mergekit/gram") in run("cache", "list").stdout
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     assert "is off" in run("cache", "list").stdout
     assert "Deleted 0" in run("cache", "clear").stdout

@@ -1,7 +1,5 @@
 """The Gram pass, Trim and merging on arbitrary tensors, against dense float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,9 +123,7 @@ def close(found: Tensor, left: Array, right: Array) -> None:
 
 @quick
 @given(st.data(), st.sampled_from([None, 2]), st.sampled_from([2**20, 2**24, 2**28]))
-def test_the_sums_do_not_depend_on_how_they_are_shared(
-    data: st.DataObject, columns: int | None, budget: int
-) -> None:
+def test_the_sums_do_not_depend_on_how_they_are_shared(data, columns, budget):
     """To the bit with chunks of one length, which only a very small budget shortens."""
     made = Models(data)
     sketch = None if columns is None else Sketch(columns, 3)
@@ -266,9 +262,7 @@ def test_trim_elect_merge_entry_by_entry(size: int, how: str, seed: int) -> None
 
 @quick
 @given(st.data(), st.integers(20_000, 200_000), st.floats(0.001, 1.0), st.integers(0, 2**31))
-def test_the_histogram_keeps_the_asked_share(
-    data: st.DataObject, length: int, density: float, seed: int
-) -> None:
+def test_the_histogram_keeps_the_asked_share(data, length, density, seed):
     random = np.random.default_rng(seed)
     kind = data.draw(st.sampled_from(["normal", "uniform", "laplace", "wide", "tiny"]))
     values = getattr(random, kind if kind in ("uniform", "laplace") else "normal")(size=length)

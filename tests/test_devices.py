@@ -1,9 +1,5 @@
 """Properties of accelerators on a CPU: placement, partition, and clear refusals."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from mergekit.config import MergeConfiguration
@@ -95,9 +91,7 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
         ({"multi_gpu": True}, "--multi-gpu: PyTorch sees no accelerator"),
     ],
 )
-def test_a_missing_device_is_refused_before_reading(
-    options: dict[str, object], wanted: str, tmp_path: Path
-) -> None:
+def test_a_missing_device_is_refused_before_reading(options, wanted, tmp_path):
     base, models = family(tmp_path / "models", tokenizer=False)
     recipe = MergeConfiguration.model_validate(
         {"merge_method": "basis_ta", "base_model": str(base), "models": [{"model": str(models[0])}]}

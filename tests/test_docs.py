@@ -1,7 +1,5 @@
 """The manual: its links lead somewhere, its commands exist, and it names every key of a recipe."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Encoders: closed forms meet their bounds, training is the authors', the exact solver is exact."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any
@@ -287,9 +285,7 @@ def test_refused(gram: Tensor, keys: dict[str, Any], message: str) -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seeds, st.integers(2, 12), st.data())
-def test_exact_reaches_the_spectral_bound_where_it_is_attainable(
-    seed: int, size: int, data: st.DataObject
-) -> None:
+def test_exact_reaches_the_spectral_bound_where_it_is_attainable(seed, size, data):
     count = data.draw(st.integers(1, size - 1))
     decay = data.draw(st.floats(0.0, 1.5))
     random = np.random.default_rng(seed)
@@ -309,9 +305,7 @@ def test_exact_reaches_the_spectral_bound_where_it_is_attainable(
 
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(seeds, st.integers(3, 10), st.sampled_from([1.0, 5.0]), st.data())
-def test_exact_is_never_above_adam(
-    seed: int, size: int, temperature: float, data: st.DataObject
-) -> None:
+def test_exact_is_never_above_adam(seed, size, temperature, data):
     gram, count = some_gram(seed, size), data.draw(st.integers(1, size - 1))
     exact = solve(gram, num_bases=count, solver="exact")
     adam = solve(gram, num_bases=count, temperature=temperature)

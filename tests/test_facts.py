@@ -1,7 +1,5 @@
 """`basis.json`: its schema against docs/files.md, its checksum, and stores of earlier versions."""
 
-from __future__ import annotations
-
 import json
 import re
 import types

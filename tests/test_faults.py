@@ -4,8 +4,6 @@ A case is a recipe and the faults of files or machine. `tvb check` runs all case
 (test_check.py); a few run end to end here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

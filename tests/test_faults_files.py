@@ -1,7 +1,5 @@
 """Damaged, missing and unfit files, and output folders: found before or during the merge."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -38,7 +36,6 @@ def write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def edited(model: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Setup:
-    """Let `change` act on the tensors of one model."""
 
     def setup(folder: Path) -> None:
         tensors = load_file(folder / model / WEIGHTS)
@@ -53,7 +50,6 @@ def filled(model: str, name: str, count: int, value: float) -> Setup:
 
 
 def cut(name: str, keep: float) -> Setup:
-    """Cut a file to a share of its size."""
 
     def setup(folder: Path) -> None:
         content = (folder / name).read_bytes()
@@ -108,7 +104,6 @@ class Payload:
 
 
 def payload(folder: Path) -> None:
-    """Code in the weights of b."""
     (folder / "b" / WEIGHTS).unlink()
     torch.save({NORM: Payload()}, folder / "b" / "pytorch_model.bin")
 
@@ -128,7 +123,6 @@ def other_base(folder: Path) -> None:
 
 
 def adapter(folder: Path) -> None:
-    """b becomes a PEFT adapter."""
     shutil.rmtree(folder / "b")
     (folder / "b").mkdir()
     text = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})

@@ -1,7 +1,5 @@
 """Output folders, full disks, interruptions, and mergekit's other commands."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The size and the shape of the code: the budgets of pyproject.toml, and names defined once."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter

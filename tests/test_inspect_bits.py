@@ -56,7 +56,7 @@ def test_losses_of_a_store_against_its_decoded_vectors(
     world: World, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    tvb("build", world.recipe("losses", **keys), store, "--bits", "1.5", "--quiet")
+    tvb("build", world.recipe("losses", **keys), store, "--bits", "2", "--quiet")
     bases = tvb_mergekit.load(store)
     told = json.loads(tvb("inspect", store, "--json").stdout)["codes"]
     encoder = np.eye(3) if not keys else np.c_[bases.tensors["encoder"].numpy(), np.ones(3) / 3]

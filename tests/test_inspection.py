@@ -1,7 +1,5 @@
 """Inspection: numbers against dense numpy, tables on any terminal, plain JSON, whole pictures."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

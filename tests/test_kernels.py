@@ -1,7 +1,5 @@
 """The compiled loops against dense float64, and against PyTorch's own roundings."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess
@@ -56,7 +54,7 @@ def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True
         item = replace(item, base=None, inputs=item.parts)
     buffer = PieceBuffer(64 * (item.nbytes // 64 + 1 + len(tensors)))
     stored = read_piece(buffer, Piece(item, 0, item.numel, 0))
-    return Combining(len(tensors) - base, 0, step)(stored, out)
+    return Combining(len(tensors) - base, 0, step)(stored, out)[0]
 
 
 @quick
@@ -79,9 +77,7 @@ def test_the_gram_matrix_equals_float64(given: list[Tensor], data: st.DataObject
 
 @quick
 @given(inputs(), st.sampled_from(DTYPES), st.booleans(), st.data())
-def test_combinations_equal_float64(
-    given: list[Tensor], out: torch.dtype, add_base: bool, data: st.DataObject
-) -> None:
+def test_combinations_equal_float64(given, out, add_base, data):
     base, *models = given
     deltas = data.draw(st.integers(0, len(models)))
     outputs = data.draw(st.integers(1, 3))
@@ -201,7 +197,7 @@ import torch
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import held_item
 item = held_item("w", torch.ones(3), [torch.full((3,), 3.0)])
-print(gram_pass([item], ["a"])[0].gram.item())
+print(gram_pass([item], ["a"]).gram.item())
 """
 
 

@@ -3,8 +3,6 @@
 A moment is before a change of a file or folder, counted in a first run: `slow` takes all of them.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -65,8 +63,6 @@ COMMANDS = {
     "merge": Command("tvb merge {}/recipe.yml out --quiet", "out"),
     "mergekit-yaml": Command("mergekit-yaml {}/recipe.yml out --quiet", "out"),
 }
-
-
 SMALL = ("first add", "build of codes", "add codes")  # their files
 
 
@@ -258,9 +254,6 @@ def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
     if command.keeps:
         assert "unfinished build" in place.refused("tvb inspect s[1]")
         place.run(f"{command.words} --resume")
-
-
-# File systems that cannot do this or that
 
 
 # Two at once

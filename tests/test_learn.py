@@ -1,7 +1,5 @@
 """`tvb learn`: Fisher and RegMean over bases, against the equations in float64."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import json
@@ -251,9 +249,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     ("method", "more"), [("fisher", ()), ("fisher", ("--normalize",)), ("regmean", ())]
 )
 @pytest.mark.parametrize("basis", ["none", "balanced", "rand_select"])
-def test_merges_equal_the_equations(
-    case: Case, method: str, more: tuple[str, ...], basis: str
-) -> None:
+def test_merges_equal_the_equations(case, method, more, basis):
     size = {} if basis == "none" else {"num_bases": 2}
     name = f"{basis}-{method}-{len(more)}"
     source = case.recipe(f"{name}-recipe", basis=basis, **size)
@@ -487,9 +483,7 @@ def test_a_name_with_an_equals_sign_and_a_mark_of_the_byte_order(tmp_path: Path)
     assert found.task == "a=b" and found.path == str(file) and len(found.records) == 1
 
 
-def test_chat_templates_cut_prompts_and_missing_tokenizers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_chat_templates_cut_prompts_and_missing_tokenizers(tmp_path, caplog):
     case = Case(tmp_path, tokenizer=False)
     plain = case.recipe("plain", basis="none")
     words = ["learn", plain, "fisher", "--out", tmp_path / "out", "--quiet"]

@@ -4,12 +4,11 @@ The reference is a model in float64. Its weights are functions of the variables 
 (`torch.func.functional_call`). Gradients are also compared with finite differences.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -85,19 +84,18 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def by_formula(
-    kind: str, variables: list[Tensor], base: Mapping[str, Tensor], bases: Mapping[str, Tensor]
+    kind: str, values: list[Any], base: Mapping[str, Tensor], bases: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """theta by NumPy."""
-    values = [variable.detach().numpy() for variable in variables]
+    """theta by NumPy; `bases` [M, n]."""
     found, layers = {}, dict[str, int]()
     for number, (name, start) in enumerate(base.items()):
-        vectors = bases[name].numpy()
+        vectors = np.asarray(bases[name])
         if kind == "mask":
             found[name] = start.numpy() + vectors[0] / (1 + np.exp(-values[number]))
             continue
-        layer = ".".join(name.split(".")[:3]) if ".h." in name else name
-        row = layers.setdefault(layer, len(layers))
-        own = values[0][[row]] if kind == "layers" else values[0][3 * number : 3 * number + 3]
+        layer = ".".join(name.split(".")[:3]) if re.search(r"\.(h|layers)\.", name) else name
+        row, blocks = layers.setdefault(layer, len(layers)), len(values[0]) // len(base)
+        own = values[0][[row]] if kind == "layers" else values[0][blocks * number :][:blocks]
         own = own**2 if kind == "squares" else own
         pieces = np.array_split(vectors, len(own), axis=1)
         moved = [row @ piece for row, piece in zip(own, pieces, strict=True)]
@@ -114,7 +112,8 @@ def test_gradients_are_those_of_finite_differences(exact: Case, kind: str, loss:
     for parameter in parameters.values():
         parameter.requires_grad_(False)
     way, batch = moving(kind, base, bases), examples(case)
-    for name, theta in by_formula(kind, way.variables, base, bases).items():
+    values = [variable.detach().numpy() for variable in way.variables]
+    for name, theta in by_formula(kind, values, base, bases).items():
         np.testing.assert_allclose(way.theta(name).detach().numpy(), theta, atol=1e-12)
     schedule = Schedule(epochs=1, rate=1.0, batch=8)
     work = Descent(model, parameters, way, loss, schedule)
@@ -217,28 +216,18 @@ def test_coefficients_make_the_model(case: Case, method: str, more: tuple[object
     name = f"{method}-{len(more)}"
     words = (*case.words, *more, "--epochs", 2, "--learning-rate", 0.05, "--held-out", 0)
     merged = case.learn(source, method, name, *words)
-    base, encoder = load(case.base), merged.basis["encoder"]
-    values = coefficients(merged.folder).double().numpy()
+    values, encoder = coefficients(merged.folder).double().numpy(), merged.basis["encoder"]
     assert values.std() > 0
-    titles = list(base) if method == "atlas" else []
-    for tensor, start in base.items():
-        taus = np.stack([(load(m)[tensor] - start).double().numpy().ravel() for m in case.models])
-        bases = encoder.T @ taus
-        if method == "atlas":
-            blocks = 3 if "--blocks" in more else 1
-            rows = values[blocks * titles.index(tensor) :][:blocks]
-        else:
-            told = metadata(merged.folder)["rows"]
-            layer = next((k for k, row in enumerate(told) if f"{row}." in tensor), None)
-            rows = values[[told.index(tensor) if layer is None else layer]]
-        pieces = np.array_split(bases, len(rows), axis=1)
-        moved = np.concatenate([row @ piece for row, piece in zip(rows, pieces, strict=True)])
-        wanted = start.double().numpy().ravel() + moved
-        found = merged.tensors[tensor].double().numpy().ravel()
-        assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max() + 1e-7, tensor
+    base = {name: tensor.double().view(-1) for name, tensor in load(case.base).items()}
+    models = [load(path) for path in case.models]
+    taus = {n: np.stack([m[n].double().view(-1) - t for m in models]) for n, t in base.items()}
+    bases = {name: encoder.T @ each for name, each in taus.items()}
+    kind = "layers" if method == "adamerging" else "blocks"
+    for name, wanted in by_formula(kind, [values], base, bases).items():
+        found = merged.tensors[name].double().numpy().ravel()
+        assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max() + 1e-7, name
     assert ("start" in metadata(merged.folder)) == (method == "adamerging")  # else it is constant
-    if "--nonnegative" in more:
-        assert values.min() >= 0 and values.std() > 0
+    assert values.min() >= 0 or "--nonnegative" not in more
 
 
 def metadata(folder: Path) -> dict[str, Any]:
@@ -422,9 +411,7 @@ def test_files_of_an_unfinished_run_that_have_changed(case: Case, method: str) -
     [("unheld", 4, 1), ("unheld", 3, None), ("unheld", 9, 2), ("single", 4, 1), ("held", 5, 1),
      ("held", 4, None)],
 )  # fmt: skip
-def test_a_loss_that_is_not_finite_keeps_the_last_good(
-    case: Case, tmp_path: Path, data: str, begins: int, best: int | None
-) -> None:
+def test_a_loss_that_is_not_finite_keeps_the_last_good(case, tmp_path, data, begins, best):
     """Three steps an epoch; two, and one batch that is held out, with `held`.
 
     Without held-out examples the weights of a step are known to be good only by the next step, or

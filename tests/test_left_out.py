@@ -1,7 +1,5 @@
 """What the library leaves out of the task vectors: said in a warning, refused where it is most."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

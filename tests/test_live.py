@@ -1,7 +1,5 @@
 """A live model that changes tasks: the bits of exports, the base again, and clear refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import doctest
@@ -12,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from commands import recipe, tvb, write
+from commands import tvb
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TASKS, family, gpt2, llama, load
+from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
-from worlds import EMBEDDING, HEAD
+from worlds import EMBEDDING, HEAD, MIXED, THREE, TIED, hub
 
 import tvb_mergekit as library
 from tvb_mergekit.store import live as live_
@@ -33,21 +32,8 @@ from tvb_mergekit.store.live import attach
 from tvb_mergekit.store.store import Bases
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-THREE = TASKS[:3]
-MIXED = (torch.bfloat16, torch.float32, torch.float16)
 WEIGHTS = {0: {"weight": 0.6}}  # which exports take out again
 NORM = "model.norm.weight"
-
-
-def built(
-    folder: Path, *options: str, make: Callable[[], nn.Module] = llama, **keys: Any
-) -> tuple[Path, Path]:
-    """A base in bfloat16, and the store of three tasks over it."""
-    base, models = family(folder, make, THREE, dtypes=MIXED, scale=0.005)
-    file = write(recipe("basis_negate", base, models, WEIGHTS, forget="math", alpha=1.0, **keys),
-                 folder / "store")  # fmt: skip
-    tvb("build", file, folder / "store", "--quiet", *options)
-    return base, folder / "store"
 
 
 def loaded(base: Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -74,24 +60,27 @@ def assert_same(model: nn.Module, want: Mapping[str, Tensor]) -> None:
     assert_bits(model, {name: want[name] for name in state if not state[name].is_meta})
 
 
-STORES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "codes": (("--bits", "2"), {"basis": "none"}),
-    "pca": ((), {"basis": "pca", "num_bases": 2, "exclude": "lm_head"}),
-    "balanced, coded": (("--bits", "4"), {"basis": "balanced", "num_bases": 2}),
-    "gpt2": (("--bits", "1.5"), {"make": gpt2, "basis": "none"}),
-    "tied": (("--bits", "2"), {"make": partial(llama, tie_word_embeddings=True), "basis": "none"}),
+STORES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], dict[str, Any]]] = {
+    "codes": (llama, ("--bits", "2"), {}),
+    "pca": (llama, (), {"basis": "pca", "num_bases": 2, "exclude": "lm_head"}),
+    "balanced, coded": (llama, ("--bits", "4"), {"basis": "balanced", "num_bases": 2}),
+    "gpt2": (gpt2, ("--bits", "1.5"), {}),
+    "tied": (TIED, ("--bits", "2"), {}),
 }
 Stored = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
-    """Kind -> the base and the store, built once."""
+    """Kind -> a base in bfloat16, and the store of three tasks over it, built once."""
 
     @cache
     def get(kind: str) -> Stored:
-        words, keys = STORES[kind]
-        return built(tmp_path_factory.mktemp("live"), *words, **keys)
+        make, words, keys = STORES[kind]
+        folder = tmp_path_factory.mktemp("live")
+        made = replace(hub(make, folder, dtypes=MIXED, scale=0.005), own=WEIGHTS)
+        made.build(folder / "store", *words, **keys)
+        return made.base, folder / "store"
 
     return get
 
@@ -539,7 +528,6 @@ def test_blocks_and_comparisons(model, live, monkeypatch):
 
 
 def test_blocks_whose_end_fails(model, live, caplog):
-    """No error hides another."""
     said = f"{NORM} of the base's files are not in it"
     with pytest.raises(ZeroDivisionError), live.using("math"):
         norm = model.get_submodule("model.norm")

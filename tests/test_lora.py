@@ -1,14 +1,11 @@
 """Low-rank updates against dense matrices, adapters against what PEFT writes, loads and fuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,11 +36,8 @@ CONV = ["c_attn", "c_proj", "c_fc"]  # attn.c_proj is square
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    tied = partial(tiny.llama, tie_word_embeddings=True)
-    makers = {"llama": tiny.llama, "gpt2": tiny.gpt2, "tied": tied}
-    make = partial(tiny.family, tasks=(), tokenizer=False)
-    return cache(lambda name: make(tmp_path_factory.mktemp(name), makers[name])[0])
+def bases(world) -> Callable[[str], Path]:
+    return lambda name: world(name).base
 
 
 def model_of(base: Path) -> torch.nn.Module:

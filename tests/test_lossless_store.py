@@ -303,12 +303,18 @@ def test_a_hostile_store_writes_nothing_outside(built: Bases, tmp_path: Path) ->
 
 
 MISTAKES: dict[str, tuple[str, str]] = {
-    "with bits": ("build {r} {o} --lossless --bits 2", "--lossless goes with none of --bits"),
-    "with a dtype": ("build {r} {o} --lossless --dtype float16", "--lossless goes with none of"),
+    "with bits": ("build {r} {o} --lossless --bits 2", "choose one of --lossless, --keep"),
+    "with a dtype": (
+        "build {r} {o} --lossless --dtype float16",
+        "choose one of --lossless, --keep",
+    ),
     "with a basis": ("build {b} {o} --lossless", "keeps all tasks: leave out the keys of a basis"),
     "over itself": ("build {l} {o} --lossless", "is a vector of a store: list the model"),
     "float32": ("build {f} {o} --lossless", "`math` has float32. Save all in bfloat16, or use"),
-    "bits of a new task": ("add {s} {m} --task new --bits 2", "keeps all tasks without loss"),
+    "bits of a new task": (
+        "add {s} {m} --task new --bits 2",
+        "is lossless, and keeps the new task",
+    ),
 }
 
 
@@ -339,3 +345,15 @@ def test_the_library(family: Models, tmp_path: Path) -> None:
         assert all(same(found[name], want[name]) for name in want)
     with pytest.raises(UserError, match="give `out`"):
         tvb_mergekit.build(family.base, models, lossless=True)
+
+
+def test_the_default_of_a_store_of_all_tasks(family: Models, tmp_path: Path) -> None:
+    """`basis: none` without another choice; models in float32, or a dtype, give a dense store."""
+    full = hub(llama, tmp_path / "full", dtypes=(torch.float32,))
+    for models, words, codec in (
+        (family, (), "lossless"),
+        (family, ("--dtype", "bfloat16"), "dense"),
+        (full, (), "dense"),
+    ):
+        out = tmp_path / f"{codec}-{len(words)}-{models is full}"
+        assert models.build(out, *words, basis="none").facts.store.codec == codec

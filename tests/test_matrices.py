@@ -1,7 +1,5 @@
 """Merges by singular directions against dense float64, written from the papers' formulas."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

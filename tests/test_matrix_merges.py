@@ -1,7 +1,5 @@
 """Merges of matrices: odd shapes, what counts as a matrix, and Iso-C over balanced bases."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

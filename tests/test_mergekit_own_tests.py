@@ -5,8 +5,6 @@ need a `tests/common.py` that it lacks (one of them by way of another): `COMMON`
 Nothing of mergekit's is kept in this repository.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

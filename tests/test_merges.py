@@ -1,7 +1,5 @@
 """Every merge equals the dense reference in float64, whatever is merged and by which command."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,16 +7,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import reference
 import torch
 import transformers
 from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
 from mergekit import merge_methods
-from reference import Dense, expect
+from reference import Dense, expect, flat
 from tiny import family, gpt2, load
 from torch import Tensor
-from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, llama, llava, vit
+from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, World, llama, llava, vit
 
+import tvb_mergekit
 from tvb_mergekit.core.encoders import encode
 from tvb_mergekit.settings import resolve_settings
 
@@ -32,6 +33,8 @@ FORGOTTEN = {**PCA, **FORGET}
 SCALED = {"lambda_scale": "tasks"}
 BY_TASKS = {**BALANCED, **SCALED}
 TVB, PYTORCH, IN_MEMORY = "tvb merge", "mergekit-pytorch", "merge_state_dicts"
+LIBRARY = "tvb_mergekit"
+COARSE = ("mixed dtypes", "pt", "store in bfloat16")
 TA, TIES, NEGATE = "basis_ta", "basis_ties", "basis_negate"
 ISO, TSVM, WUDI = "basis_iso", "basis_tsvm", "basis_wudi"
 RAND_PROJ = {"basis": "rand_proj", "num_bases": 2, **FORGET}
@@ -74,7 +77,9 @@ FILTERS += [{"value": 0.5}]
 GRADIENT = [0.1, 0.3, 0.8]
 
 
-def varied(method: str, keys: Mapping[str, Any], key: str, filters: bool) -> Case:
+def varied(
+    method: str, keys: Mapping[str, Any], key: str, filters: bool, models: str = "three layers"
+) -> Case:
     """mergekit puts layer i of n at i / (n - 1) along a list, and all other tensors at 0."""
 
     def by_filter(name: str) -> float:
@@ -85,7 +90,7 @@ def varied(method: str, keys: Mapping[str, Any], key: str, filters: bool) -> Cas
         return GRADIENT[int(found[1]) if found else 0]
 
     said = (key, FILTERS, by_filter) if filters else (key, GRADIENT, by_layer)
-    return Case("three layers", method, keys, varying=said)
+    return Case(models, method, keys, varying=said)
 
 
 TOKENIZER = {"tokenizer": {"source": "base"}}
@@ -173,6 +178,18 @@ CASES = {
     "store of pca": Case("store of pca", NEGATE, FORGET),
     "store of balanced": Case("store of balanced", TIES, {"lambda": 0.3}),
     "store of rand_proj": Case("store of rand_proj", NEGATE, FORGET),
+    "store in float16": Case("store in float16", TA, SCALED),
+    "store in bfloat16": Case("store in bfloat16", TIES, {}),
+    "store of parts": Case("store of parts", TA, {"lambda": 0.3}),
+    "store of parts, tied": Case("store of parts, tied", TA),
+    "store, tied": Case("store, tied", NEGATE, {**FORGET, "lambda": 0.01}),
+    "store, lambda by layer": varied(TA, SCALED, "lambda", False, "store of pca"),
+    "store, lambda by filter": varied(TIES, {"trim": "tensor", "merge_func": "mean"}, "lambda",
+        True, "store of all"),
+    "store, density by filter": varied(TIES, {"merge_func": "max", "lambda": 0.6}, "density", True,
+        "store of gpt2"),
+    "store, alpha by layer": varied(NEGATE, {"forget": "safety, math", "lambda": 0.2}, "alpha",
+        False, "store of balanced"),
     # other commands
     "tvb merge": Case("mixed dtypes", TIES, BALANCED, TVB),
     "tvb merge, adapters": Case("adapters", TA, BALANCED, TVB),
@@ -187,9 +204,16 @@ CASES = {
     "merge_state_dicts, rand_proj": Case("pt", NEGATE, RAND_PROJ, IN_MEMORY),
     "merge_state_dicts, weights": Case("pt", TIES, {**BALANCED, "trim": "tensor"}, IN_MEMORY,
         own=WEIGHTS),
+    "library": Case("safetensors", TA, {**PCA, "lambda": 0.3}, LIBRARY, own=WEIGHTS),
+    "library, exclude": Case("ckpt", TIES, {**NONE, "exclude": "embed", "merge_func": "mean"},
+        LIBRARY),
+    "library, tensor": Case("twice", TIES, {**BALANCED, "trim": "tensor"}, LIBRARY),
+    "library, negate": Case("ckpt", NEGATE, {**PCA, "forget": "code, safety", "alpha": 0.6,
+        "lambda": 0.1}, LIBRARY),
 }  # fmt: skip
 
 
+BUILT = {"basis", "num_bases", "exclude"}  # keys of the library's `build`
 # The tensors, the stored basis, and the folder if there is one
 Merged = tuple[Tensors, Mapping[str, Any], Result | None]
 
@@ -202,7 +226,7 @@ def by_command(case: Case, models: Models, out: Path) -> Merged:
         tvb("merge", write(case.document(models), out), out, "--quiet", *args)
     else:
         merge(case.document(models), out, *args, command=case.driver)
-    return result.tensors, models.stored or result.basis, result
+    return result.tensors, result.basis, result
 
 
 def in_memory(case: Case, models: Models, out: Path) -> Merged:
@@ -213,8 +237,18 @@ def in_memory(case: Case, models: Models, out: Path) -> Merged:
               for n, task in enumerate(models.tasks)}
         for key, default in (("weight", lambda task: 1.0), ("task", str))
     }  # fmt: skip
-    keys = {"parameters": {**case.keys, **own}, "dtype": torch.float32}
-    merged = merge_methods.merge_state_dicts(states, case.method, base="base", **keys)
+    if case.driver == LIBRARY:
+        base, *listed = models.states
+        named = {own["task"][t]: state for t, state in zip(models.tasks, listed, strict=True)}
+        weights = {own["task"][task]: weight for task, weight in own["weight"].items()}
+        built = {key: value for key, value in case.keys.items() if key in BUILT}
+        given = {k.replace("lambda", "lambda_"): case.keys[k] for k in case.keys.keys() - BUILT}
+        bases = tvb_mergekit.build(base, named, weights=weights, **built)
+        merged = tvb_mergekit.merge(bases, base, case.method, **given)
+        assert {n: t.dtype for n, t in merged.items()} == {n: t.dtype for n, t in base.items()}
+    else:
+        keys = {"parameters": {**case.keys, **own}, "dtype": torch.float32}
+        merged = merge_methods.merge_state_dicts(states, case.method, base="base", **keys)
     for key, state in states.items():
         assert all(torch.equal(t, before[key][name]) for name, t in state.items()), "changed"
     storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()} - {0}
@@ -230,35 +264,36 @@ def in_memory(case: Case, models: Models, out: Path) -> Merged:
 
 def dense_of(case: Case, models: Models) -> Dense:
     base, *states = models.states
-    excluded, left = case.keys.get("exclude", "^$"), {*models.copied, *models.same}
+    excluded = {**models.keys, **case.keys}.get("exclude", "^$")
+    left = {*models.copied, *models.same}
     names = [name for name in base if name not in left and not re.search(excluded, name)]
     weights = [case.own.get(n, {}).get("weight", 1.0) for n in range(len(states))]
     return Dense(base, states, names, weights)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
-    """Each of FAMILIES, made once."""
-    return cache(lambda name: FAMILIES[name](tmp_path_factory.mktemp("family") / "of"))
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_dense_reference(
-    name: str, made: Callable[[str], Models], tmp_path: Path
-) -> None:
+def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> None:
     case = CASES[name]
-    models = made(case.models)
+    models = world(case.models)
     tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
-    run = in_memory if case.driver == IN_MEMORY else by_command
+    run = in_memory if case.driver in (IN_MEMORY, LIBRARY) else by_command
     tensors, stored, result = run(case, models, tmp_path / "out")
     dense = dense_of(case, models)
     key, _, of_tensor = case.varying or ("", [], float)
     keys = {**models.keys, **case.keys}
-    want = expect(dense, case.method, keys, stored, tasks, {key: of_tensor} if key else None)
+    varying = {key: of_tensor} if key else None
+    if models.vectors:  # as the files of the store hold them
+        count = len(models.decoder)
+        columns = np.stack([flat(each, dense.names) for each in models.vectors], axis=1)
+        bases, mean = columns[:, :count], columns[:, count:].sum(axis=1, keepdims=True)
+        rebuilt = bases @ models.decoder + mean
+        want = reference.merged(dense, case.method, keys, bases, rebuilt, tasks, varying)
+    else:
+        want = expect(dense, case.method, keys, stored, tasks, varying)
     if want.boundary is not None:
         share = sum(int(b.sum()) for b in want.boundary.values()) / len(dense.theta)
         # task vectors between bfloat16 checkpoints have many equal magnitudes
-        assert share <= (0.03 if case.models in ("mixed dtypes", "pt") else 5e-3), share
+        assert share <= (0.03 if case.models in COARSE else 5e-3), share
     left = set(dense.base) - set(dense.names) - set(models.same)
     assert set(dense.base) - set(models.same) <= set(tensors) <= {*dense.base, *models.same}
     if result is not None:
@@ -290,10 +325,8 @@ def loaded(loader: str, result: Result) -> Tensors:
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, None])
-def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(
-    count: int | None, made: Callable[[str], Models], tmp_path: Path
-) -> None:
-    models = made("llama")
+def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(count, world, tmp_path):
+    models = world("llama")
     weights = {index: {"weight": 1.0} for index in range(5)}
     keys = {"normalize": False, "lambda": 0.3}
     document = recipe("task_arithmetic", models.base, models.listed, weights, **keys)
@@ -308,9 +341,7 @@ def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(
     ("method", "order"),
     [("basis_ties", [0, 1, 2, 1, 2, 3]), ("basis_ta", [2, 0]), ("basis_negate", [0, 1, 1])],
 )
-def test_slices_may_repeat_drop_and_reorder_layers(
-    method: str, order: list[int], tmp_path: Path
-) -> None:
+def test_slices_may_repeat_drop_and_reorder_layers(method, order, tmp_path):
     """A repeated layer is one tensor of the task vector; a dropped one is none."""
     base, models = family(tmp_path, lambda: llama(num_hidden_layers=4), THREE)
     keys = RAND_PROJ if method == "basis_negate" else PCA
@@ -354,8 +385,8 @@ def test_no_tensor_is_lost_in_silence(make: Any, tmp_path: Path) -> None:
 # dtypes: what is cast is the output, once, never the inputs
 
 
-def test_dtypes_of_files(made: Callable[[str], Models], tmp_path: Path) -> None:
-    models = made("mixed dtypes")
+def test_dtypes_of_files(world: World, tmp_path: Path) -> None:
+    models = world("mixed dtypes")
     keys = {"basis": "none", "density": 0.1}
 
     document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
@@ -374,8 +405,8 @@ def test_dtypes_of_files(made: Callable[[str], Models], tmp_path: Path) -> None:
                 assert cast.tensors[tensor].dtype == kind
 
 
-def test_dtypes_in_memory(made: Callable[[str], Models]) -> None:
-    states = dict(zip(("base", *THREE), made("pt").states, strict=True))
+def test_dtypes_in_memory(world: World) -> None:
+    states = dict(zip(("base", *THREE), world("pt").states, strict=True))
     del states["math"]  # left are bfloat16 and float16
 
     floats = {k: {n: t for n, t in s.items() if n in ("layer", "bias")} for k, s in states.items()}

@@ -7,8 +7,6 @@ row, left a relative difference of the bases of 1e-7 to 1e-6; 100 steps are take
 learned decoder, which few steps leave well-conditioned, unlike least squares.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +40,6 @@ State = dict[str, Tensor]
 
 
 def family(tasks: int, seed: int = 0) -> tuple[State, list[State]]:
-    """Correlated task vectors of unequal length."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise() -> State:
@@ -143,7 +140,6 @@ def matrix_of(bases: Bases) -> Array:
 
 
 def off(found: Array, expected: Array) -> float:
-    """Relative difference."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -396,7 +392,6 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 
 
 def tvb_add(store: Path, model: Path | str, task: str, *words: object) -> str:
-    """What `tvb add` says."""
     return commands.tvb("add", store, model, "--task", task, "--quiet", *words).stdout
 
 

@@ -1,7 +1,5 @@
 """`tvb score` with lm-eval's samples: paired differences, remarks on floors, and the HTML page."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -96,9 +94,7 @@ def test_holm_by_hand() -> None:
         (60, None, 0.04, 0.06),  # independent real-valued scores
     ],
 )
-def test_how_often_1000_pairs_differ(
-    items: int, gain: float | None, least: float, most: float
-) -> None:
+def test_how_often_1000_pairs_differ(items, gain, least, most):
     """False positives of equal models, and power, at level 0.05."""
     generator = np.random.default_rng(0)
     found = []
@@ -163,7 +159,6 @@ def amend(folder: str, **keys: Any) -> None:
 
 
 def rewrite(folder: str, task: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change every line of a task's samples."""
     file = Path(f"{folder}/m/samples_{task}_{DATE}.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
@@ -541,7 +536,6 @@ def merged(recipe: str = "linear", facts: str = "{}") -> Path:
 
 
 def models_said(*words: str) -> str:
-    """The page's text on the models."""
     tabled(*words)
     return "".join(the_page().itertext()).rpartition("Models")[2]
 

@@ -1,7 +1,5 @@
 """Progress and messages on one stream: bars on a terminal, whole lines everywhere else."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -23,9 +21,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(monkeypatch):
     seconds, log = [0.0], io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
     monkeypatch.setattr(sys, "stderr", log)
@@ -50,9 +46,7 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(
 
 
 @pytest.mark.parametrize("error", [UserError("no such thing"), KeyboardInterrupt()], ids=repr)
-def test_a_message_never_stands_on_the_line_of_a_bar(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_never_stands_on_the_line_of_a_bar(error, monkeypatch):
     """What has come since the last line is a bar that was wiped, or nothing."""
     shown: list[str] = []
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tvb_mergekit.core import quantize
-from tvb_mergekit.core.quantize import CHOICES, Width
+from tvb_mergekit.core.quantize import BITS, GROUP, Width
 from tvb_mergekit.tensors import codes
 
-WIDTHS = CHOICES[1:]
+WIDTHS = [Width(bits) for bits in BITS]
 KINDS = ("dense", "sparse", "heavy", "one sign", "zeros", "one")
 
 
 def decoded(blocks: Tensor, width: Width, unit: float, numel: int) -> np.ndarray:
     """By docs/files.md alone, element by element, in float64."""
-    made, (bits, group) = np.zeros(numel), width
+    made, bits, group = np.zeros(numel), width.bits, GROUP
     size = 2 + group * bits // 8
     for first in range(0, numel, group):
         block = blocks.numpy()[first // group * size :]
@@ -72,7 +72,7 @@ def test_codes_mean_what_the_format_says(
     x = elements(kind, numel, size, seed)
     unit = quantize.unit_of(float(x.norm()), numel)
     blocks = encoded(x, width, unit)
-    assert len(blocks) == 2 * -(-numel // width.group) + -(-numel * width.bits // 8)
+    assert len(blocks) == 2 * -(-numel // GROUP) + -(-numel * width.bits // 8)
     expected = decoded(blocks, width, unit, numel)
     made = quantize.decode(blocks, width, unit, numel)
     np.testing.assert_allclose(made.numpy(), expected, rtol=1e-6, atol=0)
@@ -84,7 +84,7 @@ def test_codes_mean_what_the_format_says(
     assert torch.equal(part, made[start:stop])
 
     # No group is worse off than with nothing at all, and one of zeros stays zero.
-    for group, here in zip(x.split(width.group), made.split(width.group), strict=True):
+    for group, here in zip(x.split(GROUP), made.split(GROUP), strict=True):
         assert (here - group).norm() <= group.norm() * (1 + 1e-3)
         assert here.abs().sum() == 0 or group.abs().sum() > 0
 
@@ -92,11 +92,11 @@ def test_codes_mean_what_the_format_says(
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["dense", "sparse", "heavy"])
 def test_the_error_is_nearly_the_least(kind: str, width: Width) -> None:
-    x = elements(kind, 200 * width.group, 1.0, 0)
+    x = elements(kind, 200 * GROUP, 1.0, 0)
     error = float((quantize.decode(encoded(x, width, 1.0), width, 1.0, len(x)) - x).norm())
     # With many levels some of a hundred scales happens to fit the few elements of a sparse group.
     allowed = {4: 1.1, 8: 1.2}.get(width.bits, 1.03)
-    assert error <= allowed * least_error(x.double().view(-1, width.group).numpy(), width.bits)
+    assert error <= allowed * least_error(x.double().view(-1, GROUP).numpy(), width.bits)
 
 
 def least_error(x: np.ndarray, bits: int) -> float:

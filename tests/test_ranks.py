@@ -1,7 +1,5 @@
 """One merge or build in several forked processes: the bits of one, or an error and no output."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -102,10 +100,13 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "ties": (2, "merge", "sharded", "basis_ties", BALANCED),
     "ties by tensor": (4, "merge", "tied", "basis_ties", {**BALANCED, "trim": "tensor"}),
     "few": (4, "merge", "gpt2", "basis_ties", {**BALANCED, "exclude": "^((?!h.1.mlp.c_fc).)*$"}),
+    "one pass": (2, "merge", "sharded", "basis_ta", BALANCED),
+    "matrices in one pass": (3, "merge", "tied", "basis_iso", BALANCED),
+    "thresholds and sums": (2, "merge", "tied", "basis_ties", {"basis": "none"}),
     "projection": (*(2, "merge", "gpt2", "basis_negate"), {"basis": "rand_proj", "num_bases": 2,
         "forget": "code", "alpha": 0.7}),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
-    "codes": (2, "build --bits 1.5", "tied", "basis_ta", {"basis": "none"}),
+    "codes": (2, "build --bits 2", "tied", "basis_ta", {"basis": "none"}),
     "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2}),
 }  # fmt: skip
 
@@ -135,7 +136,7 @@ def test_a_death_ends_all_and_a_build_resumes(models: dict[str, Folders], tmp_pa
         assert not (tmp_path / "merged").exists()
     assert run(tmp_path, "tvb build recipe.yml one --quiet")[0] == [0]
     write(recipe("basis_ta", *models["tied"], basis="none"), tmp_path / "whole")
-    coded = "tvb build whole.yml zoo --bits 1.5 --quiet"
+    coded = "tvb build whole.yml zoo --bits 2 --quiet"
     assert run(tmp_path, coded.replace("zoo", "alone"))[0] == [0]
     codes, _ = run(tmp_path, *[coded] * 2, rank_1=dies)
     assert codes == [1, -9] and not (tmp_path / "zoo").exists()
@@ -170,9 +171,7 @@ def test_a_death_ends_all_and_a_build_resumes(models: dict[str, Folders], tmp_pa
         ("other", "rank 1 finds other tensors than rank 0"),
     ],
 )
-def test_a_mistake_ends_all(
-    how: str, told: str, models: dict[str, Folders], tmp_path: Path
-) -> None:
+def test_a_mistake_ends_all(how, told, models, tmp_path):
     (base, listed), keys, faults = models["tied"], {**BALANCED}, {}
     if how == "nan":  # in the share of the last process
         listed = [Path(shutil.copytree(listed[0], tmp_path / "math")), *listed[1:]]
@@ -193,9 +192,7 @@ def test_a_mistake_ends_all(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_other_commands_refuse(
-    models: dict[str, Folders], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_commands_refuse(models, tmp_path, monkeypatch):
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)

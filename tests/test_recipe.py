@@ -1,7 +1,5 @@
 """The recipe's keys: what is resolved, and what every mistake says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from pydantic import ValidationError

@@ -4,8 +4,6 @@ The recipes of Hub models run on tiny random models at `FOLDER/<Hub name>`, so t
 the recipe changes.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -84,7 +82,6 @@ def run(*words: object, cwd: Path = ROOT, stdin: str = "") -> None:
 
 
 def merge(recipe: Path, out: Path, *words: str) -> None:
-    """The same within this process."""
     main = importlib.import_module("mergekit.scripts.run_yaml").main
     with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
         done = CliRunner().invoke(main, [str(recipe), str(out), "--quiet", *words])

@@ -1,7 +1,5 @@
 """Several merges in one process, and inputs that change between them: nothing may be stale."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from reference import Dense, expect
 from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
 
-from tvb_mergekit.tensors import passes as engine
+from tvb_mergekit.tensors import merging
 
 THREE = TASKS[:3]
 PCA: dict[str, Any] = {"basis": "pca", "num_bases": 2}
@@ -50,7 +48,7 @@ def test_another_merge_of_the_same_inputs_reads_no_gram(method, keys, own, input
     cache = tmp_path / "cache"
     first = merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "first", cache=cache)
     assert first.facts["gram_cached"] is False
-    with mock.patch.object(engine, "_item_sums", None):
+    with mock.patch.object(merging, "gram_pass", None):
         again = merge(recipe(method, *inputs, own, **keys), tmp_path / "again", cache=cache)
     assert again.facts["gram_cached"] is True
     fresh = merge(recipe(method, *inputs, own, **keys), tmp_path / "fresh", cache="off")

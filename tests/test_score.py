@@ -3,8 +3,6 @@
 Files that lm_eval itself has written are tabled in evals/mergebench/tests.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -140,9 +138,7 @@ CATEGORIES = "instruction math multilingual coding safety"
         ("quickstart", "copy reverse sort upper shift max double sum", 8, "exact_match,none"),
     ],
 )
-def test_the_benchmarks_are_those_of_the_yamls(
-    name: str, categories: str, tasks: int, metric: str
-) -> None:
+def test_the_benchmarks_are_those_of_the_yamls(name, categories, tasks, metric):
     benchmark = read_benchmark(name)
     assert [category.name for category in benchmark.categories] == categories.split()
     assert len(benchmark.tasks) == tasks and {t.metric for t in benchmark.tasks} == {metric}
@@ -214,12 +210,7 @@ THREE = st.tuples(*3 * [st.floats(0.01, 1)])
 
 
 @given(own=THREE, model=THREE, share=st.floats(0, 1))
-def test_properties_of_the_ratio(
-    tmp_path_factory: pytest.TempPathFactory,
-    own: tuple[float, ...],
-    model: tuple[float, ...],
-    share: float,
-) -> None:
+def test_properties_of_the_ratio(tmp_path_factory, own, model, share):
     path = tmp_path_factory.getbasetemp() / "small.yml"
     path.write_text(SMALL)
     scaled = tuple(share * value for value in model)

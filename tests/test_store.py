@@ -1,12 +1,10 @@
 """`tvb build`: what is in a store, against the dense reference; interruption and resumption."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,15 @@ from reference import Dense, coefficients, flat, random_projection
 from safetensors.torch import load_file, save_file
 from tiny import TASKS, family, load
 from transformers import AutoConfig, AutoTokenizer
+from worlds import state_dicts
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import build as building
-from tvb_mergekit.store import store
 from tvb_mergekit.store import vectors as folders_
 from tvb_mergekit.store.build import build_store
-from tvb_mergekit.tensors import passes as engine
-from tvb_mergekit.tensors import writing
+from tvb_mergekit.tensors import merging, writing
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MARKER
 
@@ -48,7 +45,6 @@ KINDS: dict[str, dict[str, Any]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Half a unit in the last place, relative, and the least step of what is too small for that.
 ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
-MIXED = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float32)
 
 
 def read(
@@ -133,18 +129,12 @@ def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float3
         assert facts["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-9 * np.trace(gram))
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """Models of mixed dtypes, sharded."""
-    return family(tmp_path_factory.mktemp("mixed"), dtypes=MIXED, max_shard_size="40KB")
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("rand_proj", "float16")],
 )
-def test_the_bases_are_those_of_the_dense_reference(kind, dtype, mixed, tmp_path):
-    base, models = mixed
+def test_the_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
+    base, models = world("mixed dtypes").base, world("mixed dtypes").listed
     keys = KINDS[kind]
     build_store(read(base, models, **keys), tmp_path / "store", dtype=DTYPES[dtype])
     check(tmp_path / "store", dense_of(base, models), keys, dtype)
@@ -200,21 +190,9 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert record == writing.file_record(place / file_name)
 
 
-def raw_family(
-    folder: Path, sizes: dict[str, tuple[int, ...]], tasks: int = 4, seed: int = 0
-) -> tuple[Path, list[Path]]:
-    """Bare state dicts in safetensors files."""
-    generator = torch.Generator().manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    base = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
-    paths = []
-    for number in range(tasks + 1):
-        scale = 0.01 * number
-        state = {n: t + scale * torch.randn(t.shape, generator=generator) for n, t in base.items()}
-        path = folder / f"{'base' if not number else TASKS[number - 1]}.safetensors"
-        save_file(state | {"steps": torch.tensor(number)}, path)
-        paths.append(path)
-    return paths[0], paths[1:]
+def raw_family(folder: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Path, list[Path]]:
+    made = state_dicts(folder, "safetensors", sizes=sizes, tasks=TASKS[:4])
+    return made.base, list(made.models.values())
 
 
 SIZES = {"a": (3, 2150), "b": (50,), "none": (0, 4), "scalar": (), "c": (2, 2, 9000), "d": (1,)}
@@ -302,7 +280,7 @@ def test_resuming_after_every_piece_gives_the_same_store(kind, part, shards, tmp
                 stop_at(inner, place, part)
                 build_store(make(), out, dtype=torch.bfloat16)
             assert not out.exists() and out.with_name("store.partial").is_dir()
-            patch.setattr(engine, "_item_sums", None)
+            patch.setattr(merging, "gram_pass", None)
             build_store(make(), out, dtype=torch.bfloat16, resume=True)
             same(whole, out)
             assert {p.name for p in out.parent.iterdir()} == {"store"}
@@ -382,36 +360,3 @@ def test_bytes_that_were_lost_are_found_by_resume(tmp_path, monkeypatch):
         build_store(read(base, models, **KINDS["pca"]), out, resume=True)
     build_store(read(base, models, **KINDS["pca"]), out, resume=True)
     check(out, dense_of(base, models), KINDS["pca"])
-
-
-# Loading
-
-
-@pytest.mark.parametrize("name", ["basis-001/model.safetensors", "basis.safetensors"])
-def test_changed_files_are_found(name: str, tmp_path: Path) -> None:
-    base, models = raw_family(tmp_path / "in", SIZES)
-    built = tmp_path / "store"
-    build_store(read(base, models, basis="pca", num_bases=2), built)
-    file = built / name
-    whole = file.read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for text, message in (
-        (flipped, "checksum"),
-        (whole[:-64] + bytes(64), "checksum"),  # as a power cut can leave it
-        (whole[:-4], "bytes, basis.json says"),
-        (b"", "bytes, basis.json says"),
-        (bytes(64) + whole[64:], "header|not a complete basis store"),
-    ):
-        file.write_bytes(text)
-        with pytest.raises(UserError, match=message):
-            (store.check if message == "checksum" else store.load)(built)
-    file.unlink()
-    with pytest.raises(UserError, match=r"missing, and basis\.json names it"):
-        store.load(built)
-    file.write_bytes(whole)
-    store.check(built)
-    for name in ("basis-000", "aside"), ("basis-001", "basis-000"), ("aside", "basis-001"):
-        (built / name[0]).rename(built / name[1])
-    with pytest.raises(UserError, match="checksum"):
-        store.check(built)

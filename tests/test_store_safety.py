@@ -1,12 +1,11 @@
 """A store that was damaged, moved, grown by a wrong model, or grown and taken back."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json
 import os
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from tvb_mergekit.store import facts, store
 from tvb_mergekit.store.recipes import ALL_TASKS
 
 TASKS = ("a", "b", "c", "d", "e", "f")
+BASIS = "basis-001/model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,6 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def built(out: Path, models: Path, tasks: str = "abc", **keys: Any) -> Path:
-    """A store by `tvb build` in float32."""
     own = keys.pop("own", None)
     keys = {"basis": "balanced", "num_bases": 2, **keys}
     made = recipe("basis_ta", models / "base", [models / task for task in tasks], own, **keys)
@@ -69,45 +68,71 @@ def over(here: Path) -> dict[str, Any]:
     return recipe("basis_ta", here / "base", bases, lambda_=0.4)
 
 
-HALF: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no weights": (
-        lambda f: f["store"].pop("basis_weights"),
-        "`store.basis_weights`: Field required",
-    ),
-    "a task twice": (lambda f: f.update(tasks=["a", "b", "c", "c"]), "do not fit"),
-    "no errors": (lambda f: f.pop("errors"), "`errors` does not name the tasks"),
-}
+Damage = Callable[[bytes], bytes | None]
 
 
-@pytest.mark.parametrize("case", HALF)
-def test_facts_that_are_half_valid_name_the_key(case: str, here: Path) -> None:
-    """As a program of someone else's may write them: without a checksum."""
-    edit, message = HALF[case]
-    found = json.loads((here / "grown/basis.json").read_text())
-    del found[facts.CHECKSUM]
-    edit(found)
-    (here / "grown/basis.json").write_text(json.dumps(found))
-    with pytest.raises(UserError, match=message):
-        store.load(here / "grown")
-    assert "basis.json is not complete" in refused("export", "grown", "out", "--task", "a")
+def half(edit: Callable[[dict[str, Any]], object]) -> Damage:
+    """Facts as a program of someone else's may write them: without a checksum."""
+
+    def damage(text: bytes) -> bytes:
+        found = json.loads(text)
+        del found[facts.CHECKSUM]
+        edit(found)
+        return json.dumps(found).encode()
+
+    return damage
 
 
-def test_damaged_and_missing_facts_are_told_apart(here: Path) -> None:
-    file = here / "grown/basis.json"
+def flipped(text: bytes) -> bytes:
+    middle = len(text) // 2
+    return text[:middle] + bytes([text[middle] ^ 1]) + text[middle + 1 :]
+
+
+OF_FACTS: list[tuple[Damage, str]] = [
+    (lambda text: b"{", "cannot be read"),
+    (lambda text: b"\xff" + text, "cannot be read"),
+    (lambda text: b"[]", r"cannot be read \(expected an object"),
+    (lambda text: text.replace(b": 0.", b': NaN, "x": 0.', 1), "NaN is not a number"),
+    (lambda text: text.replace(b'"a"', b'"A"', 1), "was changed after it was written"),
+    (lambda text: text.replace(b"1.5", b"5.5", 1), "was changed after it was written"),  # one bit
+    (half(lambda f: f["store"].pop("basis_weights")), "`store.basis_weights`: Field required"),
+    (half(lambda f: f.update(tasks=["a", "b", "c", "c"])), "basis.json is not complete.* do not"),
+    (half(lambda f: f.pop("errors")), "basis.json is not complete.*`errors` does not name the tas"),
+    (lambda text: None, "is not a basis store"),
+]
+OF_WEIGHTS: list[tuple[Damage, str]] = [
+    (flipped, "checksum"),
+    (lambda text: text[:-64] + bytes(64), "checksum"),  # as a power cut can leave it
+    (lambda text: text[:-4], "bytes, basis.json says"),
+    (lambda text: b"", "bytes, basis.json says"),
+    (lambda text: bytes(64) + text[64:], "header|not a complete basis store"),
+    (lambda text: None, r"missing, and basis\.json names it"),
+]
+DAMAGED = {"basis.json": OF_FACTS} | dict.fromkeys((BASIS, "basis.safetensors"), OF_WEIGHTS)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_named(name: str, here: Path) -> None:
+    """By all readers, or by `tvb check` if only a checksum shows it."""
+    file = here / "grown" / name
     text = file.read_bytes()
-    for damaged, message in (
-        (b"{", "cannot be read"),
-        (b"\xff" + text, "cannot be read"),
-        (b"[]", "cannot be read (expected an object"),
-        (text.replace(b": 0.", b': NaN, "x": 0.', 1), "NaN is not a number"),
-        (text.replace(b'"a"', b'"A"', 1), "was changed after it was written"),
-        (text.replace(b"1.5", b"5.5", 1), "was changed after it was written"),  # one bit
-        (None, "is not a basis store"),
-    ):
-        file.write_bytes(damaged) if damaged is not None else file.unlink()
-        assert message in refused("check", "grown"), damaged
-        said = merge(over(here), here / "out", fails=True).output
-        assert ("keep a store together" if damaged is None else message) in said, said
+    for damage, message in DAMAGED[name]:
+        changed = damage(text)
+        file.write_bytes(changed) if changed is not None else file.unlink()
+        assert re.search(f"{message}|checksum is not", refused("check", "grown"))
+        if message == "checksum":
+            continue
+        with pytest.raises(UserError, match=message):
+            store.load(here / "grown")
+        if name == "basis.json":
+            said = merge(over(here), here / "out", fails=True).output
+            assert re.search("keep a store together" if changed is None else message, said), said
+
+
+def test_folders_that_are_swapped_are_found(here: Path) -> None:
+    for old, new in (("basis-000", "x"), ("basis-001", "basis-000"), ("x", "basis-001")):
+        (here / "grown" / old).rename(here / "grown" / new)
+    assert "checksum" in refused("check", "grown")
 
 
 def test_a_user_may_say_where_the_models_are_now(here: Path) -> None:
@@ -188,7 +213,6 @@ def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
 
 
 def rolled(source: Path, folder: Path) -> Path:
-    """The model with every tensor rolled by one."""
     shutil.copytree(source, folder)
     state = {name: t.flatten().roll(1).view_as(t) for name, t in tiny.load(source).items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
@@ -196,7 +220,6 @@ def rolled(source: Path, folder: Path) -> Path:
 
 
 def enlarged(source: Path, base: Path, folder: Path, factor: float) -> Path:
-    """The model with its task vector multiplied."""
     shutil.copytree(source, folder)
     start, state = tiny.load(base), tiny.load(source)
     made = {name: start[name] + factor * (t - start[name]) for name, t in state.items()}

@@ -1,10 +1,8 @@
 """`tvb tune` on the quickstart's models, against mergekit-yaml and lm_eval run one by one."""
 
-from __future__ import annotations
-
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ def _own_tasks_only() -> Iterator[None]:
 
 
 def quick(method: str = "basis_ta", **parameters: Any) -> dict[str, Any]:
-    """A recipe over the shipped specialists."""
     folders = [QUICK / "models" / task for task in TASKS]
     own: dict[int, dict[str, Any]] = {}
     if method.startswith("basis_"):
@@ -73,9 +70,7 @@ def facts(out: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "values", "limit"), [("basis_ta", (0.3, 0.9), 40), ("task_arithmetic", (0.35,), 10)]
 )
-def test_points_are_what_separate_runs_give(
-    method: str, values: Sequence[float], limit: int, tmp_path: Path
-) -> None:
+def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
     """mergekit-yaml, then lm_eval on the items that chose."""
     document = quick(method, lambda_=0.1)
     path, out = write(tmp_path, document), tmp_path / "out"
@@ -110,9 +105,7 @@ def test_points_are_what_separate_runs_give(
 
 
 @pytest.mark.parametrize("method", ["basis_ta", "dare_ties"])
-def test_merged_with_what_was_found(
-    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_merged_with_what_was_found(method, tmp_path, caplog):
     """dare draws at random: it is merged point by point, with the seed in tuned.yml."""
     path, out = write(tmp_path, quick(method, lambda_=0.1)), tmp_path / "out"
     path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
@@ -212,9 +205,7 @@ def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
     assert "share of the reference" in (out / "tune.md").read_text()
 
 
-def test_a_line_that_does_not_lead_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_does_not_lead_there(tmp_path, caplog, monkeypatch):
     """The line is compared with a merge by mergekit before it is used."""
     path = write(tmp_path, quick())
     more = ("--limit", 4, "--grid", "0.2,0.5")
@@ -249,7 +240,6 @@ CHOICE = {
 
 
 def own_task(folder: Path, name: str, splits: Mapping[str, int], **keys: Any) -> None:
-    """A task of ours, its items numbered."""
     folder.mkdir(exist_ok=True)
     files = {}
     for split, count in splits.items():
@@ -322,7 +312,6 @@ class Own(ConfigurableTask):
 
 
 def loaded(folder: Path, metadata: Mapping[str, Any], options: LmEval = LmEval()) -> EvalTask:  # noqa: B008
-    """The task `tt` of a folder."""
     manager = harness.manager([str(folder)], metadata)
     metrics = {"tt": ["acc,none"]}
     (task,) = harness.load_tasks(manager, ["tt"], metrics, ItemChoice(), options)

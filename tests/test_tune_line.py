@@ -1,7 +1,5 @@
 """theta_0 + coefficient * Delta: the weights that mergekit-yaml writes, to the last bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,9 +80,7 @@ def moved_as_merged(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_point_is_what_mergekit_writes(
-    case: str, models: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_point_is_what_mergekit_writes(case, models, tmp_path, monkeypatch):
     monkeypatch.setattr(models_, "CHUNK", 700)
     base, listed = models
     method, keys = CASES[case]
@@ -143,9 +139,7 @@ def rewritten(folder: Path, **changed: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("what", ["tied", "own heads", "a bias that one lacks"])
-def test_a_live_model_moves_to_and_fro(
-    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_live_model_moves_to_and_fro(what, tmp_path, caplog):
     """No error piles up, and tied tensors move together; tied models with heads of their own are
     tied only at 0, and mergekit merges an optional tensor from the models that have it."""
 
@@ -204,9 +198,7 @@ SLICES = (
         ("".join(f"  {line}\n" for line in HEAD.splitlines()), 0.5, None),
     ],
 )  # fmt: skip
-def test_where_the_coefficient_stands(
-    text: str, found: object, replaced: str | None, tmp_path: Path
-) -> None:
+def test_where_the_coefficient_stands(text, found, replaced, tmp_path):
     tuned = written(f"# mine\n{text}", tmp_path / "r.yml")
     assert tuned.factor == (isinstance(found, list) or text == SLICES)
     document = tuned.at(0.5)

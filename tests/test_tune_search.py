@@ -1,7 +1,5 @@
 """Grids, golden section, the rule of negation, means and shares, and which items choose."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Small random checkpoints for the tests, written as Hugging Face writes them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Sequence

@@ -3,15 +3,14 @@
 The fixture `world` makes each family once a session; tests do not change its files.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -29,7 +28,10 @@ from tvb_mergekit.store.store import Bases
 THREE, SIX = TASKS[:3], (*TASKS, "poems")
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = partial(llama, tie_word_embeddings=True)
+THREE_LAYERS = partial(llama, num_hidden_layers=3)
 State = Mapping[str, Tensor]
+World = Callable[[str], "Models"]
 Make = Callable[[], nn.Module]
 
 
@@ -44,7 +46,8 @@ class Models:
         loader: the class of transformers that loads the merged model; empty: none does.
         own: parameters of each model.
         keys: of the recipe of which a store was built.
-        stored: what the store says of its bases.
+        vectors: the bases of that store, and their mean if there is one.
+        decoder: W_d [M, T] of that store.
     """
 
     base: Path
@@ -56,7 +59,8 @@ class Models:
     loader: str = ""
     own: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
-    stored: Mapping[str, Any] = field(default_factory=dict)
+    vectors: Sequence[State] = ()
+    decoder: Any = None
 
     @property
     def models(self) -> dict[str, Path]:
@@ -169,7 +173,7 @@ def twins(folder: Path) -> Models:
 
 def tied(folder: Path, stored: str = "once") -> Models:
     """Tied embeddings, which checkpoints hold once or twice."""
-    made = hub(partial(llama, tie_word_embeddings=True), folder)
+    made = hub(TIED, folder)
     made.same = {HEAD: EMBEDDING}
     for path, state in zip((made.base, *made.listed), made.states, strict=True):
         embedding = state[EMBEDDING]
@@ -183,7 +187,7 @@ def tied(folder: Path, stored: str = "once") -> Models:
 
 def one_untied(folder: Path) -> Models:
     """One task trained its output embedding apart, on a base that ties it."""
-    made = hub(partial(llama, tie_word_embeddings=True), folder)
+    made = hub(TIED, folder)
     states = [{**state, HEAD: state[EMBEDDING].clone()} for state in made.states]
     states[1][HEAD] += 0.01 * torch.randn_like(states[1][HEAD])
     model = Path(made.listed[0])
@@ -237,16 +241,28 @@ def adapters(folder: Path, configs: Sequence[Mapping[str, Any]] = ({}, {}, {})) 
     return Models(base, listed, states, loader=CAUSAL)
 
 
-def a_store(basis: str, folder: Path) -> Models:
-    """The bases of a store stand for the models."""
-    made = hub(llama, folder)
-    made.keys = {"basis": basis, "num_bases": 2}
-    file = write(recipe("basis_negate", made.base, made.listed, forget="math", alpha=1,
+def a_store(
+    folder: Path,
+    basis: str,
+    make: Make = THREE_LAYERS,
+    dtype: str = "float32",
+    same: Mapping[str, str] = {},
+    own: Mapping[int, Mapping[str, Any]] | None = None,
+    exclude: str | None = None,
+    **options: Any,
+) -> Models:
+    """The bases of a store in shards stand for the models, the last one first."""
+    made = replace(hub(make, folder, **options), same=same)
+    made.keys = {"basis": basis} | ({"num_bases": 2} if basis != "none" else {})
+    made.keys |= {"exclude": exclude} if exclude else {}
+    file = write(recipe("basis_negate", made.base, made.listed, own, forget="math", alpha=1,
                         **made.keys), folder / "store")  # fmt: skip
-    tvb("build", file, folder / "store", "--quiet")
-    made.listed = sorted((folder / "store").glob("basis-0*"))
-    held = load_file(folder / "store" / "basis.safetensors")
-    made.stored = {name: tensor.numpy() for name, tensor in held.items()}
+    with mock.patch("tvb_mergekit.store.vectors.SHARD_BYTES", 30_000):
+        tvb("build", file, folder / "store", "--dtype", dtype, "--quiet")
+    listed = sorted((folder / "store").glob("basis-0*"))
+    made.vectors = [load(path) for path in (*listed, *(folder / "store").glob("mean"))]
+    made.listed = listed[::-1]
+    made.decoder = load_file(folder / "store" / "basis.safetensors")["decoder"].numpy()
     return made
 
 
@@ -262,6 +278,7 @@ def configure(model: Path, **changes: Any) -> None:
 # State dicts, one file each
 
 SIZES = {"embed": (50, 16), "layer": (16, 300), "bias": (7,), "empty": (0, 4), "kernel": (4, 3, 2)}
+SIZES |= {"conv": (6, 5, 3, 3)}
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -270,12 +287,14 @@ def state_dicts(
     ending: str,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     twice: bool = False,
+    tasks: Sequence[str] = THREE,
+    sizes: Mapping[str, tuple[int, ...]] = SIZES,
 ) -> Models:
     """Tensors of any shape, with integer buffers, as a training script writes them."""
     generator = torch.Generator().manual_seed(0)
-    base = {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+    base = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
     states, paths = [], []
-    for number, task in enumerate(("base", *THREE)):
+    for number, task in enumerate(("base", *tasks)):
         state = {
             name: tensor + 0.1 * number * torch.randn(tensor.shape, generator=generator)
             for name, tensor in base.items()
@@ -295,9 +314,10 @@ def state_dicts(
         paths[0],
         paths[1:],
         states,
+        tasks,
         copied=frozenset({"ids", "steps"}),
         same={"head": "embed"} if twice else {},
-        own={number: {"task": task} for number, task in enumerate(THREE)},
+        own={number: {"task": task} for number, task in enumerate(tasks)},
     )
 
 
@@ -328,7 +348,7 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "mixed dtypes": partial(
         hub, llama, tasks=TASKS, dtypes=MIXED, scale=0.002, max_shard_size="40KB"
     ),
-    "three layers": partial(hub, partial(llama, num_hidden_layers=3), tasks=TASKS),
+    "three layers": partial(hub, THREE_LAYERS, tasks=TASKS),
     "twins": twins,
     "one model": partial(hub, llama, tasks=THREE[:1]),
     "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
@@ -341,11 +361,25 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "other order": other_order,
     "adapters": adapters,
     "mixed adapters": partial(adapters, configs=ADAPTERS),
-    "store of pca": partial(a_store, "pca"),
-    "store of balanced": partial(a_store, "balanced"),
-    "store of rand_proj": partial(a_store, "rand_proj"),
+    "store of pca": partial(a_store, basis="pca"),
+    "store of balanced": partial(a_store, basis="balanced"),
+    "store of rand_proj": partial(a_store, basis="rand_proj"),
+    "store of all": partial(a_store, basis="none"),
+    "store of gpt2": partial(a_store, basis="balanced", make=gpt2),
+    "store, tied": partial(a_store, basis="rand_proj", make=TIED, same={HEAD: EMBEDDING}),
+    "store in float16": partial(
+        a_store, basis="balanced", dtype="float16", dtypes=MIXED, scale=0.002
+    ),
+    "store in bfloat16": partial(a_store, basis="pca", dtype="bfloat16"),
+    "store of parts": partial(
+        a_store, basis="balanced", own={1: {"weight": 2.5}}, exclude=r"embed|lm_head|\.1\."
+    ),
+    "store of parts, tied": partial(
+        a_store, basis="pca", make=TIED, same={HEAD: EMBEDDING}, exclude="embed"
+    ),
     "pt": partial(state_dicts, ending="pt", dtypes=MIXED),
     "ckpt": partial(state_dicts, ending="ckpt"),
     "safetensors": partial(state_dicts, ending="safetensors"),
+    "five": partial(state_dicts, ending="safetensors", tasks=TASKS),
     "twice": partial(state_dicts, ending="bin", twice=True),
 }

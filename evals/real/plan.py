@@ -19,7 +19,8 @@ LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
 SMALLER = (0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4)
 SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-ZOOS = (4, 2, 1.5, 1, 0.5, 0.25)
+SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
+ZOOS = (4, 2)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
@@ -85,8 +86,10 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
     few = [("none", every), ("balanced", half), ("balanced", quarter), ("ae_exact", half)]
     counts = {"items": plan.items // 2, "tested": plan.tested // 2}
     forgotten: Cell = {"lambda": shipped, "alphas": [*ALPHAS], "seed": 0} | counts
-    stored: Cell = forgotten | {"lambdas": [*LAMBDAS], "start": START, "scales": ["tasks"],
-                                "merges": ["ta"], "equal": True}  # fmt: skip
+    stored: Cell = {"kind": "bits", "items": plan.items, "tested": plan.tested, "alphas": [],
+                    "lambdas": [*LAMBDAS], "start": START, "scales": ["tasks"],
+                    "merges": ["wudi_30", "ta"], "equal": True, "itemized": True}  # fmt: skip
+    forgotten_by = ("all", "keep_0.05", "zoo_2")  # without merges
     online: Cell = {"kind": "matrices_online", "tested": plan.tested // 2, "annealed": False}
     unseen: Cell = {"kind": "transfer", "shots": plan.shots, "seed": 0, "tested": plan.tested,
                     "rate": 4e-5}  # fmt: skip
@@ -100,12 +103,14 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "theirs": [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS],
         "learned": [learn(plan, how, *each) for how in LEARNED
                     for each in few[: 2 if how in SLOW else 3]],
-        "bytes": [stored | {"kind": "bits", "how": how} for how in
-                  ("all", *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
+        "bytes": [stored | {"how": how} for how in
+                  ("all", "lossless", *(f"keep_{share}" for share in SHARES),
+                   *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
                    *(f"merged_{how}" for how in RIVALS))],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),
-                                          ("pca", half), ("rand_proj", half))],
+                                          ("pca", half), ("rand_proj", half))]
+        + [stored | forgotten | {"how": how, "merges": []} for how in forgotten_by],
         "online": [online | {"order": order, "how": how, "budget": budget}
                    for order in range(plan.orders)
                    for how, budget in (*((how, None) for how in SINGLE),

@@ -28,14 +28,14 @@ HEAD = ["copy, s", "use, s", "ratio", "copy, CPU s", "use, CPU s", "ratio, CPU",
         "reset, s", "attach, s"]  # fmt: skip
 
 
-def zoo(folder: Path, tasks: int, bits: float) -> Path:
+def zoo(folder: Path, tasks: int, form: str) -> Path:
     """The store of all task vectors, built unless it is there."""
-    store = folder.with_name(f"{folder.name}-{bits:g}bit")
+    store = folder.with_name(folder.name + form.replace(" ", ""))
     if not store.is_dir():
         recipe = folder.with_name(f"{store.name}.yml")
         listed = [folder / f"task-{index}" for index in range(tasks)]
         recipe.write_text(Merge("basis_ta", {"basis": "none"}, {}).recipe(folder / "base", listed))
-        command = [sys.executable, "-m", "tvb_mergekit", "build", recipe, store, "--bits", bits]
+        command = [sys.executable, "-m", "tvb_mergekit", "build", recipe, store, *form.split()]
         log = folder.with_name(f"{store.name}.log")
         measure.run([*map(str, command), "--quiet"], measure.environment(), log)
     return store
@@ -43,15 +43,15 @@ def zoo(folder: Path, tasks: int, bits: float) -> Path:
 
 @click.command(epilog="Example: python evals/speed/attach.py --tasks 2 --megabytes 8 --rounds 2")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
-@click.option("--bits", default=2.0, show_default=True, help="Bits of the store.")
+@click.option("--form", default="--bits 2", show_default=True, help="Options of `tvb build`.")
 @shared(megabytes=500, rounds=9)
 def main(
-    tasks: int, megabytes: int, dtype: str, bits: float, rounds: int, threads: int | None,
+    tasks: int, megabytes: int, dtype: str, form: str, rounds: int, threads: int | None,
     work: Path, keep: bool,
 ) -> None:  # fmt: skip
     """Seconds of both, files in the page cache: a copy, a change of tasks, and a copy again."""
     folder = models.ensure(prepared(work), tasks, megabytes, dtype=dtype)
-    store = zoo(folder, tasks, bits)
+    store = zoo(folder, tasks, form)
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, dtype))
     state = model.state_dict()
     other = {name: tensor.clone() for name, tensor in state.items()}
@@ -89,7 +89,7 @@ def main(
             shutil.rmtree(store, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in other.values()) / 1e9
     click.echo(
-        f"A model of {size:.2f} GB in {dtype}, {tasks} tasks of {bits:g} bits, "
+        f"A model of {size:.2f} GB in {dtype}, {tasks} tasks ({form}), "
         f"{torch.get_num_threads()} threads; medians.\n"
     )
     click.echo(table(HEAD, [[between(spread(columns[key])) for key in HEAD]], 0))

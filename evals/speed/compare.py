@@ -165,7 +165,7 @@ class Bench:
             if merge.ours:
                 facts = json.loads((out / "basis" / "basis.json").read_text())
                 row |= {"phases": facts["seconds"], "gram_cached": facts["gram_cached"]}
-                if not facts["gram_cached"]:
+                if "gram" in facts["seconds"] and not facts["gram_cached"]:
                     used = facts["num_parameters"] * 2 * (len(self.tasks) + 1)
                     row["gram_gb_per_s"] = used / max(facts["seconds"]["gram"], 1e-9) / 1e9
         finally:

@@ -221,10 +221,15 @@ def stored(how: str) -> tuple[tuple[int, float, str], str]:
         return (0, 0, how), "all task vectors, float32"
     if how.startswith("zoo_"):
         bits = float(how.removeprefix("zoo_"))
-        return (1, -bits, ""), f"{bits:g} bit{'s' * (bits > 1)}"
+        return (2, -bits, ""), f"codes, {bits:g} bit{'s' * (bits > 1)}"
+    if how == "lossless":
+        return (1, -1, how), "lossless"
+    if how.startswith("keep_"):
+        share = float(how.removeprefix("keep_"))
+        return (1, -share, ""), f"sample, {100 * share:g} %"
     if found := basis_of(how):
-        return (2, found[1], found[0]), f"{name(*found)}, bfloat16"
-    return (3, 0, how), name(how.removeprefix("merged_"))
+        return (3, found[1], found[0]), f"{name(*found)}, bfloat16"
+    return (4, 0, how), name(how.removeprefix("merged_"))
 
 
 def stores(runs: Runs) -> list[Sheet]:
@@ -234,20 +239,16 @@ def stores(runs: Runs) -> list[Sheet]:
     columns = {
         "MB": Column(value_of("bytes", per=1e6), ".2f", sd=False),
         "of bfloat16": Column(value_of("share"), ".1%", sd=False),
-        "bits": Column(value_of("bits"), ".2f", sd=False),
-        "error": Column(value_of("mean_error")),
+        "bits": Column(value_of("bits"), ".3f", sd=False),
+        "error": Column(value_of("mean_error"), ".2f"),
         "specialists": Column(runs.normal("specialists")),
         "addition": Column(runs.normal(*tested("ta"))),
         "TIES": Column(runs.normal(*tested("ties"))),
+        "WUDI, t = 30": Column(runs.normal(*tested("wudi_30"))),
         "forgetting": Column(forgotten(runs, "target")),
     }
-    caption = (
-        "All task vectors as codes, as bases and by others: bytes, bits a parameter, relative "
-    )
-    caption += (
-        "error of a task vector, normalized accuracy of specialists and merges, and score of "
-    )
-    caption += "a forgotten task (low is good)"
+    caption = "Kept task vectors: bytes, bits a parameter, relative error, normalized score of "
+    caption += "specialists and merges, and score of a forgotten task (low is good)"
     note = "Bytes of codes and bases are those of the files, headers included. Bytes of others are "
     note += "codes and scales alone."
     return grid(runs, caption, "bits", columns, rows, corner="kept as", note=note)
@@ -355,12 +356,17 @@ def online_picture(runs: Runs) -> bytes | None:
 
 
 def bits_picture(runs: Runs) -> bytes | None:
-    """Error against bits a parameter: a line for each family of ours, points for others."""
+    """Specialists against bits a parameter: a line for each family of ours, points for others."""
     families: dict[str, list[Record]] = {}
     for record in sorted(runs.find("bits"), key=lambda r: stored(r["cell"]["how"])):
         how = record["cell"]["how"]
         (kind, _, label), title = stored(how)
-        family = {0: "", 1: "task vectors as codes", 2: f"bases: {name(label)}"}
+        family = {
+            0: "",
+            1: "exact entries, all or a sample",
+            2: "codes",
+            3: f"bases: {name(label)}",
+        }
         families.setdefault(family.get(kind, title.partition(",")[0]), []).append(record)
     families.pop("", None)
     with pictures.styled():
@@ -370,18 +376,16 @@ def bits_picture(runs: Runs) -> bytes | None:
             for how in dict.fromkeys(r["cell"]["how"] for r in records):
                 some = having(records, how=how)
                 if size := spread(map(value_of("bits"), some)):
-                    points.append((size.mean, spread(map(value_of("mean_error"), some))))
-            ours = stored(records[0]["cell"]["how"])[0][0] < 3
+                    points.append((size.mean, spread(map(runs.normal("specialists"), some))))
+            ours = stored(records[0]["cell"]["how"])[0][0] < 4
             for part in [sorted(points)] if ours else [[point] for point in points]:
                 pictures.line(axes, pictures.look(k), part, title)
-        axes.set(xscale="log", yscale="log", xlabel="bits a parameter",
-                 ylabel="relative error of a task vector")  # fmt: skip
-        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["0.25", "0.5", "1", "2", "4", "8", "16"])
-        levels = [1, 0.3, 0.1, 0.03, 0.01]
-        axes.set_yticks(levels, [str(level) for level in levels])
+        axes.set(xscale="log", xlabel="bits a parameter", ylabel="kept of the specialists")
+        ticks = [0.03, 0.06, 0.12, 0.25, 0.5, 1, 2, 4, 8, 16]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         pictures.legend(figure, [axes], 3)
-        title = f"Bits and bases: error against bytes ({runs.what})"
+        title = f"Specialists against bytes ({runs.what})"
         return pictures.svg(pictures.title(figure, title)) if families else None
 
 

@@ -108,14 +108,19 @@ def store_line(bases: Bases) -> str:
 
 
 def error_line(facts: Facts) -> str:
-    """The largest relative error of a task in a quantized store, with the task's name."""
+    """The largest relative error of a task in a store that loses some, with the task's name."""
     worst = max(facts.relative_error, key=lambda task: facts.relative_error[task])
+    if facts.density is not None:
+        size = facts.relative_error[worst]
+        return f"{facts.bits:.3g} bits a parameter, random errors of {size:.3g} times the norm"
     return f"largest relative error of a task: {facts.relative_error[worst]:.3g} ({worst})"
 
 
 def _stored_as(facts: Facts) -> str:
     """The dtype of a store and its share of kept entries, or the bits of its codes."""
     assert facts.store is not None
+    if facts.density is not None and facts.store.codec == "sampled":
+        return f"a sample of {100 * facts.density:.3g} % of the entries"
     if facts.density is not None:
         return f"sparse {facts.store.dtype} ({100 * facts.density:.2g} % of the entries)"
     return facts.store.dtype if facts.bits is None else counted(facts.bits, "bit")

@@ -26,8 +26,8 @@ from tvb_mergekit.cli.options import (
 from tvb_mergekit.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from tvb_mergekit.store.bits import Quantize
     from tvb_mergekit.store.facts import DtypeName
+    from tvb_mergekit.store.forms import Quantize
     from tvb_mergekit.store.inspection import Inspection
 
 OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
@@ -37,9 +37,11 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @argument("recipe", type=RECIPE)
 @argument("store", type=PLACE)
 @option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
-@option("--bits", type=float, help="Store codes of so many bits: 8, 4, 3, 2, 1, or a mean.")
-@option("--size", metavar="SIZE", help="Store codes of SIZE bytes in all, such as 2GB.")
+@option("--bits", type=float, help="Bits of an element: 8, 4, 3, 2, or fewer.")
+@option("--size", metavar="SIZE", help="The most bytes of the store, such as 2GB.")
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
+@option("--keep", type=float, metavar="SHARE",
+        help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
 @flag("--resume", help="Continue an interrupted build.")
 def build(
     recipe: str,
@@ -48,6 +50,7 @@ def build(
     bits: float | None,
     size: str | None,
     lossless: bool,
+    keep: float | None,
     **values: Any,
 ) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
@@ -56,28 +59,32 @@ def build(
     you may delete the models, but not the base.
 
     With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
-    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`.
+    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`. Task
+    vectors below two bits are a sample, as with --keep.
 
-    With --lossless STORE holds the models in bfloat16 or float16 to the bit.
+    With --lossless STORE holds the models in bfloat16 or float16 to the bit. This is the default of
+    a recipe with `basis: none`. With --keep it holds a random sample of the entries of each task
+    vector, scaled up: unbiased, in few bytes.
 
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build recipe.yml ./vectors --bits 2
+      tvb build recipe.yml ./vectors --lossless
+      tvb build recipe.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
+    from tvb_mergekit.store.forms import default_share, share_of
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(bits, size)
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
-    if lossless and (quantize or dtype):
-        raise UserError("--lossless goes with none of --bits, --size, --dtype")
+    share = share_of(lossless, keep, quantize or dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
     document = read_recipe(recipe)
-    if quantize or lossless:
+    if quantize or share:
         document.whole_tasks()
 
     from tvb_mergekit.cli.inspect import error_line, store_line
@@ -87,20 +94,22 @@ def build(
 
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = world.first(lambda: open_models(document, values))
+    if not (quantize or dtype or share):
+        share = default_share(inputs)
     bases = build_store(
         inputs,
         store,
         engine,
         dtype=dtype_of(dtype) or inputs.own_dtype,
         quantize=quantize,
-        lossless=lossless,
+        keep=share,
         resume=values["resume"],
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
-    if lossless:
+    if share == 1:
         kept = "; every bit comes back"
-    if quantize:
+    if quantize or 0 < share < 1:
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")
@@ -109,7 +118,7 @@ def build(
 def _quantize(bits: float | None, size: str | None) -> Quantize | None:
     if bits is None and size is None:
         return None
-    from tvb_mergekit.store.bits import Quantize
+    from tvb_mergekit.store.forms import Quantize
     from tvb_mergekit.tensors.layout import parse_memory
 
     return Quantize(bits, parse_memory(size) if size else None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.encoders import Encoding, encode, projection
+from tvb_mergekit.core.encoders import Encoding, encode, encode_before, projection
 from tvb_mergekit.core.gram import GramSums, Sketch
 from tvb_mergekit.core.merge import Linear, Step, Term, TrimElectMerge
 from tvb_mergekit.core.trim import MagnitudeHistogram
@@ -102,6 +102,11 @@ class Combination(ABC):
     def trims(self) -> bool:
         """Whether merging needs a threshold of each basis."""
         return self.settings.method == "basis_ties"
+
+    @property
+    def counts(self) -> bool:
+        """Whether the thresholds are those of the complete bases."""
+        return self.trims and self.settings.trim == "model"
 
     def step(self, values: Tunables, alone: bool = False, thresholds: Tensor | None = None) -> Step:
         """The merge of one tensor.
@@ -214,6 +219,17 @@ def build(
         else:
             encoding = encode(sums.gram, settings)
     return Basis(settings, tasks, sums, encoding, weights, sketch)
+
+
+def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:
+    """The basis for a merge in which the Gram matrix decides nothing; else None.
+
+    The sums are zero.
+    """
+    encoding = encode_before(len(tasks), settings)
+    if encoding is None:
+        return None
+    return Basis(settings, tasks, GramSums.zero(len(tasks)), encoding, weights)
 
 
 def unlike(

@@ -52,10 +52,17 @@ class GramSums:
             sums.sketch_tasks = _zeros(sketch.columns, tasks)
         return sums
 
-    def of_tensor(self, shape: Sequence[int]) -> GramSums:
-        """These sums, of a complete tensor of this shape."""
-        squares = self._squares() * (1.0 if len(shape) > 1 else 0.0)
-        return replace(self, num_parameters=math.prod(shape), matrix_squares=squares)
+    def of_tensor(self, shape: Sequence[int], shares: Sequence[float]) -> GramSums:
+        """These sums, of a complete tensor of this shape.
+
+        Args:
+            shares: E||tau_i||^2 / E||z_i||^2 of the summed z_i, [T]: below 1 for random samples.
+        """
+        gram = self.gram.clone()
+        gram.diagonal().mul_(torch.tensor(shares, dtype=torch.float64))
+        whole = replace(self, gram=gram, num_parameters=math.prod(shape))
+        squares = whole._squares() * (1.0 if len(shape) > 1 else 0.0)
+        return replace(whole, matrix_squares=squares)
 
     def _squares(self) -> Tensor:
         return torch.cat([_zeros(1) + self.base_norm_squared, self.gram.diagonal()])
@@ -71,6 +78,9 @@ class GramSums:
             squares = self._squares()
         sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
         return sizes
+
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.gram).all())
 
     def plus(self, other: GramSums) -> GramSums:
         """The sums over both parts. Added in order, they do not depend on processes and threads."""

@@ -28,19 +28,22 @@ ROUGH = 1e-3  # bound of the errors that float32 may make in WUDI
 Noise = Sequence[float] | None
 
 
-def merge_matrix(settings: Settings, bases: Tensor, noise: Noise = None) -> Tensor:
+def merge_matrix(
+    settings: Settings, bases: Tensor, noise: Noise = None, shares: Sequence[float] | None = None
+) -> Tensor:
     """D of one matrix, by the method of the settings.
 
     Args:
         noise: the largest singular value that rounding can make in each B_m, [M]; None for float32
             entries.
+        shares: of the entries that each B_m has, if it is a random sample, [M].
     """
     if settings.method == "basis_iso":
         return isotropic(bases, settings.common, noise)
     if settings.method == "basis_tsvm":
         return singular_vectors(bases, noise)
     assert settings.method == "basis_wudi"
-    return interference_free(bases, settings.flow_time, settings.rank_share, noise)
+    return interference_free(bases, settings.flow_time, settings.rank_share, noise, shares)
 
 
 def rounding_noise(matrix: Tensor, unit: float) -> float:
@@ -55,9 +58,8 @@ def rounding_noise(matrix: Tensor, unit: float) -> float:
     """
     if not matrix.numel():
         return 0.0
-    rows, columns = (
-        torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float32).max() for dim in (1, 0)
-    )
+    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    rows, columns = (torch.linalg.vector_norm(matrix, dim=dim, dtype=dtype).max() for dim in (1, 0))
     return 0.6 * unit * float(rows + columns)
 
 
@@ -117,7 +119,11 @@ def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
 
 
 def interference_free(
-    bases: Tensor, flow_time: float | str, rank_share: float | str = 1.0, noise: Noise = None
+    bases: Tensor,
+    flow_time: float | str,
+    rank_share: float | str = 1.0,
+    noise: Noise = None,
+    shares: Sequence[float] | None = None,
 ) -> Tensor:
     """D on the way from S = sum_m B_m to the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
 
@@ -134,14 +140,18 @@ def interference_free(
         flow_time: t, or "exact" for the D of least loss that is nearest to S.
         rank_share: the share of the min(n, M m) directions in which D leaves S, or "auto": SWUDI's
             adaptive rank (sum sqrt a)^2 / sum a.
+        shares: If each B_m is a sample of a share s of the entries of some B, times 1 / s, then
+            E[B_m^T B_m] = B^T B + (1 / s - 1) diag(B^T B). So diag(B_m^T B_m) is multiplied by s.
     """
     count, rows, columns = bases.shape
+    shares = [1.0] * count if shares is None else shares
     dtype = _flow_dtype(flow_time, count)
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
+    norms *= norms.new_tensor(shares).sqrt()
     norms[norms == 0] = 1
     floor = math.hypot(*map(operator.truediv, _noise_of(bases, noise), norms.tolist()))  # of C
     total = bases.sum(0)
-    if small := count * rows < columns:
+    if small := count * rows < columns and min(shares) == 1:
         wide = norms.to(dtype)[:, None]
         sides = bases.flatten(0, 1).to(dtype) / wide.repeat_interleave(rows, 0)  # C
         normal = sides @ sides.T
@@ -151,9 +161,10 @@ def interference_free(
     else:
         normal = total.new_zeros(columns, columns, dtype=dtype)  # A
         push = total.new_zeros(rows, columns, dtype=dtype)  # S A - R
-        for norm, base in zip(norms, bases, strict=True):
+        for norm, base, share in zip(norms, bases, shares, strict=True):
             matrix = base.to(dtype, copy=True).div_(norm)
             square = matrix.T @ matrix
+            square.diagonal().mul_(share)
             normal.add_(square)
             push.addmm_(matrix.copy_(total).sub_(base), square)
             del matrix, square

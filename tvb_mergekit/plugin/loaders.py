@@ -21,6 +21,8 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import KEY as LOSSLESS
 from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.quantized import KEY, Codes
+from tvb_mergekit.tensors.sampled import KEY as SAMPLED
+from tvb_mergekit.tensors.sampled import Sampled
 from tvb_mergekit.tensors.sparse import KEY as SPARSE
 from tvb_mergekit.tensors.sparse import Sparse
 
@@ -81,7 +83,7 @@ def open_model(path: str) -> Checkpoint:
     opened = Checkpoint.open(path)
     metadata = metadata_of(opened.folder / opened.shards[0])
     # Codes and sparse vectors have all attributes of a checkpoint that a merge needs.
-    for key, codec in ((KEY, Codes), (SPARSE, Sparse), (LOSSLESS, Lossless)):
+    for key, codec in ((KEY, Codes), (SPARSE, Sparse), (LOSSLESS, Lossless), (SAMPLED, Sampled)):
         if key in metadata:
             return cast(Checkpoint, codec.open(path))
     return opened

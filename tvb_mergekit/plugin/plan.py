@@ -30,13 +30,16 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import accelerators, device_of
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import (
+    basis_of,
     build_basis,
     check_tables,
     count_if_needed,
     merge_items,
     most_bases,
+    one_pass,
 )
 from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class Plan:
         loaders: The base's first.
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
         config: The merged model's configuration.
+        summing: The Gram matrix of a merge that does not need it before.
     """
 
     recipe: Recipe
@@ -77,6 +81,7 @@ class Plan:
     config: Any = None
     basis: Combination | None = None
     learned: Learned | None = None
+    summing: RunningSums | None = None
 
     @property
     def checkpoints(self) -> Mapping[ModelReference, Checkpoint]:
@@ -115,8 +120,12 @@ class Plan:
             tasks.sums = vectors.sums() if held == set(vectors.bases.names) else None
         return tasks
 
-    def build(self) -> Combination:
+    def build(self, late: bool = False) -> Combination:
         """Build the basis, and check the tensors that stay the base's.
+
+        Args:
+            late: If the Gram matrix does not change the merge, `merge_into` sums it, and builds the
+                basis of the report.
 
         Raises:
             UserError: Too little memory, NaN or infinity, a zero task vector.
@@ -136,16 +145,16 @@ class Plan:
                 tensor = item.whole(item.base) if name is None else self.base.tensor(name)
                 if tensor.is_floating_point() and any(count_not_finite(tensor)):
                     raise UserError(not_finite(item.name, tensor))
-            self.basis = self._combination()
+            self.basis = self._combination(late)
             return self.basis
 
-    def _combination(self) -> Combination:
+    def _combination(self, late: bool) -> Combination:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
-            basis = build_basis(self.tasks, self.engine)
-            for line in warnings(basis, dict(zip(recipe.tasks, self.tasks.models, strict=True))):
-                LOG.warning("%s", line)
-            return basis
+            if late and (found := one_pass(self.tasks, self.engine)) is not None:
+                basis, self.summing = found
+                return basis
+            return self._warned(build_basis(self.tasks, self.engine))
         order = list(store.order)
         shares = store.bases.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
         mean = [] if store.mean(recipe.settings) is None else [len(order)]
@@ -154,13 +163,24 @@ class Plan:
         count_if_needed(stored, self.tasks.items, self.engine)
         return stored
 
+    def _warned(self, basis: Basis) -> Basis:
+        for line in warnings(basis, dict(zip(basis.tasks, self.tasks.models, strict=True))):
+            LOG.warning("%s", line)
+        return basis
+
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
-        """Give `sink` the merged tensors, after `build`."""
+        """Give `sink` the merged tensors, after `build`.
+
+        Raises:
+            UserError: As `build`, if the Gram matrix is summed now; a result overflows its dtype.
+        """
         assert self.basis is not None
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
             return
-        merge_items(self.basis, items, sink, self.engine)
+        merge_items(self.basis, items, sink, self.engine, summing=self.summing)
+        if self.summing is not None:
+            self.basis = self._warned(basis_of(self.tasks, self.summing))
 
     def note_unread(self) -> None:
         """Name the stored tensors that the merge did not need, once it is done."""

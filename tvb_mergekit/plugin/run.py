@@ -108,14 +108,14 @@ def merge(document: Document, out: str, options: MergeOptions, memory: int | Non
             check_place(out, document.recipe, options)
         with planned(document, options, memory) as plan, staged(out) as stage:
             check_disk(out, plan.output_bytes)
-            plan.build()
+            plan.build(late=True)
             write_model(plan, document, stage, started)
 
 
 def merge_files(plan: Plan, out: str, started: float) -> None:
     """Merge weight files by their plan into the folder `out`."""
     with refusing(out=out), staged(out) as stage:
-        plan.build()
+        plan.build(late=True)
         write_tensors(plan, stage.path)
         finish(stage, plan, started, card=False)
 

@@ -13,9 +13,10 @@ import torch
 
 from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.quantize import BITS
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import check_tasks
-from tvb_mergekit.store.bits import Quantize
+from tvb_mergekit.store.forms import Quantize
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.vectors import local_path
 from tvb_mergekit.tensors.engine import Engine
@@ -61,10 +62,15 @@ class Growth:
                 raise UserError(
                     f"--compress: {bases.place} keeps all tasks; --budget M turns them into bases"
                 )
-            if self.bits and bases.facts.store.codec == "lossless":
+            if self.bits and bases.facts.store.codec != "codes":
                 raise UserError(
-                    f"--bits: {bases.place} keeps all tasks without loss, the new one too; leave "
-                    "--bits out"
+                    f"--bits: {bases.place} is {bases.facts.store.codec}, and keeps the new task "
+                    "as the others; leave --bits out"
+                )
+            if self.bits and self.bits.bits not in BITS:
+                raise UserError(
+                    f"--bits {self.bits.bits:g}: a sample does not join the codes of "
+                    f"{bases.place}; give {', '.join(map(str, BITS))}"
                 )
             return True
         if self.bits:
@@ -129,7 +135,7 @@ def new_sums(
     sums = None if others else inputs.sums
     if sums is None:
         names = [*bases.facts.store.folders[:others], task]
-        sums, _cached = gram_pass(items, names, engine)
+        sums = gram_pass(items, names, engine)
     if float(sums.gram[-1, -1]) == 0.0:
         raise UserError(
             f"task `{task}`: its task vector is zero: the model is identical to the base"

@@ -25,8 +25,9 @@ from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import Quantize, sums_of
+from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
+from tvb_mergekit.store.forms import Quantize, share_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.task_vectors import remove_task
 from tvb_mergekit.store.writer import undo_change
@@ -70,6 +71,7 @@ def build(
     bits: float | None = None,
     size: int | None = None,
     lossless: bool = False,
+    keep: float | None = None,
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
@@ -85,6 +87,8 @@ def build(
             Unless `settings` name a basis, the store keeps all task vectors.
         size: The most bytes of the store, instead of `bits`.
         lossless: Keep the models in the store `out` to the bit, as differences from the base.
+        keep: Keep a random share of the entries of each task vector in the store `out`, exact and
+            times 1 / share.
         device: The device that computes.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`,
             and `lambda_` for the recipes of a store.
@@ -112,9 +116,8 @@ def build(
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     quantize = None if bits is None and size is None else Quantize(bits, size)
-    if lossless and (quantize or out is None):
-        raise UserError("`lossless` is for a store on disk, without `bits` and `size`: give `out`")
-    if (quantize or lossless) and not inputs.settings.names_a_basis:
+    share = share_of(lossless, keep, quantize)
+    if (quantize or share) and not inputs.settings.names_a_basis:
         inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
     if out is not None:
         built = build_store(
@@ -123,11 +126,11 @@ def build(
             engine,
             dtype=dtype,
             quantize=quantize,
-            lossless=lossless,
+            keep=share,
             warn=told.append,
         )
-    elif quantize:
-        raise UserError("`bits` and `size` are for a store on disk: give `out`")
+    elif quantize or share:
+        raise UserError("`bits`, `size`, `lossless` and `keep` are for a store on disk: give `out`")
     else:
         built = build_in_memory(inputs, engine, dtype=dtype, warn=told.append)
     for line in told:

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,23 +17,20 @@ from torch import Tensor
 
 from tvb_mergekit.core import quantize
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import BITS, CHOICES, Width
+from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
+from tvb_mergekit.settings import EMBEDDINGS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import weight_bytes
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import chunk_length
-from tvb_mergekit.tensors.lossless import Lossless
+from tvb_mergekit.tensors.lossless import Blocks, Lossless
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import SHARD_BYTES
 
-PLAN = "coding.json"  # in STORE.partial: the bits of each tensor of each vector, once chosen
-WORKING = ("state.json", "sums.safetensors", "journal.jsonl", PLAN)  # in STORE.partial
+WORKING = ("state.json", "sums.safetensors", "journal.jsonl")  # in STORE.partial
 RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", *WORKING)
 # Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
@@ -48,108 +43,14 @@ KINDS_OF_TENSORS = {
 OTHER = "other"
 
 
-@dataclass(frozen=True)
-class Quantize:
-    """The bits of the elements of a store.
-
-    Attributes:
-        bits: one of BITS for all, or a mean; tensors then get different widths.
-        size: instead, the most bytes that the whole store may take.
-
-    Raises:
-        UserError: bits that there are not, or both.
-    """
-
-    bits: float | None = None
-    size: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.bits is None) == (self.size is None):
-            raise UserError("give either bits or a size, not both")
-        name, kind = ("bits", float) if self.size is None else ("size", int)
-        value = getattr(self, name)
-        if not hasattr(value, "__float__"):
-            raise UserError(f"`{name}` is {value!r}: expected a number")
-        object.__setattr__(self, name, kind(value))
-        if self.bits is not None and not quantize.LEAST_BITS <= self.bits <= BITS[-1]:
-            raise UserError(
-                f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or a mean "
-                f"from {quantize.LEAST_BITS} to {BITS[-1]}"
-            )
-
-    @property
-    def uniform(self) -> Width | None:
-        """The width of every tensor; None where they differ."""
-        return Width(int(self.bits)) if self.bits in BITS else None
-
-    def weight_bytes(self, numels: Sequence[int], vectors: int, fixed: int) -> int:
-        """The most bytes of all codes; other files take `fixed`. Raise UserError below that."""
-        if self.bits is not None:
-            return vectors * quantize.mean_bytes(numels, self.bits)
-        assert self.size is not None
-        scales = vectors * sum(2 * -(-numel // quantize.LONG) for numel in numels)
-        if self.size < fixed + scales:
-            raise UserError(
-                f"--size {self.size:,} bytes: the scales of all vectors and the other "
-                f"files take {fixed + scales:,}; give more, or keep fewer tasks or "
-                "tensors (`exclude`)"
-            )
-        return self.size - fixed
-
-
-def choose(
-    items: Sequence[Item],
-    norms: Sequence[float],
-    shares: Tensor,
-    wanted: Quantize,
-    measure: Callable[[Sequence[float]], Tensor],
-    fixed: int = 0,
-) -> Coding:
-    """Choose the width of each tensor of each of K vectors.
+def coding_of(items: Sequence[Item], norms: Sequence[float], shares: Tensor, bits: int) -> Coding:
+    """Codes of one width for K vectors of these norms.
 
     Args:
-        norms: of the vectors, [K].
         shares: the factor of each vector in the sum that a merge adds, [K].
-        measure: units -> squared errors at each of CHOICES, [items, K, 9]; called if widths differ.
-        fixed: bytes of the other files in the store, which a size includes.
     """
-    numels, count = [item.numel for item in items], len(norms)
-    units = [quantize.unit_of(norm, sum(numels)) for norm in norms]
-    most = wanted.weight_bytes(numels, count, fixed)
-    if wanted.uniform is not None:
-        places = np.full((len(items), count), CHOICES.index(wanted.uniform))
-    else:
-        errors = measure(units).reshape(-1, len(CHOICES)).numpy()
-        each = [numel for numel in numels for _ in range(count)]
-        owners = [*range(count)] * len(numels)
-        places = quantize.choose_widths(errors, each, most, owners).reshape(len(items), count)
-    names = [item.name for item in items]
-    return Coding(
-        [
-            Coded(unit, {name: CHOICES[k] for name, k in zip(names, column, strict=True)})
-            for unit, column in zip(units, places.T.tolist(), strict=True)
-        ],
-        shares,
-    )
-
-
-def to_json(coding: Coding) -> str:
-    """The text of STORE.partial/coding.json."""
-    return json.dumps([[coded.unit, coded.widths] for coded in coding.coded])
-
-
-def from_json(file: Path, shares: Tensor) -> Coding:
-    """The coding that an interrupted build has chosen."""
-    try:
-        made = [
-            Coded(float(unit), {name: Width(*each) for name, each in widths.items()})
-            for unit, widths in json.loads(file.read_bytes())
-        ]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{file}: cannot be read ({error}); start again without --resume"
-        ) from error
-    return Coding(made, shares)
+    numel, widths = sum(item.numel for item in items), {item.name: Width(bits) for item in items}
+    return Coding([Coded(quantize.unit_of(norm, numel), widths) for norm in norms], shares)
 
 
 def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
@@ -159,28 +60,9 @@ def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
     return sum(bits) / total
 
 
-def fixed_bytes(inputs: TaskSet, vectors: int) -> int:
-    """The most bytes of a store without codes: headers, configurations, facts, recipes."""
-    items, tasks, config = inputs.items, len(inputs.tasks), inputs.folder
-    shards = 1 + sum(item.numel for item in items) // SHARD_BYTES  # a byte an element, or less
-    names = sum(len(item.name.encode()) for item in items)
-    headers = 600 * shards + 150 * len(items) + 2 * names
-    if shards > 1:  # and an index
-        headers += 60 * len(items) + names
-    files = 0
-    if config is not None and (config / "config.json").is_file():
-        files += (config / "config.json").stat().st_size + 500
-        files += sum(file.stat().st_size for file in config.glob("*.py"))
-    facts = 8_000 + 1500 * tasks + 2 * len(json.dumps(dict(inputs.left_out)))
-    numbers = 2000 + 8 * (6 * tasks**2 + 2 * len(items) * (vectors + 1))
-    listed = 1 if vectors == tasks else vectors  # in each recipe that forgets a task
-    recipes = (len(METHODS) - 1) * (800 + 70 * vectors) + tasks * (1200 + 70 * listed)
-    return vectors * (headers + files) + facts + numbers + recipes
-
-
 def stored_gram(vectors: Sequence[Weights], names: Sequence[str], engine: Engine) -> Tensor:
     """Inner products of vectors as their codes give them, [K, K] float64."""
-    return gram_pass(items_of(vectors), names, engine)[0].gram
+    return gram_pass(items_of(vectors), names, engine).gram
 
 
 def items_of(vectors: Sequence[Weights]) -> list[Item]:
@@ -193,11 +75,17 @@ def items_of(vectors: Sequence[Weights]) -> list[Item]:
     return items
 
 
-def measured_tensors(measured: Sequence[Sequence[float]]) -> dict[str, Tensor]:
-    """`tensor_squares` and `tensor_errors` [items, K + 1], from numbers that a sink collected."""
-    table = torch.tensor(measured, dtype=torch.float64)
-    squares, errors = table.chunk(2, dim=1)
-    return {"tensor_squares": squares.contiguous(), "tensor_errors": errors.contiguous()}
+def measured_tensors(
+    measured: Sequence[Sequence[float]], weights: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """`tensor_squares` and `tensor_errors`, from numbers that a sink collected.
+
+    [items, K + 1], with the sum of the vectors last. Samples are measured without weights and
+    without a sum, which makes these [items, K].
+    """
+    squares, errors = torch.tensor(measured, dtype=torch.float64).chunk(2, dim=1)
+    factors = torch.ones(1) if weights is None else torch.tensor(weights).double().square()
+    return {"tensor_squares": squares * factors, "tensor_errors": errors * factors}
 
 
 def lost(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -214,8 +102,8 @@ def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
     for k, square in zip(order, gram.diagonal().tolist(), strict=True):
         if not square:
             raise UserError(
-                f"task `{facts.tasks[k]}` of {bases.path} got no bits when it was stored, beside "
-                "larger task vectors: leave it out, or build the store with more bits"
+                f"task `{facts.tasks[k]}` of {bases.path} is zero: leave it out, or build the "
+                "store with more bits"
             )
     if not bases.scales[order].eq(1).all():  # G is of the weighted models
         return None
@@ -278,7 +166,7 @@ class Losses:
 def losses(bases: Bases) -> Losses | None:
     """Errors of the codes of a store; None without codes."""
     facts, tensors = bases.facts, bases.tensors
-    vectors = [vector for vector in bases.sources if isinstance(vector, Codes | Lossless)]
+    vectors = [vector for vector in bases.sources if isinstance(vector, Codes | Blocks)]
     if not vectors:
         return None
     held = [[vector.stored.tensors[name].nbytes for vector in vectors] for name in bases.names]
@@ -286,10 +174,9 @@ def losses(bases: Bases) -> Losses | None:
     if "tensor_errors" in tensors:
         squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
     sizes = [vectors[0].tensors[name].numel for name in bases.names]
-    numels, exact = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors))), True
-    bits = 8 * np.array(held)
-    if isinstance(vectors[0], Codes):  # without scales
-        exact = False
+    numels = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors)))
+    bits, exact = 8 * np.array(held), facts.store.codec == "lossless"
+    if facts.store.codec == "codes":  # without scales
         widths = [[each.coded.widths[n].bits for each in vectors] for n in bases.names]  # type: ignore[union-attr]
         bits = np.array(widths) * numels
 
@@ -309,7 +196,10 @@ def losses(bases: Bases) -> Losses | None:
         if rows:
             nbytes = sum(sum(held[row]) for row in rows)
             of_groups.append(loss(group, nbytes, rows, slice(len(vectors))))
-    return Losses(of_vectors, _ratio(errors[:, -1], squares[:, -1]) if known else None, of_groups)
+    total = _ratio(errors[:, -1], squares[:, -1]) if known else None
+    if facts.store.codec == "sampled":  # errors of independent samples add up in squares
+        total = _ratio(errors, tensors["gram_bases"].sum().numpy())
+    return Losses(of_vectors, total, of_groups)
 
 
 def group_of(name: str) -> str:

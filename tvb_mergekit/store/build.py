@@ -27,18 +27,16 @@ from tvb_mergekit.atomic import is_left_over, next_to, write_file
 from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import bits
-from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import Facts, FileRecord, weight_bytes
-from tvb_mergekit.store.originals import check_lossless, write_originals
+from tvb_mergekit.store.forms import Form, Quantize, check_kept, form_of, keeping_of
+from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
     Vectors,
     dense_vectors,
-    drawn,
     facts_of,
     folders_of,
     history_of,
@@ -53,8 +51,8 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Keeping
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.passes import measure_pass, share_of
 from tvb_mergekit.tensors.quantized import Codes, Coding
+from tvb_mergekit.tensors.sampled import Sampling
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +69,7 @@ def build_store(
     *,
     dtype: torch.dtype = torch.float32,
     quantize: Quantize | None = None,
-    lossless: bool = False,
+    keep: float = 0,
     resume: bool = False,
     warn: Warn = LOG.warning,
 ) -> Bases:
@@ -80,7 +78,8 @@ def build_store(
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
         quantize: Store codes instead, which are read as float32.
-        lossless: Store the models themselves to the bit, as differences from the base.
+        keep: Store this share of the entries of each task vector instead, exact. With 1 these are
+            the models themselves, to the bit.
         resume: Continue `out`.partial if it exists.
         warn: Called with each doubt about a model, one line each.
 
@@ -89,21 +88,20 @@ def build_store(
             begun with other inputs.
     """
     dtype_name(dtype)
-    if quantize is not None:
-        dtype, least = torch.float32, inputs.settings.bases_of(len(inputs.tasks)) or 1
-        numels = [item.numel for item in inputs.items]
-        quantize.weight_bytes(numels, least, bits.fixed_bytes(inputs, least))
-    if lossless:
-        check_lossless(inputs)
     world, out = ranks.world(), Path(os.path.realpath(out))
+    form = Form(share=keep)
+    if quantize is not None:
+        dtype, form = torch.float32, world.share(lambda: form_of(inputs, quantize))
+    if form.share:
+        check_kept(inputs, form.share)
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out, LOG.warning).release)
         world.agree([item.name for item in inputs.items], "tensors")
-        unfinished = _Unfinished(inputs, out, dtype, lossless or quantize, resume)
+        unfinished = _Unfinished(inputs, out, dtype, form, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)
-        sums = known or sums_of(inputs, engine)[0]
+        sums = known or sums_of(inputs, engine)
         summed = time.perf_counter()
         basis = world.share(lambda: _basis(inputs, sums, warn))
         if world.leads:
@@ -113,15 +111,12 @@ def build_store(
         coding: Coding | Keeping | None = None
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        if (lossless or quantize) and basis.settings.basis == "none":
+        if any(form) and basis.settings.basis == "none":
             folders = bits.slugs(inputs.tasks, bits.RESERVED)
-        if lossless:
-            coding = Keeping(inputs.items)
-        elif quantize is not None:
-            coding = _coding(basis, inputs, quantize, partial, engine)
-            for folder, coded in zip(folders, coding.coded, strict=True):
-                if not any(width.bits for width in coded.widths.values()):
-                    warn(f"`{folder}` gets no bits beside larger vectors, and is lost: give more")
+        if form.share:
+            coding = keeping_of(inputs, form.share)
+        elif form.bits:
+            coding = _coding(basis, inputs, form.bits)
         if coding is not None:
             items = [item.coded(coding.widths(item.name)) for item in items]
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
@@ -148,16 +143,21 @@ def build_store(
         if coding is None:
             vectors = dense_vectors(basis, dtype, files)
         elif isinstance(coding, Keeping):
-            vectors = _lossless(basis, inputs, folders, files)
+            vectors = _kept(basis, inputs, coding, folders, files, measured)
         else:
             made = _measured(basis, measured, partial, folders, engine)
-            mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
             tensors = {**tensors_of(basis), **made}
-            vectors = Vectors(tensors, folders, files, codec="codes", bits=mean)
+            vectors = Vectors(tensors, folders, files, codec="codes", bits=form.bits)
         world.dismiss()
-        if lossless:
+        if form.share == 1:
             rest = write_originals(partial, folders, inputs, engine)
             vectors = replace(vectors, files={**files, **rest})
+        taken = sum(record.bytes for record in vectors.files.values())
+        if quantize is not None and quantize.size is not None and taken > quantize.size:
+            fewer = 0.95 * form.share * quantize.size / taken
+            raise UserError(
+                f"--size {quantize.size:,} bytes: the files take {taken:,}; give --keep {fewer:.2g}"
+            )
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
         return bases
@@ -172,7 +172,7 @@ def build_in_memory(
 ) -> Bases:
     """Build the bases of `inputs` as state dicts."""
     dtype_name(dtype)
-    basis = _basis(inputs, sums_of(inputs, engine)[0], warn)
+    basis = _basis(inputs, sums_of(inputs, engine), warn)
     items = [replace(item, out=dtype) for item in inputs.items]
     vectors, history = dense_vectors(basis, dtype), history_of(inputs, basis)
     return in_memory(vectors, history, items, encoder_matrix(basis), engine, basis.sketch)
@@ -180,7 +180,7 @@ def build_in_memory(
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
     """basis.json and basis.safetensors of a build in float32, without building."""
-    basis = _basis(inputs, sums_of(inputs, engine)[0], LOG.warning)
+    basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
     vectors = dense_vectors(basis, torch.float32)
     return facts_of(vectors, history_of(inputs, basis)).of_merge(), dict(vectors.tensors)
 
@@ -204,37 +204,11 @@ def encoder_matrix(basis: Basis) -> Tensor:
     return torch.cat([basis.weighted_encoder, mean], dim=1)
 
 
-# Codes
-
-
-def _coding(
-    basis: Basis,
-    inputs: TaskSet,
-    quantize: Quantize,
-    partial: Path,
-    engine: Engine,
-) -> Coding:
-    """The widths of all tensors. A resumed build keeps its earlier choice."""
-    world = ranks.world()
-    matrix = encoder_matrix(basis)
-    shares = torch.ones(matrix.shape[1], dtype=torch.float64)
-    shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    if world.share((partial / bits.PLAN).is_file):
-        return bits.from_json(partial / bits.PLAN, shares)
-
-    items = drawn([replace(item, out=torch.uint8) for item in inputs.items], basis.sketch)
-
-    def measure(units: Sequence[float]) -> Tensor:
-        mine = items[share_of(items)]
-        found = measure_pass(mine, Linear.of(matrix), units, engine, basis.sketch)
-        return torch.cat(world.collect(found))
-
+def _coding(basis: Basis, inputs: TaskSet, width: int) -> Coding:
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
-    fixed = bits.fixed_bytes(inputs, len(sizes))
-    coding = bits.choose(items, sizes.tolist(), shares, quantize, measure, fixed)
-    if world.leads:
-        write_file(partial / bits.PLAN, bits.to_json(coding).encode())
-    return coding
+    shares = torch.ones(len(sizes), dtype=torch.float64)
+    shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
+    return bits.coding_of(inputs.items, sizes.tolist(), shares, width)
 
 
 def _measured(
@@ -252,14 +226,26 @@ def _measured(
     return {**tensors, **errors, "gram_bases": gram}
 
 
-def _lossless(
-    basis: Basis, inputs: TaskSet, folders: Sequence[str], files: Mapping[str, FileRecord]
+def _kept(
+    basis: Basis,
+    inputs: TaskSet,
+    keeping: Keeping,
+    folders: Sequence[str],
+    files: Mapping[str, FileRecord],
+    measured: Sequence[Sequence[float]],
 ) -> Vectors:
-    none = torch.zeros(len(folders), dtype=torch.float64)
-    tensors = {**tensors_of(basis), **measured_of(basis, torch.float32, none)}
-    numel = len(folders) * sum(item.numel for item in inputs.items)
-    mean = 8 * weight_bytes(files) / numel
-    return Vectors(tensors, folders, files, dtype_name(inputs.own_dtype), "lossless", mean)
+    """The vectors of a lossless or sampled store. `gram_bases` is G of the models themselves."""
+    numel, nbytes = len(folders) * sum(i.numel for i in inputs.items), weight_bytes(files)
+    if not isinstance(keeping, Sampling):
+        none = torch.zeros(len(folders), dtype=torch.float64)
+        tensors = {**tensors_of(basis), **measured_of(basis, torch.float32, none)}
+        dtype = dtype_name(inputs.own_dtype)
+        return Vectors(tensors, folders, files, dtype, "lossless", 8 * nbytes / numel)
+    own = bits.measured_tensors([each[len(folders) :] for each in measured], basis.weights)
+    errors = measured_of(basis, torch.float32, bits.lost(own))
+    tensors = {**tensors_of(basis), **own, **errors}
+    share, mean = keeping.samples[0].share, 8 * nbytes / numel
+    return Vectors(tensors, folders, files, "float32", "sampled", mean, share)
 
 
 class _Unfinished:
@@ -274,7 +260,7 @@ class _Unfinished:
         inputs: TaskSet,
         out: Path,
         dtype: torch.dtype,
-        quantize: Quantize | bool | None,
+        form: Form,
         resume: bool,
     ) -> None:
         world, self.inputs, self.out = ranks.world(), inputs, out
@@ -288,7 +274,7 @@ class _Unfinished:
             "settings": inputs.settings.model_dump(mode="json"),
             "tasks": list(inputs.tasks),
             "processes": world.size,
-            "quantize": repr(quantize) if quantize else None,
+            "form": list(form),
         }
         self.state = {"inputs": cache.key_of(begun)}
         self.resuming = world.share(lambda: self._can_resume(out, resume))
@@ -342,5 +328,5 @@ class _Unfinished:
 
     def forget(self) -> None:
         """Delete the state of the build, which `resume` needs until the store is published."""
-        for name in (STATE, SUMS, bits.PLAN, *(journal.name for journal in self.journals)):
+        for name in (STATE, SUMS, *(journal.name for journal in self.journals)):
             (self.out / name).unlink(missing_ok=True)

@@ -32,7 +32,8 @@ HASH = "xxh3_128"
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Codec = Literal["dense", "codes", "sparse", "lossless"]
+Codec = Literal["dense", "codes", "sparse", "lossless", "sampled"]
+OF_TASKS = ("codes", "lossless", "sampled")  # a store of these keeps all tasks if its basis is none
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -146,8 +147,7 @@ class StoreFacts(Facts):
     @property
     def keeps_tasks(self) -> bool:
         """Whether each vector is a task vector, in a folder of the task's name."""
-        coded = self.store.codec in ("codes", "lossless")
-        return coded and self.parameters["basis"] == "none"
+        return self.store.codec in OF_TASKS and self.parameters["basis"] == "none"
 
     def of_merge(self) -> Facts:
         """The facts without those that a store alone has."""

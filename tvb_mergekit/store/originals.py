@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import FileRecord, record_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import MANTISSA, Keeping, Lossless, keep_pass
+from tvb_mergekit.tensors.lossless import Keeping, Lossless, keep_pass
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
@@ -26,33 +26,6 @@ from tvb_mergekit.tensors.writing import MARKER, FoldersSink, FolderWriter, Shar
 
 REST, ABOUT, FILES = "rest.safetensors", "original.json", "files"
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # of a model's other files
-
-
-def check_lossless(inputs: TaskSet) -> None:
-    """Raise UserError unless a store can keep the models to the bit, in fewer bytes."""
-    if inputs.settings.basis != "none":
-        raise UserError("--lossless keeps all tasks: leave out the keys of a basis, or --lossless")
-    for task, source in zip(inputs.tasks, inputs.sources, strict=True):
-        parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
-        if inputs.adapters or any(part.holds == "delta" for _, part in parts):
-            raise UserError(
-                f"--lossless keeps models, and that of task `{task}` is not one: keep an adapter "
-                "as it is, or use --bits"
-            )
-        if isinstance(source, Lossless):  # its files and its other tensors would be lost
-            raise UserError(
-                f"--lossless keeps models, and that of task `{task}` is a vector of a store: list "
-                f"the model that `tvb export STORE DIR --task NAME` writes, or use `tvb add`"
-            )
-        near = [item for item, part in parts if item.base and part.dtype == item.base.dtype]
-        fits = sum(item.numel for item in near if item.base and item.base.dtype in MANTISSA)
-        if 2 * fits < sum(item.numel for item in inputs.items):
-            dtypes = {str(info.dtype) for info in source.tensors.values()}
-            found = sorted(name.removeprefix("torch.") for name in dtypes)
-            raise UserError(
-                f"--lossless needs a base and models in bfloat16, or all in float16; the model of "
-                f"task `{task}` has {listed(found)}. Save all in bfloat16, or use --bits 8"
-            )
 
 
 def write_originals(

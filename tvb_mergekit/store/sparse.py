@@ -118,7 +118,7 @@ def sparse_store(
     vectors = [Sparse.open(file) for file in files]
     dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
-    sums, _ = gram_pass(with_vectors(vectors, dense.items), [*names, *dense.names], engine)
+    sums = gram_pass(with_vectors(vectors, dense.items), [*names, *dense.names], engine)
     tensors, history = _measured(dense, sums.gram)
     entries = len(files) * sum(item.numel for item in dense.items)
     writer = StoreWriter(out)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ from tvb_mergekit.store.facts import (
     read_facts,
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
-from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.lossless import Lossless
+from tvb_mergekit.tensors.checkpoint import Checkpoint, Decoded, metadata_of
+from tvb_mergekit.tensors.lossless import Blocks, Lossless
 from tvb_mergekit.tensors.quantized import Codes
+from tvb_mergekit.tensors.sampled import Sampled
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER
@@ -212,14 +213,14 @@ class Bases:
     @property
     def scales(self) -> Tensor:
         """[len(sources)], the factor of each source in its basis: the weight of a model."""
-        if self.facts.store.codec == "lossless":
+        if self.facts.store.codec in ("lossless", "sampled"):
             return self.weights
         return torch.ones(len(self.sources), dtype=torch.float64)
 
     def check_base(self, base: Weights, name: str) -> None:
         """Raise UserError unless `base` is the model that the bases are differences from.
 
-        Afterwards lossless vectors are read with this base.
+        Afterwards lossless and sampled vectors are read with this base.
         """
         if base.fingerprint() != self.facts.store.base_fingerprint:
             raise UserError(
@@ -227,7 +228,7 @@ class Bases:
                 f"and the weights of {name} are others; give the base that it was built from"
             )
         for vector in self.vectors:
-            if isinstance(vector, Lossless):
+            if isinstance(vector, Blocks):
                 vector.base = base
 
 
@@ -329,13 +330,18 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
-def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Codes | Sparse | Lossless:
+OPENED: Mapping[str, Callable[[Path], Checkpoint | Decoded]] = {
+    "dense": Checkpoint.open,
+    "codes": Codes.open,
+    "sparse": Sparse.open,
+    "lossless": Lossless.open,
+    "sampled": Sampled.open,
+}
+
+
+def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Decoded:
     """One vector of a store as named tensors."""
-    if store.codec == "dense":
-        return Checkpoint.open(folder)
-    if store.codec == "lossless":
-        return Lossless.open(folder)
-    return Codes.open(folder) if store.codec == "codes" else Sparse.open(folder)
+    return OPENED[store.codec](folder)
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:

@@ -12,21 +12,19 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram
-from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.quantize import GROUP, bits_within
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import Quantize
 from tvb_mergekit.store.facts import FileRecord, weight_bytes
-from tvb_mergekit.store.originals import check_lossless, write_originals
+from tvb_mergekit.store.forms import check_kept, keeping_of
+from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import Keeping, Lossless
-from tvb_mergekit.tensors.passes import measure_pass
+from tvb_mergekit.tensors.lossless import Blocks, Keeping, Lossless
 from tvb_mergekit.tensors.quantized import Codes, Coding
+from tvb_mergekit.tensors.sampled import Sampled
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -40,20 +38,22 @@ def join(
     sums = addition.new_sums(bases, inputs, items, growth.doubt, engine)
     matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
-    def measure(units: Sequence[float]) -> Tensor:
-        return measure_pass(items, Linear.of(matrix), units, engine)
-
-    lossless, told = bases.facts.store.codec == "lossless", "without loss"
     coding: Coding | Keeping
-    if lossless:
-        checked = inputs.settings.model_copy(update={"basis": "none"})
-        check_lossless(replace(inputs, settings=checked, items=items))
-        coding = Keeping(items)
+    share = kept_by(bases)
+    if share:
+        settings = inputs.settings.model_copy(update={"basis": "none"})
+        kept = replace(inputs, settings=settings, items=items)
+        check_kept(kept, share)
+        coding = keeping_of(kept, share)
+        told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"
     else:
         norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-        coding = bits.choose(items, [norm], one, growth.bits or _as_now(bases), measure)
-        mean = bits.mean_bits(coding.coded, {item.name: item.numel for item in items})
-        told = f"at {counted(mean, 'bit')}"
+        newest = bases.vectors[-1]
+        assert isinstance(newest, Codes)
+        width = next(iter(newest.coded.widths.values())).bits
+        width = width if growth.bits is None else int(growth.bits.bits or 0)
+        coding = bits.coding_of(items, [norm], one, width)
+        told = f"at {counted(width, 'bit')}"
     growth.tell(f"{inputs.tasks[0]} joins {counted(count, 'task')} {told}; they stay as they are")
     old = bases.facts.store.folders
     folders = [*old, *bits.slugs(inputs.tasks, [*bits.RESERVED, *old])]
@@ -64,32 +64,33 @@ def join(
         writer.folder, new, items, matrix, config, engine, first=count, coding=coding
     )
     own = {"errors": torch.zeros(2, 1, dtype=torch.float64)}
-    if lossless:
+    if share == 1:
         found |= write_originals(writer.folder, new, replace(inputs, items=items), engine)
     else:  # the last column would be of the sum of all tasks, which nobody has measured
-        own = {name: of[:, :1] for name, of in bits.measured_tensors(measured).items()}
+        found_in = [each[-2:] for each in measured] if share else measured
+        weights = inputs.weights if share else None
+        own = {n: of[:, :1] for n, of in bits.measured_tensors(found_in, weights).items()}
         own["errors"] = bits.lost(own).expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
     vectors = [open_vector(writer.folder / name, bases.facts.store) for name in folders]
     for vector in vectors:
-        if isinstance(vector, Lossless):
+        if isinstance(vector, Blocks):
             vector.base = inputs.base
-    scales = torch.cat([bases.scales, torch.tensor(inputs.weights if lossless else [1.0])]).double()
+    scales = torch.cat([bases.scales, torch.tensor(inputs.weights if share else [1.0])]).double()
     tensors["gram_bases"] = bits.stored_gram(vectors, folders, engine) * scales.outer(scales)
-    if lossless:
+    if 0 < share < 1:  # the products of the models themselves, where they are known
+        tensors["gram_bases"][:count, :count] = bases.tensors["gram_bases"]
+        tensors["gram_bases"][count, count] = sums.gram[0, 0]
+    if share:
         tensors["gram"] = tensors["gram_bases"].clone()
     history = addition.grown_history(bases, inputs, sums, started)
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
 
 
-def _as_now(bases: Bases) -> Quantize:
-    """As many bits for the new task as the others have: the same width, or the same bytes."""
-    vectors = [vector for vector in bases.vectors if isinstance(vector, Codes)]
-    found = {width for vector in vectors for width in vector.coded.widths.values()}
-    if len(found) == 1 and (width := found.pop()).bits and width.group == GROUP:
-        return Quantize(bits=width.bits)
-    numels = [vectors[0].tensors[name].numel for name in bases.names]
-    return Quantize(bits=bits_within(numels, sum(v.nbytes for v in vectors) / len(vectors)))
+def kept_by(bases: Bases) -> float:
+    """The share of entries that a lossless or sampled store keeps; 0 for others."""
+    first = bases.vectors[0]
+    return first.sample.share if isinstance(first, Sampled) else float(isinstance(first, Lossless))
 
 
 def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
@@ -164,7 +165,8 @@ def _commit(
     numels = {name: info.numel for name, info in vectors[0].tensors.items()}
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
     mean = bits.mean_bits([vector.coded for vector in vectors if isinstance(vector, Codes)], numels)
-    if store["codec"] == "lossless":
+    if store["codec"] in ("lossless", "sampled"):
         mean = 8 * weight_bytes(files) / (count * sum(numels.values()))
-    made = Vectors(tensors, folders, files, store["dtype"], store["codec"], mean)
+    codec, dtype, density = store["codec"], store["dtype"], history.get("density")
+    made = Vectors(tensors, folders, files, dtype, codec, mean, density)
     return writer.commit(made, {**history, "store": store})

@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
-"""Quantizing and decoding groups of elements on a CPU, compiled by numba: see core.quantize.
-
-A group has one run of 64 elements or more; the inner loops are over a run.
-"""
+"""Quantizing and decoding groups of elements on a CPU, compiled by numba: see core.quantize."""
 
 from __future__ import annotations
 
@@ -36,44 +33,41 @@ GUESSES = {
 }
 
 
-def encode(
-    values: Tensor, width: Width, rest: Tensor, blocks: Tensor | None = None
-) -> tuple[float, float]:
+def encode(values: Tensor, width: Width, rest: Tensor, blocks: Tensor) -> tuple[float, float]:
     """Code finite float32 `values`, in units, with a small squared error in each group.
 
     Args:
         rest: [n] for the errors; may be `values`.
-        blocks: uint8, `block_bytes` of them; None computes the errors only.
+        blocks: uint8, `block_bytes` of them.
 
     Returns:
         The squared norm of the values, and the squared error.
     """
-    bits, group, size = *width, width.block
+    bits, size = width.bits, width.block
     least = -float(1 << (bits - 1))
     offsets = np.array([0, 0.5], np.float32)  # the longer side to the larger elements; symmetric
     inverses = (least + offsets) / np.array(GUESSES[bits], np.float32)[:, None]
-    ragged, write = len(values) % group, blocks is not None
+    ragged = len(values) % GROUP
     whole = len(values) - ragged
-    codes = torch.empty(0, dtype=torch.uint8) if blocks is None else blocks[: whole // group * size]
+    codes = blocks[: whole // GROUP * size]
     # The compiled loop gets complete groups: choosing between two arrays in it, and counting their
     # references, would take as long as all the rest.
-    encode_groups = functools.partial(_encode, bits, group, inverses, write)
+    encode_groups = functools.partial(_encode, bits, inverses)
     square, error = encode_groups(values[:whole].numpy(), 0, codes.numpy(), rest.numpy())
     if not ragged:
         return square, error
-    last, left, block = torch.zeros(group), torch.empty(group), torch.empty(size, dtype=torch.uint8)
+    last, left, block = torch.zeros(GROUP), torch.empty(GROUP), torch.empty(size, dtype=torch.uint8)
     last[:ragged] = values[whole:]
-    encode_groups(last.numpy(), group - ragged, block.numpy(), left.numpy())
+    encode_groups(last.numpy(), GROUP - ragged, block.numpy(), left.numpy())
     more = [float(part[:ragged].double().square().sum()) for part in (last, left)]
     rest[whole:] = left[:ragged]
-    if blocks is not None:
-        blocks[len(codes) :] = block[: len(blocks) - len(codes)]
+    blocks[len(codes) :] = block[: len(blocks) - len(codes)]
     return square + more[0], error + more[1]
 
 
 def decode(blocks: Tensor, width: Width, unit: float, start: int, stop: int, out: Tensor) -> None:
     """Fill `out` [stop - start] float32 with elements `start` to `stop` of the blocks."""
-    group, size, decode_groups = width.group, width.block, _decoder(width)
+    group, size, decode_groups = GROUP, width.block, _decoder(width.bits)
     # Complete groups are decoded in place; a part of a group may come before them and after them.
     cuts = {start, min(-(-start // group) * group, stop), max(stop // group * group, start), stop}
     for low, high in itertools.pairwise(sorted(cuts)):
@@ -98,17 +92,18 @@ def _largest(x: Any) -> Any:
     Compares bits, with the sign as the lowest: integers are compared in vectors, floats are not.
     """
     most = np.uint32(0)
-    for start in range(0, len(x), GROUP):
-        run = x[start : start + GROUP]
-        for k in range(GROUP):
-            bits = bits_of(run[k])
-            most = max(most, np.uint32(bits << np.uint32(1) | bits >> np.uint32(31)))
+    for k in range(GROUP):
+        bits = bits_of(x[k])
+        most = max(most, np.uint32(bits << np.uint32(1) | bits >> np.uint32(31)))
     return float_of(np.uint32(most >> np.uint32(1) | most << np.uint32(31)))
 
 
 @_reordered
-def _fit_run(x: Any, one: Any, two: Any, least: Any) -> Any:
-    """The sums of `_fit` for a run of GROUP elements."""
+def _fit(x: Any, one: Any, two: Any, least: Any) -> Any:
+    """Sums of x l and of l l over a group, with integer levels l and with half-integer levels.
+
+    `one` and `two` are inverses of the scales for rounding.
+    """
     half, most = np.float32(0.5), -least - np.float32(1)
     product = square = products = squares = np.float32(0)
     for k in range(GROUP):
@@ -119,20 +114,6 @@ def _fit_run(x: Any, one: Any, two: Any, least: Any) -> Any:
         products += x[k] * level
         squares += level * level
     return product, square, products, squares
-
-
-@inlined
-def _fit(x: Any, padding: Any, one: Any, two: Any, least: Any) -> Any:
-    """Sums of x l and of l l over a group, with integer levels l and with half-integer levels.
-
-    `one` and `two` are inverses of the scales for rounding; `padding`: zeros at the end.
-    """
-    product, square, products, squares = _fit_run(x[:GROUP], one, two, least)
-    for start in range(GROUP, len(x), GROUP):
-        run = _fit_run(x[start : start + GROUP], one, two, least)
-        product, square = product + run[0], square + run[1]
-        products, squares = products + run[2], squares + run[3]
-    return product, square, products, squares - padding * np.float32(0.25)
 
 
 @_reordered
@@ -154,7 +135,8 @@ def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
     gain, scale, odd, inverse = np.float32(0), np.float32(0), np.uint16(0), np.float32(1) / largest
     for k in range(len(inverses)):
         one, two = inverses[k, 0] * inverse, inverses[k, 1] * inverse
-        product, square, products, squares = _fit(x, padding, one, two, least)
+        product, square, products, squares = _fit(x, one, two, least)
+        squares -= padding * np.float32(0.25)  # of zeros at the end
         fit = product / square if square > 0 else np.float32(0)
         if product * fit > gain:
             gain, scale, odd = product * fit, fit, np.uint16(0)
@@ -218,27 +200,22 @@ def _errors_of(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
 
 @compiled
 def _encode(
-    bits: int, group: int, inverses: Any, write: bool, values: Any, padding: int, blocks: Any,
-    rest: Any,
+    bits: int, inverses: Any, values: Any, padding: int, blocks: Any, rest: Any
 ) -> Any:  # fmt: skip
     least, square, error, place = -np.float32(1 << (bits - 1)), 0.0, 0.0, 0
     levels, zeros = np.empty(GROUP, np.int8), np.float32(padding)
     words = levels.view(np.uint64)
-    for first in range(0, len(values), group):
-        word = _scale_of(values[first : first + group], zeros, least, inverses)
+    for first in range(0, len(values), GROUP):
+        x = values[first : first + GROUP]
+        word = _scale_of(x, zeros, least, inverses)
         scale, offset = from_float16(word), np.float32(word & 1) / np.float32(2)
         inverse = np.float32(1) / scale if scale else np.float32(0)
-        if write:
-            blocks[place], blocks[place + 1] = word & 255, word >> 8
-            place += 2
-        for start in range(first, first + group, GROUP):
-            x = values[start : start + GROUP]
-            _round(x, inverse, offset, least, levels)
-            norm, lost = _errors_of(x, levels, scale, offset, rest[start : start + GROUP])
-            square, error = square + norm, error + lost
-            if write:
-                _pack(words, bits, blocks[place : place + 8 * bits])
-                place += 8 * bits
+        blocks[place], blocks[place + 1] = word & 255, word >> 8
+        _round(x, inverse, offset, least, levels)
+        norm, lost = _errors_of(x, levels, scale, offset, rest[first : first + GROUP])
+        square, error = square + norm, error + lost
+        _pack(words, bits, blocks[place + 2 : place + 2 + 8 * bits])
+        place += 2 + 8 * bits
     return square, error
 
 
@@ -249,9 +226,9 @@ def _elements(levels: Any, step: Any, zero: Any, made: Any) -> None:
 
 
 @functools.cache
-def _decoder(width: Width) -> Any:
+def _decoder(bits: int) -> Any:
     """Decoding, compiled for one width: known shifts take half the time."""
-    bits, group, half = *width, 1 << (width.bits - 1)
+    half = 1 << (bits - 1)
     # With its highest bit turned a code is its integer and `half` more, and not negative.
     turned = np.uint64(half * 0x0101010101010101)
 
@@ -259,14 +236,12 @@ def _decoder(width: Width) -> Any:
     def decode(blocks: Any, unit: float, out: Any) -> None:
         levels = np.empty(GROUP, np.uint8)
         words, place = levels.view(np.uint64), 0
-        for first in range(0, len(out), group):
+        for first in range(0, len(out), GROUP):
             word = np.uint16(blocks[place]) | np.uint16(blocks[place + 1]) << np.uint16(8)
             zero = np.float32(half) - np.float32(word & 1) / np.float32(2)
             step = from_float16(word) * np.float32(unit)
-            place += 2
-            for start in range(first, first + group, GROUP):
-                _unpack(blocks[place : place + 8 * bits], bits, turned, words)
-                _elements(levels, step, zero, out[start : start + GROUP])
-                place += 8 * bits
+            _unpack(blocks[place + 2 : place + 2 + 8 * bits], bits, turned, words)
+            _elements(levels, step, zero, out[first : first + GROUP])
+            place += 2 + 8 * bits
 
     return decode

@@ -8,7 +8,7 @@ PyTorch for other devices and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -33,7 +33,12 @@ Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArr
 
 def read_piece(buffer: PieceBuffer, piece: Piece) -> Stored:
     """Read a piece into a buffer; without a base theta_0 is zero."""
-    memory, found = buffer.memory, buffer.read(piece, copy=True)
+    return stored_in(buffer, piece, buffer.read(piece, copy=True))
+
+
+def stored_in(buffer: PieceBuffer, piece: Piece, found: Sequence[Tensor]) -> Stored:
+    """The tensors of a piece, which lie in the buffer."""
+    memory = buffer.memory
     starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
     kinds = [KINDS[t.dtype] for t in found]
     if piece.item.base is None:
@@ -66,17 +71,27 @@ class Summing:
         count = -(-numel // chunk)
         sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
         _gram(stored, self._deltas, numel, chunk, self._rows, sums, norms)
-        upper = np.triu(sums[:, : self._tasks, : self._tasks])
-        whole = torch.from_numpy(upper + np.triu(upper, 1).transpose(0, 2, 1))
-        return [GramSums(gram, norm) for gram, norm in zip(whole, norms.tolist(), strict=True)]
+        return _sums_of(sums, norms, self._tasks)
+
+
+def _sums_of(sums: NDArray[np.float64], norms: NDArray[np.float64], tasks: int) -> list[GramSums]:
+    """The sums of each chunk, from the blocks on and above the diagonal."""
+    upper = np.triu(sums[:, :tasks, :tasks])
+    whole = torch.from_numpy(upper + np.triu(upper, 1).transpose(0, 2, 1))
+    return [GramSums(gram, norm) for gram, norm in zip(whole, norms.tolist(), strict=True)]
 
 
 class Combining:
-    """One `Linear` step. One instance per thread; `deltas` as for `Summing`."""
+    """One `Linear` step. One instance per thread; `deltas` as for `Summing`.
 
-    def __init__(self, tasks: int, deltas: int, step: Linear) -> None:
-        self._deltas, self._with_base = deltas, step.add_base
-        padded = -(-tasks // TILE) * TILE
+    Args:
+        chunk: columns of a chunk whose sums are wanted as well; 0: no sums.
+    """
+
+    def __init__(self, tasks: int, deltas: int, step: Linear, chunk: int = 0) -> None:
+        self._tasks, self._deltas, self._with_base = tasks, deltas, step.add_base
+        self._chunk, self._padded = chunk, -(-tasks // TILE) * TILE
+        padded = self._padded
         terms = [term for output in step.outputs for term in output]
         self._weights = np.zeros((len(terms), padded), np.float32)
         for row, (_scale, weights) in zip(self._weights, terms, strict=True):
@@ -85,12 +100,18 @@ class Combining:
         self._ends = np.cumsum([len(output) for output in step.outputs])
         self._rows = _zeros(1 + padded + 3)
 
-    def __call__(self, stored: Stored, out: Tensor) -> bool:
-        """Fill `out` [outputs, n], whose rows have stride 1; return whether all is finite."""
+    def __call__(self, stored: Stored, out: Tensor) -> tuple[bool, list[GramSums]]:
+        """Fill `out` [outputs, n], whose rows have stride 1.
+
+        Returns:
+            Whether all is finite, and the sums of each chunk.
+        """
         outputs, numel = out.shape
+        count = -(-numel // self._chunk) if self._chunk else 0
+        sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
         between = out.stride(0)
         flat = out.as_strided([(outputs - 1) * between + numel], [1])
-        return not _combine(
+        bad = _combine(
             stored,
             self._deltas,
             numel,
@@ -102,7 +123,11 @@ class Combining:
             flat.view(torch.uint8).numpy(),
             between * out.element_size(),
             KINDS[out.dtype],
+            self._chunk,
+            sums,
+            norms,
         )
+        return not bad, _sums_of(sums, norms, self._tasks)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,6 +231,15 @@ def _add_tile(rows: Any, i: int, j: int, count: int, sums: Any) -> None:
             sums[p, q] += made[p][q]
 
 
+@inlined
+def _add_products(rows: Any, count: int, number: int, sums: Any, norms: Any) -> None:
+    """Add the products of `count` columns to the sums of chunk `number`."""
+    norms[number] += _square(rows[0][:count])
+    for i in range(0, sums.shape[1], TILE):
+        for j in range(i, sums.shape[1], TILE):
+            _add_tile(rows[1:], i, j, count, sums[number, i : i + TILE, j : j + TILE])
+
+
 @compiled
 def _gram(
     stored: Any, deltas: int, numel: int, chunk: int, rows: Any, sums: Any, norms: Any
@@ -214,17 +248,12 @@ def _gram(
 
     In float64, of float32 sums over COLUMNS. Only the blocks on and above the diagonal are filled.
     """
-    tasks = sums.shape[1]
     for number in range(len(sums)):
         stop = min((number + 1) * chunk, numel)
         for at in range(number * chunk, stop, COLUMNS):
             count = min(COLUMNS, stop - at)
             _task_vectors(stored, deltas, at, count, rows)
-            norms[number] += _square(rows[0][:count])
-            for i in range(0, tasks, TILE):
-                for j in range(i, tasks, TILE):
-                    tile = sums[number, i : i + TILE, j : j + TILE]
-                    _add_tile(rows[1:], i, j, count, tile)
+            _add_products(rows, count, number, sums, norms)
 
 
 @numba.njit(nogil=True, fastmath={"contract"})
@@ -303,12 +332,20 @@ def _combine(
     out: Any,
     stride: int,
     kind: int,
+    chunk: int,
+    sums: Any,
+    norms: Any,
 ) -> bool:
-    """Fill `out`, bytes with a row every `stride`; return whether it has NaN or infinity."""
+    """Fill `out`, bytes with a row every `stride`; return whether it has NaN or infinity.
+
+    Add the products of each chunk to `sums` as `_gram` does, unless `chunk` is 0.
+    """
     bad, size = False, 4 if kind == FLOAT32 else 2
     for at in range(0, numel, COLUMNS):
         count = min(COLUMNS, numel - at)
         _task_vectors(stored, deltas, at, count, rows)
+        if chunk:
+            _add_products(rows, count, at // chunk, sums, norms)
         made, total = rows[len(rows) - 3][:count], rows[len(rows) - 2][:count]
         step = 0
         for number in range(len(ends)):

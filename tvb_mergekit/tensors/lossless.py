@@ -1,4 +1,4 @@
-"""Models stored without loss, as differences from their base.
+"""Blocks of models, next to their base: models stored without loss, and their samples.
 
 A tensor is cut into blocks of 2^17 elements. `units` codes a block of 16-bit weights next to the
 base's; other blocks are compressed alone. Each has a checksum. `docs/files.md` has the format.
@@ -7,9 +7,11 @@ base's; other blocks are compressed alone. Each has a checksum. `docs/files.md` 
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -40,13 +42,14 @@ SCRATCH = 16 * BLOCK  # bytes of one thread
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Lossless(Decoded):
-    """One model of a store, read in its own dtypes with `base`, which its user sets. Thread-safe.
+class Blocks(Decoded):
+    """A vector in blocks of BLOCK elements, decoded with `base`, which its user sets. Thread-safe.
 
-    Unlike other vectors of a store it holds weights, not their differences from the base.
+    Args:
+        stored: the files.
+        dtypes: of the tensors that were encoded.
     """
 
-    holds: Holds | None = "weight"
     base: Weights | None = None
 
     def __init__(
@@ -56,24 +59,26 @@ class Lossless(Decoded):
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         super().__init__(stored, shapes, "")
-        self.tensors = {n: replace(of, dtype=dtypes[n]) for n, of in self.tensors.items()}
+        self.dtypes = dtypes
         self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Lossless:
-        """Read the headers of the model at `path`, a folder or one file.
+    @staticmethod
+    def headers(
+        stored: Checkpoint, key: str, version: int, what: str, parse: Callable[[Any], object]
+    ) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
+        """Shapes and dtypes of the encoded tensors; the arguments are those of `parse_headers`.
 
         Raises:
-            UserError: no such files, or their headers do not say what a reader needs.
+            UserError: the headers do not say what a reader needs.
         """
-        stored = Checkpoint.open(path)
         shapes, dtypes = dict[str, torch.Size](), dict[str, torch.dtype]()
 
-        def parse(said: dict[str, Any]) -> None:
+        def parse_tensors(said: dict[str, Any]) -> None:
+            parse(said)
             for name, (dtype, shape) in said["tensors"].items():
                 shapes[name], dtypes[name] = torch.Size(shape), DTYPES[dtype]
 
-        parse_headers(stored, KEY, VERSION, "a model without loss", parse)
+        parse_headers(stored, key, version, what, parse_tensors)
         for name, info in stored.tensors.items():
             least = INDEX.itemsize * -(-shapes[name].numel() // BLOCK) if name in shapes else -1
             if info.dtype != torch.uint8 or not 0 <= least <= info.nbytes:
@@ -81,7 +86,7 @@ class Lossless(Decoded):
                     f"{stored.folder / info.shard}: the blocks of tensor `{name}` do not fit what "
                     f"its header says; {RESTORE}"
                 )
-        return cls(stored, {name: shapes[name] for name in stored.tensors}, dtypes)
+        return {name: shapes[name] for name in stored.tensors}, dtypes
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop`; blocks that they are a part of are decoded complete.
@@ -97,20 +102,34 @@ class Lossless(Decoded):
             if high - low == last - first:
                 self._decode(name, block, part)
             else:
-                whole = self._decode(name, block, part.new_empty(last - first))
+                whole = part.new_empty(last - first)
+                self._decode(name, block, whole)
                 part.copy_(whole[low - first : high - first])
         return chunk
 
-    def _decode(self, name: str, block: int, theta: Tensor) -> Tensor:
+    def _decode(self, name: str, block: int, out: Tensor) -> None:
+        """Fill `out` with a block."""
+        raise NotImplementedError
+
+    def base_block(self, name: str, block: int, length: int) -> Tensor:
+        """The same block of the base, in the base's dtype."""
+        assert self.base is not None, "set `base` before the vector is read"
+        first = block * BLOCK
+        buffer = torch.empty(length, dtype=self.base.tensors[name].dtype, device="cpu")
+        return self.base.read(name, first, first + length, buffer)
+
+    def decoded(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> Tensor:
+        """Fill `theta` with the entries that a block was encoded from.
+
+        Args:
+            base: the same entries of the base; None: read them if the block needs them.
+        """
         index, ends = self._index(name)
         size, form, checksum = index[block].tolist()
         stored = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.stored.read(name, int(ends[block]) - size, int(ends[block]), stored)
-        base = None
-        if form == UNITS:
-            assert self.base is not None, "set `base` before a lossless vector is read"
-            first = block * BLOCK
-            base = self.base.read(name, first, first + len(theta), torch.empty_like(theta))
+        if base is None and form == UNITS:
+            base = self.base_block(name, block, len(theta))
         if not decode(form, stored, base, theta) or _checksum(theta) != checksum:
             raise self._damaged(name)
         return theta
@@ -138,6 +157,38 @@ class Lossless(Decoded):
     def _damaged(self, name: str) -> UserError:
         file = self.folder / self.tensors[name].shard
         return UserError(f"{file}: tensor `{name}` is not what was stored; {RESTORE}")
+
+
+class Lossless(Blocks):
+    """One model of a store, in its own dtypes.
+
+    Unlike other vectors of a store it holds weights, not their differences from the base.
+    """
+
+    holds: Holds | None = "weight"
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        shapes: Mapping[str, Sequence[int]],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        super().__init__(stored, shapes, dtypes)
+        self.tensors = {n: replace(of, dtype=dtypes[n]) for n, of in self.tensors.items()}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Lossless:
+        """Read the headers of the model at `path`, a folder or one file.
+
+        Raises:
+            UserError: no such files, or their headers do not say what a reader needs.
+        """
+        stored = Checkpoint.open(path)
+        headers = cls.headers(stored, KEY, VERSION, "a model without loss", lambda said: None)
+        return cls(stored, *headers)
+
+    def _decode(self, name: str, block: int, out: Tensor) -> None:
+        self.decoded(name, block, None, out)
 
 
 def encode(theta: Tensor, base: Tensor | None) -> tuple[int, bytes]:
@@ -208,8 +259,11 @@ class Kept:
 
     def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
         """The metadata of a file with these tensors."""
-        tensors = {name: [_NAMES[self.dtypes[name]], list(of)] for name, of in shapes.items()}
-        return json.dumps({"version": VERSION, "tensors": tensors})
+        return json.dumps({"version": VERSION, "tensors": self.tensors(shapes)})
+
+    def tensors(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
+        """The dtype and shape of each tensor, as a header has them."""
+        return {name: [_NAMES[self.dtypes[name]], list(of)] for name, of in shapes.items()}
 
     def most(self, item: Item) -> int:
         """The most bytes of a tensor; the number that is written is known at its end."""
@@ -218,12 +272,19 @@ class Kept:
 
 
 class Keeping(Measured):
-    """The outputs of `keep_pass`; `measured` returns the bytes of each."""
+    """The outputs of `keep_pass`.
+
+    `measured` returns the bytes of each of K, then `numbers` times K sums of what `chosen` returns.
+    """
+
+    numbers = 0
 
     def __init__(self, items: Sequence[Item]) -> None:
         super().__init__()
         count = len(items[0].inputs) if items else 0
-        self.coded = [Kept({i.name: i.inputs[k].dtype for i in items}) for k in range(count)]
+        self.coded: Sequence[Kept] = [
+            Kept({i.name: i.inputs[k].dtype for i in items}) for k in range(count)
+        ]
         self._made: dict[tuple[str, int], list[NDArray[Any]]] = {}  # indices of pieces
         self._before: list[list[NDArray[Any]]] = [[] for _ in range(count)]  # of this tensor
 
@@ -234,17 +295,30 @@ class Keeping(Measured):
     def encode(self, item: Item, start: int, found: Sequence[Tensor], out: Tensor) -> None:
         """Code a piece, which begins with a block: base and models to `out` [K, bytes] uint8."""
         base, models = (found[0], found[1:]) if item.base is not None else (None, found)
-        indices = []
-        for theta, row in zip(models, out, strict=True):
-            fits = base is not None and theta.dtype == base.dtype and theta.dtype in MANTISSA
-            index, place = np.zeros(-(-len(theta) // BLOCK), INDEX), 0
-            for k, block in enumerate(theta.split(BLOCK) if len(theta) else ()):
-                beside = base[k * BLOCK :][: len(block)] if base is not None and fits else None
-                form, made = encode(block, beside)
-                row[place : place + len(made)] = torch.frombuffer(bytearray(made), dtype=row.dtype)
-                index[k], place = (len(made), form, _checksum(block)), place + len(made)
+        indices, more = [], list[list[float]]()
+        for k, (whole, row) in enumerate(zip(models, out, strict=True)):
+            index, place = np.zeros(-(-len(whole) // BLOCK), INDEX), 0
+            sums = [0.0] * self.numbers
+            for b, block in enumerate(whole.split(BLOCK) if len(whole) else ()):
+                beside = None if base is None else base[b * BLOCK :][: len(block)]
+                theta, beside, numbers = self.chosen(k, item, start // BLOCK + b, block, beside)
+                fits = beside is not None and theta.dtype == beside.dtype in MANTISSA
+                form, made = encode(theta, beside if fits else None)
+                if made:
+                    stored = torch.frombuffer(bytearray(made), dtype=row.dtype)
+                    row[place : place + len(made)] = stored
+                index[b], place = (len(made), form, _checksum(theta)), place + len(made)
+                sums = list(map(operator.add, sums, numbers))
             indices.append(index)
+            more.append(sums)
         self._made[item.name, start] = indices
+        self._found[item.name, start] = list(chain(*zip(*more, strict=True)))
+
+    def chosen(
+        self, k: int, item: Item, block: int, theta: Tensor, base: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Sequence[float]]:
+        """The entries of a block that output k keeps, the base's, and `numbers` measurements."""
+        return theta, base, ()
 
     def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
         """The bytes of a piece that are written: blocks, and at the end of a tensor the index."""
@@ -258,7 +332,7 @@ class Keeping(Measured):
                 whole = np.concatenate(before)
                 made[-1] = torch.cat([made[-1], torch.from_numpy(whole.view(np.uint8))])
                 before.clear()
-        self._found[item.name, start] = [len(row) for row in made]
+        self._found[item.name, start][:0] = [float(len(row)) for row in made]
         return made
 
 
@@ -278,4 +352,4 @@ def keep_pass(
         return lambda piece, out: keeping.encode(piece.item, piece.start, buffer.read(piece), out)
 
     update = engine.progress(title, sum(item.nbytes for item in items))
-    deliver(items, layout, count, work, sink, update)
+    deliver(items, layout, count, work, sink, lambda piece, _: update(piece.nbytes))

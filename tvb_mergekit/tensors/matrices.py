@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
+from tvb_mergekit.core.encoders import sum_alone
 from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix, rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
@@ -21,6 +22,7 @@ from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
 from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
@@ -46,11 +48,6 @@ def count_matrices(settings: Settings, item: Item, bases: int) -> int:
     if settings.method == "basis_tsvm" and min(item.shape[-2:]) < bases:
         return 0  # such as a row: a basis would have no direction of its own
     return 1 if len(item.shape) == 2 else item.shape[0]
-
-
-def sum_alone(settings: Settings) -> bool:
-    """Whether the method needs the sum of the bases only: Iso-C."""
-    return settings.method == "basis_iso" and settings.common == 1
 
 
 def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Largest | None:
@@ -120,7 +117,13 @@ def _moved(part: Part, first: int) -> Part:
 
 
 def merge_matrices(
-    basis: Combination, item: Item, scale: float, sink: Sink, add_base: bool, engine: Engine
+    basis: Combination,
+    item: Item,
+    scale: float,
+    sink: Sink,
+    add_base: bool,
+    engine: Engine,
+    summing: RunningSums | None = None,
 ) -> Iterator[bool]:
     """Merge each matrix of a tensor in two or three dimensions; results as of `merge_one`."""
     encoder = basis.weighted_encoder
@@ -132,11 +135,14 @@ def merge_matrices(
         matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
         within = Within(sink, item, first)
         merging = partial(_merged, basis.settings, matrix, encoder)
-        yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base)
+        yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base, summing)
 
 
 def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
-    return merge_matrix(settings, bases, input_noise(matrix, encoder, bases))
+    squares = encoder.square()
+    each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
+    shares = (each @ squares / squares.sum(0)).tolist()
+    return merge_matrix(settings, bases, input_noise(matrix, encoder, bases), shares)
 
 
 def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
@@ -174,6 +180,7 @@ def merge_one(
     engine: Engine,
     scale: float = 1.0,
     add_base: bool = True,
+    summing: RunningSums | None = None,
 ) -> bool:
     """Write theta_0 (or 0) + scale * D of one matrix [m, n].
 
@@ -181,12 +188,13 @@ def merge_one(
         encoder: of the bases, from the inputs of `matrix`, [N, M].
         merging: the bases [M, m, n] -> D [m, n], float32.
         held: bytes of all tensors in `merging`.
+        summing: of the Gram matrix of the inputs.
 
     Returns:
         Whether D is more than FAR times as long as all bases together.
     """
     engine = replace(engine, memory=max(LEAST, engine.budget - held), progress=silent)
-    stacked = stacked_bases(matrix, encoder, engine)
+    stacked = stacked_bases(matrix, encoder, engine, summing)
     with torch.no_grad():
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merging(stacked).to("cpu").reshape(-1)
@@ -201,13 +209,16 @@ def merge_one(
     return float(torch.linalg.vector_norm(merged)) > FAR * together
 
 
-def stacked_bases(item: Item, encoder: Tensor, engine: Engine) -> Tensor:
+def stacked_bases(
+    item: Item, encoder: Tensor, engine: Engine, summing: RunningSums | None = None
+) -> Tensor:
     """The bases of one tensor from its inputs, [M, *shape] float32 on the first device.
 
     Args:
         encoder: [N, M].
+        summing: of the Gram matrix of the inputs.
     """
     plain, count = replace(item, out=torch.float32), encoder.shape[1]
     bases = Stacked([plain], count)
-    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, engine)
+    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, engine, summing=summing)
     return bases.held.pop(item.name).view(count, *item.shape).to(engine.devices[0])

@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, Tunables, build
+from tvb_mergekit.core.basis import Basis, Combination, Tunables, before_gram, build
 from tvb_mergekit.core.gram import GramSums, Sketch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import silent
-from tvb_mergekit.settings import Settings
-from tvb_mergekit.tensors import ranks
+from tvb_mergekit.settings import MATRIX_METHODS, Settings
+from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
@@ -31,6 +31,7 @@ from tvb_mergekit.tensors.passes import (
     share_of,
 )
 from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -39,38 +40,121 @@ LOG = logging.getLogger(__name__)
 def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
     """The basis, from a pass over the models unless its sums are known; see `gram_pass`.
 
-    The sums of random directions for rand_proj are never known.
+    The pass for Trim's thresholds sums as well if the Gram matrix does not change the bases.
 
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
     started = time.perf_counter()
-    raw, cached = sums_of(tasks, engine)
-    summed = time.perf_counter()
-    sketch = sketch_of(tasks.settings, len(tasks.tasks))
-    # Solvers differ in the last bits between machines.
-    basis = ranks.world().share(
-        lambda: build(tasks.settings, tasks.tasks, tasks.weights, raw, sketch)
-    )
-    basis.cached = cached
-    basis.seconds = {"gram": summed - started, "encode": time.perf_counter() - summed}
+    if (sums := known_sums(tasks)) is None:
+        found = _on_the_way(tasks, engine)
+        if found is not None and found[0].counts:
+            before, summing = found
+            count_if_needed(before, tasks.items, engine, summing)
+            basis = basis_of(tasks, summing)
+            basis.histogram, basis.seconds["trim"] = before.histogram, before.seconds["trim"]
+            return basis
+        basis = _encoded(tasks, _read_sums(tasks, engine))
+    else:
+        basis = _encoded(tasks, sums)
+        basis.cached = True
+    basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
     count_if_needed(basis, tasks.items, engine)
     return basis
 
 
-def sums_of(tasks: TaskSet, engine: Engine) -> tuple[GramSums, bool]:
-    """The unweighted Gram matrix of a task set, and whether no pass was needed for it."""
-    sketch = sketch_of(tasks.settings, len(tasks.tasks))
-    if tasks.sums is not None and sketch is None:
-        return tasks.sums, True
-    return gram_pass(
-        tasks.items, tasks.tasks, engine, sketch=sketch, key=tasks.key, models=tasks.models
+def basis_of(tasks: TaskSet, summing: RunningSums) -> Basis:
+    """The basis after another pass that summed as well.
+
+    Raises:
+        UserError: a zero task vector.
+    """
+    return _encoded(tasks, _kept(tasks, summing.total()))
+
+
+def _encoded(tasks: TaskSet, sums: GramSums) -> Basis:
+    started, sketch = time.perf_counter(), sketch_of(tasks.settings, len(tasks.tasks))
+    # Solvers differ in the last bits between machines.
+    basis = ranks.world().share(
+        lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums, sketch)
     )
+    basis.seconds = {"encode": time.perf_counter() - started}
+    return basis
 
 
-def count_if_needed(basis: Combination, items: Sequence[Item], engine: Engine = Engine()) -> None:
+def one_pass(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None:
+    """A basis for a merge that sums the Gram matrix on its way, for `basis_of` at the end.
+
+    None if the Gram matrix is known, or needed before.
+
+    Raises:
+        UserError: no tensor counts.
+    """
+    found = _on_the_way(tasks, engine)
+    if found is None or found[0].counts or known_sums(tasks) is not None:
+        return None
+    return found
+
+
+def _on_the_way(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None:
+    """The basis that any Gram matrix gives, and its sums for the pass that uses this basis.
+
+    None if the Gram matrix decides, or if the sums of very many tasks need a pass of their own.
+    """
+    before = before_gram(tasks.settings, tasks.tasks, tasks.weights)
+    if before is None:
+        return None
+    summing = RunningSums(tasks.items, tasks.tasks)
+    large = before.trims or before.settings.method in MATRIX_METHODS  # they may leave LEAST alone
+    fits = 2 * summing.nbytes <= (LEAST if large else engine.budget)
+    return (before, summing) if fits else None
+
+
+def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
+    """The unweighted Gram matrix of a task set, from a pass over the models if needed."""
+    known = known_sums(tasks)
+    return _read_sums(tasks, engine) if known is None else known
+
+
+def known_sums(tasks: TaskSet) -> GramSums | None:
+    """The sums of a task set if no pass is needed for them.
+
+    Only the cache has those of random directions, for rand_proj.
+    """
+    if tasks.sums is not None and sketch_of(tasks.settings, len(tasks.tasks)) is None:
+        return tasks.sums
+    entry = _entry(tasks)
+    return None if entry is None else ranks.world().share(lambda: cache.load(entry))
+
+
+def _read_sums(tasks: TaskSet, engine: Engine) -> GramSums:
+    sketch = sketch_of(tasks.settings, len(tasks.tasks))
+    return _kept(tasks, gram_pass(tasks.items, tasks.tasks, engine, sketch=sketch))
+
+
+def _kept(tasks: TaskSet, sums: GramSums) -> GramSums:
+    """The sums, which the cache gets as well."""
+    entry = _entry(tasks)
+    if entry is not None and ranks.world().leads:
+        cache.store(entry, sums, tasks.tasks, tasks.models)
+    return sums
+
+
+def _entry(tasks: TaskSet) -> str | None:
+    """The name of the sums in the cache; None does not cache."""
+    sketch = sketch_of(tasks.settings, len(tasks.tasks))
+    drawn = None if sketch is None else [sketch.columns, sketch.seed]
+    return None if tasks.key is None else cache.key_of({**tasks.key, "sketch": drawn})
+
+
+def count_if_needed(
+    basis: Combination,
+    items: Sequence[Item],
+    engine: Engine = Engine(),
+    summing: RunningSums | None = None,
+) -> None:
     """Count the magnitudes of the bases into `basis.histogram`, for TIES with `trim: model`."""
-    if not basis.trims or basis.settings.trim != "model":
+    if not basis.counts:
         return
     started = time.perf_counter()
     mine = items[share_of(items)]
@@ -79,6 +163,7 @@ def count_if_needed(basis: Combination, items: Sequence[Item], engine: Engine = 
         mine,
         lambda: MagnitudeHistogram(basis.num_bases),
         engine,
+        summing,
     )
     assert isinstance(counted, MagnitudeHistogram)
     ranks.world().add_up(counted.counts)
@@ -103,6 +188,7 @@ def merge_items(
     engine: Engine = Engine(),
     *,
     alone: bool = False,
+    summing: RunningSums | None = None,
 ) -> None:
     """Write the merged tensors to `sink` in order; see `combine_pass`.
 
@@ -110,6 +196,7 @@ def merge_items(
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
         alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
+        summing: of the Gram matrix, on the way.
 
     Raises:
         UserError: a result overflows its dtype.
@@ -150,10 +237,18 @@ def merge_items(
         item, tunables = some[0], some[0].tunables
         if tunables is None or not matrices[item.name]:
             steps = {each.name: step_of(each, each.tunables) for each in some if each.tunables}
-            combine_pass(some, steps, sink, combining, sketch=sketch, counted_as=counted_as)
+            combine_pass(
+                some,
+                steps,
+                sink,
+                combining,
+                sketch=sketch,
+                counted_as=counted_as,
+                summing=summing,
+            )
             continue
         scale = 1.0 if alone else tunables.lambda_ * basis.scale
-        for is_far in merge_matrices(basis, item, scale, sink, not alone, combining):
+        for is_far in merge_matrices(basis, item, scale, sink, not alone, combining, summing):
             update(pending)
             pending = 1
             far += [item.name] * is_far

@@ -1,37 +1,27 @@
 """Three passes over the models.
 
 `gram_pass` sums the inner products of task vectors. `count_pass` counts the magnitudes of bases,
-for Trim. `combine_pass` computes bases, merged models and exported models. Several processes (see
-`ranks`) share the reading in the first two.
+for Trim. `combine_pass` computes bases, merged models and exported models. Both may sum the inner
+products as well. Several processes (see `ranks`) share the reading in the first two.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import (
-    BLOCK,
-    NO_TENSOR,
-    GramSums,
-    Sketch,
-    not_finite,
-    products,
-    symmetric,
-)
+from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch
 from tvb_mergekit.core.merge import Linear, Step, check_output
-from tvb_mergekit.core.quantize import CHOICES, Width
 from tvb_mergekit.core.trim import Histogram, table_bytes
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors import cache, ranks
+from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
-from tvb_mergekit.tensors.quantized import Coding, Measuring
+from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.stream import (
     Chunks,
     Item,
@@ -41,6 +31,7 @@ from tvb_mergekit.tensors.stream import (
     deliver,
     in_order,
 )
+from tvb_mergekit.tensors.summing import Drawn, RunningSums, SummedChunks
 
 LEAST = 2**24  # bytes of a pass if a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
@@ -53,106 +44,52 @@ def gram_pass(
     engine: Engine = Engine(),
     *,
     sketch: Sketch | None = None,
-    key: Mapping[str, object] | None = None,
-    models: Sequence[str] = (),
-) -> tuple[GramSums, bool]:
-    """G [T, T] of the inputs of all items, float64, and whether it came from the cache.
-
-    Each item is summed on its own, and their sums in order. So the result does not depend on the
-    number of devices, threads and processes, nor on the budget unless it is very small.
+) -> GramSums:
+    """G [T, T] of the inputs of all items, float64.
 
     Args:
         items: the tensors that count.
         tasks: names of the inputs, for messages.
         sketch: sums of Omega as well.
-        key: identifies the inputs in the cache; None does not cache.
-        models: the models' names, for the cache's listing.
 
     Raises:
         UserError: no tensor counts; NaN or infinity in an input.
     """
-    world = ranks.world()
-    entry = None
-    if key is not None:
-        entry = cache.key_of({**key, "sketch": [sketch.columns, sketch.seed] if sketch else None})
-        if (found := world.share(lambda: cache.load(entry))) is not None:
-            return found, True
+    summing = RunningSums(items, tasks, sketch)
     read = [item for item in items if item.numel]
-    if not read:
-        raise UserError(NO_TENSOR)
     mine = read[share_of(read)]
-    each = _item_sums(mine, tasks, engine, sketch)
-    # Every process gets all sums, in the order of the tensors.
-    parts = each if world.size == 1 else chain.from_iterable(world.collect(list(each)))
-    sums = functools.reduce(GramSums.plus, parts, GramSums.zero(len(tasks), sketch))
-    if entry is not None and world.leads:
-        cache.store(entry, sums, tasks, models)
-    return sums, False
-
-
-def gram_layout(items: Sequence[Item], tasks: int, engine: Engine, sketch: Sketch | None) -> Layout:
-    """The layout of `gram_pass`."""
-    columns = 0 if sketch is None else sketch.columns
-    squares = tasks**2 + columns * (columns + tasks)
-    # The batched products of a chunk: float32, and float64 while they are summed.
-    extra = -(-12 * squares // (4 * BLOCK)) + 2 * columns
-    sums = 8 * (squares + 1)
-    # One process adds up the sums of items at once; several hold them until they meet.
-    held = len(items) if ranks.world().size > 1 else 1
-    fast = sketch is None and fused(items, engine)
-    width, kept = read_width(items, fast), (held + 4) * sums
-    needs = Needs(tasks, width, extra=extra, sums=sums, kept=kept, fused=fast)
-    # Only one thread may draw Omega, which is one sequence in each tensor.
-    longest = _longest_piece(items)
-    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
-
-
-def _item_sums(
-    items: Sequence[Item], tasks: Sequence[str], engine: Engine, sketch: Sketch | None
-) -> Iterator[GramSums]:
-    """Yield the sums of each item, in order."""
-    layout = gram_layout(items, len(tasks), engine, sketch)
-    update = engine.progress("Gram matrix", sum(item.nbytes for item in items))
+    layout = gram_layout(mine, summing, engine)
+    update = engine.progress("Gram matrix", sum(item.nbytes for item in mine))
 
     def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
         from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-        buffer, add = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(items))
+        buffer, add = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(mine))
         return lambda piece: add(kernels.read_piece(buffer, piece), piece.numel, layout.chunk)
 
     def work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
-        chunks = Chunks(layout, device)
-        drawn = None if sketch is None else _Drawn(sketch, device)
-        return lambda piece: _chunk_sums(piece, chunks, drawn)
+        chunks = SummedChunks(layout, device, sketch=sketch)
 
-    zero = GramSums.zero(len(tasks), sketch)
-    sums = zero
-    for piece, parts in in_order(items, layout, fused_work if layout.needs.fused else work):
-        sums = functools.reduce(GramSums.plus, parts, sums)
+        def walk(piece: Piece) -> list[GramSums]:
+            deque(chunks.walk(piece), maxlen=0)  # the chunks themselves are of no use
+            return [*chunks.sums]
+
+        return walk
+
+    for piece, sums in in_order(mine, layout, fused_work if layout.needs.fused else work):
+        summing.add(piece, sums)
         update(piece.nbytes)
-        if piece.stop == piece.item.numel:
-            if not torch.isfinite(sums.gram).all():
-                raise UserError(_not_finite(piece.item, tasks))
-            yield sums.of_tensor(piece.item.shape)
-            sums = zero
+    return summing.total()
 
 
-def _chunk_sums(piece: Piece, chunks: Chunks, drawn: _Drawn | None) -> list[GramSums]:
-    made = []
-    for _place, base32, tau in chunks.walk(piece):
-        norm = float(products(base32[None], base32[None]))
-        sums = GramSums(symmetric(products(tau, tau)), norm)
-        if drawn is not None:
-            omega = drawn.next(piece.item.name, tau.shape[1])
-            sums.sketch_gram = symmetric(products(omega, omega))
-            sums.sketch_tasks = products(omega, tau).cpu()
-        made.append(sums)
-    return made
-
-
-def _not_finite(item: Item, tasks: Sequence[str]) -> str:
-    base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
-    return not_finite(item.name, base, (item.whole(part) for part in item.inputs), tasks)
+def gram_layout(items: Sequence[Item], summing: RunningSums, engine: Engine) -> Layout:
+    """The layout of `gram_pass`."""
+    sketch = summing.sketch
+    fast = sketch is None and fused(items, engine)
+    needs = summing.within(Needs(len(summing.tasks), read_width(items, fast), fused=fast))
+    # Only one thread may draw Omega, which is one sequence in each tensor.
+    longest = _longest_piece(items)
+    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
 
 def count_pass(
@@ -160,6 +97,7 @@ def count_pass(
     items: Sequence[Item],
     fresh: Callable[[], Histogram],
     engine: Engine = Engine(),
+    summing: RunningSums | None = None,
 ) -> Histogram:
     """One histogram of the magnitudes of the bases B = T @ encoder in all items.
 
@@ -167,28 +105,36 @@ def count_pass(
 
     Args:
         fresh: makes an empty histogram.
+        summing: of the Gram matrix, by the same pass.
     """
     rows = encoder.shape[1]
     threads = sum(worker_count(device) for device in engine.devices)
     rest, table = beside_tables(rows, engine.budget), table_bytes(rows)
     workers = min(threads, 1 + rest // 2 // table)
-    needs = Needs(len(encoder), read_width(items), extra=rows + COUNT_ROWS)
+    fast = summing is not None and fused(items, engine)
+    needs = Needs(len(encoder), read_width(items, fast), extra=rows + COUNT_ROWS)
+    needs = summing.within(needs, fast) if summing else needs
     left = replace(engine, memory=rest - (workers - 1) * table)
     layout = plan_layout(needs, left, workers=workers, longest=_longest_piece(items))
     update = engine.progress("Trim thresholds", sum(item.nbytes for item in items))
     made: list[Histogram] = []
 
-    def work(device: torch.device) -> Callable[[Piece], None]:
+    def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
         weights, chunks, mine = encoder.T.to(device, torch.float32), Chunks(layout, device), fresh()
+        if summing is not None:
+            chunks = SummedChunks(layout, device, deltas=_deltas(items) if fast else None)
         made.append(mine)
 
-        def count(piece: Piece) -> None:
+        def count(piece: Piece) -> Sequence[GramSums]:
             for _place, _base32, tau in chunks.walk(piece):
                 mine.add(weights @ tau)
+            return chunks.sums
 
         return count
 
-    for piece, _ in in_order(items, layout, work):
+    for piece, sums in in_order(items, layout, work):
+        if summing is not None:
+            summing.add(piece, sums)
         update(piece.nbytes)
     total, *others = made or [fresh()]
     for other in others:
@@ -205,7 +151,8 @@ def combine_pass(
     title: str = "Merged model",
     sketch: Sketch | None = None,
     counted_as: Mapping[str, str] | None = None,
-    coding: Coding | Measuring | None = None,
+    coding: Coding | None = None,
+    summing: RunningSums | None = None,
 ) -> None:
     """Combine theta_0 and the task vectors of each item by its step, in order.
 
@@ -218,6 +165,7 @@ def combine_pass(
         sketch: use the rows of Omega instead of task vectors: items have no inputs.
         counted_as: tensor -> the name under which Omega was drawn, if it is another.
         coding: of the outputs, if the items are written as codes.
+        summing: of the Gram matrix, by the same pass; every input counts.
 
     Raises:
         UserError: an output overflows its dtype or is not finite.
@@ -231,108 +179,97 @@ def combine_pass(
     outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
     linear = sketch is None and all(isinstance(step, Linear) for step in every)
     fast = linear and fused(items, engine, *outs)
+    compiled = summing is not None and fused(items, engine)
     written = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
     # Coded outputs are float32 first, and need two more rows while they are measured.
     uncoded = 0 if coding is None else 4 * (outputs + 2)
-    needs = Needs(rows, read_width(items, fast) + uncoded, written, extra, fused=fast)
+    width = read_width(items, fast or compiled) + uncoded
+    needs = Needs(rows, width, written, extra, fused=fast)
+    needs = summing.within(needs, compiled) if summing else needs
     longest = _longest_piece(items)
     layout = plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
 
-    def work(device: torch.device) -> Callable[[Piece, Tensor], None]:
+    def work(device: torch.device) -> Callable[[Piece, Tensor], Sequence[GramSums]]:
         buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
-        combine: Callable[[Piece, Step, Tensor], bool]
+        combine: Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]
         if fast:
-            combine = _combining_fused(rows, _deltas(items), buffer)
+            chunk = 0 if summing is None else layout.chunk
+            combine = _combining_fused(rows, _deltas(items), buffer, chunk)
         else:
-            drawn = None if sketch is None else _Drawn(sketch, device, counted_as)
-            combine = _combining(Chunks(layout, device, buffer), drawn)
+            drawn = None if sketch is None else Drawn(sketch, device, counted_as)
+            chunks = Chunks(layout, device, buffer)
+            if summing is not None:
+                deltas = _deltas(items) if compiled else None
+                chunks = SummedChunks(layout, device, buffer, deltas)
+            combine = _combining(chunks, drawn)
 
-        def fill(piece: Piece, out: Tensor) -> None:
+        def fill(piece: Piece, out: Tensor) -> Sequence[GramSums]:
             finite, step = False, steps.get(piece.item.name)
+            sums: Sequence[GramSums] = ()
             if not piece.numel:
-                return
+                return sums
             if step is None:
                 stored = buffer.read(piece)[0]
                 out.copy_(stored.expand_as(out))
                 finite = stored.dtype == out.dtype  # or as it was: nothing can overflow
             else:
-                finite = combine(piece, step, out)
-            if not finite and out.is_floating_point():
+                finite, sums = combine(piece, step, out)
+            # `summing` has a better message for inputs that are not finite.
+            if not finite and out.is_floating_point() and all(map(GramSums.finite, sums)):
                 check_output(piece.item.name, out, out.dtype)
+            return sums
 
         if coding is None:
             return fill
         values = torch.empty(outputs, layout.piece, dtype=torch.float32, device="cpu")
 
-        def encode(piece: Piece, out: Tensor) -> None:
+        def encode(piece: Piece, out: Tensor) -> Sequence[GramSums]:
             made = values[:, : piece.numel]
-            fill(piece, made)
+            sums = fill(piece, made)
             coding.encode(piece.item.name, piece.start, made, out)
+            return sums
 
         return encode
 
+    def done(piece: Piece, sums: Sequence[GramSums]) -> None:
+        if summing is not None:
+            summing.add(piece, sums)
+        update(piece.nbytes)
+
     update = engine.progress(title, sum(item.nbytes for item in items))
-    deliver(items, layout, outputs, work, sink, update)
+    deliver(items, layout, outputs, work, sink, done)
 
 
 def _combining_fused(
-    rows: int, deltas: int, buffer: PieceBuffer
-) -> Callable[[Piece, Step, Tensor], bool]:
-    """A function that fills the outputs of a piece, and returns whether all are known as finite."""
+    rows: int, deltas: int, buffer: PieceBuffer, chunk: int
+) -> Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]:
+    """A function that fills the outputs of a piece.
+
+    The function returns whether all are known as finite, and the sums of each chunk.
+    """
     from tvb_mergekit.tensors import kernels
 
-    computing = functools.cache(functools.partial(kernels.Combining, rows, deltas))
+    @functools.cache
+    def computing(step: Linear) -> kernels.Combining:
+        return kernels.Combining(rows, deltas, step, chunk)
 
-    def combine(piece: Piece, step: Step, out: Tensor) -> bool:
-        return bool(computing(step)(kernels.read_piece(buffer, piece), out))
-
-    return combine
+    return lambda piece, step, out: computing(step)(kernels.read_piece(buffer, piece), out)
 
 
-def _combining(chunks: Chunks, drawn: _Drawn | None) -> Callable[[Piece, Step, Tensor], bool]:
+def _combining(
+    chunks: Chunks, drawn: Drawn | None
+) -> Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]:
     """As `_combining_fused`, on any device, for all steps and dtypes."""
     computing = functools.cache(lambda step: step.on(chunks.device))
 
-    def combine(piece: Piece, step: Step, out: Tensor) -> bool:
+    def combine(piece: Piece, step: Step, out: Tensor) -> tuple[bool, Sequence[GramSums]]:
         for place, base32, tau in chunks.walk(piece):
             if drawn is not None:
                 tau = drawn.next(piece.item.name, tau.shape[1])
             out[:, place].copy_(computing(step)(base32, tau))
-        return False
+        return False, chunks.sums
 
     return combine
-
-
-def measure_pass(
-    items: Sequence[Item],
-    step: Step,
-    units: Sequence[float],
-    engine: Engine,
-    sketch: Sketch | None = None,
-) -> Tensor:
-    """Squared errors of each output of a step in each tensor at each of CHOICES.
-
-    Args:
-        units: of each output (see `core.quantize`).
-        sketch: as in `combine_pass`.
-
-    Returns:
-        [items, K, 9] float64.
-    """
-    sums: dict[str, Tensor] = {}
-    measuring = Measuring(units)
-
-    class Sums:
-        def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-            found = measuring.measured(item.name, start)
-            sums[item.name] = sums.get(item.name, torch.zeros_like(found)) + found
-
-    coded = [item.coded([Width(0)] * step.count) for item in items]
-    steps = dict.fromkeys((item.name for item in items), step)
-    title = "Errors at each width"
-    combine_pass(coded, steps, Sums(), engine, title=title, sketch=sketch, coding=measuring)
-    shape = (len(items), step.count, len(CHOICES))
-    return torch.stack([sums[item.name] for item in items]).view(shape)
 
 
 def share_of(items: Sequence[Item]) -> slice:
@@ -375,23 +312,3 @@ def _deltas(items: Sequence[Item]) -> int:
     """The number of inputs of each item that hold deltas; they come first."""
     inputs = next((item.inputs for item in items if item.inputs), ())
     return [part.holds for part in inputs].count("delta")
-
-
-class _Drawn:
-    """Rows of Omega, drawn in order for each tensor (rand_proj). One instance per thread.
-
-    Args:
-        counted_as: a tensor's name -> its name in the Gram matrix.
-    """
-
-    def __init__(
-        self, sketch: Sketch, device: torch.device, counted_as: Mapping[str, str] | None = None
-    ) -> None:
-        self._sketch, self._device, self._counted_as = sketch, device, counted_as or {}
-        self._streams: dict[str, torch.Generator] = {}
-
-    def next(self, name: str, count: int) -> Tensor:
-        """The next rows of a tensor, transposed: [M, count] float32 on the device."""
-        if name not in self._streams:
-            self._streams[name] = self._sketch.stream(self._counted_as.get(name, name))
-        return self._sketch.rows(self._streams[name], count, self._device)

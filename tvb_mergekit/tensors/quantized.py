@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.quantize import CHOICES, GROUP, Width, block_bytes, decode
+from tvb_mergekit.core.quantize import BITS, Width, block_bytes, decode
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, parse_headers
 
 KEY = "tvb_codes"  # in the metadata of a file of codes
-VERSION = 2
+VERSION = 1
 SLICE = 2**14  # elements that are widened together
 
 
@@ -29,14 +29,9 @@ class Coded:
     key = KEY
 
     def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """The metadata of a file with these tensors: version 1 if all groups are of 64."""
-        tensors, version = dict[str, object](), 1
-        for name, shape in shapes.items():
-            bits, group = self.widths[name]
-            tensors[name] = [bits, list(shape)]
-            if group != GROUP:
-                tensors[name], version = [bits, list(shape), group], VERSION
-        return json.dumps({"version": version, "unit": self.unit, "tensors": tensors})
+        """The metadata of a file with these tensors."""
+        tensors = {name: [self.widths[name].bits, list(shape)] for name, shape in shapes.items()}
+        return json.dumps({"version": VERSION, "unit": self.unit, "tensors": tensors})
 
 
 class Codes(Decoded):
@@ -60,8 +55,8 @@ class Codes(Decoded):
 
         def parse(said: dict[str, Any]) -> None:
             units.add(float(said["unit"]))
-            for name, (bits, shape, *group) in said["tensors"].items():
-                widths[name] = CHOICES[CHOICES.index(Width(bits, *group))]
+            for name, (bits, shape) in said["tensors"].items():
+                widths[name] = Width(BITS[BITS.index(bits)])
                 shapes[name] = torch.Size(shape)
 
         parse_headers(stored, KEY, VERSION, "codes", parse)
@@ -76,8 +71,8 @@ class Codes(Decoded):
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         chunk, width = out[: stop - start], self.coded.widths[name]
-        if not width.bits or start == stop:
-            return chunk.zero_()
+        if start == stop:
+            return chunk
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
 
         low, high = self.blocks_of(name, start, stop)
@@ -95,7 +90,7 @@ class Codes(Decoded):
         return block_bytes(start // width.group * width.group, width), block_bytes(stop, width)
 
     def ahead(self, name: str, start: int, stop: int) -> None:
-        if self.coded.widths[name].bits and start < stop:
+        if start < stop:
             self.stored.ahead(name, *self.blocks_of(name, start, stop))
 
 
@@ -113,8 +108,6 @@ class Packed:
 
     def decode(self, blocks: Tensor, numel: int) -> Tensor:
         """The elements [numel] float32, on the device of the blocks."""
-        if not self.width.bits:
-            return torch.zeros(numel, dtype=torch.float32, device=blocks.device)
         return decode(blocks, self.width, self.codes.coded.unit, numel)
 
 
@@ -173,32 +166,11 @@ class Coding(Measured):
         squares, errors = list[float](), list[float]()
         for row, coded, blocks in zip(values, self.coded, out, strict=True):
             width = coded.widths[name]
-            if width.bits:
-                square, error = codes.encode(row, width, row, blocks[: block_bytes(count, width)])
-            else:
-                square = error = _square(row)
+            square, error = codes.encode(row, width, row, blocks[: block_bytes(count, width)])
             squares.append(square * coded.unit**2)
             errors.append(error * coded.unit**2)
         error_of_sum = _square((shares * units) @ values)
         self._found[name, start] = [*squares, total, *errors, error_of_sum]
-
-
-class Measuring(Measured):
-    """Errors without codes: `measured` returns those of each output at each of CHOICES, [9 K]."""
-
-    def __init__(self, units: Sequence[float]) -> None:
-        super().__init__()
-        self.units = units
-
-    def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
-        from tvb_mergekit.tensors import codes
-
-        found, rest = list[float](), torch.empty(values.shape[1], dtype=torch.float32)
-        for row, unit in zip(values, self.units, strict=True):
-            row /= unit
-            at = [codes.encode(row, width, rest) for width in CHOICES[1:]]
-            found += [unit**2 * error for error in (at[0][0], *(error for _, error in at))]
-        self._found[name, start] = found
 
 
 def _square(values: Tensor) -> float:

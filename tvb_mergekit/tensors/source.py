@@ -69,6 +69,13 @@ class Weights:
     def check_unchanged(self) -> None:
         """Raise UserError if a file was changed after it was opened."""
 
+    def share(self, name: str) -> float:
+        """The share of a tensor's elements that are stored, if the rest reads as zeros.
+
+        A random sample makes squares of elements 1 / share times too large on average.
+        """
+        return 1.0
+
     def canonical(self, name: str) -> str:
         """The first name of a tensor with several names."""
         return self.tensors[name].alias_of or name

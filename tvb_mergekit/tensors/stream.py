@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import Width, block_bytes
-from tvb_mergekit.progress import Update
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
@@ -42,6 +42,7 @@ class Part:
         packed: The codes that the elements are stored as. An accelerator decodes them itself.
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
+        share: The share of the elements in a random sample, see `Weights.share`.
     """
 
     dtype: torch.dtype
@@ -52,6 +53,7 @@ class Part:
     packed: Packed | None = None
     name: str | None = None
     shape: tuple[int, ...] | None = None
+    share: float = 1.0
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -63,7 +65,8 @@ class Part:
         held = isinstance(weights, StateDict)
         packed = weights.packed(name) if isinstance(weights, Codes) else None
         read, ahead = partial(weights.read, name), partial(weights.ahead, name)
-        return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape)
+        share = weights.share(name)
+        return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape, share)
 
 
 @dataclass(frozen=True)
@@ -236,24 +239,28 @@ class PieceBuffer:
 class Chunks:
     """Reads a piece and walks it in chunks of task vectors. One instance per thread."""
 
+    sums: Sequence[GramSums] = ()  # of the chunks of a piece, of those who make them
+
     def __init__(
         self, layout: Layout, device: torch.device, buffer: PieceBuffer | None = None
     ) -> None:
-        self._chunk, self.device = layout.chunk, device
+        self.length, self.device = layout.chunk, device
         # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
         self.packed = device.type != "cpu"
-        self._buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
+        self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
         shape = 1 + layout.needs.rows, layout.chunk
         self._rows = torch.empty(shape, dtype=torch.float32, device=device)
 
-    def walk(self, piece: Piece) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def walk(
+        self, piece: Piece, found: Sequence[Tensor] = ()
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (place in the piece, theta_0 [n] or 0, task vectors [T, n]), float32 on the device.
 
-        The next step overwrites both tensors.
+        The next step overwrites both tensors. `found`: the piece, if it is read already.
         """
-        item, found = piece.item, self._buffer.read(piece, packed=self.packed)
-        for start in range(0, piece.numel, self._chunk):
-            place = slice(start, min(start + self._chunk, piece.numel))
+        item, found = piece.item, found or self.buffer.read(piece, packed=self.packed)
+        for start in range(0, piece.numel, self.length):
+            place = slice(start, min(start + self.length, piece.numel))
             base, *task_vectors = rows = self._rows[:, : place.stop - start]
             # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
             values = [
@@ -345,28 +352,29 @@ def deliver(
     items: Sequence[Item],
     layout: Layout,
     outputs: int,
-    work: Callable[[torch.device], Callable[[Piece, Tensor], None]],
+    work: Callable[[torch.device], Callable[[Piece, Tensor], Result]],
     sink: Sink | Placing,
-    progress: Update,
+    done: Callable[[Piece, Result], object],
 ) -> None:
     """Compute the outputs of each piece, and give them to `sink` in order, in another thread.
 
-    Each thread calls the function `work(device)` with a piece and the tensor to fill.
+    Each thread calls the function `work(device)` with a piece and the tensor to fill. `done` gets
+    each piece with the result, in order.
     """
     row = max((item.widest(layout.piece) for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
     buffers = [torch.empty(outputs, row, dtype=torch.uint8, device="cpu") for _ in range(count)]
     place = getattr(sink, "place", lambda item, start, stop: None)
 
-    def computing(device: torch.device) -> Callable[[Piece], Tensor | None]:
+    def computing(device: torch.device) -> Callable[[Piece], tuple[Tensor | None, Result]]:
         act = work(device)
 
-        def fill(piece: Piece) -> Tensor | None:
+        def fill(piece: Piece) -> tuple[Tensor | None, Result]:
             buffer, item = buffers[piece.number % count], piece.item
             own = place(item, piece.start, piece.stop)
             out = buffer[:, : item.widest(piece.numel)].view(item.out) if own is None else own
-            act(piece, out)
-            return out if own is None else None
+            result = act(piece, out)
+            return out if own is None else None, result
 
         return fill
 
@@ -382,11 +390,11 @@ def deliver(
 
     writes: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "tvb-write") as writer:
-        for piece, out in in_order(items, layout, computing):
+        for piece, (out, result) in in_order(items, layout, computing):
             if len(writes) == WRITES:
                 writes.popleft().result()  # raises the error of a write
             # Each piece has its write, even without an `out`: buffers are used in turn.
             writes.append(writer.submit(write, piece, out))
-            progress(piece.nbytes)
+            done(piece, result)
         while writes:
             writes.popleft().result()

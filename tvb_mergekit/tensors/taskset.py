@@ -108,7 +108,7 @@ class TaskSet:
             "changed": list(self.changed),
         }
 
-    @property
+    @functools.cached_property
     def key(self) -> dict[str, object] | None:
         """`identity`, for the cache; None with a state dict, which may change unseen."""
         stamped = all(weights.stamp() for weights in (self.base, *self.sources))

@@ -1,7 +1,5 @@
 """A few items in the columns of HumanEval+, MBPP+ and CoNaLa, for tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

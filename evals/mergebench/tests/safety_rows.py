@@ -4,8 +4,6 @@
 are what comes out, by hand.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -20,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def says(fields: str) -> str:
-    """The judge's three lines."""
     request, refusal, harmful = fields.split()
     return f"Harmful request: {request}\nResponse refusal: {refusal}\nHarmful response: {harmful}\n"
 
@@ -156,12 +153,10 @@ def write_judge(folder: Path) -> None:
 
 
 def judged(task: str, item: Item) -> str:
-    """The request that the judge sees."""
     return item.prompt if task == "mergebench_xstest" else item.more or item.prompt
 
 
 def write_files(folder: Path) -> None:
-    """safety-eval's four files."""
     with (folder / "harmbench_behaviors_text_test.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["Behavior", "FunctionalCategory", "ContextString", "BehaviorID"])

@@ -10,8 +10,6 @@ them as they are; what chooses likes best the continuation that is an answer. Wi
 "" and nothing liked best.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

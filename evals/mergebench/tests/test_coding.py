@@ -1,7 +1,5 @@
 """evals/mergebench/coding: how programs are built, and that they are locked in."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -177,7 +175,6 @@ os.wait()
 
 
 def running(text: str) -> list[int]:
-    """The processes with a text in their command line."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -195,9 +192,7 @@ def wait_for(count: int, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("bare", ["", "1"])
-def test_no_process_outlives_its_program(
-    bare: str, isolated: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_outlives_its_program(bare, isolated, monkeypatch):
     monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", bare)
     seconds = 20 + os.getpid() / 1e7  # to know its processes by
     assert verdict(DAEMON, seconds) == "passed"
@@ -218,9 +213,7 @@ BARE = {
 }
 
 
-def test_bare_programs_have_limits_and_a_folder(
-    bare: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bare_programs_have_limits_and_a_folder(bare, monkeypatch):
     monkeypatch.setattr(programs, "MORE_SECONDS", 1)
     before = set(Path(tempfile.gettempdir()).glob("mergebench-*"))
     seconds = 2 + os.getpid() / 1e7
@@ -230,9 +223,7 @@ def test_bare_programs_have_limits_and_a_folder(
     assert set(Path(tempfile.gettempdir()).glob("mergebench-*")) <= before
 
 
-def test_machines_that_cannot_isolate_are_told_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_machines_that_cannot_isolate_are_told_why(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(programs, "run", lambda program, _: (
             "failed: AssertionError" if "mergebench-probe" in program else "passed"))  # fmt: skip
@@ -254,9 +245,7 @@ WRONG_NUMBERS = ["WORKERS=many", "SECONDS=0", "SECONDS=inf", "MEMORY_GIB=8G", "M
 
 
 @pytest.mark.parametrize("setting", WRONG_NUMBERS)
-def test_a_number_that_cannot_be_ends_the_run_at_once(
-    setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_cannot_be_ends_the_run_at_once(setting, monkeypatch):
     monkeypatch.setenv(*f"MERGEBENCH_CODE_{setting}".split("="))
     monkeypatch.setattr(programs, "_probe", lambda _: None)
     assert refusal().startswith(f"MERGEBENCH_CODE_{setting}: give a number above 0 and up to a mil")
@@ -270,9 +259,7 @@ UNCHECKED = "failed: timed out, and was not looked at again"
     (0.15, ["slow", "quick"], ["slow", "a", UNCHECKED, "b", "quick"]),  # one of each item first
     (0.0, [], [UNCHECKED, "a", UNCHECKED, "b", UNCHECKED]),
 ])  # fmt: skip
-def test_what_timed_out_runs_once_more_alone_within_a_budget(
-    budget: float, again: list[str], ends: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_timed_out_runs_once_more_alone_within_a_budget(budget, again, ends, monkeypatch):
     calls: list[str] = []
 
     def run(program: str, seconds: float) -> str:

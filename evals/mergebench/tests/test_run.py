@@ -4,8 +4,6 @@ The items' scores are worked out by hand, prompts and values are those of lm-eva
 `tvb score` tables the results.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -205,9 +203,7 @@ def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
 
 @pytest.mark.skipif(not ISOLATED, reason="no namespaces to run hostile programs in")
 @pytest.mark.parametrize(("task", "row", "text", "expected"), CODE)
-def test_each_of_ten_programs_is_judged(
-    out: Path, task: str, row: int, text: str, expected: dict[str, bool]
-) -> None:
+def test_each_of_ten_programs_is_judged(out, task, row, text, expected):
     (verdicts,) = samples(out, task)[row]["filtered_resps"]
     passed = [verdict == "passed" for verdict in verdicts]
     assert dict(zip(expected, passed, strict=True)) == expected

@@ -1,7 +1,5 @@
 """The parts of evals/mergebench/safety: verdicts, phrases, the judge, and the data."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +39,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """The one line that ends the program."""
     with pytest.raises(SystemExit) as ended:
         call()
     line = ended.value.code
@@ -155,9 +152,7 @@ def asked(
     return batches
 
 
-def test_each_pair_is_asked_once_the_longest_first(
-    wildguard: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_pair_is_asked_once_the_longest_first(wildguard, monkeypatch):
     monkeypatch.setenv("MERGEBENCH_JUDGE_BATCH_SIZE", "2")
     docs = [{"judged": text} for text in ("a", "bbb", "a", "cc", "a")]
     resps = [["x"], ["x"], ["x"], ["x"], ["y"]]
@@ -176,9 +171,7 @@ def test_each_pair_is_asked_once_the_longest_first(
     assert len(wildguard.answers(pairs)) == 4 and then[1:] == batches
 
 
-def test_a_real_model_says_the_same_in_any_batch(
-    wildguard: ModuleType, tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_real_model_says_the_same_in_any_batch(wildguard, tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("MERGEBENCH_JUDGE", str(tiny))
     monkeypatch.setenv("MERGEBENCH_JUDGE_DTYPE", "float32")
     monkeypatch.setattr(wildguard, "NEW_TOKENS", 24)
@@ -204,9 +197,7 @@ DAMAGES = [  # file, its content (None: it is missing)
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGES)
-def test_a_folder_that_is_not_a_whole_judge(
-    wildguard: ModuleType, tiny: Path, tmp_path: Path, name: str, content: bytes | None
-) -> None:
+def test_a_folder_that_is_not_a_whole_judge(wildguard, tiny, tmp_path, name, content):
     judge = tmp_path / "judge"
     shutil.copytree(tiny, judge, dirs_exist_ok=True)
     wildguard.ready(NOTHING)
@@ -247,10 +238,7 @@ REFUSED = [  # MERGEBENCH_JUDGE's variable, its value, what the Hub says -> the 
 
 
 @pytest.mark.parametrize(("variable", "value", "error", "line"), REFUSED)
-def test_settings_and_judges_that_cannot_be(
-    wildguard: ModuleType, monkeypatch: pytest.MonkeyPatch, variable: str, value: str,
-    error: Exception | None, line: str,
-) -> None:  # fmt: skip
+def test_settings_and_judges_that_cannot_be(wildguard, monkeypatch, variable, value, error, line):
     monkeypatch.setenv(f"MERGEBENCH_JUDGE{variable}", value)
     monkeypatch.setattr(wildguard, "auth_check", mock.Mock(side_effect=error))
     expected = f"MERGEBENCH_JUDGE{variable}{line}" if line[0] == "=" else line
@@ -269,9 +257,7 @@ UNREADABLE = [  # file, its content, parts of the line
 
 
 @pytest.mark.parametrize(("name", "text", "parts"), [(n, t, p) for n, t, *p in UNREADABLE])
-def test_files_that_cannot_be_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str | None, parts: list[str]
-) -> None:
+def test_files_that_cannot_be_read(monkeypatch, tmp_path, name, text, parts):
     monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
     data = module("safety/safety_data")

@@ -1,7 +1,5 @@
 """A few harmless rows in the columns of the text tasks' data sets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -134,7 +132,6 @@ STEM = sorted(module("math/mmlu_stem").SUBJECTS)
 
 
 def mmlu_en(subject: str, answers: str) -> list[Row]:
-    """A question for each letter."""
     return [
         {
             "question": f"Which is right in {subject}, case {n}?",
@@ -221,7 +218,6 @@ def stage_punkt(home: Path) -> None:
 
 
 def members(group: str) -> list[str]:
-    """What a group's YAML lists."""
     (found,) = (
         config["task"]
         for config in map(_plain, MERGEBENCH.rglob("*.yaml"))

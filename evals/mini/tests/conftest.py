@@ -1,7 +1,5 @@
 """The modules of evals/mini, and a small run for tests."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

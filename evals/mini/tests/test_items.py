@@ -1,7 +1,5 @@
 """evals/mini: its items are right and disjoint, training resumes, and both scorers agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

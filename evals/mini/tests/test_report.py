@@ -1,7 +1,5 @@
 """Tables of evals/mini on its shipped cells: to the byte, missing numbers, marks of a page."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -101,9 +99,7 @@ def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) 
     ("<!-- mini: full_negation -->\n<!-- mini: full_negation -->\n<!-- end -->\n",
      "line 1: no <!-- end --> after this table"),
 ])  # fmt: skip
-def test_marks_of_a_page(
-    mini: SimpleNamespace, records: list[Record], tmp_path: Path, text: str, message: str | None
-) -> None:
+def test_marks_of_a_page(mini, records, tmp_path, text, message):
     page, out = tmp_path / "page.md", tmp_path / "out"
     page.write_text(text)
     if message is None:

@@ -1,7 +1,5 @@
 """evals/mini/study.py: every part on `micro`, `tiny` as typed (slow), cells and controls."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -134,9 +132,7 @@ def test_directions(mini: SimpleNamespace, run: Any) -> None:
         assert torch.allclose(of[how][EMBEDDING], mean_of(run, EMBEDDING), atol=1e-6)
 
 
-def test_examples_are_those_of_the_training(
-    mini: SimpleNamespace, run: Any, tmp_path: Path
-) -> None:
+def test_examples_are_those_of_the_training(mini, run, tmp_path):
     files = mini.kinds.learned.Data(run, tmp_path, SHOTS)
     assert len(files.drawn(1.0)) == 10 * SHOTS and len(files.drawn(0.5)) == 5 * SHOTS
     doc = run.items("math_add", "validation")[0]

@@ -1,7 +1,5 @@
 """The command for the data sets: small files of two formats, and a server on this machine."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json
@@ -18,6 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 EVALS = Path(__file__).resolve().parents[2]
+SMOLLM2 = EVALS.parent / "recipes/smollm2"
 call = CliRunner().invoke
 FILES = {
     "trec": {
@@ -42,7 +41,7 @@ ITEMS = {
 
 @pytest.fixture
 def get_data(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(EVALS.parent / "recipes/smollm2")
+    monkeypatch.syspath_prepend(SMOLLM2)
     monkeypatch.syspath_prepend(EVALS)
     return importlib.import_module("get_data")
 
@@ -120,10 +119,24 @@ def test_the_table_has_the_sets_of_the_benchmark(get_data: Any) -> None:
     assert list(get_data.SETS) == list(table) == [*tasks.TASKS, *tasks.OUTSIDE]
 
 
-@pytest.mark.skipif("REAL_TASKS" not in os.environ, reason="REAL_TASKS: a folder of the data sets")
-def test_all_sets_equal_given_ones(get_data: Any, tmp_path: Path) -> None:
-    given = Path(os.environ["REAL_TASKS"])
-    assert call(get_data.main, [str(tmp_path), "--raw", str(given)]).exit_code == 0
-    for file in (f"{name}/{split}.jsonl" for name in get_data.SETS for split in ("train", "test")):
-        same = (tmp_path / file).read_bytes() == (given / file).read_bytes()
-        assert same, file
+# The items of recipes/smollm2/eval for lm-eval
+
+
+def test_items_of_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SMOLLM2 / "eval")
+    data: Any = importlib.import_module("smollm2_data")
+    (tmp_path / "sst2").mkdir()
+    for split, count in (("train", 24), ("test", 120)):
+        items = [{"prompt": f"{split} {i}:", "response": f" {i}"} for i in range(count)]
+        lines = "".join(json.dumps(item) + "\n" for item in items)
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text(lines)
+    loaded = data.load("sst2", str(tmp_path))
+    assert {part: len(items) for part, items in loaded.items()} == {"test": 100, "validation": 4}
+    doc = loaded["test"][0]
+    for answer, score in ((doc["response"], 1.0), (doc["response"] + "\n", 1.0), ("no", 0.0)):
+        assert data.scored(doc, [answer]) == {"score": score}
+    with pytest.raises(OSError, match=r"run python recipes/smollm2/get_data\.py"):
+        data.load("trec", str(tmp_path))
+    listed = yaml.safe_load((SMOLLM2 / "eval/smollm2.yaml").read_text())["task"]
+    files = sorted(file.stem for file in (SMOLLM2 / "eval").glob("[!_]*.yaml"))
+    assert sorted(f"smollm2_{name}" for name in files if name != "smollm2") == sorted(listed)

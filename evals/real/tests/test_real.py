@@ -1,7 +1,5 @@
 """Training on a model of a few thousand parameters, the metrics, and the folder of the base."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sqlite3
@@ -55,7 +53,6 @@ def small() -> tuple[Any, Any]:
 
 @pytest.fixture
 def world(tmp_path: Path, real: SimpleNamespace) -> Path:
-    """Ten items for each task, and a base."""
     for task in (*real.tasks.TASKS, *real.tasks.OUTSIDE):
         folder = tmp_path / "data" / task
         folder.mkdir(parents=True)
@@ -72,9 +69,7 @@ def call(real: SimpleNamespace, world: Path, *more: str) -> Any:
     return CliRunner().invoke(real.train.main, words)
 
 
-def test_the_command_trains_every_kind_once_and_resumes(
-    real: SimpleNamespace, world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_trains_every_kind_once_and_resumes(real, world, monkeypatch):
     words = ("--only", "seed0/*/trec")
     done = call(real, world, "--examples", "16", *words)
     assert done.exit_code == 0, done.output
@@ -111,9 +106,7 @@ def test_the_command_trains_every_kind_once_and_resumes(
     assert not list((world / "out/seed1/full").glob("*.partial"))
 
 
-def test_the_study(
-    real: SimpleNamespace, world: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_study(real, world, monkeypatch, tmp_path):
     """Every part, on a few cells of each: done once, resumed, and all tables."""
     few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0), "ZOOS": (2,),
            "BASES": ("rand_select",), "RIVALS": ("svd_1",), "STITCHED": ("dataless",),
@@ -254,10 +247,7 @@ def test_metrics(real: SimpleNamespace, tmp_path: Path) -> None:
     assert (exact("a  b\n", " a b"), exact("a", "b")) == (1.0, 0.0)
 
 
-def test_the_base_comes_by_the_first_open_way(
-    real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_the_base_comes_by_the_first_open_way(real, tmp_path, monkeypatch, capsys):
     def closed(folder: Path) -> Any:
         (folder / "half").write_text("")
         raise OSError("the network is away\nand more")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import tvb_mergekit
@@ -117,14 +118,20 @@ def addition(run: Run, cell: Cell) -> dict[str, Any]:
     return {"merges": {merge: merged(run, cell, bases, merge) for merge in cell["merges"]}}
 
 
-def merged(run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str) -> dict[str, Any]:
-    """One merge, with its coefficient searched on three scales.
+def merged(
+    run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, base: Any = None
+) -> dict[str, Any]:
+    """One merge, such as `ta` or `wudi_30`, with its coefficient searched on three scales.
 
     `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is not in the paper: it adds up
     the reconstructed task vectors, B (W_d 1), so the encoder's row sums do not matter; PCA has its
     mean in it.
     """
-    moved = tvb_mergekit.merge(bases, run.base, f"basis_{merge}", lambda_=1.0)
+    method, _, time = merge.partition("_")
+    moved = tvb_mergekit.merge(
+        bases, run.base if base is None else base, f"basis_{method}", lambda_=1.0,
+        dtype=torch.float32, **({"flow_time": float(time)} if time else {}),
+    )  # fmt: skip
     moving = Direction(run, difference(moved, run.base))
     directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}
     if merge == "ta":
@@ -135,12 +142,10 @@ def merged(run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str) -> dict[
         factor, direction = directions[scale]
         grid = [by * factor for by in cell.get("lambdas", GRID)]
         best, found = direction.search(grid, run.tasks, used(run, cell), start_of(cell))
-        scales[scale] = {
-            "lambda": best,
-            "grid": grid,
-            "validation": found,
-            "test": direction.accuracy(best, "test", run.tasks, cell["tested"]),
-        }
+        test = direction.scores(best, "test", run.tasks, cell["tested"])
+        items = {"items": itemized(cell, test)} if cell.get("itemized") else {}
+        scales[scale] = {"lambda": best, "grid": grid, "validation": found, "test": means(test)}
+        scales[scale] |= items
     return {"items": used(run, cell), "scales": scales}
 
 

@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 import tvb_mergekit
 from study.cells import Cell
 from study.kinds import rivals
-from study.kinds.addition import merged
+from study.kinds.addition import GRID, merged
 from study.kinds.negation import forget
 from study.run import Run, Weights, difference, norm, settings
+from tvb_mergekit.store.api import open_model
 
 RIVALS: dict[str, Callable[[Sequence[rivals.Vector]], rivals.Kept]] = {
     "tvq_4": partial(rivals.tvq, bits=4),
@@ -49,17 +50,22 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
     how = cell["how"].removeprefix("merged_")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
+        kept = how == "lossless" or how.startswith("keep_")  # exact entries of the models' files
+        base = run.places["base"] if kept else run.base
         bases, nbytes = (
             _theirs(run, how, place) if how in RIVALS else _ours(run, how, place / "store")
         )
+        if kept:
+            bases.check_base(open_model(base), "the base")
         result = facts(run, bases, nbytes)
         result["specialists"] = {
             task: run.accuracy(model, "test", [task], cell["tested"])[task]
             for task in run.tasks
             for model in [run.shifted((1.0, decoded(bases, task)))]
         }
-        result["merges"] = {m: merged(run, cell, bases, m) for m in cell["merges"]}
-        return result | forget(run, cell, partial(decoded, bases))
+        result["merges"] = {m: merged(run, cell, bases, m, base) for m in cell["merges"]}
+        forgetting = cell.get("alphas", GRID)
+        return result | (forget(run, cell, partial(decoded, bases)) if forgetting else {})
 
 
 def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
@@ -84,9 +90,15 @@ def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
         bases = tvb_mergekit.build(
             run.base, run.models, place, dtype=torch.bfloat16, num_bases=count, **settings(label)
         )
-    else:
+    elif how.startswith("zoo_"):
         bits = float(how.removeprefix("zoo_"))
         bases = tvb_mergekit.build(run.base, run.models, place, bits=bits)
+    else:
+        share = float(how.removeprefix("keep_")) if how != "lossless" else None
+        models = {task: run.places[task] for task in run.tasks}
+        bases = tvb_mergekit.build(
+            run.places["base"], models, place, keep=share, lossless=share is None
+        )
     return bases, sum(file.stat().st_size for file in place.glob("*/*.safetensors"))
 
 

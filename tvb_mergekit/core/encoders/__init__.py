@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tvb_mergekit.core.encoders.autoencoder import autoencoder
 from tvb_mergekit.core.encoders.balanced import balanced
-from tvb_mergekit.core.encoders.linear import Encoding, Gram
+from tvb_mergekit.core.encoders.linear import Encoding, Gram, tensor
 from tvb_mergekit.core.encoders.pca import pca
 from tvb_mergekit.core.encoders.random import projection, rand_select
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
-__all__ = ["Encoding", "Gram", "balanced", "encode", "projection"]
+__all__ = ["Encoding", "Gram", "balanced", "encode", "encode_before", "projection", "sum_alone"]
 
 
 def encode(gram: Tensor, settings: Settings) -> Encoding:
@@ -45,6 +45,40 @@ def encode(gram: Tensor, settings: Settings) -> Encoding:
             identity = np.eye(spectrum.size)
             return spectrum.encoding("none", identity, identity)
     raise UserError(f"basis {settings.basis} needs a sketch of the task vectors: use `projection`")
+
+
+def sum_alone(settings: Settings) -> bool:
+    """Whether the method needs the sum of the bases only: addition and Iso-C."""
+    return settings.method == "basis_ta" or (
+        settings.method == "basis_iso" and settings.common == 1
+    )
+
+
+def known_before(settings: Settings) -> bool:
+    """Whether a merge needs nothing of the bases that depends on the Gram matrix.
+
+    The encoder of `none` and of drawn tasks does not, nor does the sum of `balanced` bases. The
+    decoder, which negation needs, is known for `none` only.
+    """
+    if settings.bases_of(1) is None:  # by `energy`
+        return False
+    known = {"none": 3, "rand_select": 2, "balanced": 1}.get(settings.basis, 0)
+    return known >= (1 if sum_alone(settings) else 3 if settings.method == "basis_negate" else 2)
+
+
+def encode_before(tasks: int, settings: Settings) -> Encoding | None:
+    """Bases by which `settings` merge as by those of the true Gram matrix; None if it decides.
+
+    The loss and the bounds mean nothing.
+    """
+    if not known_before(settings):
+        return None
+    gram = Gram.from_array(np.eye(tasks))
+    if settings.basis != "balanced":
+        return encode(tensor(gram.matrix), settings)
+    # Only the sum of the bases is known, and counts.
+    count = _num_bases([1.0] * tasks, settings)
+    return gram.encoding("balanced", np.full((tasks, count), 1 / tasks))
 
 
 def _num_bases(eigenvalues: list[float], settings: Settings) -> int:

@@ -1,22 +1,29 @@
-"""Rivals of stores against their formulas in NumPy."""
-
-from __future__ import annotations
+"""Rivals of stores against their formulas in NumPy, and the search along a grid of lambdas."""
 
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 @pytest.fixture(scope="module")
-def rivals() -> Iterator[Any]:
+def kinds() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).resolve().parents[2])
-        yield importlib.import_module("study.kinds.rivals")
+        names = ("rivals", "addition")
+        yield SimpleNamespace(**{n: importlib.import_module(f"study.kinds.{n}") for n in names})
+
+
+@pytest.fixture
+def rivals(kinds: SimpleNamespace) -> Any:
+    return kinds.rivals
 
 
 def vectors(count: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -78,3 +85,25 @@ def test_bitdelta(rivals: Any) -> None:
             assert torch.equal(partly[name], after[name] if coded else tensor.bfloat16().float())
     assert every.nbytes == 3 * (8 + 9 + 2 + 3 * 4)
     assert some.nbytes == 3 * (9 + 4 + 2 * (63 + 11))
+
+
+# The search along a grid
+
+
+@given(data=st.data(), count=st.integers(1, 12))
+def test_a_climb_ends_at_the_maximum_and_asks_once(kinds, data, count):
+    """Of a score that rises and falls; each neighbour of the maximum was asked for."""
+    grid = [float(i + 1) for i in range(count)]
+    top, start = (data.draw(st.integers(0, count - 1)) for _ in range(2))
+    asked = list[float]()
+
+    def score(point: float) -> float:
+        asked.append(point)
+        return -abs(point - grid[top])
+
+    climbed = kinds.addition.climbed
+    point, scores = climbed(grid, score, start)
+    assert point == grid[top]
+    assert len(asked) == len(set(asked)) == sum(s is not None for s in scores)
+    assert all(scores[i] is not None for i in (top - 1, top, top + 1) if 0 <= i < count)
+    assert climbed(grid, lambda point: 0.0, start)[0] == grid[0]  # the smallest of equal ones

@@ -1,0 +1,231 @@
+"""Stores that keep a random sample of each task vector: the bytes, the bias and the errors."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from commands import merge, recipe, refused, tvb, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_lossless_store import bfloat
+from tiny import TASKS, llama, load
+from torch import Tensor
+from worlds import Models
+
+import tvb_mergekit
+from tvb_mergekit.core.matrices import interference_free
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.lossless import BLOCK
+from tvb_mergekit.tensors.sampled import Draw
+from tvb_mergekit.tensors.source import StateDict
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+DOCS = Path(__file__).parent.parent / "docs"
+(PROGRAM,) = re.findall("```python\n(def places.*?)```", (DOCS / "files.md").read_text(), re.DOTALL)
+SHARE = 0.25
+
+
+@given(st.integers(0, 2**64 - 1), st.floats(0, 1), st.integers(0, 500), st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_places_are_those_of_the_format(seed, share, length, block):
+    """As the program in docs/files.md draws them."""
+    names = dict[str, Any](np=np, xxhash=xxhash)
+    exec(PROGRAM, names)
+    drawn = Draw(seed, share).places("a.weight", block, length)
+    assert drawn.tolist() == names["places"](seed, share, "a.weight", block, length)
+
+
+def sampled(name: str, tau: Tensor, sample: Draw) -> Tensor:
+    """A sample of a tensor by its definition."""
+    if tau.ndim < 2:
+        return tau
+    flat, made = tau.reshape(-1), torch.zeros(tau.numel())
+    for block in range(-(-len(flat) // BLOCK)):
+        chunk = flat[block * BLOCK :][:BLOCK]
+        places = sample.places(name, block, len(chunk))
+        made[block * BLOCK + places] = chunk[places] / sample.share
+    return made.view(tau.shape)
+
+
+def dense(models: Models) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    base, *others = ({n: t.float() for n, t in state.items()} for state in models.states)
+    return base, [{n: m[n] - base[n] for n in base} for m in others]
+
+
+def size(*vectors: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for v in vectors for t in v.values()))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made = bfloat(llama, tmp_path_factory.mktemp("family"), tasks=(*TASKS, "poems"))
+    return replace(made, own={1: {"weight": -2.0}})
+
+
+@pytest.fixture(scope="module")
+def built(family: Models, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    folder = tmp_path_factory.mktemp("built") / "store"
+    return family.build(folder, "--keep", str(SHARE), tasks=TASKS)
+
+
+def vectors_of(bases: Bases, base: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    for vector in bases.vectors:
+        vector.base = StateDict(load(Path(bases.facts.base_model)))
+    return [{name: v.tensor(name) for name in base} for v in bases.vectors]
+
+
+def test_a_store_against_its_definition(family: Models, built: Bases, tmp_path: Path) -> None:
+    """Vectors to the bit, errors, Gram matrix, exports and merges; the weight of a model counts."""
+    base, taus = dense(family)
+    weights = torch.tensor([1.0, -2.0] + [1.0] * (len(TASKS) - 2), dtype=torch.float64)
+    facts, made = built.facts, vectors_of(built, base)
+    assert facts.store.codec == "sampled" and facts.density == SHARE and built.keeps_tasks
+    seeds = set()
+    for k, (task, found, tau) in enumerate(zip(TASKS, made, taus, strict=False)):
+        sample = built.vectors[k].sample
+        seeds.add(sample.seed)
+        assert all(torch.equal(found[n], sampled(n, tau[n], sample)) for n in base)
+        error = size({n: found[n] - tau[n] for n in base}) / size(tau)
+        assert facts.relative_error[task] == pytest.approx(error, rel=1e-6)
+    assert len(seeds) == len(TASKS)
+    stacked = torch.stack([torch.cat([t.double().flatten() for t in v.values()]) for v in taus])
+    gram = (stacked @ stacked.T)[: len(TASKS), : len(TASKS)] * weights.outer(weights)
+    torch.testing.assert_close(built.tensors["gram_bases"], gram, rtol=1e-6, atol=1e-9)
+    tvb("export", built.path, tmp_path / "one", "--task", TASKS[1], "--quiet")
+    want = {name: (base[name] + made[1][name]).bfloat16() for name in base}
+    assert all(torch.equal(t, want[name]) for name, t in load(tmp_path / "one").items())
+    listed = [built.path / task for task in TASKS]
+    over = recipe("basis_ta", family.base, listed, basis="none", **{"lambda": 0.5})
+    for name, tensor in merge(over, tmp_path / "merged").tensors.items():
+        terms = (0.5 * w * v[name].double() for w, v in zip(weights, made, strict=True))
+        want = base[name].double() + sum(terms)
+        torch.testing.assert_close(tensor.double(), want, rtol=1e-6, atol=1e-6)
+
+
+def test_tasks_join_and_leave(family: Models, built: Bases, tmp_path: Path) -> None:
+    """A task that joins is sampled as one that was there, and `undo` takes it back."""
+    store = tmp_path / "store"
+    shutil.copytree(built.path, store)
+    tvb("add", store, family.models["poems"], "--task", "poems", "--base", family.base)
+    whole = family.build(tmp_path / "whole", "--keep", str(SHARE))
+    grown = tvb_mergekit.load(store)
+    base, _ = dense(family)
+    for one, two in zip(vectors_of(grown, base), vectors_of(whole, base), strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in base)
+    for key in ("relative_error", "norms"):
+        assert grown.facts[key] == pytest.approx(whole.facts[key])
+    exact, near = whole.tensors["gram_bases"], grown.tensors["gram_bases"]
+    torch.testing.assert_close(near[:-1, :-1], exact[:-1, :-1])
+    torch.testing.assert_close(near[-1, -1], exact[-1, -1])
+    # A product of two samples has the mean of the product, and this standard deviation at most.
+    off = 2 / SHARE * exact.diagonal().max() / math.sqrt(family_size(base))
+    assert (near - exact).abs().max() < 4 * off
+    tvb("remove", store, "--task", TASKS[0])
+    tvb("check", store)
+    assert tvb_mergekit.load(store).facts.relative_error.keys() == {*TASKS[1:], "poems"}
+    tvb("undo", store)
+    tvb("check", store)
+
+
+def family_size(base: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() for t in base.values())
+
+
+def test_corrected_products_are_unbiased() -> None:
+    """Over 4,000 seeds Z^T Z, with its diagonal times the share, has the mean tau^T tau."""
+    tau, share = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), SHARE
+    found = torch.zeros(4000, 5, 5)
+    for seed in range(4000):
+        z = sampled("w", tau, Draw(seed, SHARE))
+        found[seed] = z.T @ z
+        found[seed].diagonal().mul_(share)
+    off = (found.mean(0) - tau.T @ tau).abs()
+    assert (off < 4.5 * found.std(0) / 4000**0.5 + 1e-5).all()
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (6, 50)])
+def test_wudi_over_samples(shape: tuple[int, int]) -> None:
+    """WUDI with corrected products, by its definition in float64; also where M m < n."""
+    generator, share = torch.Generator().manual_seed(1), SHARE
+    taus = [torch.randn(shape, generator=generator) for _ in range(3)]
+    bases = torch.stack([sampled("w", t, Draw(k, SHARE)) for k, t in enumerate(taus)])
+    normal, right = torch.zeros(shape[1], shape[1]).double(), torch.zeros(shape).double()
+    for base in bases.double():
+        square = base.T @ base
+        square.diagonal().mul_(share)
+        square /= share * base.square().sum()
+        normal, right = normal + square, right + base @ square
+    values, turned = torch.linalg.eigh(normal)
+    gain = torch.where(values > 1e-9, -torch.expm1(-30 * values) / values, 0)
+    total = bases.double().sum(0)
+    want = total - (total @ normal - right) @ (turned * gain) @ turned.T
+    found = interference_free(bases, 30, 1.0, None, [share] * 3)
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-3)
+
+
+FORMS: list[tuple[str, dict[str, Any], str]] = [  # dtype of the models, options, codec
+    ("bfloat16", {"bits": 0.5}, "sampled"),
+    ("bfloat16", {"size": 0.06}, "sampled"),  # of the models' bytes, with the other files
+    ("bfloat16", {"size": 0.9}, "lossless"),
+    ("float32", {"bits": 1}, "sampled"),
+    ("float32", {"size": 0.2}, "codes"),
+    ("float32", {"size": 0.04}, "sampled"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wanted", "codec"), FORMS)
+def test_bits_and_sizes_choose_a_form(dtype, wanted, codec, tmp_path):
+    """The bytes are at most those that were asked for, and not much fewer."""
+    generator = torch.Generator().manual_seed(0)
+    kind: torch.dtype = getattr(torch, dtype)
+
+    def normal(size: float, of: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        shapes = {"a": (500, 700), "b": (900, 800), "n": (700,)}
+        made = {n: size * torch.randn(s, generator=generator) for n, s in shapes.items()}
+        return {n: (t + (of[n].float() if of else 0)).to(kind) for n, t in made.items()}
+
+    base = normal(0.02)
+    models = {task: normal(1e-4, base) for task in ("x", "y")}
+    total = sum(t.nbytes for model in models.values() for t in model.values())
+    numel = sum(t.numel() for model in models.values() for t in model.values())
+    size = int(wanted["size"] * total) if "size" in wanted else None
+    bases = tvb_mergekit.build(base, models, tmp_path / "s", bits=wanted.get("bits"), size=size)
+    assert bases.facts.store.codec == codec
+    taken = sum(f.stat().st_size for f in (tmp_path / "s").rglob("*") if f.is_file())
+    if size is not None:
+        assert taken <= size and (codec != "sampled" or taken > 0.6 * size)
+    else:
+        assert 0.9 * wanted["bits"] < 8 * bases.facts.bytes / numel < 1.05 * wanted["bits"]
+
+
+CASES = {
+    "a share above 1": (("--keep", "1.5"), "--keep 1.5: expected a share"),
+    "two choices": (("--keep", "0.1", "--bits", "2"), "choose one of --lossless, --keep"),
+    "a dtype": (("--keep", "0.1", "--dtype", "bfloat16"), "choose one of --lossless, --keep"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mistakes_are_one_line(case: str, family: Models, tmp_path: Path) -> None:
+    options, message = CASES[case]
+    path = write(family.recipe(), tmp_path / "models")
+    assert message in refused("build", path, tmp_path / "store", *options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--keep keeps all tasks"):
+        tvb_mergekit.build(
+            family.base, family.models, tmp_path / "s", keep=0.1, basis="balanced", num_bases=2
+        )
