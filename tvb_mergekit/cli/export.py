@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.store.store import Bases
 
 Chosen = tuple[str | None, int | None, str | None]  # --task, --basis and --all
-OF_LORA = ("rank", "energy", "size", "sums", "modules_to_save", "model")
+OF_LORA = ("rank", "energy", "size", "sums", "model")
 
 
 @command("base", "device", "memory", "quiet", writes="out")
@@ -40,10 +39,9 @@ OF_LORA = ("rank", "energy", "size", "sums", "modules_to_save", "model")
 @option("--dtype", type=DTYPES, help="Dtype: by default a model has the base's, --lora float32.")
 @flag("--lora", help="Write LoRA adapters, not models; with --all of all bases, or of all tasks.")
 @option("--rank", type=click.IntRange(1), metavar="R", help="--lora: one rank for all matrices.")
-@option("--energy", type=SHARE, help="--lora: the least ranks that keep this share of norm^2.")
+@option("--energy", type=SHARE, help="--lora: this share of norm^2. Slow: all singular values.")
 @option("--size", metavar="SIZE", help="--lora: the best ranks in SIZE bytes, such as 20MB.")
 @flag("--sums", help="--lora --all: also each task as one adapter, the sum of those of the bases.")
-@flag("--modules-to-save", help="--lora: store embeddings and norms as well, completely.")
 @place("--model", help="--lora: the difference of this model from --base, without a STORE.")
 def export(
     store: str,
@@ -75,7 +73,7 @@ def export(
     if lora:
         return _adapters(store, out, (task, basis, every), all_bases, values)
     if given := [key for key in OF_LORA if values[key]]:
-        raise UserError(f"--{given[0].replace('_', '-')} is for adapters: add --lora")
+        raise UserError(f"--{given[0]} is for adapters: add --lora")
     if (task is not None) + (basis is not None) + all_bases + (every is not None) != 1:
         raise UserError("give one of --task NAME, --basis K, --all-bases and --all DIR")
     if (out is None) != bool(every):
@@ -129,56 +127,53 @@ def _adapters(
     from tvb_mergekit.tensors.layout import parse_memory
 
     (task, basis, every), model, given = chosen, values["model"], values["base"]
+    rank, energy, size = values["rank"], values["energy"], values["size"]
     if all_bases or sum(each is not None for each in (*chosen, model)) != 1:
         raise UserError("--lora goes with one of --task NAME, --basis K, --all and --model FOLDER")
-    if sum(values[key] is not None for key in ("rank", "energy", "size")) != 1:
+    if sum(each is not None for each in (rank, energy, size)) != 1:
         raise UserError("--lora goes with one of --rank R, --energy SHARE and --size SIZE")
     if values["sums"] and every is None:
         raise UserError("--sums adds up the adapters of bases: it goes with --all")
-    if values["modules_to_save"] and task is None and model is None:
-        raise UserError("--modules-to-save: complete modules do not add up; name one --task")
     if model is not None and (given is None or out is not None):
         raise UserError("--model goes with --base BASE and one output folder, without a STORE")
     if model is None and (out is None) != bool(every):
         raise UserError("name one output folder: OUT, or --all DIR")
-    made = partial(
-        lora.AdapterExport,
-        size=Truncation(
-            values["rank"],
-            values["energy"],
-            parse_memory(values["size"]) if values["size"] else None,
-        ),
-        dtype=dtype_of(values["dtype"]) or torch.float32,
-        complete=values["modules_to_save"],
-        engine=engine_of(values),
-    )
-    out = out or every or store
+    scales: lora.Scales = {}
     if model is not None:
         import_mergekit()
         from tvb_mergekit.plugin.inputs import open_base
 
-        base, folder = open_base(given)
+        out, name, (base, folder) = store, given, open_base(given)
         items, notes = lora.items_of_model(base, model)
         for note in notes:
             logging.warning(note)
-        exporter = made(items, base, given, folder)
-        plan = lora.AdapterPlan([lora.NewAdapter("", f"{model} minus {given}", torch.ones(1))])
+        one = torch.ones(1, dtype=torch.float64)
+        inputs, adapters = [model], [lora.NewAdapter("", f"{model} minus {name}", one)]
     else:
         bases = load_store(store)
         if task is not None:
-            update = lora.NewAdapter(
-                "", _reconstructed(bases, task), task_column(bases, task)[:, 0]
-            )
+            title, column = _reconstructed(bases, task), task_column(bases, task)
+            adapters = [lora.NewAdapter("", title, column[:, 0])]
         elif basis is not None:
-            title = f"Basis {basis} of {bases.num_bases}"
-            update = lora.NewAdapter("", title, basis_columns(bases, [basis])[:, 0])
-        name, base, folder = base_of(bases, given)
-        exporter = made(lora.items_of_store(bases, base), base, name, folder)
-        if every is not None:
-            plan = lora.plan_of_all(bases, values["sums"])
+            title, column = f"Basis {basis} of {bases.num_bases}", basis_columns(bases, [basis])
+            adapters = [lora.NewAdapter("", title, column[:, 0])]
         else:
-            plan = lora.AdapterPlan([update])
-    reports = exporter.write(plan, out, [model or store, *([str(folder)] if folder else [])])
+            adapters, scales = lora.adapters_of(bases, values["sums"])
+        name, base, folder = base_of(bases, given)
+        items, inputs = lora.items_of_store(bases, base), bases.labels
+    exporter = lora.AdapterExport(
+        items,
+        inputs,
+        base,
+        name,
+        folder,
+        Truncation(rank, energy, parse_memory(size) if size else None),
+        dtype_of(values["dtype"]) or torch.float32,
+        engine_of(values),
+    )
+    out = every or str(out)
+    sources = [str(each) for each in (model or store, folder) if each is not None]
+    reports = exporter.write(adapters, out, sources, scales)
     sheets = [report.sheet for report in reports] if every is None else [lora.overview(reports)]
     show(sheets, Console(highlight=False))
     click.echo(f"Written to {out}")

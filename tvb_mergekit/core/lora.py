@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tvb_mergekit.core.gram import GramSums, symmetric
-from tvb_mergekit.core.matrices import BLOCK, top_triples
+from tvb_mergekit.core.matrices import BLOCK, singular_values, top_triples
 
 EXACT = 1024  # the longest short side of a matrix whose singular vectors are always exact
 EXTRA, ROUNDS = 16, 4  # of `_nearly_range`: directions beyond the rank, and rounds
@@ -69,48 +70,59 @@ def truncate(matrix: Tensor, rank: int) -> Factors:
 
     Args:
         matrix: [m, n] float32, any strides and device, not changed.
-        rank: r, at most min(m, n). A singular value of up to 1e-6 times the largest counts as 0.
+        rank: Beyond min(m, n) it adds zeros. Singular values of up to 1e-6 times the largest are 0.
 
     Returns:
-        left [m, r], right [r, n]. The largest entry of each row of `right` is positive.
+        left [m, rank], right [rank, n]. The largest entry of each row of `right` is positive.
     """
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    basis, rank = None, min(rank, len(wide))
-    if not _is_exact(len(wide), rank):
-        basis = _nearly_range(wide, rank + EXTRA)
-        wide = basis.T @ wide
-    near, sizes, far = top_triples(wide, rank, 0.0)
+    basis = _nearly_range(wide, rank)
+    wide = wide if basis is None else basis.T @ wide
+    near, sizes, far = top_triples(wide, min(rank, len(wide)), 0.0)
     if basis is not None:
         near = basis.double() @ near
     left, right = (near, far) if matrix.shape[0] <= matrix.shape[1] else (far, near)
     roots = right.gather(0, right.abs().argmax(0)[None])[0].sign() * sizes.sqrt()
-    left, right = left * roots, right * roots
-    return Factors(left.float().cpu().contiguous(), right.T.float().cpu().contiguous())
+    left, right = (pad(half * roots, (0, rank - len(roots))).float() for half in (left, right))
+    return Factors(left.cpu().contiguous(), right.T.cpu().contiguous())
+
+
+def leading_values(matrix: Tensor, count: int) -> Tensor:
+    """The `count` largest singular values of a matrix and perhaps more, as `truncate` finds them.
+
+    All of them cost O(min(m, n)^3).
+    """
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    basis = _nearly_range(wide, count)
+    return singular_values(wide if basis is None else basis.T @ wide).cpu()
+
+
+def factor_bytes(shape: Sequence[int], rank: int) -> int:
+    """An upper bound of the bytes of all tensors of `truncate`, the matrix [m, n] included.
+
+    It also holds for `leading_values`, and for the error of the factors.
+    """
+    side, longer = sorted(shape)
+    rank = min(rank, side)
+    exact = 32 * side**2 if _is_exact(side, rank) else 0  # float64, with LAPACK's own
+    blocks = 16 * BLOCK * longer
+    return 8 * side * longer + exact + blocks + 32 * (side + longer) * (rank + EXTRA)
 
 
 def _is_exact(side: int, rank: int) -> bool:
     return side <= max(EXACT, 4 * (rank + EXTRA))
 
 
-def factor_bytes(shape: Sequence[int], rank: int) -> int:
-    """An upper bound of the bytes of all tensors of `truncate`, the matrix [m, n] included.
+def _nearly_range(wide: Tensor, rank: int) -> Tensor | None:
+    """Orthonormal columns that nearly span the first left singular vectors of [a, b].
 
-    With the rank min(m, n) also of `singular_values`.
+    Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4, from a fixed seed. None if the
+    complete matrix is as fast.
     """
-    side, longer = sorted(shape)
-    rank = min(rank, side)
-    exact = 32 * side**2 if _is_exact(side, rank) else 0  # float64, with LAPACK's own
-    blocks = 16 * BLOCK * longer
-    return 4 * side * longer + exact + blocks + 32 * (side + longer) * (rank + EXTRA)
-
-
-def _nearly_range(wide: Tensor, columns: int) -> Tensor:
-    """Orthonormal columns [a, columns] that nearly span the first left singular vectors of [a, b].
-
-    Halko, Martinsson and Tropp, SIAM Review 2011, Algorithm 4.4, from a fixed seed.
-    """
+    if _is_exact(len(wide), rank):
+        return None
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(wide.shape[1], columns, generator=generator).to(wide.device)
+    probe = torch.randn(wide.shape[1], rank + EXTRA, generator=generator).to(wide.device)
     basis: Tensor = torch.linalg.qr(wide @ probe).Q
     for _ in range(ROUNDS):
         basis = torch.linalg.qr(wide @ torch.linalg.qr(wide.T @ basis).Q).Q

@@ -6,44 +6,46 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from tvb_mergekit.core.gram import PIECE
-from tvb_mergekit.core.lora import EXACT, Factors, factor_bytes, share_ranks, truncate
-from tvb_mergekit.core.matrices import singular_values
-from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.core.lora import (
+    EXACT,
+    Factors,
+    factor_bytes,
+    leading_values,
+    share_ranks,
+    truncate,
+)
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors.adapter import PREFIX
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import stacked_bases
-from tvb_mergekit.tensors.passes import LEAST, combine_pass
-from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.passes import LEAST, gram_pass
 from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.writing import header_of
 
 METADATA = {"format": "pt"}
-_WIDE = torch.float64
 ZERO, SMALL = "no change", "no direction is worth its bytes"
-Shapes = dict[str, tuple[torch.dtype, Sequence[int]]]
-Parts = Sequence[tuple[float, Weights]]  # scales and adapters of a sum
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Parts = Sequence[tuple[float, Checkpoint]]  # scales and files of adapters that add up to another
 
 
-@dataclass(frozen=True)
-class Truncation:
+class Truncation(NamedTuple):
     """The size of an adapter, one of three: a rank for all matrices, a share of energy, bytes."""
 
-    rank: int | None = None
-    energy: float | None = None
-    nbytes: int | None = None
+    rank: int | None
+    energy: float | None
+    nbytes: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class Target:
+class Target(NamedTuple):
     """A matrix that an adapter changes.
 
     Attributes:
@@ -53,18 +55,13 @@ class Target:
 
     item: Item
     module: str
-    transposed: bool = False
+    transposed: bool
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)"""
-        rows, columns = self.item.shape
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    @property
-    def keys(self) -> tuple[str, str]:
-        """The names of B [out, r] and A [r, in]."""
-        return f"{PREFIX}{self.module}.lora_B.weight", f"{PREFIX}{self.module}.lora_A.weight"
+    def shapes(self, rank: int, dtype: torch.dtype) -> Shapes:
+        """The names and shapes of B [out, r] and A [r, in]."""
+        out, into = reversed(self.item.shape) if self.transposed else self.item.shape
+        name = f"{PREFIX}{self.module}.lora_"
+        return {f"{name}B.weight": (dtype, (out, rank)), f"{name}A.weight": (dtype, (rank, into))}
 
 
 @dataclass(frozen=True)
@@ -85,186 +82,158 @@ class Factored:
     error: float
     reason: str = ""
 
+    @property
+    def relative_error(self) -> float:
+        return math.sqrt(self.error / (self.square or 1.0))
+
     def as_json(self) -> dict[str, object]:
-        error = math.sqrt(self.error / (self.square or 1.0))
         said = {"rank": self.rank, "bytes": self.nbytes, "norm": math.sqrt(self.square)}
-        return {**said, "relative_error": error, **({"reason": self.reason} if self.reason else {})}
+        said |= {"relative_error": self.relative_error, "energy": 1 - self.relative_error**2}
+        return {**said, **({"reason": self.reason} if self.reason else {})}
 
 
-class AdapterFile:
-    """A safetensors file, written tensor by tensor, also as a `stream.Sink`. Its header comes last.
+def added(name: str, tensors: Sequence[Factored]) -> Factored:
+    """Several tensors as one, with their largest rank."""
+    return Factored(
+        name,
+        max(each.rank for each in tensors),
+        sum(each.nbytes for each in tensors),
+        math.fsum(each.square for each in tensors),
+        math.fsum(each.error for each in tensors),
+    )
 
-    Args:
-        most: The tensors, or more, in their largest shapes: they decide the room for the header.
+
+@dataclass(frozen=True)
+class Change:
+    """One task vector, inputs @ column, as an adapter changes the base.
+
+    Attributes:
+        column: [T].
+        tasks: Names of the T inputs of each item, for messages.
+        dtype: The dtype of the factors.
     """
 
-    def __init__(self, path: Path, most: Shapes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.room, self.tensors = len(header_of(METADATA, most)), Shapes()
-        self._file = cast(BinaryIO, path.open("wb"))
-        self._file.seek(self.room)
+    column: Tensor
+    tasks: Sequence[str]
+    dtype: torch.dtype
+    engine: Engine
 
-    def add(self, name: str, values: Tensor) -> None:
-        self.tensors[name] = values.dtype, tuple(values.shape)
-        self._put(values)
+    def ranks(self, targets: Sequence[Target], size: Truncation, parts: Parts = ()) -> list[int]:
+        """The rank of each matrix: the sum of its parts, the same for all, or by energy or bytes.
 
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        self.tensors[item.name] = item.out, item.shape
-        self._put(values[0])
-
-    def _put(self, values: Tensor) -> None:
-        flat = values.reshape(-1).contiguous()
-        self._file.write(cast(bytes, flat.view(torch.uint8).numpy().data))
-
-    def close(self) -> None:
-        """Write the header. Without it no reader accepts the file."""
-        self._file.seek(0)
-        self._file.write(header_of(METADATA, self.tensors, self.room))
-        self._file.close()
-
-
-def shapes_of(targets: Sequence[Target], ranks: Sequence[int], dtype: torch.dtype) -> Shapes:
-    """The tensors of an adapter with these ranks."""
-    shapes: Shapes = {}
-    for target, rank in zip(targets, ranks, strict=True):
-        if rank:
-            (left, right), (out, into) = target.keys, target.shape
-            shapes |= {left: (dtype, (out, rank)), right: (dtype, (rank, into))}
-    return shapes
-
-
-def choose_ranks(
-    targets: Sequence[Target],
-    column: Tensor,
-    size: Truncation,
-    dtype: torch.dtype,
-    parts: Parts,
-    engine: Engine,
-) -> list[int]:
-    """The rank of each matrix: the same for all, the sum of its parts, or by energy or bytes.
-
-    Raises:
-        UserError: The bytes hold no direction, or the engine's memory does not hold a matrix.
-    """
-    sides = [min(target.shape) for target in targets]
-    ranks = [min(size.rank or max(sides), max(sides))] * len(targets)
-    for target, rank in zip(targets, ranks, strict=True):
-        needed = factor_bytes(target.shape, rank) + LEAST
-        if engine.memory is not None and needed > engine.memory:
+        Raises:
+            UserError: The bytes hold no direction, or the engine's memory does not hold a matrix.
+        """
+        if parts:
+            names = [next(iter(target.shapes(0, self.dtype))) for target in targets]
+            held = [[p.tensors[name] for _, p in parts if name in p.tensors] for name in names]
+            return [sum(half.shape[1] for half in halves) for halves in held]
+        sides = [min(target.item.shape) for target in targets]
+        if size.rank is not None:
+            return [min(size.rank, max(sides))] * len(targets)
+        full = zip(targets, sides, strict=True)
+        shapes = [target.shapes(side, self.dtype) for target, side in full]
+        header = len(header_of(METADATA, {k: v for each in shapes for k, v in each.items()}))
+        costs = [sum(target.item.shape) * self.dtype.itemsize for target in targets]
+        if size.nbytes is not None:
+            room = max(0, size.nbytes - header)
+            sides = [min(side, room // cost) for side, cost in zip(sides, costs, strict=True)]
+        matrices = self._matrices(targets, sides, "Singular values")
+        values = [leading_values(m, r) for m, r in zip(matrices, sides, strict=True)]
+        if size.nbytes is None:
+            return share_ranks(values, costs, energy=size.energy or 1.0)
+        ranks = share_ranks(values, costs, budget=size.nbytes - header)
+        if not any(ranks) and any(float(each.sum()) for each in values):
             raise UserError(
-                f"{megabytes(engine.memory)} of memory are too little: the factors of tensor "
-                f"`{target.item.name}`, {list(target.shape)}, take {megabytes(needed)}; raise "
-                "--memory"
+                f"--size: {megabytes(size.nbytes)} are too little for this adapter: its header "
+                f"takes {megabytes(header)}, and a direction of a matrix up to "
+                f"{megabytes(max(costs))}"
             )
-    if parts:
-        held = [[_rank_in(part, target) for _, part in parts] for target in targets]
-        if size.rank is not None:  # one rank in all matrices
-            held = [
-                [rank * any(each) for _ in parts] for each, rank in zip(held, ranks, strict=True)
-            ]
-        return [sum(each) for each in held]
-    if size.rank is not None:
         return ranks
-    made = _matrices(targets, column, ranks, engine, "Singular values")
-    values = [singular_values(matrix).cpu() for _, matrix in made]
-    costs = [sum(target.shape) * dtype.itemsize for target in targets]
-    if size.nbytes is None:
-        return share_ranks(values, costs, energy=size.energy or 1.0)
-    header = len(header_of(METADATA, shapes_of(targets, sides, dtype)))
-    ranks = share_ranks(values, costs, budget=size.nbytes - header)
-    if not any(ranks) and any(float(each.sum()) for each in values):
-        raise UserError(
-            f"--size: {megabytes(size.nbytes)} are too little for this adapter: its header takes "
-            f"{megabytes(header)}, and one direction of a matrix up to {megabytes(max(costs))}"
-        )
-    return ranks
 
+    def write(
+        self, path: Path, targets: Sequence[Target], ranks: Sequence[int], parts: Parts = ()
+    ) -> list[Factored]:
+        """Write the factors of all matrices, and return their errors, rounding included.
 
-def write_factors(
-    file: AdapterFile,
-    targets: Sequence[Target],
-    column: Tensor,
-    ranks: Sequence[int],
-    dtype: torch.dtype,
-    parts: Parts,
-    engine: Engine,
-) -> Iterator[Factored]:
-    """Append the factors of inputs @ column to a file, and yield the errors of each matrix.
+        Zero matrices are left out. The header comes last, and until then no reader accepts the
+        file.
 
-    Errors include the rounding to `dtype`. Zero matrices are left out. Factors of fewer directions
-    are padded with zeros: some servers need one rank in all matrices.
+        Args:
+            parts: Join their factors, instead of truncating the matrices.
+        """
+        most, found = Shapes(), []
+        for target, rank in zip(targets, ranks, strict=True):
+            most |= target.shapes(rank, self.dtype) if rank else {}
+        check_disk(path, sum(math.prod(shape) * dtype.itemsize for dtype, shape in most.values()))
+        room, written = len(header_of(METADATA, most)), Shapes()
+        matrices = self._matrices(targets, ranks, "Adapter")
+        with path.open("wb") as file:
+            file.seek(room)
+            for target, rank, matrix in zip(targets, ranks, matrices, strict=True):
+                square = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
+                if not rank or not square:
+                    reason = SMALL if square else ZERO
+                    found.append(Factored(target.item.name, 0, 0, square, square, reason))
+                    continue
+                both = _joined(target, parts) if parts else truncate(matrix, rank)
+                halves = both.left.to(self.dtype), both.right.to(self.dtype)
+                for half in halves:
+                    file.write(half.view(-1).view(torch.uint8).numpy().data)
+                written |= target.shapes(both.rank, self.dtype)
+                rounded = (half.to(matrix.device).float() for half in halves)
+                rest = torch.addmm(matrix, *rounded, alpha=-1)
+                error = float(torch.linalg.vector_norm(rest, dtype=torch.float64)) ** 2
+                nbytes = sum(half.nbytes for half in halves)
+                found.append(Factored(target.item.name, both.rank, nbytes, square, error))
+            file.seek(0)
+            file.write(header_of(METADATA, written, room))
+        return found
 
-    Args:
-        parts: Join their factors, instead of truncating the matrices.
-    """
-    made = _matrices(targets, column, ranks, engine, "Adapter")
-    for rank, (target, matrix) in zip(ranks, made, strict=True):
-        name, square = target.item.name, float(torch.linalg.vector_norm(matrix, dtype=_WIDE)) ** 2
-        if not rank or not square:
-            yield Factored(name, 0, 0, square, square, SMALL if square else ZERO)
-            continue
-        found = _joined(target, parts) if parts else truncate(matrix, rank)
-        short = rank - found.rank
-        left = pad(found.left, (0, short)).to(dtype)
-        right = pad(found.right, (0, 0, 0, short)).to(dtype)
-        for key, half in zip(target.keys, (left, right), strict=True):
-            file.add(key, half)
-        nbytes = left.nbytes + right.nbytes
-        yield Factored(name, rank, nbytes, square, _squared_error(matrix, left, right))
+    def left_out(self, item: Item, reason: str) -> Factored:
+        """The norm of a tensor without factors."""
+        square = 0.0
+        if item.numel:
+            inputs = tuple(replace(part, share=1.0) for part in item.inputs)  # as they are stored
+            quiet = replace(self.engine, progress=silent)
+            gram = gram_pass([replace(item, inputs=inputs)], self.tasks, quiet).gram
+            square = max(0.0, float(self.column @ gram @ self.column))
+        return Factored(item.name, 0, 0, square, square, reason)
 
-
-def _rank_in(part: Weights, target: Target) -> int:
-    info = part.tensors.get(target.keys[0])
-    return 0 if info is None else info.shape[1]
+    def _matrices(
+        self, targets: Sequence[Target], ranks: Sequence[int], title: str
+    ) -> Iterator[Tensor]:
+        """Yield each matrix, [out, in] float32 on the first device."""
+        needs = [factor_bytes(t.item.shape, rank) for t, rank in zip(targets, ranks, strict=True)]
+        most, name = max(zip(needs, (target.item.name for target in targets), strict=True))
+        memory = self.engine.memory
+        if memory is not None and most + LEAST > memory:
+            raise UserError(
+                f"{megabytes(memory)} of memory are too little: the factors of tensor `{name}` "
+                f"take {megabytes(most + LEAST)}; raise --memory"
+            )
+        update = self.engine.progress(title, sum(target.item.nbytes for target in targets))
+        threads = torch.get_num_threads()
+        for (item, _, transposed), held in zip(targets, needs, strict=True):
+            left = max(LEAST, self.engine.budget - held)
+            reading = replace(self.engine, memory=left, progress=silent)
+            sums = RunningSums([item], self.tasks)  # names a model with NaN
+            with torch.no_grad():
+                matrix = stacked_bases(item, self.column[:, None], reading, sums)[0]
+                if min(item.shape) <= EXACT:  # two threads took three times as long
+                    torch.set_num_threads(1)
+                try:
+                    yield matrix.T if transposed else matrix
+                finally:
+                    torch.set_num_threads(threads)
+            update(item.nbytes)
 
 
 def _joined(target: Target, parts: Parts) -> Factors:
     """The factors of the sum of scaled adapters."""
-    held = [(scale, part) for scale, part in parts if _rank_in(part, target)]
-    left, right = target.keys
+    left, right = target.shapes(0, torch.float32)
+    held = [(scale, part) for scale, part in parts if left in part.tensors]
     return Factors(
         torch.cat([scale * part.tensor(left).float() for scale, part in held], 1),
         torch.cat([part.tensor(right).float() for _, part in held]),
     )
-
-
-def _matrices(
-    targets: Sequence[Target], column: Tensor, ranks: Sequence[int], engine: Engine, title: str
-) -> Iterator[tuple[Target, Tensor]]:
-    """Yield each matrix of inputs @ column, [out, in] float32 on the first device."""
-    update = engine.progress(title, sum(target.item.nbytes for target in targets))
-    threads = torch.get_num_threads()
-    try:
-        for target, rank in zip(targets, ranks, strict=True):
-            left = max(LEAST, engine.budget - factor_bytes(target.shape, rank))
-            reading = replace(engine, memory=left, progress=silent)
-            with torch.no_grad():
-                matrix = stacked_bases(target.item, column[:, None], reading)[0]
-                if min(target.shape) <= EXACT:  # two threads took three times as long
-                    torch.set_num_threads(1)
-                yield target, matrix.T if target.transposed else matrix
-            torch.set_num_threads(threads)
-            update(target.item.nbytes)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _squared_error(matrix: Tensor, left: Tensor, right: Tensor) -> float:
-    left, right = (half.to(matrix.device).float() for half in (left, right))
-    step, total = max(1, PIECE // matrix.shape[1]), 0.0
-    for rows, part in zip(matrix.split(step), left.split(step), strict=True):
-        total += float((rows - part @ right).square().sum(dtype=_WIDE))
-    return total
-
-
-def norms_pass(items: Sequence[Item], column: Tensor, engine: Engine) -> list[float]:
-    """The squared norm of inputs @ column in each item."""
-    found = dict.fromkeys((item.name for item in items), 0.0)
-
-    class Norms:
-        def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-            found[item.name] += float(values.square().sum(dtype=_WIDE))
-
-    plain, step = [replace(item, out=torch.float32) for item in items], Linear.of(column[:, None])
-    combine_pass(plain, dict.fromkeys(found, step), Norms(), engine, title="Tensors left out")
-    return list(found.values())
