@@ -15,11 +15,12 @@ import click
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.cache import cache
+from tvb_mergekit.cli.export import export
 from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import check, merge
 from tvb_mergekit.cli.options import Commands
 from tvb_mergekit.cli.score import score
-from tvb_mergekit.cli.stores import add, build, export, inspect, remove, undo
+from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
 from tvb_mergekit.cli.tune import tune
 
 

@@ -13,7 +13,10 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 
 if TYPE_CHECKING:
+    import torch
+
     from tvb_mergekit.plugin.document import Document
+    from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
     from tvb_mergekit.tensors.taskset import TaskSet
@@ -93,3 +96,9 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
     guess = nearest(method, known)
     hint = f"did you mean {guess}? " if guess else ""
     raise UserError(f"--method {method}: {hint}Expected one of {', '.join(known)}")
+
+
+def dtype_of(name: DtypeName | None) -> torch.dtype | None:
+    from tvb_mergekit.store.store import DTYPES
+
+    return DTYPES[name] if name else None

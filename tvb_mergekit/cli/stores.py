@@ -1,4 +1,4 @@
-"""Commands that make, change and show stores: build, inspect, add, undo, remove and export."""
+"""Commands that make, change and show stores: build, inspect, add, undo and remove."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument, option
 
-from tvb_mergekit.cli.opening import base_of, load_store, open_models, read_recipe
+from tvb_mergekit.cli.opening import base_of, dtype_of, load_store, open_models, read_recipe
 from tvb_mergekit.cli.options import (
     DTYPES,
     MODELS,
@@ -20,7 +20,6 @@ from tvb_mergekit.cli.options import (
     command,
     engine_of,
     flag,
-    folder,
     import_mergekit,
     place,
 )
@@ -101,7 +100,7 @@ def build(
         inputs,
         store,
         engine,
-        dtype=_dtype(dtype) or inputs.own_dtype,
+        dtype=dtype_of(dtype) or inputs.own_dtype,
         quantize=quantize,
         keep=share,
         resume=values["resume"],
@@ -114,12 +113,6 @@ def build(
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")
-
-
-def _dtype(name: DtypeName | None) -> Any:
-    from tvb_mergekit.store.store import DTYPES
-
-    return DTYPES[name] if name else None
 
 
 def _quantize(bits: float | None, size: str | None) -> Quantize | None:
@@ -240,7 +233,7 @@ def add(
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = open_models(from_mapping(recipe | {"parameters": parameters}), values, names)
     dtype, doubt = (
-        _dtype(values["dtype"]) or inputs.own_dtype,
+        dtype_of(values["dtype"]) or inputs.own_dtype,
         logging.warning if force else _refuse,
     )
     growth = Growth(values["budget"], values["compress"], dtype, quantize, doubt, click.echo)
@@ -318,71 +311,3 @@ def remove(store: str, task: str) -> None:
     from tvb_mergekit.store.task_vectors import remove_task
 
     click.echo(store_line(remove_task(store, task)))
-
-
-@command("base", "device", "memory", "quiet", writes="out")
-@argument("store", type=PLACE)
-@argument("out", type=PLACE, required=False)
-@option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")
-@option("--basis", type=int, metavar="K", help="The model theta_0 + B_K.")
-@flag("--all-bases", help="A model for each basis, OUT/basis-000 ...")
-@folder("--all", "every", type=str, is_flag=False, flag_value="", help="All tasks' models, in DIR.")
-@option("--dtype", type=DTYPES, help="Dtype of the model; the base's by default.")
-def export(
-    store: str,
-    out: str | None,
-    task: str | None,
-    basis: int | None,
-    all_bases: bool,
-    every: str | None,
-    **values: Any,
-) -> None:
-    """Write complete Hugging Face models from STORE into OUT, for any use and any merge method.
-
-    \b
-    Example:
-      tvb export ./store ./math --task math
-      tvb export ./store --all ./models           ./models/math, ./models/code ...
-    """
-    import torch
-
-    from tvb_mergekit.store import export as exporting
-    from tvb_mergekit.store.bits import slugs
-
-    if (task is not None) + (basis is not None) + all_bases + (every is not None) != 1:
-        raise UserError("give one of --task NAME, --basis K, --all-bases and --all DIR")
-    if (out is None) != bool(every):
-        raise UserError("name one output folder: OUT, or --all DIR")
-    out = every or str(out)
-    engine = engine_of(values)
-    bases = load_store(store)
-    folders = [""]
-    if task is not None or every is not None:
-        tasks = bases.tasks if task is None else [task]
-        matrix = torch.cat([exporting.task_column(bases, each) for each in tasks], 1)
-        weights = [float(bases.weights[bases.index(each)]) for each in tasks]
-        what = [
-            f"{each}, reconstructed" + f" (without its weight of {weight:g})" * (weight != 1)
-            for each, weight in zip(tasks, weights, strict=True)
-        ]
-        if task is None:
-            folders = bases.facts.store.folders if bases.keeps_tasks else slugs(tasks)
-    else:
-        indices = list(range(bases.num_bases)) if basis is None else [basis]
-        matrix = exporting.basis_columns(bases, indices)
-        what = [f"Base plus basis {m} of {bases.num_bases}" for m in indices]
-        if all_bases:
-            folders = [bases.facts.store.folders[m] for m in indices]
-    _, base, folder = base_of(bases, values["base"])
-    exporting.export(
-        bases,
-        base,
-        folder,
-        matrix,
-        folders,
-        out,
-        engine,
-        what=what,
-        dtype=_dtype(values["dtype"]),
-    )
-    click.echo(f"Written to {out}")

@@ -81,7 +81,7 @@ def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor
     if not share:
         polar, sizes = _polar(bases.sum(0), sum(noise))
         return polar.mul_(sizes.mean())
-    common_left, values, common_right = _top(bases.sum(0), rank - count * share, sum(noise))
+    common_left, values, common_right = top_triples(bases.sum(0), rank - count * share, sum(noise))
     floor = NULL * float(values[:1].sum())
     left, sizes, right = _places(bases, rank)
     part = slice(count * share, rank)
@@ -92,7 +92,7 @@ def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor
         part = slice(number * share, (number + 1) * share)
         outside = _outside(base, common_left)
         least = max(floor, noise[number])
-        left[:, part], sizes[part], right[:, part] = _top(outside, share, least)
+        left[:, part], sizes[part], right[:, part] = top_triples(outside, share, least)
     del common_left, outside
     left = _polar(left, blur)[0]  # neither is held longer than it is needed
     right = _polar(right, blur)[0]
@@ -111,7 +111,7 @@ def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
     blur = 0.0
     for number, base in enumerate(bases):
         part = slice(number * share, (number + 1) * share)
-        left[:, part], sizes[part], right[:, part] = _top(base, share, noise[number])
+        left[:, part], sizes[part], right[:, part] = top_triples(base, share, noise[number])
         blur = max(blur, _blur(sizes[part], noise[number]))
     left = _polar(left, blur)[0]  # neither is held longer than it is needed
     right = _polar(right, blur)[0]
@@ -231,7 +231,13 @@ def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
     return left, bases.new_empty(directions, dtype=torch.float64), right
 
 
-def _top(matrix: Tensor, directions: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+def singular_values(matrix: Tensor) -> Tensor:
+    """All singular values of [m, n], float64, decreasing; 0 up to NULL times the largest."""
+    values = torch.linalg.eigvalsh(_gram(_wide(matrix))).flip(0).clamp_(min=0).sqrt_()
+    return torch.where(values > NULL * values[:1].sum(), values, 0)
+
+
+def top_triples(matrix: Tensor, directions: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
 
     Vectors are zero for values of at most `floor`, or NULL times the largest.
@@ -276,13 +282,18 @@ def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
 
     Newton-Schulz steps to a polar factor are six times slower for 1024 x 1024 noise on a CPU.
     """
+    values, vectors = torch.linalg.eigh(_gram(wide))
+    return values.clamp_(min=0).sqrt_(), vectors
+
+
+def _gram(wide: Tensor) -> Tensor:
+    """W W^T [a, a] float64 of [a, b]."""
     gram = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
     for part in _blocks(wide.shape[1]):
         piece = wide[:, part].double()
         gram.addmm_(piece, piece.T)
         del piece
-    values, vectors = torch.linalg.eigh(gram)
-    return values.clamp_(min=0).sqrt_(), vectors
+    return gram
 
 
 def _inverse(sizes: Tensor, floor: float) -> Tensor:

@@ -29,7 +29,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 FUSE_INSTEAD = "list it as BASE+ADAPTER with --lora-merge-cache DIR, which fuses it first"
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 # module, A or B of a linear layer or of an embedding; the adapter's name in between is dropped.
 _KEY = re.compile(r"(.+)\.(?:lora_([AB])(?:\.[^.]+)?\.weight|lora_embedding_([AB])(?:\.[^.]+)?)")
 # Settings under which the update is not s B A, or not only that.
@@ -163,7 +163,7 @@ class _Reader:
         file = Checkpoint.open(self.folder / names[0])
         halves: dict[tuple[str, bool], dict[str, str]] = {}  # (module, embedding) -> half -> key
         for key in sorted(file.tensors):
-            name = key.removeprefix(_PREFIX)
+            name = key.removeprefix(PREFIX)
             match = _KEY.fullmatch(name)
             if match is None:
                 self._check_copy(key, name, file)
@@ -262,7 +262,7 @@ class _Reader:
         # `fan_in_fan_out` is the kind of the last layer that PEFT wrapped.
         if name.removesuffix("weight") + "bias" not in self.base:
             return False
-        kinds = _kinds_of_biased(self.base)
+        kinds = kinds_of_biased(self.base)
         if len(kinds) > 1:
             raise self._not_plain(f"targets `{module}`, square in a model of Linear and Conv1D")
         return kinds == {True} if kinds else bool(self.config.get("fan_in_fan_out"))
@@ -304,7 +304,7 @@ class _Reader:
         return kind(f"adapter {self.folder}{who}: {text}")
 
 
-def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[bool]:
+def kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[bool]:
     """Whether non-square matrices with a bias, which is as long as the output, are Conv1D."""
     kinds = set()
     for name, info in base.items():

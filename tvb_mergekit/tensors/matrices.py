@@ -194,11 +194,7 @@ def merge_one(
         Whether D is more than FAR times as long as all bases together.
     """
     engine = replace(engine, memory=max(LEAST, engine.budget - held), progress=silent)
-    count = encoder.shape[1]
-    plain = replace(matrix, out=torch.float32)
-    bases = Stacked([plain], count)
-    combine_pass([plain], {matrix.name: Linear.of(encoder)}, bases, engine, summing=summing)
-    stacked = bases.held.pop(matrix.name).view(count, *matrix.shape).to(engine.devices[0])
+    stacked = stacked_bases(matrix, encoder, engine, summing)
     with torch.no_grad():
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merging(stacked).to("cpu").reshape(-1)
@@ -211,3 +207,18 @@ def merge_one(
     step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
     combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, engine)
     return float(torch.linalg.vector_norm(merged)) > FAR * together
+
+
+def stacked_bases(
+    item: Item, encoder: Tensor, engine: Engine, summing: RunningSums | None = None
+) -> Tensor:
+    """The bases of one tensor from its inputs, [M, *shape] float32 on the first device.
+
+    Args:
+        encoder: [N, M].
+        summing: of the Gram matrix of the inputs.
+    """
+    plain, count = replace(item, out=torch.float32), encoder.shape[1]
+    bases = Stacked([plain], count)
+    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, engine, summing=summing)
+    return bases.held.pop(item.name).view(count, *item.shape).to(engine.devices[0])

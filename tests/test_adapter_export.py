@@ -1,0 +1,355 @@
+"""Exported LoRA adapters: against float64 SVDs, and as PEFT loads them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from commands import contents, recipe, refused, run, tvb, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import TASKS, family, gpt2, llama, load
+from torch import Tensor, nn
+
+from tvb_mergekit.core import lora
+from tvb_mergekit.store.lora import REPORT
+from tvb_mergekit.store.lora import TASKS as SCALES
+from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, Adapter
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+
+Delta = dict[str, Tensor]
+MODULES = 7 * 2  # of two layers; the output layer is one more
+
+
+def best(matrix: Tensor, rank: int) -> float:
+    """The least norm of an error at a rank."""
+    return float(torch.linalg.svdvals(matrix.double())[rank:].norm())
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20), st.integers(0, 20), st.data())
+@settings(deadline=None, max_examples=60)
+def test_truncation_is_the_best_of_its_rank(rows, columns, rank, true, data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    matrix = torch.randn(rows, true, generator=generator)
+    matrix = matrix @ torch.randn(true, columns, generator=generator)
+    found = lora.truncate(matrix, rank)
+    assert found.shape == (rows, columns) and found.rank == rank
+    error = float((found.left.double() @ found.right.double() - matrix.double()).norm())
+    assert error <= best(matrix, rank) + 3e-6 * float(matrix.norm())
+    again = lora.truncate(matrix.T.contiguous().T, rank)
+    assert torch.equal(found.left, again.left) and torch.equal(found.right, again.right)
+
+
+def test_truncation_of_a_large_matrix(monkeypatch):
+    monkeypatch.setattr(lora, "EXACT", 64)
+    torch.manual_seed(0)
+    low = torch.randn(300, 5) @ torch.randn(5, 400)
+    slow = torch.randn(300, 300) @ torch.diag(torch.arange(1, 301) ** -0.3) @ torch.randn(300, 400)
+    for matrix in (low, low.T, slow, slow.T):
+        found = lora.truncate(matrix, 5)
+        error = float((found.left.double() @ found.right.double() - matrix.double()).norm())
+        assert error <= 1.001 * best(matrix, 5) + 3e-6 * float(matrix.norm())
+        assert torch.equal(found.left, lora.truncate(matrix, 5).left)
+        values = lora.leading_values(matrix, 5)
+        assert 5 <= len(values) < 300
+        torch.testing.assert_close(
+            values[:5], torch.linalg.svdvals(matrix.double())[:5], rtol=0.01, atol=0
+        )
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=3), st.data()
+)
+@settings(deadline=None, max_examples=80)
+def test_no_other_ranks_keep_more_for_the_same_bytes(values, data):
+    spectra = [torch.tensor(sorted(each, reverse=True), dtype=torch.float64) for each in values]
+    costs = [data.draw(st.integers(1, 9)) for _ in values]
+    every = list(itertools.product(*(range(len(each) + 1) for each in spectra)))
+
+    def kept(ranks: tuple[int, ...] | list[int]) -> float:
+        return sum(float(s[:r].square().sum()) for s, r in zip(spectra, ranks, strict=True))
+
+    def price(ranks: tuple[int, ...] | list[int]) -> int:
+        return sum(cost * rank for cost, rank in zip(costs, ranks, strict=True))
+
+    share, budget = data.draw(st.floats(0.01, 1)), data.draw(st.integers(0, 60))
+    whole = kept([len(each) for each in spectra])
+    by_energy = lora.share_ranks(spectra, costs, energy=share)
+    by_bytes = lora.share_ranks(spectra, costs, budget=budget)
+    assert kept(by_energy) >= share * whole * (1 - 1e-12) and price(by_bytes) <= budget
+    for ranks in (by_energy, by_bytes):
+        rivals = [each for each in every if price(each) <= price(ranks)]
+        assert kept(ranks) >= max(map(kept, rivals)) * (1 - 1e-12)
+
+
+# Adapters in files
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    base, listed = family(folder, tasks=TASKS[:3], dtypes=(torch.bfloat16,), scale=0.01)
+    return {"base": base, **dict(zip(TASKS, listed, strict=False))}
+
+
+@pytest.fixture(scope="module")
+def stores(models: dict[str, Path]) -> dict[str, Path]:
+    made, folder = {}, models["base"].parent / "stores"
+    kinds: dict[str, tuple[str, list[object]]] = {
+        "dense": ("balanced", []),
+        "mean": ("pca", []),
+        "codes": ("none", ["--bits", "4"]),
+        "codes of bases": ("balanced", ["--bits", "8"]),
+        "lossless": ("none", ["--lossless"]),
+    }
+    for name, (basis, words) in kinds.items():
+        keys: dict[str, Any] = {"basis": basis} | ({"num_bases": 2} if basis != "none" else {})
+        listed = [models[task] for task in TASKS[:3]]
+        plan = recipe("basis_ta", models["base"], listed, {0: {"weight": 2.0}}, None, **keys)
+        made[name] = folder / name.replace(" ", "-")
+        tvb("build", write(plan, made[name]), made[name], "--quiet", *words)
+    return made
+
+
+def model_of(folder: Path) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def by_peft(base: Path, *adapters: Path) -> tuple[Any, list[Delta]]:
+    """The model with its adapters, and the float64 change of each weight by each."""
+    model: Any = peft.PeftModel.from_pretrained(model_of(base), adapters[0], "0")
+    for number, folder in enumerate(adapters[1:], 1):
+        model.load_adapter(folder, str(number))
+    return model, [deltas(model, str(number)) for number in range(len(adapters))]
+
+
+def deltas(model: Any, name: str) -> Delta:
+    layers = model.base_model.model.named_modules()
+    held = {n: m for n, m in layers if name in getattr(m, "lora_A", ())}
+    return {f"{n}.weight": m.get_delta_weight(name).double() for n, m in held.items()}
+
+
+def norm(delta: Delta) -> float:
+    return math.sqrt(sum(float(each.square().sum()) for each in delta.values()))
+
+
+def off(one: Delta, other: Delta) -> float:
+    """The distance of two changes, relative to the second."""
+    assert set(one) == set(other)
+    return norm({name: one[name] - other[name] for name in one}) / norm(other)
+
+
+def check(base: Path, folder: Path, tau: Delta, ranks: dict[str, int] | None = None) -> Delta:
+    """An adapter is the best of its ranks, says its errors, and loads in PEFT as we read it."""
+    _, [found] = by_peft(base, folder)
+    read = Adapter.open(folder, Checkpoint.open(base).tensors)
+    assert off(found, {name: read.tensor(name).double() for name in read.factors}) <= 1e-6
+    said, lost = json.loads((folder / REPORT).read_text())["tensors"], 0.0
+    assert set(said) == set(tau)
+    for name, change in tau.items():
+        rank, known = said[name]["rank"], found.get(name, torch.zeros(()))
+        error, size = float((known - change).norm()), float(change.norm())
+        assert (rank > 0) == (name in found) == ("reason" not in said[name])
+        assert said[name]["norm"] == pytest.approx(size, rel=1e-5)
+        assert said[name]["relative_error"] == pytest.approx(error / size, rel=1e-4, abs=1e-6)
+        assert error <= best(change, rank) * 1.0001 + 1e-6 * size if rank else True
+        assert said[name]["bytes"] == rank * sum(change.shape) * 4
+        assert ranks is None or rank == ranks.get(name, 0)
+        lost += error**2
+    total = json.loads((folder / REPORT).read_text())["all"]
+    assert total["relative_error"] == pytest.approx(math.sqrt(lost) / norm(tau), rel=1e-4)
+    return found
+
+
+def tau_of(base: Path, model: Path) -> Delta:
+    start = load(base)
+    return {name: value.double() - start[name].double() for name, value in load(model).items()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "mean", "codes", "codes of bases", "lossless"])
+def test_a_task_of_each_kind_of_store(models, stores, tmp_path, kind):
+    store, base = stores[kind], models["base"]
+    tvb("export", store, tmp_path / "full", "--task", "math", "--dtype", "float32")
+    done = tvb("export", store, tmp_path / "lora", "--task", "math", "--lora", "--rank", 4)
+    tau = tau_of(base, tmp_path / "full")
+    matrices = {name for name in tau if tau[name].ndim == 2 and "embed" not in name}
+    found = check(base, tmp_path / "lora", tau, dict.fromkeys(matrices, 4))
+    assert (
+        len(found) == MODULES + 1 and "math, reconstructed (without its weight of 2)" in done.stdout
+    )
+    config = json.loads((tmp_path / "lora" / CONFIG).read_text())
+    assert config["r"] == config["lora_alpha"] == 4 and config["rank_pattern"] == {}
+    assert config["target_modules"] == sorted({name.split(".")[-2] for name in matrices})
+    if kind == "lossless":
+        assert off({n: tau[n] for n in tau}, tau_of(base, models["math"])) == 0
+        words = ("--model", models["math"], "--base", base, tmp_path / "two", "--lora")
+        tvb("export", *words, "--rank", 4)
+        assert (tmp_path / "two" / WEIGHTS).read_bytes() == (
+            tmp_path / "lora" / WEIGHTS
+        ).read_bytes()
+
+
+def test_ranks_by_energy_and_by_bytes(models, stores, tmp_path):
+    base, tau = models["base"], tau_of(models["base"], models["code"])
+    for name, words in (("energy", ("--energy", 0.9)), ("size", ("--size", "30kB"))):
+        tvb("export", stores["lossless"], tmp_path / name, "--task", "code", "--lora", *words)
+        found = check(base, tmp_path / name, tau)
+        whole = norm(
+            {each: tau[each] for each in tau if tau[each].ndim == 2 and "embed" not in each}
+        )
+        kept = 1 - (norm({each: found[each] - tau[each] for each in found}) / whole) ** 2
+        size = (tmp_path / name / WEIGHTS).stat().st_size
+        assert 0.9 <= kept <= 0.91 if name == "energy" else 28_000 <= size <= 30_000
+        config = json.loads((tmp_path / name / CONFIG).read_text())
+        assert config["rank_pattern"] == config["alpha_pattern"] and config["rank_pattern"]
+        assert len(load_file(tmp_path / name / WEIGHTS)) == 2 * len(found)
+
+
+def test_an_adapter_comes_back(models, tmp_path):
+    base = models["base"]
+    settings = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "up_proj"])
+    model = peft.get_peft_model(model_of(base), settings)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn_like(parameter)
+    trained = {name: delta for name, delta in deltas(model, "default").items()}
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    tvb(
+        "export",
+        "--model",
+        tmp_path / "merged",
+        "--base",
+        base,
+        tmp_path / "lora",
+        "--lora",
+        "--rank",
+        3,
+    )
+    _, [found] = by_peft(base, tmp_path / "lora")
+    assert off(found, trained) <= 1e-6 and len(found) == 4
+    start, whole = load(base), load(tmp_path / "merged")
+    for name, delta in found.items():
+        again = (start[name].double() + delta).bfloat16()
+        assert (again != whole[name].bfloat16()).float().mean() <= 1e-3  # ties of the rounding
+
+
+@pytest.mark.parametrize("kind", ["dense", "mean", "codes"])
+def test_a_store_as_adapters_and_scales(models, stores, tmp_path, kind):
+    """PEFT's `cat` of the bases by `tasks.json` is the adapter of a task."""
+    out, store = tmp_path / "out", stores[kind]
+    tvb("export", store, out, "--lora", "--rank", 2, "--all", *["--sums"] * (kind != "codes"))
+    scales = json.loads((out / SCALES).read_text())
+    assert list(scales) == list(TASKS[:3])
+    folders = sorted(each.parent for each in out.glob(f"*/{CONFIG}"))
+    if kind == "codes":
+        paths = [[each["path"], each["id"], each["scale"]] for (each,) in scales.values()]
+        assert paths == [[task, number, 1.0] for number, task in enumerate(TASKS[:3])]
+        tvb("export", store, tmp_path / "one", "--task", "code", "--lora", "--rank", 2)
+        assert (tmp_path / "one" / WEIGHTS).read_bytes() == (out / "code" / WEIGHTS).read_bytes()
+        return
+    names = ["basis-000", "basis-001", *["mean"] * (kind == "mean")]
+    assert [each.name for each in folders] == names
+    model, parts = by_peft(models["base"], *(out / name for name in names))
+    for task, listed in scales.items():
+        assert [each["path"] for each in listed] == names
+        weights = [each["scale"] for each in listed]
+        [joined] = by_peft(models["base"], out / "tasks" / task)[1]
+        added = {n: sum(w * p[n] for w, p in zip(weights, parts, strict=True)) for n in joined}
+        assert off(joined, added) <= 1e-6
+        model.add_weighted_adapter([str(each["id"]) for each in listed], weights, task, "cat")
+        assert off(deltas(model, task), joined) <= 1e-6
+    tvb("export", store, tmp_path / "full", "--task", "math", "--dtype", "float32")
+    tau = tau_of(models["base"], tmp_path / "full")
+    said = json.loads((out / "tasks" / "math" / REPORT).read_text())["tensors"]
+    [joined] = by_peft(models["base"], out / "tasks" / "math")[1]
+    for name, change in joined.items():
+        error = float((change - tau[name]).norm() / tau[name].norm())
+        assert said[name]["relative_error"] == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_output_layer_is_left_out(tmp_path, tied):
+    make = (lambda: llama(tie_word_embeddings=True)) if tied else llama
+    base, [model] = family(tmp_path, make, ["math"], tokenizer=False)
+    tvb("export", "--model", model, "--base", base, "--lora", "--rank", 32, tmp_path / "one")
+    found = check(base, tmp_path / "one", tau_of(base, model))
+    assert len(found) == MODULES + (not tied)
+
+
+def test_a_model_with_nan_is_named(tmp_path):
+    for place in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
+        base, [model] = family(tmp_path / place, llama, ["math"], tokenizer=False)
+        values = load(model)
+        values[place].view(-1)[3] = math.nan
+        save_file(values, model / "model.safetensors", {"format": "pt"})
+        words = ("--model", model, "--base", base, "--lora", "--rank", 2, tmp_path / "out")
+        said = refused("export", *words, "--quiet")
+        assert place in said and str(model) in said and "NaN" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_conv1d_under_both_kinds_of_names(tmp_path):
+    base, [model] = family(tmp_path, gpt2, ["math"], tokenizer=False)
+    tvb("export", "--model", model, "--base", base, tmp_path / "one", "--lora", "--rank", 3)
+    check(base, tmp_path / "one", tau_of(base, model))
+    for folder in (base, model):  # as on the Hub
+        short = {name.removeprefix("transformer."): each for name, each in load(folder).items()}
+        save_file(short, folder / "model.safetensors")
+    tvb("export", "--model", model, "--base", base, tmp_path / "two", "--lora", "--rank", 3)
+    assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "two" / WEIGHTS).read_bytes()
+
+
+def test_the_command_in_a_process_of_its_own(models, stores, tmp_path):
+    out, before = tmp_path / "out", contents(stores["dense"])
+    words = ("tvb", "export", stores["dense"], out, "--lora", "--rank", 2, "--all", "--quiet")
+    done = run([str(word) for word in words], out)
+    assert done.returncode == 0 and "B1 of" in done.stdout, done.stderr
+    assert contents(stores["dense"]) == before and not list(tmp_path.glob("out.*"))
+    files = {CONFIG, WEIGHTS, REPORT}
+    assert {each.name for each in (out / "basis-000").iterdir()} == files
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no size": (["OUT", "--task", "math"], "one of --rank R, --energy SHARE and --size SIZE"),
+    "two sizes": (["OUT", "--task", "math", "--rank", "2", "--size", "1MB"], "one of --rank R"),
+    "nothing chosen": (["OUT", "--rank", "2"], "one of --task NAME, --basis K, --all and --model"),
+    "all bases": (["OUT", "--rank", "2", "--all-bases"], "one of --task NAME, --basis K, --all"),
+    "unknown task": (["OUT", "--task", "maht", "--rank", "2"], "did you mean 'math'?"),
+    "rank": (["OUT", "--task", "math", "--rank", "0"], "'--rank': 0 is not in the range x>=1"),
+    "small": (["OUT", "--task", "math", "--size", "4kB"], "--size: 4.0 kB are too little"),
+    "no output": (["--task", "math", "--rank", "2"], "name one output folder"),
+    "sums": (["OUT", "--task", "math", "--rank", "2", "--sums"], "it goes with --all"),
+    "no base": (["--model", "BASE", "--rank", "2"], "--model goes with --base BASE and one output"),
+    "same": (
+        ["--model", "BASE", "--base", "BASE", "--rank", "2"],
+        "no matrix differs from the base",
+    ),
+    "memory": (["OUT", "--task", "math", "--rank", "2", "--memory", "1MB"], "raise --memory"),
+    "inside": (["STORE/in", "--task", "math", "--rank", "2"], "lies in the input"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes(models, stores, tmp_path, case):
+    words, message = WRONG[case]
+    store, places = stores["dense"], {"OUT": tmp_path / "out", "BASE": models["base"]}
+    first = [tmp_path / "out"] if case == "same" else [store]
+    given = [str(places.get(word, word)).replace("STORE", str(store)) for word in words]
+    before = contents(store)
+    assert message in refused("export", *first, *given, "--lora", "--quiet")
+    assert contents(store) == before and not list(tmp_path.iterdir())
+
+
+def test_options_of_adapters_need_lora(stores, tmp_path):
+    said = refused("export", stores["dense"], tmp_path / "out", "--task", "math", "--rank", 2)
+    assert "--rank is for adapters: add --lora" in said
