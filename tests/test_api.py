@@ -245,7 +245,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
     assert accepted == {
         ("build", "out"): [None, place],
         ("build", "weights"): [None, {}],
-        **{("build", key): [None] for key in ("bits", "size")},
+        **{("build", key): [None] for key in ("bits", "keep", "size")},
         ("add", "bits"): [None],
         **{(name, "exclude"): [3, "no\nwhere"] for name in ("build", "merge")},
         **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
