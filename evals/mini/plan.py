@@ -24,7 +24,7 @@ MATRICES = ("balanced", "ae_exact", "ae_adam_5", "pca", "rand_select")
 LEARNED = ("ae_adam_5", "balanced", "rand_select", "pca")
 SPANS = ("ae_exact", "ae_adam_5", "balanced", "pca")  # turned, they span the same
 ANNEALED = 0.75  # of T: from this M on the paper anneals its encoder online
-ZOOS = (8, 4, 3, 2, 1, 0.5, 0.25)
+ZOOS = (8, 4, 3, 2)
 STORED = tuple(f"{label}_{m}" for label in ("balanced", "pca", "ae_exact") for m in (2, 5, 8))
 OTHERS = tuple(how for how in RIVALS if not how.startswith("svd"))
 
