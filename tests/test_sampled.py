@@ -210,7 +210,7 @@ def test_bits_and_sizes_choose_a_form(dtype, wanted, codec, tmp_path):
 
 
 CASES = {
-    "a share above 1": (("--keep", "1.5"), "--keep 1.5: expected a share"),
+    "a share above 1": (("--keep", "1.5"), "--keep 1.5: expected a share from 1e-06 to below 1"),
     "two choices": (("--keep", "0.1", "--bits", "2"), "choose one of --lossless, --keep"),
     "a dtype": (("--keep", "0.1", "--dtype", "bfloat16"), "choose one of --lossless, --keep"),
 }
@@ -225,6 +225,11 @@ def test_mistakes_are_one_line(case: str, family: Models, tmp_path: Path) -> Non
 
 
 def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"basis": "balanced", "num_bases": 2}
+    with pytest.raises(UserError, match=r"--bits 1.99 is for task vectors; bases take 1, 2"):
+        tvb_mergekit.build(family.base, family.models, tmp_path / "s", bits=1.99, **keys)
+    with pytest.raises(UserError, match="too few for a sample"):
+        tvb_mergekit.build(family.base, family.models, tmp_path / "s", bits=0.001)
     with pytest.raises(UserError, match="--keep keeps all tasks"):
         tvb_mergekit.build(
             family.base, family.models, tmp_path / "s", keep=0.1, basis="balanced", num_bases=2

@@ -155,8 +155,9 @@ def build_store(
         taken = sum(record.bytes for record in vectors.files.values())
         if quantize is not None and quantize.size is not None and taken > quantize.size:
             fewer = 0.95 * form.share * quantize.size / taken
+            instead = f"--keep {fewer:.2g}" if fewer else "a larger size"
             raise UserError(
-                f"--size {quantize.size:,} bytes: the files take {taken:,}; give --keep {fewer:.2g}"
+                f"--size {quantize.size:,} bytes: the files take {taken:,}; give {instead}"
             )
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
@@ -305,8 +306,8 @@ class _Unfinished:
         if not same:
             raise UserError(
                 f"--resume: {self.folder} was begun with other models, settings, --dtype, --bits, "
-                "--size or number of processes, or with another PyTorch; start again without "
-                "--resume"
+                "--size, --keep, --lossless or number of processes, or with another PyTorch; start "
+                "again without --resume"
             )
 
     def sums(self) -> GramSums | None:

@@ -19,6 +19,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 LEAST = 2  # bits of the codes of task vectors; a sample is better below
+LEAST_SHARE = 1e-6
 PILOT = 256  # blocks from which the bytes of a share are estimated
 
 
@@ -27,7 +28,7 @@ class Quantize:
     """The bits of the elements of a store.
 
     Attributes:
-        bits: one of BITS. Less than LEAST: the mean of a sample of task vectors.
+        bits: one of BITS. Less than LEAST: the mean bits of an element in a sample.
         size: instead, the most bytes that the store may take.
 
     Raises:
@@ -74,11 +75,11 @@ def form_of(inputs: TaskSet, wanted: Quantize) -> Form:
     total, least = count * sum(numels), LEAST if tasks else BITS[0]
     if wanted.size is None:
         assert wanted.bits is not None
-        if wanted.bits >= least:
+        if wanted.bits in BITS and wanted.bits >= least:
             return Form(bits=int(wanted.bits))
         if not tasks:
-            raise UserError(f"--bits {wanted.bits:g} is for task vectors; bases take {BITS[0]} "
-                            "or more")  # fmt: skip
+            every = ", ".join(map(str, BITS))
+            raise UserError(f"--bits {wanted.bits:g} is for task vectors; bases take {every}")
         return Form(share=share_for(inputs, wanted.bits))
     fixed = fixed_bytes(inputs, count)
     room = wanted.size - fixed
@@ -99,7 +100,7 @@ def form_of(inputs: TaskSet, wanted: Quantize) -> Form:
 
 
 def share_for(inputs: TaskSet, bits: float) -> float:
-    """The share of the entries that takes at most `bits` an element, from some of the blocks.
+    """The share of the entries that takes about `bits` an element, from some of the blocks.
 
     Raises:
         UserError: the task vectors cannot be sampled.
@@ -112,7 +113,7 @@ def share_for(inputs: TaskSet, bits: float) -> float:
         if share == 1 and sixteen and found <= most:
             return 1.0
         share = round(min(share * most / found, 0.99) * 2**32) / 2**32
-    if not share:
+    if share < LEAST_SHARE or _bits_at(inputs, share) > 1.05 * bits:
         raise UserError(f"{bits:.2g} bits an element are too few for a sample; give more")
     return share
 
@@ -153,15 +154,15 @@ def share_of(lossless: bool, keep: float | None, other: object) -> float:
         raise UserError("choose one of --lossless, --keep, --bits, --size and --dtype")
     if keep is None:
         return float(lossless)
-    if not 1e-6 <= keep < 1:
-        raise UserError(f"--keep {keep:g}: expected a share of the entries, below 1")
+    if not LEAST_SHARE <= keep < 1:
+        raise UserError(f"--keep {keep:g}: expected a share from {LEAST_SHARE:g} to below 1")
     return round(keep * 2**32) / 2**32
 
 
 def check_kept(inputs: TaskSet, share: float) -> None:
     """Raise UserError unless a store can keep a share of the entries of the models.
 
-    All entries are kept if that saves bytes.
+    For all entries, most of the models must have the base's 16-bit dtype.
     """
     key = "--lossless" if share == 1 else "--keep"
     if inputs.settings.basis != "none":
