@@ -73,13 +73,13 @@ def build(
       tvb build models.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
-    from tvb_mergekit.store.forms import default_share, share_of
+    from tvb_mergekit.store.forms import default_share, kept_share
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(bits, size)
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
-    share = share_of(lossless, keep, quantize or dtype)
+    share = kept_share(lossless, keep, quantize or dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)

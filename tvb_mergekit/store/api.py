@@ -27,7 +27,7 @@ from tvb_mergekit.store.add import add_in_memory, add_to_store
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.build import build_in_memory, build_store
-from tvb_mergekit.store.forms import Quantize, share_of
+from tvb_mergekit.store.forms import Quantize, kept_share
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.task_vectors import remove_task
 from tvb_mergekit.store.writer import undo_change
@@ -116,7 +116,7 @@ def build(
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     quantize = None if bits is None and size is None else Quantize(bits, size)
-    share = share_of(lossless, keep, quantize)
+    share = kept_share(lossless, keep, quantize)
     if (quantize or share) and not inputs.settings.names_a_basis:
         inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
     if out is not None:

@@ -141,7 +141,7 @@ def _block(part: Part, first: int, length: int) -> torch.Tensor:
     return part.read(first, first + length, torch.empty(length, dtype=part.dtype)).cpu()
 
 
-def share_of(lossless: bool, keep: float | None, other: object) -> float:
+def kept_share(lossless: bool, keep: float | None, other: object) -> float:
     """The share of the entries that a store keeps exact; 0 for other forms.
 
     Args:
