@@ -198,8 +198,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_kernels.py -k gram_matrix_equals": [
         ("tensors/kernels.py", "d3 += x3[k] * y3[k]", "d3 += x3[k] * y2[k]"),
-        ("tensors/kernels.py",
-         "for j in range(i, sums.shape[1], TILE)", "for j in range(i, i + 1, TILE)"),
+        ("tensors/kernels.py", "i, sums.shape[1], TILE)", "i, i + 1, TILE)"),
         ("tensors/kernels.py", "np.triu(upper, 1)", "np.triu(upper, 2)"),
         ("tensors/kernels.py", "for i in range(1, 1 + deltas)", "for i in range(1, deltas)"),
         ("tensors/kernels.py", "norms[number] += _square", "norms[number] = _square"),
