@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from commands import contents, recipe, refused, run, tvb, write
+from commands import contents, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -213,36 +213,6 @@ def test_ranks_by_energy_and_by_bytes(models, stores, tmp_path):
         assert len(load_file(tmp_path / name / WEIGHTS)) == 2 * len(found)
 
 
-def test_an_adapter_comes_back(models, tmp_path):
-    base = models["base"]
-    settings = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "up_proj"])
-    model = peft.get_peft_model(model_of(base), settings)
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.1 * torch.randn_like(parameter)
-    trained = {name: delta for name, delta in deltas(model, "default").items()}
-    merged = model.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    tvb(
-        "export",
-        "--model",
-        tmp_path / "merged",
-        "--base",
-        base,
-        tmp_path / "lora",
-        "--lora",
-        "--rank",
-        3,
-    )
-    _, [found] = by_peft(base, tmp_path / "lora")
-    assert off(found, trained) <= 1e-6 and len(found) == 4
-    start, whole = load(base), load(tmp_path / "merged")
-    for name, delta in found.items():
-        again = (start[name].double() + delta).bfloat16()
-        assert (again != whole[name].bfloat16()).float().mean() <= 1e-3  # ties of the rounding
-
-
 @pytest.mark.parametrize("kind", ["dense", "mean", "codes"])
 def test_a_store_as_adapters_and_scales(models, stores, tmp_path, kind):
     """PEFT's `cat` of the bases by `tasks.json` is the adapter of a task."""
@@ -307,16 +277,6 @@ def test_conv1d_under_both_kinds_of_names(tmp_path):
         save_file(short, folder / "model.safetensors")
     tvb("export", "--model", model, "--base", base, tmp_path / "two", "--lora", "--rank", 3)
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "two" / WEIGHTS).read_bytes()
-
-
-def test_the_command_in_a_process_of_its_own(models, stores, tmp_path):
-    out, before = tmp_path / "out", contents(stores["dense"])
-    words = ("tvb", "export", stores["dense"], out, "--lora", "--rank", 2, "--all", "--quiet")
-    done = run([str(word) for word in words], out)
-    assert done.returncode == 0 and "B1 of" in done.stdout, done.stderr
-    assert contents(stores["dense"]) == before and not list(tmp_path.glob("out.*"))
-    files = {CONFIG, WEIGHTS, REPORT}
-    assert {each.name for each in (out / "basis-000").iterdir()} == files
 
 
 WRONG: dict[str, tuple[list[str], str]] = {

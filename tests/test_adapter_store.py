@@ -53,18 +53,6 @@ def test_bases_are_the_dense_combinations(adapters: Models, tmp_path: Path) -> N
     assert bases.facts["num_parameters"] == sum(numels)
 
 
-def test_adapters_at_few_bits(adapters: Models, tmp_path: Path) -> None:
-    folder, tau = tmp_path / "store", dense(adapters)
-    adapters.build(folder, "--bits", 2, tasks=adapters.tasks[:2])
-    tvb("add", folder, adapters.listed[2], "--task", "safety", "--quiet")
-    bases = store.load(folder)
-    for k, vector in enumerate(bases.vectors):
-        found = flat({name: vector.tensor(name) for name in bases.names}, adapters)
-        error = float((found - tau[:, k]).norm() / tau[:, k].norm())
-        assert bases.facts.relative_error[adapters.tasks[k]] == pytest.approx(error, rel=1e-4)
-        assert 0 < error < 0.5
-
-
 # What is not s B A, or not only adapters
 
 

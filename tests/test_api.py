@@ -36,16 +36,6 @@ def dense_of(base: State, models: Mapping[str, State]) -> Dense:
     return Dense(base, [*models.values()], [n for n, t in base.items() if t.is_floating_point()])
 
 
-def copied(states: Mapping[str, State]) -> dict[str, State]:
-    return {k: {n: t.clone() for n, t in s.items()} for k, s in states.items()}
-
-
-def unchanged(states: Mapping[str, State], before: Mapping[str, State]) -> None:
-    for key, state in states.items():
-        assert list(state) == list(before[key])
-        assert all(torch.equal(t, before[key][n]) for n, t in state.items())
-
-
 @pytest.mark.parametrize(
     ("basis", "dtype"), [("pca", torch.bfloat16), ("rand_proj", torch.float32)]
 )
@@ -80,25 +70,6 @@ def test_in_memory_equals_on_disk(basis, dtype, world, tmp_path):
             assert all(torch.equal(t, two[n]) for n, t in one.items())
 
 
-def test_tied_tensors_and_odd_layouts(world: World) -> None:
-    base, models = five(world)
-    plain = tvb.build(base, models, basis="pca", num_bases=2)
-    want = tvb.merge(plain, base, "basis_ties")
-    for state in (base, *models.values()):
-        state["conv"] = state["conv"].to(memory_format=torch.channels_last)
-        state["twin"] = state["embed"]
-    tied = tvb.build(base, models, basis="pca", num_bases=2)
-    assert "twin" not in tied.vectors[0].tensors
-    for name in plain.vectors[0].tensors:
-        torch.testing.assert_close(tied.vectors[1].tensor(name), plain.vectors[1].tensor(name))
-    merged = tvb.merge(tied, base, "basis_ties")
-    assert torch.equal(merged["twin"], merged["embed"])
-    for name, tensor in want.items():
-        torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
-    found = tvb.reconstruct(tied, base, "code")
-    assert torch.equal(found["twin"], found["embed"])
-
-
 def test_a_base_that_ties_what_its_models_do_not(world: World) -> None:
     """Each name has its own task vector."""
     base, models = five(world)
@@ -123,36 +94,6 @@ def test_state_dicts_are_read_anew_whatever_the_cache_holds() -> None:
     assert bases.tensors["gram"].tolist() == [[1.0, 0.0], [0.0, 49.0]]
 
 
-def test_adding_in_memory_equals_adding_on_disk(world: World, tmp_path: Path) -> None:
-    base, models = five(world)
-    before = copied({**models, "base": base})
-    memory: Any = None
-    place = tmp_path / "store"
-    for task, state in models.items():
-        more: dict[str, Any] = {"budget": 3, "compress": "balanced"} if memory is None else {}
-        kept = None if memory is None else [copied({"x": dict_of(v)})["x"] for v in memory.vectors]
-        new = tvb.add(memory, base, state, task, **more)
-        disk = tvb.add(place, base, state, task, **more)
-        if kept is not None:  # bases in memory are left as they are
-            for old, vector in zip(kept, memory.vectors, strict=True):
-                assert all(torch.equal(t, vector.tensor(n)) for n, t in old.items())
-        memory = new
-        assert memory.tasks == disk.tasks and memory.num_bases == disk.num_bases <= 3
-        for mine, theirs in zip(memory.vectors, disk.vectors, strict=True):
-            for name in mine.tensors:
-                torch.testing.assert_close(mine.tensor(name), theirs.tensor(name))
-        assert memory.facts["errors"].keys() == disk.facts["errors"].keys()
-    unchanged({**models, "base": base}, before)
-    merged = tvb.merge(memory, base, lambda_=0.3, lambda_scale="tasks")
-    keys = {"basis": "none", "lambda": 0.3}
-    want = expect(dense_of(base, models), "basis_ta", keys, {}, TASKS)
-    assert_close(merged, want.tensors, base, strict=2e-5)  # the sum of all five tasks
-
-
-def dict_of(vector: Any) -> State:
-    return {name: vector.tensor(name) for name in vector.tensors}
-
-
 def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
     base, models = five(world)
     bases = tvb.build(base, models, tmp_path / "store", basis="pca", num_bases=2)
@@ -160,8 +101,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
     ae, balanced = tvb.build(base, models, steps=2), {"compress": "balanced"}
     three = tvb.build(base, models, basis="balanced", num_bases=3)
     other = {n: t + 1 if t.is_floating_point() else t for n, t in base.items()}
-    short = copied(models)
-    short["code"]["bias"] = torch.zeros(3)
+    short = {**models, "code": models["code"] | {"bias": torch.zeros(3)}}
     for message, call in {
         "unknown key `num_base`": lambda: tvb.build(base, models, num_base=2),
         "no convex": lambda: tvb.add(bases, base, models["math"], "new"),

@@ -2,10 +2,8 @@
 
 import importlib.metadata
 import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from commands import Result, merge, recipe, tvb
@@ -98,21 +96,3 @@ def test_fingerprints_follow_the_contents(world, results, tmp_path):
     assert after[str(base)] == before[str(base)]
     assert after[str(same)] == before[str(models[0])]
     assert after[str(changed)] != before[str(models[0])]
-
-
-def test_merging_changes_no_input_and_twice_gives_the_same_bytes(world, tmp_path):
-    base, models = world("llama").base, world("llama").listed
-
-    def digest(folder: Path) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    before = [digest(path) for path in (base, *models)]
-    made = recipe("basis_ties", base, models, basis="pca", num_bases=2)
-    one, other = (merge(made, tmp_path / n, cache=tmp_path / f"c-{n}") for n in ("one", "other"))
-    assert [digest(path) for path in (base, *models)] == before
-    for name, array in one.basis.items():
-        np.testing.assert_array_equal(array, other.basis[name])
-    for file in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (one.folder / file).read_bytes() == (other.folder / file).read_bytes(), file
-    drop = {"seconds": None, "gram_cached": None}
-    assert one.facts | drop == other.facts | drop

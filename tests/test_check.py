@@ -8,24 +8,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import test_faults
-import test_faults_files
-import test_faults_output
 import tiny
 import yaml
 from click.testing import CliRunner
 from commands import merge, ready, tvb
 from safetensors.torch import load_file, save_file
-from test_faults import ALL, Case, prepare, recipe, slices, snapshot
+from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe, slices, snapshot
 
 from tvb_mergekit.cli.commands import main
 
 # What only writing shows, or what is about another command or its output.
 NOT_CHECKED = {"overflow"}
 CASES: dict[str, Case] = {
-    **{f"recipe: {name}": case for name, case in test_faults.RECIPES.items()},
-    **test_faults_files.CASES,
-    **{name: test_faults_output.CASES[name] for name in ("block budget", "raw")},
+    **{f"recipe: {name}": case for name, case in RECIPES.items()},
+    **OF_FILES,
+    **{name: OF_OUTPUT[name] for name in ("block budget", "raw")},
 }
 OTHER_WORDS = {
     "recipe: list": "recipe.yml: expected one recipe",

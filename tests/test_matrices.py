@@ -164,34 +164,6 @@ def test_interference_is_least(shape: tuple[int, ...], seed: int) -> None:
     assert float(gradient.norm() * best.norm()) < 1e-5 * scale
 
 
-def turned_by(bases: Tensor, time: float, steps: int) -> Tensor:
-    """D from their sum by Runge-Kutta steps down half of WUDI's loss, by its gradient alone."""
-    bases = bases.double()
-
-    def slope(point: Tensor) -> Tensor:
-        point = point.detach().requires_grad_()
-        loss = ((point - bases) @ bases.mT).square().sum((1, 2)) / bases.square().sum((1, 2))
-        return -torch.autograd.grad(loss.sum() / 2, point)[0]
-
-    point, step = bases.sum(0), time / steps
-    for _ in range(steps):
-        one = slope(point)
-        two = slope(point + step / 2 * one)
-        three = slope(point + step / 2 * two)
-        four = slope(point + step * three)
-        point = point + step / 6 * (one + 2 * two + 2 * three + four)
-    return point
-
-
-@pytest.mark.parametrize("shape", [(4, 12, 20), (2, 9, 30), (3, 20, 7)], ids=str)
-@pytest.mark.parametrize("kind", [noise, trained])
-def test_the_flow_follows_the_gradient_of_the_loss(shape: tuple[int, ...], kind) -> None:
-    bases = kind(*shape)
-    for time in (0.3, 10.0, 100.0):
-        found = interference_free(bases, time)
-        assert off(found, turned_by(bases, time, 400)) < 1e-5 + 2e-7 * time
-
-
 @quick
 @given(st.sampled_from(SHAPES), st.sampled_from([noise, trained]), st.integers(0, 99))
 def test_the_flow_goes_from_the_sum_to_the_least(shape, kind, seed: int) -> None:

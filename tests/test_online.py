@@ -243,8 +243,12 @@ def test_additions_are_those_of_the_paper(how: Any, built: bool) -> None:
     else:
         more |= {"budget": 4, "compress": how}
     for index in order:
-        bases, inner = spied(api.add, bases, base, models[index], f"t{index}", **more)
+        before = [] if bases is None else [v.tensor("a.weight").clone() for v in bases.vectors]
+        grown, inner = spied(api.add, bases, base, models[index], f"t{index}", **more)
+        for old, vector in zip(before, bases.vectors if bases else (), strict=True):
+            assert torch.equal(old, vector.tensor("a.weight"))
         naive.add(index, inner)
+        bases = grown
         check_state(bases, naive)
         more = {}
     assert bases is not None

@@ -95,7 +95,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.safetensors")}
 
 
-STORED = [("llama", 8), ("llama", 3), ("gpt2", 2), ("tied", 2), ("bf16", 4)]
+STORED = [("llama", 8), ("llama", 3), ("gpt2", 2), ("tied", 2), ("bf16", 4), ("mixed adapters", 2)]
 
 
 @pytest.mark.parametrize(("name", "bits"), STORED)
@@ -113,7 +113,8 @@ def test_a_store_holds_what_it_says(world, name, bits, tmp_path):
         tasks, ((found - tau).norm(dim=0) / tau.norm(dim=0)).tolist(), strict=True
     ):
         assert facts.relative_error[task] == pytest.approx(error, rel=1e-4)
-    torch.testing.assert_close(tensors["gram_bases"], found.T @ found, rtol=1e-5, atol=1e-9)
+    products, most = found.T @ found, 1e-6 * float(found.square().sum())
+    torch.testing.assert_close(tensors["gram_bases"], products, rtol=1e-5, atol=most)
     ends = np.cumsum([bases.vectors[0].tensors[n].numel for n in bases.names])[:-1]
     with_sum = [torch.cat([m, m.sum(1, keepdim=True)], 1) for m in (tau, found - tau)]
     for tensor, want in zip(("tensor_squares", "tensor_errors"), with_sum, strict=True):
@@ -469,16 +470,6 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     (tmp_path / "later.safetensors").write_bytes(later)
     with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
         Codes.open(tmp_path / "later.safetensors")
-
-
-def test_zero_stays_zero(llamas: Models, tmp_path: Path) -> None:
-    base = load(llamas.base)
-    model = base | {"model.norm.weight": base["model.norm.weight"] + torch.randn(32) * 0.01}
-    for bits in (8, 2):
-        bases = tvb_mergekit.build(base, {"a": model}, tmp_path / f"at-{bits}", bits=bits)
-        for name in bases.names:
-            if name != "model.norm.weight":
-                assert not bases.vectors[0].tensor(name).any()
 
 
 def test_weight_files(tmp_path: Path) -> None:

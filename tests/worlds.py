@@ -303,6 +303,7 @@ def state_dicts(
         state["ids"], state["steps"] = torch.arange(5)[None], torch.tensor(7)
         if twice:
             state["head"] = state["embed"]
+            state["conv"] = state["conv"].to(memory_format=torch.channels_last)
         states.append(state)
         paths.append(folder / f"{task}.{ending}")
         folder.mkdir(parents=True, exist_ok=True)
