@@ -23,7 +23,7 @@ def real() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EVALS)
         patch.syspath_prepend(RECIPE)
-        names = ("tasks", "model", "train", "plan", "run", "sheets", "study")
+        names = ("tasks", "model", "train", "plan", "run", "sheets", "study", "rounding")
         yield SimpleNamespace(
             **{name: importlib.import_module(f"real.{name}") for name in names},
             get_base=importlib.import_module("get_base"),
@@ -84,6 +84,8 @@ def test_the_command_trains_every_kind_once_and_resumes(real, world, monkeypatch
         lines = (folder / "curve.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == [facts["base"], facts["specialist"]]
     assert call(real, world, *words).output == "0 of 3 runs, about 0.0 h\n"
+    alone = call(real, world, "--only", "seed0/lora4/sst2")
+    assert alone.exit_code == 1 and "seed0/full/sst2 comes first" in alone.output
 
     # Another seed is trained in pieces: an interruption after the second evaluation
     monkeypatch.setattr(real.train, "EVERY", 8)
@@ -104,6 +106,25 @@ def test_the_command_trains_every_kind_once_and_resumes(real, world, monkeypatch
     one, other = ((run.folder / "model.safetensors").read_bytes() for run in runs)
     assert one == other
     assert not list((world / "out/seed1/full").glob("*.partial"))
+
+
+def test_bits_of_trainings_are_measured_once(real, world, monkeypatch):
+    monkeypatch.setattr(real.rounding, "STEPS", (1, 2))
+    plan = (("full", 2e-5), ("bfloat16", 1e-4), ("lora16", 1e-3))
+    monkeypatch.setattr(real.rounding, "PLAN", plan)
+    words = ["--data", str(world / "data"), "--out", str(world / "out")]
+    tables = [CliRunner().invoke(real.rounding.main, words) for _ in range(2)]
+    assert tables[0].exit_code == 0, tables[0].output
+    lines = (world / "out/rounding.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and tables[1].stdout == tables[0].stdout
+    norms = {(f["kind"], f["rate"], f["steps"]): f["norm"] for f in map(json.loads, lines)}
+    assert 0 < norms["full", 2e-5, 1] < norms["full", 2e-5, 2] < norms["bfloat16", 1e-4, 2] < 0.1
+    assert norms["lora16", 1e-3, 2] > 0  # in matrices that a fused adapter changes
+    # A quarter between two neighbours goes up once in four times
+    weights = torch.full((100_000,), 1 + 2.0**-9)
+    real.rounding.round_randomly(weights)
+    assert set(weights.tolist()) == {1.0, 1 + 2.0**-7}
+    assert abs((weights > 1).float().mean() - 0.25) < 0.01
 
 
 def test_the_study(real, world, monkeypatch, tmp_path):
