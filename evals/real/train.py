@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import click
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -46,8 +47,9 @@ BATCH = {"full": 16, "lora16": 4, "lora4": 4}  # small ones cost nothing where f
 SLOW = {"banking77", "nl2bash", "geoquery_sql", "multi30k_en_de"}  # half as large, if in full
 EVERY = 400  # examples between evaluations
 VALIDATED = 100  # validation items of the curve
+LENGTH = 1.5  # of what adapters begin as: a share of a specialist's length that they lack
 SAVED = 600  # seconds between saved states
-RATES = {"full": 4e-5, "lora16": 1e-3, "lora4": 1e-3}
+RATES = {"full": 4e-5, "lora16": 3e-4, "lora4": 3e-4}
 # About an hour on two cores for all twelve: more for tasks that learn slowly, fewer for long items
 EXAMPLES = {"sst2": 1000, "trec": 1500, "snli_small": 1000, "banking77": 1500, "snips_slots": 2000,
             "semeval2010_task8": 1000, "multi30k_en_de": 700, "geoquery_sql": 600,
@@ -74,6 +76,11 @@ class Run:
     @property
     def folder(self) -> Path:
         return self.out / self.name
+
+    @property
+    def whole(self) -> Path:
+        """The full specialist that an adapter begins as."""
+        return self.out / f"seed{self.seed}/full/{self.task}"
 
     @property
     def partial(self) -> Path:
@@ -113,7 +120,9 @@ def plan(out: Path, data: Path, seeds: int, most: int, only: str) -> list[Run]:
     found: list[Run] = []
     parts = [(0, "full", TASKS), (0, "lora4", SHIPPED), (0, "lora16", TASKS)]
     for seed, kind, names in (*parts, *((seed, "full", TASKS) for seed in range(1, seeds))):
-        runs = [Run(out, data, seed, kind, task, min(EXAMPLES[task], most)) for task in names]
+        part = 1 if kind == "full" else 3  # adapters have learned most of it before
+        runs = [Run(out, data, seed, kind, task, min(EXAMPLES[task] // part, most))
+                for task in names]  # fmt: skip
         found += sorted((r for r in runs if fnmatch.fnmatch(r.name, only)), key=lambda r: r.tokens)
     return found
 
@@ -130,7 +139,11 @@ def hours(runs: list[Run], out: Path) -> float:
 
 
 def load(run: Run, device: str) -> Any:
-    """The model in float32, with new adapters except for full training."""
+    """The model in float32, with adapters except for full training.
+
+    Adapters begin as the leading singular vectors of the full specialist's difference. These answer
+    to inputs of the task alone, where random ones answer to all inputs and disturb other tasks.
+    """
     torch.manual_seed(zlib.crc32(run.name.encode()))
     model = AutoModelForCausalLM.from_pretrained(run.out / "base", dtype=torch.float32).to(device)
     if run.kind != "full":
@@ -139,6 +152,15 @@ def load(run: Run, device: str) -> Any:
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, config)
+        full = load_file(run.whole / "model.safetensors", device)
+        state, own = model.state_dict(), "lora_A.default.weight"
+        for key in [key for key in state if key.endswith(own)]:
+            weight = state[key.replace(own, "base_layer.weight")]
+            name = key.replace(own, "weight").removeprefix("base_model.model.")
+            u, s, v = torch.svd_lowrank(full[name].float() - weight, rank + 8)
+            root = (LENGTH * s[:rank] / 2).sqrt()  # lora_alpha / rank is 2
+            state[key].copy_((v[:, :rank] * root).T)
+            state[key.replace("lora_A", "lora_B")].copy_(u[:, :rank] * root)
         model.peft_config["default"].base_model_name_or_path = NAME
     return model
 
@@ -264,6 +286,10 @@ def main(
     if not runs:
         raise click.ClickException(f"--only {only!r}: no run has such a name")
     missing = [run for run in runs if not run.folder.exists()]
+    for run in missing:
+        if not run.whole.exists() and not any(run.whole == other.folder for other in missing):
+            raise click.ClickException(f"{run.name} begins as its full specialist: "
+                                       f"{run.whole.relative_to(out)} comes first")  # fmt: skip
     click.echo(f"{len(missing)} of {len(runs)} runs, about {hours(missing, out):.1f} h")
     for run in missing:
         click.echo(f"  {run.name:32s} {run.count} examples, {hours([run], out) * 60:.0f} min")
