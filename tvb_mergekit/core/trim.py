@@ -20,7 +20,7 @@ BINS = 64 << 14
 
 
 class Histogram(ABC):
-    """Counts for `rows` streams of values (one per basis), int64 on the CPU.
+    """Counts for `rows` streams of values (one per basis), int64 on the device of the values.
 
     Several of one kind add up by their `counts`.
     """
@@ -29,7 +29,7 @@ class Histogram(ABC):
 
     @abstractmethod
     def add(self, values: Tensor) -> None:
-        """Count `values` [rows, n], float32, on any device."""
+        """Count `values` [rows, n], float32."""
 
 
 class MagnitudeHistogram(Histogram):
@@ -41,10 +41,8 @@ class MagnitudeHistogram(Histogram):
     def add(self, values: Tensor) -> None:
         for row, stream in zip(self.counts, values, strict=True):
             bins = bin_numbers(stream).long()
-            if bins.device.type == "cpu":  # a new table for each chunk would cost ten times more
-                row.scatter_add_(0, bins, torch.ones_like(bins))
-            else:
-                row += torch.bincount(bins, minlength=BINS).cpu()
+            # A new table for each chunk would cost ten times more.
+            row.scatter_add_(0, bins, torch.ones_like(bins))
 
     def thresholds(self, density: float) -> Tensor:
         """For each row the t whose share of |x| >= t is nearest to `density`: [rows] float32.
@@ -84,7 +82,7 @@ class WithinBins(Histogram):
         for row, number, stream in zip(self.counts, self.bins.tolist(), values, strict=True):
             rest = stream.contiguous().view(torch.int32) & ((1 << _SHIFT) - 1)
             mine = rest[bin_numbers(stream) == number]
-            row += torch.bincount(mine, minlength=1 << _SHIFT).cpu()
+            row += torch.bincount(mine, minlength=1 << _SHIFT)
 
     def thresholds(self) -> Tensor:
         """The k-th largest magnitude of each row, [rows] float32."""

@@ -206,12 +206,17 @@ class Placing(Sink, Protocol):
         """Memory for a piece, [outputs, stop - start] in `item.out` on the CPU; None: `write`."""
 
 
+def host_memory(device: torch.device, *shape: int) -> Tensor:
+    """Bytes on the CPU for copies to and from `device`."""
+    pinned = device.type == "cuda"  # then the copies are fast
+    return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
 class PieceBuffer:
     """Memory for the stored elements of a piece, which go to `device`. One instance per thread."""
 
     def __init__(self, nbytes: int, device: torch.device = CPU) -> None:
-        pinned = device.type == "cuda"  # then the copy to a GPU is fast
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.memory = host_memory(device, nbytes)
 
     def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
         """Base and inputs in their stored dtypes, overwritten by the next piece.
@@ -363,7 +368,7 @@ def deliver(
     """
     row = max((item.widest(layout.piece) for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
-    buffers = [torch.empty(outputs, row, dtype=torch.uint8, device="cpu") for _ in range(count)]
+    buffers = [host_memory(layout.workers[0], outputs, row) for _ in range(count)]
     place = getattr(sink, "place", lambda item, start, stop: None)
 
     def computing(device: torch.device) -> Callable[[Piece], tuple[Tensor | None, Result]]:

@@ -1,0 +1,299 @@
+"""The code for accelerators on a CUDA device that is not there: equal results, counted copies.
+
+Tensors of this device wrap CPU tensors that nothing else reaches. An operation fails if it mixes
+devices, or if PyTorch's table has no CUDA kernel for it. So does a change of memory that a GPU may
+still read, and a copy that converts on the host.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchgen
+from passing import combine, gram_of
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tvb_mergekit import Bases, attach, build
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.gram import BLOCK, Sketch
+from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.store import live
+from tvb_mergekit.store.api import base_of
+from tvb_mergekit.store.export import items_of
+from tvb_mergekit.tensors import layout, passes, stream
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.engine import CPU, Engine
+from tvb_mergekit.tensors.merging import build_basis, merge_items
+from tvb_mergekit.tensors.taskset import TaskSet
+from tvb_mergekit.tensors.writing import MemorySink
+
+CUDA = torch.device("cuda", 0)
+TABLE = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+FORCED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the host waits
+ALL, TASKS, T = {"basis": "none"}, ["a", "b", "c"], 3
+SHAPES = {"layer": (64, 160), "bias": (96,), "other": (48, 40)}  # 5, 1 and 1 pieces
+PIECES = 7
+# Copies to the device and from it. A pass moves each input of each piece once.
+GRAM = PIECES * (1 + T), PIECES * 2  # back: G and the base's norm
+LINEAR = PIECES * (1 + T) + 2, PIECES  # also the weights and scales; back: the outputs
+COUNT = PIECES * (1 + T) + 2, 1  # also the weights and the histogram, which comes back
+TRIM = PIECES * (1 + T) + len(SHAPES), PIECES  # also the weights of each tensor
+
+
+def matrices(*scalars: int) -> tuple[int, int]:
+    """Two matrices of 6 pieces, whose bases pass through the host, and a vector.
+
+    `scalars` are the numbers of each matrix that the host sends, and that it needs.
+    """
+    up = (1 + T + 2) + 6 * (1 + T) + 2 * 2 + 2 * (1 + scalars[0]) + 6 * 2 + 2 * 2
+    return up, 1 + 6 + 2 * (1 + scalars[1]) + 6
+
+
+@functools.cache
+def has_kernel(name: str) -> bool:
+    name, text = re.escape(name.removeprefix("aten::")), TABLE.read_text()
+    found = re.search(rf"^- func: {name}\(.*?(?=^- func|\Z)", text, re.MULTILINE | re.DOTALL)
+    if found and (delegate := re.search(r"structured_delegate: (\S+)", found[0])):
+        return has_kernel(delegate[1])
+    given = r"\bCUDA\b.*:|Composite\w+:|ufunc_inner_loop:"
+    return not found or "dispatch:" not in found[0] or bool(re.search(given, found[0]))
+
+
+class Device(TorchDispatchMode):
+    """Counts copies `up` to the device and `down` from it."""
+
+    _mode_key = torch._C._TorchDispatchModeKey.FAKE  # PyTorch does not look for a real one
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.reading: list[tuple[Tensor, Tensor]] = []  # memory, and its content
+
+    def synchronize(self) -> None:
+        while self.reading:
+            assert torch.equal(*self.reading.pop()), "changed while a copy reads it"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # counts the operations that it is made of
+                return func.decompose(*args, **kwargs or {})
+        name, kwargs = func.name(), {k: v for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        here = [t for t in tensors if isinstance(t, Hidden)]
+        device = kwargs.get("device") or (CUDA if here else CPU)
+        there = torch.device(device).type == "cuda"
+        if name in ("aten::copy_", "aten::_to_copy"):
+            source = args[name == "aten::copy_"]
+            there = isinstance(args[0], Hidden) if name == "aten::copy_" else there
+            if there != isinstance(source, Hidden):
+                self.counts["up" if there else "down"] += 1
+                same = source.dtype == kwargs.get("dtype", args[0].dtype)
+                assert same or source.numel() < 16, "the host converts"
+                if there and kwargs.get("non_blocking"):
+                    self.reading.append((source, source.clone()))
+        elif here:
+            mixed = [t for t in tensors if t.dim() and not isinstance(t, Hidden)]
+            assert not mixed, f"{name}: two devices"
+            assert has_kernel(name), f"{name}: no kernel for CUDA"
+            indexed = name == "aten::index.Tensor" and all(t.dtype != torch.bool for t in tensors)
+            self.counts["down"] += not indexed and not FORCED.isdisjoint(func.tags)
+        kwargs.update(dict(device=CPU) if kwargs.get("device") else {})
+        plain, keys = tree_map_only(Hidden, lambda t: t.inner, (args, kwargs))
+        made = func(*plain, **keys)
+        if not there:
+            return made
+        known = {id(t.inner): t for t in here}  # changed in place
+        return tree_map_only(
+            Tensor, lambda t: known[id(t)] if id(t) in known else Hidden(t, self), made
+        )
+
+
+class Hidden(Tensor):
+    is_meta = False
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, home: Device) -> "Hidden":
+        made: Hidden = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device="meta",  # PyTorch for CPUs cannot index others
+        )  # fmt: skip
+        made.inner, made.home = inner, home
+        return made
+
+    device = property(lambda self: CUDA)
+    data_ptr = lambda self: self.inner.data_ptr()  # noqa: E731
+    tolist = lambda self: self.cpu().tolist()  # noqa: E731
+    new_tensor = lambda self, data: torch.tensor(data, dtype=self.dtype, device=CUDA)  # noqa: E731
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        (home, *_) = (t.home for t in tree_leaves((args, kwargs)) if isinstance(t, Hidden))
+        return home.__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The device in all threads. Chunks are pieces, short, and the same on the CPU."""
+    made = Device()
+
+    def enter() -> None:
+        torch._C._set_only_lift_cpu_tensors(True)  # in this thread: `torch.tensor` makes a copy
+        made.__enter__()
+
+    threads = partial(ThreadPoolExecutor, initializer=enter)
+    monkeypatch.setattr(stream, "ThreadPoolExecutor", threads)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made)
+    monkeypatch.setattr(layout, "chunk_length", lambda rows, kind: BLOCK)
+    monkeypatch.setattr(layout, "DEVICE_WORKERS", 1)
+    monkeypatch.setattr(passes, "fused", lambda items, engine, *outputs: False)
+    torch._C._set_only_lift_cpu_tensors(True)
+    with made:
+        yield made
+    torch._C._set_only_lift_cpu_tensors(False)
+    assert not made.reading
+
+
+def test_mistakes_fail(device: Device) -> None:
+    here, there = torch.ones(16), torch.ones(16).to(CUDA)
+    mistakes = {
+        "two devices": lambda: there + here,
+        "histogram.* no kernel for CUDA": lambda: torch.histogram(there, 2),
+        "the host converts": lambda: here.bfloat16().copy_(there),
+        "changed while a copy reads it": lambda: (
+            here.to(CUDA, non_blocking=True), here.zero_(), device.synchronize()
+        ),
+    }  # fmt: skip
+    for message, mistake in mistakes.items():
+        with pytest.raises(AssertionError, match=message):
+            mistake()
+    with pytest.raises(RuntimeError):
+        there.numpy()
+    device.counts.clear()
+    assert float(there.sum()) == 16 and there.tolist() and not (there != 1).any()
+    assert device.counts == {"down": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and three models, whose biases are those of the base if a test asks for it."""
+    generator, made = torch.Generator().manual_seed(0), tmp_path_factory.mktemp("models")
+    base = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    same = {"bias": base["bias"]} if getattr(request, "param", False) else {}
+    for task in ("base", *TASKS):
+        moved = {n: t + 0.1 * torch.randn(t.shape, generator=generator) for n, t in base.items()}
+        state = base if task == "base" else moved | same
+        save_file({n: t.bfloat16() for n, t in state.items()}, made / f"{task}.safetensors")
+    return made
+
+
+def items_in(folder: Path) -> list[stream.Item]:
+    base, *models = (Checkpoint.open(folder / f"{task}.safetensors") for task in ("base", *TASKS))
+    tunables, of = Tunables(0.4, 1.0, 0.2), stream.Part.of
+    return [
+        stream.Item(name, shape, of(base, name), tuple(of(model, name) for model in models),
+                    torch.bfloat16, counted_as=name, tunables=tunables)
+        for name, shape in SHAPES.items()
+    ]  # fmt: skip
+
+
+def copies(device: Device, run: Callable[[torch.device], Mapping[str, Any]]) -> tuple[int, int]:
+    """The copies up and down. Results must be equal to the bit on the CPU and on the device."""
+    here = run(CPU)
+    assert not device.counts.total()
+    there = run(CUDA)
+    counts, device.counts = device.counts, Counter()
+    for name, value in here.items():
+        assert value is None or torch.equal(*map(torch.as_tensor, (there[name], value))), name
+    return counts["up"], counts["down"]
+
+
+@pytest.mark.parametrize("folder", [False, True], indirect=True)  # no count depends on content
+@pytest.mark.parametrize("sketch", [None, Sketch(2, 0)])
+def test_gram(sketch: Sketch | None, folder: Path, device: Device) -> None:
+    items = items_in(folder)
+    found = copies(device, lambda d: vars(gram_of(items, TASKS, Engine([d]), sketch=sketch)))
+    drawn = 0 if sketch is None else PIECES  # Omega up, its two products down
+    assert found == (GRAM[0] + drawn, GRAM[1] + 2 * drawn)
+
+
+def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tensor]:
+    settings, sink = resolve_settings(method, keys, TASKS), MemorySink(1)
+    basis = build_basis(TaskSet(settings, TASKS, [1.0] * T, items), engine)
+    merge_items(basis, items, sink, engine)
+    return sink.states[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "passes"),
+    [
+        ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR]),
+        ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM]),  # G on the way
+        # Two sweeps for each tensor. The second needs two sizes for each piece and basis.
+        ("basis_ties", {**ALL, "trim": "tensor"},
+         [GRAM, COUNT, COUNT, (8, 4 + PIECES * T * 2), TRIM]),
+        ("basis_iso", ALL, [GRAM, matrices(0, 4)]),
+        ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 17)]),
+        ("basis_tsvm", ALL, [GRAM, matrices(0, 17)]),
+        ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 11)]),
+        ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 11)]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("folder", [False, True], indirect=True)
+def test_merges(method: str, keys: Any, passes: Any, folder: Path, device: Device) -> None:
+    items = items_in(folder)
+    found = copies(device, lambda d: merged(method, items, Engine([d]), keys))
+    assert found == tuple(map(sum, zip(*passes, strict=True)))
+
+
+def test_two_devices_share_a_merge(folder: Path, device: Device) -> None:
+    items = items_in(folder)
+    here, there = (merged("basis_ties", items, Engine([d] * 2), ALL) for d in (CPU, CUDA))
+    assert all(torch.equal(there[name], here[name]) for name in SHAPES)
+
+
+@pytest.fixture(params=[{}, {"bits": 3}, {"lossless": True}, {"keep": 0.25}], ids=str)
+def stored(request: Any, folder: Path, tmp_path: Path) -> tuple[Path, Bases]:
+    base, models = folder / "base.safetensors", {t: folder / f"{t}.safetensors" for t in TASKS}
+    return base, build(base, models, tmp_path / "store", **ALL, **request.param)
+
+
+def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
+    path, store = stored
+    items = items_of(store, base_of(store, path), None, store.sources)
+
+    def run(on: torch.device) -> Mapping[str, Tensor]:
+        sink = MemorySink(1)
+        combine(items, torch.full((T, 1), 0.5), sink, Engine([on]), add_base=True)
+        return sink.states[0]
+
+    assert copies(device, run) == LINEAR
+
+
+def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change copies each tensor once; `attach` and `verify` copy back what they compare."""
+    path, store = stored
+    base, states = Checkpoint.open(path), []
+    for on in (CPU, CUDA):
+        model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES}).to(on)
+        monkeypatch.setattr(live, "Tensor", Hidden if on == CUDA else Tensor)
+        counts = []
+        for act in ("attach", "use", "verify"):
+            device.counts.clear()
+            if act == "attach":
+                attached = attach(model, store, path)
+            else:
+                getattr(attached, act)(*["b"] * (act == "use"))
+            counts.append(+device.counts)
+        states.append({name: tensor.detach().cpu() for name, tensor in model.items()})
+    assert counts == [{"down": len(list(base.samples()))}, {"up": 3}, {"down": 3}]
+    assert all(torch.equal(states[1][name], states[0][name]) for name in SHAPES)
