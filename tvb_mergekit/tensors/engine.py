@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import Progress, Update, silent
@@ -30,6 +31,12 @@ def block_budget() -> int:
     if not 2**20 <= budget < float("inf"):
         raise UserError(f"{BUDGET_VARIABLE} is `{text}`; expected megabytes, 1 or more")
     return int(budget)
+
+
+def host_memory(device: torch.device, *shape: int) -> Tensor:
+    """Bytes on the CPU for copies to and from `device`."""
+    pinned = device.type == "cuda"  # then the copies are fast
+    return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 @dataclass(frozen=True)

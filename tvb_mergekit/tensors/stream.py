@@ -23,7 +23,7 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.engine import CPU
+from tvb_mergekit.tensors.engine import CPU, host_memory
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
 from tvb_mergekit.tensors.quantized import Codes, Packed
 from tvb_mergekit.tensors.source import Holds, StateDict, Weights
@@ -204,12 +204,6 @@ class Placing(Sink, Protocol):
 
     def place(self, item: Item, start: int, stop: int) -> Tensor | None:
         """Memory for a piece, [outputs, stop - start] in `item.out` on the CPU; None: `write`."""
-
-
-def host_memory(device: torch.device, *shape: int) -> Tensor:
-    """Bytes on the CPU for copies to and from `device`."""
-    pinned = device.type == "cuda"  # then the copies are fast
-    return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 class PieceBuffer:
