@@ -11,13 +11,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from commands import contents, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_lora import model_of
 from tiny import TASKS, family, gpt2, llama, load
-from torch import Tensor, nn
+from torch import Tensor
 
 from tvb_mergekit.core import lora
 from tvb_mergekit.store.lora import REPORT
@@ -117,10 +117,6 @@ def stores(models: dict[str, Path]) -> dict[str, Path]:
         made[name] = folder / name.replace(" ", "-")
         tvb("build", write(plan, made[name]), made[name], "--quiet", *words)
     return made
-
-
-def model_of(folder: Path) -> nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def by_peft(base: Path, *adapters: Path) -> tuple[Any, list[Delta]]:

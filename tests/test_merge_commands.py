@@ -1,19 +1,28 @@
 """Merging commands as users type them: what they print, refuse and leave behind."""
 
+import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import processes
 import pytest
 import torch
-from commands import Result, assert_same, merge, recipe, refused, run, write
+from commands import Result, assert_close, assert_same, merge, recipe, refused, run, write
+from mergekit.common import ModelReference
+from reference import Dense, expect
 from safetensors.torch import load_file, save_file
-from tiny import TASKS
+from tiny import TASKS, family, llama, load
 from worlds import FAMILIES, World
 from yaml.reader import Reader
 
 import tvb_mergekit
-from tvb_mergekit.tensors import checkpoint
+from tvb_mergekit.plugin.document import read_document
+from tvb_mergekit.plugin.inputs import Options, read_inputs
+from tvb_mergekit.tensors import checkpoint, merging
 
 BALANCED = {"basis": "balanced", "num_bases": 2}
 
@@ -164,3 +173,185 @@ def test_new_tokens_of_a_union(tmp_path: Path) -> None:
     assert "lacks (such as 'new')" in merge(added, tmp_path / "out", fails=True).output
     document["parameters"]["exclude"] = "embed_tokens|lm_head"
     assert merge(document, tmp_path / "left").tensors["lm_head.weight"].shape == (98, 32)
+
+
+# Several merges in one process, and inputs that change between them: nothing may be stale
+
+
+THREE = TASKS[:3]
+PCA: dict[str, Any] = {"basis": "pca", "num_bases": 2}
+
+
+def dense_of(base: Path, models: list[Path]) -> Dense:
+    states = [load(path) for path in (base, *models)]
+    return Dense(states[0], states[1:], list(states[0]))
+
+
+def wide() -> torch.nn.Module:
+    """Tensors of more elements than a fingerprint samples."""
+    return llama(vocab_size=512)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
+    return family(tmp_path / "models", wide, THREE, tokenizer=False)
+
+
+# The Gram cache
+
+
+AGAIN = [
+    ("basis_ta", {**PCA, "lambda": 0.9}, {0: {"weight": -2.0, "task": "sums"}}),
+    ("basis_ties", {"basis": "balanced", "trim": "tensor"}, {}),
+]
+
+
+@pytest.mark.parametrize(("method", "keys", "own"), AGAIN)
+def test_another_merge_of_the_same_inputs_reads_no_gram(method, keys, own, inputs, tmp_path):
+    cache = tmp_path / "cache"
+    first = merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "first", cache=cache)
+    assert first.facts["gram_cached"] is False
+    with mock.patch.object(merging, "gram_pass", None):
+        again = merge(recipe(method, *inputs, own, **keys), tmp_path / "again", cache=cache)
+    assert again.facts["gram_cached"] is True
+    fresh = merge(recipe(method, *inputs, own, **keys), tmp_path / "fresh", cache="off")
+    assert fresh.facts["gram_cached"] is False
+    assert_same(again, fresh)
+    for name, array in fresh.basis.items():
+        np.testing.assert_array_equal(again.basis[name], array)
+    same = ("loss", "num_parameters", "norms", "fingerprints", "parameters")
+    assert all(again.facts[key] == fresh.facts[key] for key in same)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{**PCA, "exclude": "mlp"}, {"basis": "rand_proj", "num_bases": 2}, {**PCA, "order": -1}],
+)
+def test_what_changes_the_sums_changes_the_entry(keys, inputs, tmp_path):
+    cache, more = tmp_path / "cache", {"forget": "code", "alpha": 1}
+    base, models = inputs
+    merge(recipe("basis_negate", base, models, **PCA, **more), tmp_path / "first", cache=cache)
+    models, keys = models[:: keys.get("order", 1)], {**keys, **more}
+    keys.pop("order", None)
+    other = recipe("basis_negate", base, models, **keys)
+    second = merge(other, tmp_path / "second", cache=cache)
+    assert second.facts["gram_cached"] is False
+    assert_same(second, merge(other, tmp_path / "off", cache="off"))
+    if keys["basis"] == "rand_proj":
+        other["parameters"]["seed"] = 1
+        assert merge(other, tmp_path / "seed", cache=cache).facts["gram_cached"] is False
+
+
+def change_unsampled(folder: Path) -> None:
+    """New values where no fingerprint samples; same path, size and modification time."""
+    path = folder / "model.safetensors"
+    before = path.stat()
+    state = {name: tensor.clone() for name, tensor in load(folder).items()}
+    state["model.embed_tokens.weight"].view(-1)[2000:5000] += 0.5
+    save_file(state, path, metadata={"format": "pt"})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+
+
+def test_a_damaged_entry_counts_as_absent(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    made = recipe("basis_ta", *inputs, **PCA)
+    first = merge(made, tmp_path / "first", cache=cache)
+    (entry,) = cache.glob("*.safetensors")
+    entry.write_bytes(entry.read_bytes()[:-16])
+    second = merge(made, tmp_path / "second", cache=cache)
+    assert second.facts["gram_cached"] is False
+    assert_same(first, second)
+    assert merge(made, tmp_path / "third", cache=cache).facts["gram_cached"] is True
+
+
+def test_mergekit_multi_merges_what_it_has_merged(inputs, tmp_path):
+    base, models = inputs
+    for number in range(2):
+        inter = tmp_path / f"inter{number}"
+        first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)
+        second = {"name": "second"} | recipe("basis_ties", Path("first"), models, **PCA)
+        own = {0: {"weight": 1.0}}
+        third = recipe("task_arithmetic", base, ["second"], own, normalize=False, lambda_=0.5)
+        words = ("-I", str(inter))
+        documents = [first, second, third]
+        out = merge(documents, tmp_path / f"out{number}", *words, command="mergekit-multi")
+        one, two = Result(inter / "first"), Result(inter / "second")
+        want = expect(dense_of(base, models), "basis_ta", PCA, one.basis, THREE)
+        assert_close(one.tensors, want.tensors, load(base))
+        dense = dense_of(one.folder, models)
+        want = expect(dense, "basis_ties", PCA, two.basis, THREE)
+        assert_close(two.tensors, want.tensors, dense.base, want.boundary)
+        dense = dense_of(base, [two.folder])
+        assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
+        change_unsampled(base)
+        change_unsampled(models[2])
+
+
+# Hundreds of models: planning grows with their number, and too many open files are named
+
+
+MANY = 140  # mergekit keeps 128 configurations
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """A base and MANY models in several shards: two, under as many names."""
+    folder = tmp_path_factory.mktemp("many")
+    base, pair = family(folder, tasks=("a", "b"), max_shard_size="30KB", tokenizer=False)
+    made = []
+    for index in range(MANY):
+        model = folder / f"task-{index}"
+        model.mkdir()
+        for file in pair[index % 2].iterdir():
+            os.link(file, model / file.name)
+        made.append(model)
+    return base, made
+
+
+@pytest.fixture
+def calls() -> Iterator[Counter[str]]:
+    """How often planning compares two models, and reads a configuration."""
+    seen: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        original = getattr(ModelReference, name)
+
+        def call(self: Any, *args: Any, **keys: Any) -> Any:
+            seen[name] += 1
+            return original(self, *args, **keys)
+
+        return mock.patch.object(ModelReference, name, call)
+
+    with counted("__eq__"), counted("config"):
+        yield seen
+
+
+def test_planning_grows_with_the_models_alone(many, tmp_path, calls):
+    base, models = many
+    found = []
+    for count in (MANY // 2, MANY):
+        calls.clear()
+        made = write(recipe("basis_ta", base, models[:count]), tmp_path / str(count))
+        inputs = read_inputs(read_document(made), Options())
+        assert len(inputs.tasks) == count and len(inputs.items[0].inputs) == count
+        found.append(dict(calls))
+    half, whole = found
+    assert whole["config"] <= 2.2 * half["config"]
+    assert whole["__eq__"] <= 2.2 * half["__eq__"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_more_files_than_may_be_open(many: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    import resource
+
+    base, models = many
+    made = write(recipe("basis_ta", base, models[:60], num_bases=2), tmp_path / "made")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        line = refused("build", made, tmp_path / "store", "--quiet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files" in line and "raise `ulimit -n`" in line

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from coding_rows import CONALA, HUMANEVAL, MBPP
 from safety_rows import write_judge
-from scripted import MERGEBENCH, module, namespaces
+from scripted import module, namespaces
 from transformers import AutoTokenizer
 
-CODING = MERGEBENCH / "coding"
 programs = module("coding/programs")
 exact_text = module("coding/exact_text")
 
