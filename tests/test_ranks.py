@@ -52,6 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
         "tied": stretched(*family(folder / "tied", deep, TASKS)),
         "sharded": family(folder / "sharded", llama, TASKS, dtypes=kinds, max_shard_size="40KB"),
         "gpt2": family(folder / "gpt2", gpt2, TASKS),
+        "half": family(folder / "half", deep, TASKS, dtypes=kinds[:1] * 4, max_shard_size="90KB"),
     }
 
 
@@ -107,6 +108,8 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         "forget": "code", "alpha": 0.7}),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
     "codes": (2, "build --bits 2", "tied", "basis_ta", {"basis": "none"}),
+    "samples": (3, "build --keep 0.3", "sharded", "basis_ta", {"basis": "none"}),
+    "lossless": (2, "build --lossless", "half", "basis_ta", {"basis": "none"}),
     "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2}),
 }  # fmt: skip
 
