@@ -1,6 +1,7 @@
 """Encoders: closed forms meet their bounds, training is the authors', the exact solver is exact."""
 
 import contextlib
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -77,7 +78,7 @@ def test_every_closed_form(tau: Array, data: st.DataObject) -> None:
     gram, size = tau.T @ tau, tau.shape[1]
     count, total = data.draw(st.integers(1, size)), float(np.trace(gram))
     eigenvalues = np.sort(np.linalg.eigvalsh(gram))[::-1]
-    for basis in ("balanced", "pca", "rand_select", "none"):
+    for basis in ("balanced", "groups", "pca", "rand_select", "none"):
         size_key = {} if basis == "none" else {"num_bases": count}
         found = solve(gram, basis=basis, seed=3, **size_key)
         bases = size if basis == "none" else count
@@ -122,6 +123,33 @@ def test_balanced_meets_its_bound(tau: Array, data: st.DataObject) -> None:
         assert found.balanced_bound == pytest.approx(want, abs=1e-9 * total)
     if count == 1:
         np.testing.assert_allclose(found.encoder[:, 0], weights / weights.sum(), rtol=1e-12)
+
+
+@quick
+@given(task_vectors(), st.data())
+def test_groups_have_even_sums_and_few_tasks(tau: Array, data: st.DataObject) -> None:
+    size = tau.shape[1]
+    count = data.draw(st.integers(1, size))
+    found = solve(tau.T @ tau, basis="groups", num_bases=count).encoder
+    check_convex(found)
+    np.testing.assert_allclose(found.sum(1), count / size, rtol=0, atol=1e-12)
+    assert (found > 1e-12).sum() <= size + count - np.gcd(size, count)
+
+
+def test_groups_are_those_with_the_longest_means() -> None:
+    """Of all ways to make three pairs, and of planted groups whose tasks are listed apart."""
+    pairs = [((0, a), b, tuple({*range(1, 6)} - {a, *b})) for a in range(1, 6)
+             for b in itertools.combinations(set(range(1, 6)) - {a}, 2)]  # fmt: skip
+    for seed in range(10):
+        gram = some_gram(seed, 6)
+        longest = max(sum(gram[np.ix_(p, p)].sum() / 4 for p in three) for three in pairs)
+        encoder = solve(gram, basis="groups", num_bases=3).encoder.numpy()
+        assert np.trace(encoder.T @ gram @ encoder) == pytest.approx(longest, rel=1e-6)
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((50, 4))[:, np.arange(12) % 4]
+    tau = centres + 0.3 * random.standard_normal((50, 12))
+    encoder = solve(tau.T @ tau, basis="groups", num_bases=4).encoder.numpy()
+    np.testing.assert_array_equal(encoder, np.tile(np.eye(4), (3, 1)) / 3)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -29,6 +29,8 @@ READS: list[tuple[str, dict[str, Any], int, int]] = [
     ("basis_ta", HALF, 1, 1),
     ("basis_ta", {**HALF, "num_bases": 3, "lambda_scale": "tasks", "lambda": VARYING}, 1, 1),
     ("basis_ta", {"basis": "none"}, 1, 1),
+    ("basis_ta", {"basis": "groups", "num_bases": 2}, 1, 1),
+    ("basis_wudi", {"basis": "groups", "num_bases": 2}, 2, 1),
     ("basis_ta", DRAWN, 1, 1),
     ("basis_ta", {"basis": "balanced", "energy": 0.8}, 2, 1),
     ("basis_ta", {"basis": "pca", "num_bases": 2}, 2, 1),

@@ -360,6 +360,7 @@ BEGINNINGS = {  # the basis of a build, or None, and how to compress -> how to g
     (None, "balanced"): {"compress": "balanced"},
     ("exact", "exact"): {"compress": "ae"},
     ("balanced", "balanced"): {"compress": "balanced"},
+    ("groups", "balanced"): {"compress": "balanced"},
     ("none", "balanced"): {"compress": "balanced"},
 }
 

@@ -21,7 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from tvb_mergekit.errors import UserError
 
 Method = Literal["basis_ta", "basis_ties", "basis_iso", "basis_tsvm", "basis_wudi", "basis_negate"]
-BasisName = Literal["ae", "balanced", "linear_ae", "pca", "rand_select", "rand_proj", "none"]
+BasisName = Literal[
+    "ae", "balanced", "groups", "linear_ae", "pca", "rand_select", "rand_proj", "none"
+]
 Solver = Literal["adam", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MATRIX_METHODS: tuple[Method, ...] = ("basis_iso", "basis_tsvm", "basis_wudi")

@@ -83,7 +83,14 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
     over = [("none", every, 0)]
     over += [(label, count, seed) for count in (quarter, half) for label in BASES
              for seed in range(plan.seeds if label == "rand_select" else 1)]  # fmt: skip
-    few = [("none", every), ("balanced", half), ("balanced", quarter), ("ae_exact", half)]
+    few = [
+        ("none", every),
+        ("balanced", half),
+        ("balanced", quarter),
+        ("ae_exact", half),
+        ("groups", half),
+        ("groups", quarter),
+    ]
     counts = {"items": plan.items // 2, "tested": plan.tested // 2}
     forgotten: Cell = {"lambda": shipped, "alphas": [*ALPHAS], "seed": 0} | counts
     stored: Cell = {"kind": "bits", "items": plan.items, "tested": plan.tested, "alphas": [],

@@ -79,6 +79,6 @@ def _basis_name(plan: Plan) -> str | None:
 def _without_mixtures(plan: Plan, mixture: Mixture) -> UserError:
     return UserError(
         f"`basis` is {_basis_name(plan)}, whose encoder has negative weights, and a basis learns "
-        "from a mixture of the tasks' data; choose balanced, ae, rand_select or none, or --mixture "
-        f"equal{' or positive' if mixture == 'encoder' else ''}"
+        "from a mixture of the tasks' data; choose balanced, groups, ae, rand_select or none, or "
+        f"--mixture equal{' or positive' if mixture == 'encoder' else ''}"
     )

@@ -116,7 +116,7 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
     if store.compress is None and bases.vectors:
         raise UserError(
             f"the bases in {where} are {bases.basis}, no convex combinations of tasks: only ae, "
-            "balanced, rand_select and none can grow"
+            "balanced, groups, rand_select and none can grow"
         )
     how = growth.compress or store.compress or inputs.settings.basis
     if how not in online.COMPRESSIONS:

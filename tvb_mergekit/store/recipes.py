@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
 from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
@@ -124,7 +125,7 @@ def _parameters(method: Method, facts: StoreFacts) -> dict[str, Any]:
     if facts.keeps_tasks:
         parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
-    if method in MATRIX_METHODS and not same and built["basis"] == "balanced":
+    if method in MATRIX_METHODS and not same and built["basis"] in EVEN:
         parameters["lambda_scale"] = "tasks"  # so that lambda 1 counts all task vectors
     for key in ("trim", "merge_func", "common", "flow_time", "rank_share", "matrices"):
         if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:

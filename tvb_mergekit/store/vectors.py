@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
@@ -54,7 +55,7 @@ from tvb_mergekit.tensors.writing import (
 
 # Basis of a store -> the compression of `tvb add`. Other stores cannot grow.
 COMPRESSED_BY: dict[str, Compression] = {
-    "balanced": "balanced",
+    **dict.fromkeys(EVEN, "balanced"),
     "ae": "ae",
     "none": "ae",
     "rand_select": "ae",
@@ -147,9 +148,7 @@ def history_of(tasks: TaskSet, basis: Basis) -> dict[str, Any]:
     store = {
         "budget": count,
         "compress": COMPRESSED_BY.get(kind),
-        "basis_weights": (
-            [len(tasks.tasks) / count] * count if kind in ("balanced", "none") else None
-        ),
+        "basis_weights": ([len(tasks.tasks) / count] * count if kind in (*EVEN, "none") else None),
         "base_fingerprint": tasks.prints[0],
         "base_path": local_path(tasks.base_model),
         "twins": dict(tasks.tied),

@@ -11,13 +11,25 @@ from torch import Tensor
 
 from tvb_mergekit.core.encoders.autoencoder import autoencoder
 from tvb_mergekit.core.encoders.balanced import balanced
+from tvb_mergekit.core.encoders.groups import groups
 from tvb_mergekit.core.encoders.linear import Encoding, Gram, tensor
 from tvb_mergekit.core.encoders.pca import pca
 from tvb_mergekit.core.encoders.random import projection, rand_select
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
-__all__ = ["Encoding", "Gram", "balanced", "encode", "encode_before", "projection", "sum_alone"]
+EVEN = ("balanced", "groups")  # bases whose sum is M/T times that of all tasks, whatever G is
+
+__all__ = [
+    "EVEN",
+    "Encoding",
+    "Gram",
+    "balanced",
+    "encode",
+    "encode_before",
+    "projection",
+    "sum_alone",
+]
 
 
 def encode(gram: Tensor, settings: Settings) -> Encoding:
@@ -37,6 +49,8 @@ def encode(gram: Tensor, settings: Settings) -> Encoding:
             return autoencoder(spectrum, count, settings)
         case "balanced":
             return balanced(spectrum, count)
+        case "groups":
+            return groups(spectrum, count)
         case "pca":
             return pca(spectrum, count)
         case "rand_select":
@@ -57,12 +71,12 @@ def sum_alone(settings: Settings) -> bool:
 def known_before(settings: Settings) -> bool:
     """Whether a merge needs nothing of the bases that depends on the Gram matrix.
 
-    The encoder of `none` and of drawn tasks does not, nor does the sum of `balanced` bases. The
+    The encoder of `none` and of drawn tasks does not, nor does the sum of EVEN bases. The
     decoder, which negation needs, is known for `none` only.
     """
     if settings.bases_of(1) is None:  # by `energy`
         return False
-    known = {"none": 3, "rand_select": 2, "balanced": 1}.get(settings.basis, 0)
+    known = {"none": 3, "rand_select": 2, **dict.fromkeys(EVEN, 1)}.get(settings.basis, 0)
     return known >= (1 if sum_alone(settings) else 3 if settings.method == "basis_negate" else 2)
 
 
@@ -74,11 +88,11 @@ def encode_before(tasks: int, settings: Settings) -> Encoding | None:
     if not known_before(settings):
         return None
     gram = Gram.from_array(np.eye(tasks))
-    if settings.basis != "balanced":
+    if settings.basis not in EVEN:
         return encode(tensor(gram.matrix), settings)
     # Only the sum of the bases is known, and counts.
     count = _num_bases([1.0] * tasks, settings)
-    return gram.encoding("balanced", np.full((tasks, count), 1 / tasks))
+    return gram.encoding(settings.basis, np.full((tasks, count), 1 / tasks))
 
 
 def _num_bases(eigenvalues: list[float], settings: Settings) -> int:

@@ -1,0 +1,79 @@
+"""Means of groups of similar tasks: few tasks in a basis, and the same total weight for each.
+
+They are not in the paper. `balanced` bases are mixtures of all tasks, which lose least as T_hat.
+Matrix merges keep more of bases in which few tasks meet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram, one_thread
+
+STARTS = 20
+CLEARLY = 1e-6  # relative: the last digits of a Gram matrix, which differ, choose nothing
+
+
+@one_thread()
+def groups(gram: Gram, num_bases: int) -> Encoding:
+    """The means of M groups of T/M tasks each that have the longest bases a search finds.
+
+    The tasks are put in an order, and the order is cut into M runs of T/M. A task at a cut belongs
+    to both groups in part if M does not divide T. Similar tasks have a long mean, so the search
+    exchanges two tasks as long as sum_m ||B_m||^2 = Tr(W_e^T G W_e) grows, from several orders.
+
+    Args:
+        num_bases: M, from 1 to T.
+
+    Returns:
+        W_e >= 0 with columns that sum to 1 and rows that sum to M/T, at most T + M - 1 entries of
+        it not zero, and the least-squares decoder.
+    """
+    runs = _runs(gram.size, num_bases)
+    random = np.random.default_rng(0)
+    starts = [np.arange(gram.size), *(random.permutation(gram.size) for _ in range(STARTS))]
+    best, longest = runs, -1.0
+    for start in starts:
+        order = _exchanged(gram.matrix, runs, start)
+        placed = runs[np.argsort(order)]
+        length = float(np.square(gram.root @ placed).sum())
+        if length > longest * (1 + CLEARLY):
+            best, longest = placed, length
+    # The bases in the order of their first tasks: the order of equal groups does not count
+    encoder = best[:, np.argsort((best > 0).argmax(axis=0), kind="stable")]
+    return gram.encoding("groups", encoder)
+
+
+def _runs(tasks: int, num_bases: int) -> Array:
+    """[T, M]: the share of each place, of T, in each run of T/M places."""
+    ends = np.arange(num_bases + 1) * tasks / num_bases
+    places = np.arange(tasks)[:, None]
+    shares = np.minimum(places + 1, ends[1:]) - np.maximum(places, ends[:-1])
+    found: Array = np.maximum(shares, 0.0) * num_bases / tasks
+    return found
+
+
+def _exchanged(gram: Array, runs: Array, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """An order in which no exchange of two tasks makes the bases longer.
+
+    The exchange of i and j adds d c^T to the bases, d = x_j - x_i and c = runs_i - runs_j. Their
+    squared norm grows by 2 d^T B c + |d|^2 |c|^2.
+    """
+    order, least = order.copy(), CLEARLY * float(np.trace(gram))
+    shared = runs @ runs.T
+    apart = _distances(shared)
+    while True:
+        own = gram[np.ix_(order, order)]
+        crossed = own @ shared
+        inner = crossed + crossed.T - np.add.outer(crossed.diagonal(), crossed.diagonal())
+        gains = 2 * inner + _distances(own) * apart
+        i, j = np.unravel_index(gains.argmax(), gains.shape)
+        if gains[i, j] <= least:
+            return order
+        order[[i, j]] = order[[j, i]]
+
+
+def _distances(gram: Array) -> Array:
+    found: Array = np.add.outer(gram.diagonal(), gram.diagonal()) - 2 * gram
+    return found
