@@ -56,8 +56,8 @@ NAMES = {  # of labels that do not speak for themselves; the others are names of
     "svd_1": "SVD, 1 bit",
     "svd_0.25": "SVD, 0.25 bits",
 }
-BASES = ("none", "balanced", "groups", "ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed", "linear_ae",
-         "pca", "rand_select")  # fmt: skip
+BASES = ("none", "balanced", "groups", "ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed",
+         "linear_ae", "pca", "rand_select")  # fmt: skip
 NEGATION = ("plain", "ascent", "rand_proj", *BASES)
 TRANSFER = ("base", "finetune", "none", "none_subsample", *BASES[1:],
             *(f"{label}_turned" for label in BASES[1:]))  # fmt: skip
