@@ -280,7 +280,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "two sizes": (["OUT", "--task", "math", "--rank", "2", "--size", "1MB"], "one of --rank R"),
     "nothing chosen": (["OUT", "--rank", "2"], "one of --task NAME, --basis K, --all and --model"),
     "all bases": (["OUT", "--rank", "2", "--all-bases"], "one of --task NAME, --basis K, --all"),
-    "unknown task": (["OUT", "--task", "maht", "--rank", "2"], "did you mean 'math'?"),
+    "unknown task": (["OUT", "--task", "maht", "--rank", "2"], "did you mean `math`?"),
     "rank": (["OUT", "--task", "math", "--rank", "0"], "'--rank': 0 is not in the range x>=1"),
     "small": (["OUT", "--task", "math", "--size", "4kB"], "--size: 4.0 kB are too little"),
     "no output": (["--task", "math", "--rank", "2"], "name one output folder"),

@@ -256,7 +256,7 @@ REFUSED: dict[str, str] = {
     # options
     "export store out": ONE,
     "export store out --basis 2": "basis 2: store has the bases 0 to 1",
-    "export store out --task mth": "did you mean 'math'?",
+    "export store out --task mth": "did you mean `math`?",
     "export store out --task math --base math": "the weights of math are others",
     "export store out --task math --base ./nope": "base ./nope: no such",
     "build recipe.yml out --memory lots": "a size of `lots`: expected a number and a unit",

@@ -369,7 +369,7 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
     files = case.words
     for told, source, *words in (
         ("no data for chat: give --data chat=FILE", plain, *files[:-2]),
-        ("no task 'caht'; did you mean chat?", plain, *files[:-1], f"caht={empty}"),
+        ("no task 'caht' (did you mean `chat`?)", plain, *files[:-1], f"caht={empty}"),
         ("expected TASK=FILE", plain, "--data", "math"),
         ("task math has", plain, *files, *files[:2]),
         ("no examples, and task chat needs some", plain, *files[:-1], f"chat={empty}"),

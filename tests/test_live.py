@@ -258,7 +258,7 @@ def test_uses_that_are_refused_leave_right_weights(codes, monkeypatch):
     want = state_of(model)
     for said, tasks in {
         "no task 'mth' in": "mth",
-        "did you mean 'math'": {"code": 1, "mth": 0.5},
+        "did you mean `math`": {"code": 1, "mth": 0.5},
         "the scale of task 'math' is nan": {"math": float("nan")},
         "the scale of task 'code' is '1'": {"code": "1"},
     }.items():

@@ -446,7 +446,7 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("ta", "--benchmark", "empty.yml"): "`categories.1.tasks`: .* at least 1 item",
         ("ta", "ta", *BENCH): "two columns are called ta: give one another label, LABEL=PATH",
         ("base=ta", "--base", "ta", *BENCH): "two columns are called base",
-        (*two, "maths=sft", *BENCH): "no such category in small: did you mean math?",
+        (*two, "maths=sft", *BENCH): "no such category in small (did you mean `math`?)",
         (*two, "sft", "--specialist", "ae", *BENCH): "--specialist names all categories twice",
         (*two, "code=good.json", *BENCH): "specialists: expected .* in good.json, found add",
         ("big.json", *BENCH): "big.json: add has `score,none` = 37.5: expected a share in",

@@ -422,7 +422,7 @@ def test_a_store_is_merged_without_a_recipe(here: Path) -> None:
     done = refused("merge", "grown", "out")
     assert "name a --method, one of add, ties, iso, tsvm, wudi, forget-a, forget-b" in done
     assert ", ".join(ALL_TASKS) in " ".join(tvb("merge", "--help").stdout.split())
-    assert "did you mean forget-b?" in refused("merge", "grown", "out", "--method", "forgt-b")
+    assert "did you mean `forget-b`?" in refused("merge", "grown", "out", "--method", "forgt-b")
     assert "belong to a STORE" in refused("merge", "grown/recipes/add.yml", "o", "--method", "add")
     shutil.rmtree(here / "grown/recipes")
     tvb("merge", "grown", "out", "--method", "forget-b", "--quiet")

@@ -365,7 +365,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "keeps all tasks; --budget M",
     ),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
-    "no such task": ("remove {z} --task mth", "did you mean 'math'?"),
+    "no such task": ("remove {z} --task mth", "did you mean `math`?"),
     "where": ("export {z} {o} --all {o}", "name one output folder"),
     "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }

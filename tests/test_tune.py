@@ -370,9 +370,9 @@ FORGET = quick("basis_negate", forget="sum", alpha=1.0)
 MAX = ["--control", "quickstart_max"]
 BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "an unknown task": (quick(), ["--tasks", "quickstart_cpoy"],
-                        "lm-eval knows no task quickstart_cpoy; did you mean quickstart_copy"),
+                        "knows no task quickstart_cpoy (did you mean `quickstart_copy`"),
     "an unknown metric": (quick(), ["--metric", "quickstart_copy:exact_mach,none"],
-                          "has no metric exact_mach,none: did you mean exact_match,none?"),
+                          "has no metric exact_mach,none (did you mean `exact_match,none`?"),
     "a metric of another task": (quick(), ["--metric", "quickstart_max:exact_match,none"],
                                  "--metric quickstart_max: no such task here"),
     "a metric without a task": (quick(), ["--metric", "quickstart_copy"], "expected TASK:METRIC"),

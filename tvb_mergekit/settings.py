@@ -205,17 +205,16 @@ MERGING_KEYS = ("lambda_scale", *(k for k, key in GLOBAL_KEYS.items() if key.met
 ALL_KEYS = GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that is closest to `name`, in upper or lower case."""
+def hint(word: object, known: Collection[str]) -> str:
+    """The known word that is closest to a wrong one, for the end of a message, if any is close."""
     lower = {candidate.lower(): candidate for candidate in known}
-    match = difflib.get_close_matches(name.lower(), lower, n=1)
-    return lower[match[0]] if match else None
+    match = difflib.get_close_matches(str(word).lower(), lower, n=1)
+    return f" (did you mean `{lower[match[0]]}`?)" if match else ""
 
 
 def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
-    guess, one_line = nearest(key, known), key if key.isprintable() else repr(key)[1:-1]
-    hint = f"did you mean `{guess}`? Known" if guess else "Known"
-    return UserError(f"unknown key `{one_line}` under {where}: {hint} keys: {', '.join(known)}")
+    word = f"`{key if key.isprintable() else repr(key)[1:-1]}` under {where}{hint(key, known)}"
+    return UserError(f"unknown key {word}: Known keys: {', '.join(known)}")
 
 
 def check_value(key: str, value: object) -> Any:
@@ -249,8 +248,7 @@ def _text(spec: Key, value: object, wrong: str) -> str:
     if not isinstance(value, str):
         raise UserError(wrong)
     if spec.choices and value not in spec.choices:
-        guess = nearest(value, spec.choices)
-        raise UserError(wrong + (f" (did you mean `{guess}`?)" if guess else ""))
+        raise UserError(wrong + hint(value, spec.choices))
     if not value.strip():
         raise UserError(f"`{spec.name}` is empty: leave the key out, or give it {spec.expected}")
     if spec.name in ("exclude", "matrices"):
@@ -371,10 +369,8 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
         if name in names[:position]:
             raise UserError(f"`forget` is {text!r}: {name!r} is there twice")
         if name not in tasks:
-            guess = nearest(name, tasks)
-            hint = f": did you mean {guess!r}?" if guess else "."
-            known = ", ".join(tasks)
-            raise UserError(f"`forget` names the unknown task {name!r}{hint} Tasks: {known}")
+            known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
+            raise UserError(f"`forget` names the unknown task {name!r}{known}")
     return names
 
 

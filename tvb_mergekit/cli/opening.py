@@ -65,8 +65,7 @@ def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | No
     try:
         weights, folder = open_base(name)
     except (UserError, OSError, click.ClickException) as error:
-        opened = isinstance(error.__cause__, UserError)  # a damaged download from the Hub
-        if opened or os.path.exists(name):
+        if os.path.exists(name) or isinstance(error.__cause__, UserError):  # a damaged download
             raise
         raise UserError(
             f"base {name}: no such file or folder (from {os.getcwd()}); name the base of "
@@ -82,7 +81,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
-    from tvb_mergekit.settings import nearest
+    from tvb_mergekit.settings import hint
     from tvb_mergekit.store.recipes import templates
 
     bases = load_store(recipe)
@@ -93,9 +92,8 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         return from_mapping(known[method][1])
     if method is None:
         raise UserError(f"{recipe} is a store: name a --method, one of {', '.join(known)}")
-    guess = nearest(method, known)
-    hint = f"did you mean {guess}? " if guess else ""
-    raise UserError(f"--method {method}: {hint}Expected one of {', '.join(known)}")
+    known_words = f"expected one of {', '.join(known)}"
+    raise UserError(f"--method {method}: {known_words}{hint(method, known)}")
 
 
 def dtype_of(name: DtypeName | None) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tvb_mergekit.errors import UserError, counted, listed, one_line
-from tvb_mergekit.settings import nearest
+from tvb_mergekit.settings import hint
 
 LOG = logging.getLogger(__name__)
 FORMS = (("messages",), ("prompt", "response"), ("text",))
@@ -78,9 +78,8 @@ def read_data(
         if not task or not path:
             raise UserError(f"--data {word}: expected TASK=FILE")
         if tasks is not None and task not in tasks:
-            guess = nearest(task, tasks)
-            hint = f"did you mean {guess}? " if guess else ""
-            raise UserError(f"--data {word}: no task {task!r}; {hint}Tasks: {', '.join(tasks)}")
+            others = f"{hint(task, tasks)}; tasks: {', '.join(tasks)}"
+            raise UserError(f"--data {word}: no task {task!r}{others}")
         if task in paths:
             raise UserError(f"--data {word}: task {task} has {paths[task]} already")
         paths[task] = path

@@ -17,14 +17,7 @@ from pydantic import BaseModel
 from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.refusals import refusing
-from tvb_mergekit.settings import (
-    GLOBAL_KEYS,
-    METHODS,
-    MODEL_KEYS,
-    VARYING_KEYS,
-    nearest,
-    unknown_key,
-)
+from tvb_mergekit.settings import ALL_KEYS, METHODS, VARYING_KEYS, hint, unknown_key
 from tvb_mergekit.store.recipes import located
 
 
@@ -94,7 +87,7 @@ def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the r
         return
     for key, value in raw.items():
         if key not in schema.model_fields:
-            if key in GLOBAL_KEYS or key in VARYING_KEYS or key in MODEL_KEYS:
+            if key in ALL_KEYS:
                 raise UserError(
                     f"`{key}` under {where} would be ignored: it belongs under `parameters` there"
                 )
@@ -129,10 +122,8 @@ def registered() -> Sequence[str]:
 
 
 def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
-    guess = nearest(method, known) if isinstance(method, str) else None
-    hint = f" (did you mean `{guess}`?)" if guess else ""
-    listed = ", ".join(known)
-    return UserError(f"{path}: `merge_method` is {method!r:.80}: expected one of {listed}{hint}")
+    expected = f"expected one of {', '.join(known)}{hint(method, known)}"
+    return UserError(f"{path}: `merge_method` is {method!r:.80}: {expected}")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pydantic
 import yaml
 
 from tvb_mergekit.errors import UserError, listed, one_line
-from tvb_mergekit.settings import nearest
+from tvb_mergekit.settings import hint
 
 HERE = Path(__file__).parent
 SHIPPED = ("mergebench", "mergebench_keyword", "mini", "quickstart")
@@ -109,9 +109,8 @@ def find_benchmark(names: Iterable[str]) -> Benchmark:
 def check_known(name: str, known: Collection[str], what: str) -> None:
     """Raise UserError with the nearest known name unless `name` is known."""
     if name not in known:
-        guess = nearest(name, known)
-        hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(known)}"
-        raise UserError(f"{what}: {hint}")
+        expected = hint(name, known) or f": expected one of {', '.join(known)}"
+        raise UserError(f"{what}{expected}")
 
 
 def repeated(names: Sequence[str]) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, nearest, resolve_settings
+from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
 from tvb_mergekit.store.facts import (
     FACTS,
     TENSORS,
@@ -194,9 +194,8 @@ class Bases:
         """The column of a task. Raise UserError for an unknown task."""
         if task in self.tasks:
             return self.tasks.index(task)
-        guess = nearest(str(task), self.tasks)
-        hint = f": did you mean {guess!r}?" if guess else "."
-        raise UserError(f"no task {task!r} in {self.place}{hint} Tasks: {', '.join(self.tasks)}")
+        known = f"{hint(task, self.tasks)}; tasks: {', '.join(self.tasks)}"
+        raise UserError(f"no task {task!r} in {self.place}{known}")
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[M (+ 1 for the mean), len(tasks)]: each tau_hat over the bases (and the mean)."""

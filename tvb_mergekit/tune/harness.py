@@ -26,7 +26,7 @@ import tqdm
 
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.score.benchmark import check_known
-from tvb_mergekit.settings import nearest
+from tvb_mergekit.settings import hint
 
 SEEDS = (0, 1234, 1234, 1234)  # lm-eval's: random, numpy, torch, few-shot
 BOOTSTRAP = 1000  # for metrics whose standard error has no formula
@@ -181,9 +181,8 @@ def load_tasks(
 def _matches(name: str, manager: Any) -> list[str]:
     matches: list[str] = manager.match_tasks([name])
     if not matches:
-        guess = nearest(name, manager.all_tasks)
-        hint = f"; did you mean {guess}?" if guess else "."
-        raise UserError(f"lm-eval knows no task {name}{hint} Your own need --include-path")
+        known = hint(name, manager.all_tasks)
+        raise UserError(f"lm-eval knows no task {name}{known}; your own need --include-path")
     return matches
 
 
