@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -14,11 +13,15 @@ from click.core import ParameterSource
 from tvb_mergekit.cli.opening import document_of
 from tvb_mergekit.cli.options import (
     ACCESS,
+    COUNT,
     PLACE,
+    POSITIVE,
     SEED,
+    SHARE,
     Body,
     Commands,
     Range,
+    choice,
     command,
     device_of,
     flag,
@@ -47,27 +50,17 @@ def learn(recipe: str) -> None:
     """
 
 
-EVERY = (
+EVERY: tuple[Body, ...] = (
     repeatable("--data", metavar="TASK=FILE", help="A task's examples, in JSON lines. Repeatable."),
     folder("--out", required=True, help="The merged model."),
-    option(
-        "--subsample/--no-subsample",
-        default=True,
-        help="Use M/T of each task's examples for M bases of T tasks (the paper's), or all.",
-    ),
-    option(
-        "--precision",
-        type=click.Choice(["float32", "bfloat16"]),
-        default="float32",
-        help="Precision of the passes; sums and results are float32.",
-    ),
+    option("--subsample/--no-subsample", default=True, help="Use M/T of the examples, or all."),
+    choice("--precision", "float32 bfloat16", default="float32", help="Precision of the passes."),
     option("--seed", type=SEED, default=0, help="Seed of all random choices."),
     flag("--resume", help="Continue an interrupted run."),
     flag("--dry-run", help="Only print the costs: passes, memory without activations, disk."),
 )
-MIXTURE = option(
-    "--mixture",
-    type=click.Choice(["encoder", "equal", "positive"]),
+MIXTURE = choice(
+    *("--mixture", "encoder equal positive"),
     default="encoder",
     help="Weights of the tasks' data for a basis: W_e, 1/T, or for pca the softmax of its positive "
     "weights.",
@@ -83,35 +76,19 @@ SHAPES_MASKS = (
 
 def by_gradient(rate: float, batch: int) -> tuple[Body, ...]:
     """The options of all gradient methods. The methods know the first three defaults."""
+    below_one = Range(0, 1, max_open=True)
     return (
-        option("--epochs", type=click.IntRange(1), show_default="10", help="Maximum epochs."),
-        option(
-            "--learning-rate",
-            type=Range(0, 1e6, min_open=True),
-            show_default=f"{rate:g}",
-            help="Size of a step.",
-        ),
-        option(
-            "--batch-size", type=click.IntRange(1), show_default=str(batch), help="Examples a step."
-        ),
-        option(
-            "--held-out",
-            type=Range(0, 1, max_open=True),
-            default=0.2,
-            help="Fraction of the examples held out to choose the epoch; 0 keeps the last.",
-        ),
-        option(
-            "--patience",
-            type=click.IntRange(1),
-            default=3,
-            help="End after this many epochs without a lower held-out loss.",
-        ),
+        option("--epochs", type=COUNT, show_default="10", help="Maximum epochs."),
+        option("--learning-rate", type=POSITIVE, show_default=f"{rate:g}", help="Size of a step."),
+        option("--batch-size", type=COUNT, show_default=str(batch), help="Examples a step."),
+        option("--held-out", type=below_one, default=0.2, help="Fraction to choose the epoch by."),
+        option("--patience", type=COUNT, default=3, help="Epochs without gain until the end."),
         flag("--checkpointing", help="Less memory for activations, a third more time."),
     )
 
 
 def method(*options: Body) -> Body:
-    """Make a subcommand with these options; its name is the method's."""
+    """Make a subcommand with EVERY and these options; its name is the method's."""
 
     def decorate(described: Body) -> click.Command:
         @wraps(described)
@@ -119,20 +96,15 @@ def method(*options: Body) -> Body:
             _learn(described.__name__, **values)
 
         shared = ("base", "device", "memory", *ACCESS, "quiet")
-        for each in reversed(options):
+        for each in reversed((*EVERY, *options)):
             each(run)
         return command(*shared, group=learn, writes="out", several=True)(run)
 
     return decorate
 
 
-@method(*EVERY, MIXTURE, FROM)
-@option(
-    "--samples",
-    type=click.IntRange(0),
-    default=0,
-    help="Draw labels this many times from the model; 0: the labels of the data.",
-)
+@method(MIXTURE, FROM)
+@option("--samples", type=click.IntRange(0), default=0, help="Labels drawn; 0: the data's own.")
 @flag("--normalize", help="Give the information of all tasks the same sum.")
 def fisher() -> None:
     """Weight entries by their Fisher information.
@@ -146,13 +118,8 @@ def fisher() -> None:
     """
 
 
-@method(*EVERY, MIXTURE, FROM)
-@option(
-    "--off-diagonal",
-    type=Range(0, 1),
-    default=0.9,
-    help="Factor of all entries of X^T X off its diagonal.",
-)
+@method(MIXTURE, FROM)
+@option("--off-diagonal", type=Range(0, 1), default=0.9, help="Factor of X^T X off its diagonal.")
 def regmean() -> None:
     """Fit linear layers to the outputs of all models.
 
@@ -165,17 +132,10 @@ def regmean() -> None:
     """
 
 
-@method(*EVERY, MIXTURE, *by_gradient(3, 8))
-@option(
-    "--density",
-    type=Range(0, 1, min_open=True),
-    default=0.05,
-    help="Fraction of a basis that its mask keeps.",
-)
+@method(MIXTURE, *by_gradient(3, 8))
+@option("--density", type=SHARE, default=0.05, help="Fraction of a basis that its mask keeps.")
 @flag("--dataless", help="Keep the largest entries, without data.")
-@option(
-    "--penalty", type=Range(0), default=0.0, help="Factor of the masks' sum, added to the loss."
-)
+@option("--penalty", type=Range(0), default=0.0, help="Factor of the masks' sum in the loss.")
 @folder("--store", help="Also write the masked bases as a store.")
 def localize() -> None:
     """Keep a few entries of each basis, by a mask learned for its tasks.
@@ -187,7 +147,7 @@ def localize() -> None:
     """
 
 
-@method(*EVERY, *by_gradient(0.001, 16), NONNEGATIVE)
+@method(*by_gradient(0.001, 16), NONNEGATIVE)
 def adamerging() -> None:
     """Learn coefficients per layer that make predictions certain.
 
@@ -197,13 +157,8 @@ def adamerging() -> None:
     """
 
 
-@method(*EVERY, *by_gradient(0.1, 16), NONNEGATIVE)
-@option(
-    "--blocks",
-    type=click.IntRange(1, 1000),
-    default=1,
-    help="Coefficients of a basis in each tensor, for as many equal parts of it.",
-)
+@method(*by_gradient(0.1, 16), NONNEGATIVE)
+@option("--blocks", type=click.IntRange(1, 1000), default=1, help="Coefficients in each tensor.")
 def atlas() -> None:
     """Learn coefficients per tensor of least loss, for any tasks.
 
@@ -215,10 +170,15 @@ def atlas() -> None:
 
 def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
     context = click.get_current_context()
+    shaping: tuple[str, ...] = ()
+    why = ""
     if values.get("source"):
-        _refuse(SHAPES_STATISTICS, "--from names finished statistics")
+        shaping, why = SHAPES_STATISTICS, "--from names finished statistics"
     if values.get("dataless"):
-        _refuse(SHAPES_MASKS, "--dataless uses no examples")
+        shaping, why = SHAPES_MASKS, "--dataless uses no examples"
+    for key in shaping:
+        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE:
+            raise UserError(f"--{key.replace('_', '-')}: {why}; leave it out")
     import_mergekit()
     from tvb_mergekit.learn.request import Request
     from tvb_mergekit.learn.running import learn as run
@@ -234,11 +194,3 @@ def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
     costs = run(request, dry_run)
     for line in costs.lines if dry_run and ranks.world().leads else ():
         click.echo(line)
-
-
-def _refuse(names: Sequence[str], why: str) -> None:
-    """Raise UserError if one of these options is given."""
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--{name.replace('_', '-')}: {why}; leave it out")

@@ -52,11 +52,16 @@ class Range(click.FloatRange):
 
 PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
 POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
-SEED = click.IntRange(0, 2**32 - 1)
+COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
 flag = functools.partial(click.option, is_flag=True)
 repeatable = functools.partial(click.option, multiple=True)
 place = functools.partial(click.option, type=PLACE, metavar="PATH")
 folder = functools.partial(place, metavar="DIR")
+
+
+def choice(name: str, words: str, **more: Any) -> Callable[[Body], Body]:
+    """An option with one of these words."""
+    return click.option(name, type=click.Choice(words.split()), **more)
 
 
 class Command(click.Command):

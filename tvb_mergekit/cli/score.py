@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import click
-from click import argument, option
+from click import argument
 
-from tvb_mergekit.cli.options import PLACE, command, flag, folder, place, repeatable
+from tvb_mergekit.cli.options import PLACE, choice, command, flag, folder, place, repeatable
 
 
 @command(writes="out")
@@ -19,30 +19,16 @@ from tvb_mergekit.cli.options import PLACE, command, flag, folder, place, repeat
     metavar="[CATEGORY=]PATH",
     help="Results of the model fine-tuned for CATEGORY, by default for all. Repeatable.",
 )
-@place(
-    "--reference",
-    metavar="paper|FILE",
-    help="A table whose specialists replace --specialist; FILE: an earlier scores.json.",
-)
+@place("--reference", metavar="paper|FILE", help="Specialists of another table, or scores.json.")
 @flag("--show-reference", help="Show the reference's other columns too.")
 @place(
     "--benchmark",
     metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
-    help="By default the benchmark of the tasks in the files. FILE lists tasks in YAML: "
-    "docs/tune-and-score.md has an example.",
+    help="By default that of the tasks in the files. FILE lists tasks: docs/tune-and-score.md.",
 )
-@repeatable(
-    *("--metric", "metrics"),
-    metavar="TASK:METRIC",
-    help="Read another metric of a task, as METRIC,FILTER. Repeatable.",
-)
+@repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @flag("--partial", help="Normalize over the categories that all models have completely.")
-@option(
-    "--radar",
-    type=click.Choice(["tasks", "categories", "none"]),
-    default="tasks",
-    help="The axes of the plot in --out.",
-)
+@choice("--radar", "tasks categories none", default="tasks", help="The axes of the plot in --out.")
 @folder("--out", help="Write scores.html, scores.md, scores.json, radar.svg, radar.png.")
 def score(
     paths: tuple[str, ...],

@@ -17,6 +17,7 @@ from tvb_mergekit.cli.options import (
     MODELS,
     PLACE,
     RECIPE,
+    choice,
     command,
     engine_of,
     flag,
@@ -43,16 +44,7 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @option("--keep", type=float, metavar="SHARE",
         help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
 @flag("--resume", help="Continue an interrupted build.")
-def build(
-    recipe: str,
-    store: str,
-    dtype: DtypeName | None,
-    bits: float | None,
-    size: str | None,
-    lossless: bool,
-    keep: float | None,
-    **values: Any,
-) -> None:
+def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
 
     RECIPE is a recipe for `mergekit-yaml` (or, for weight files, `mergekit-pytorch`). Afterwards
@@ -76,10 +68,10 @@ def build(
     from tvb_mergekit.store.forms import default_share, kept_share
     from tvb_mergekit.tensors import ranks
 
-    quantize = _quantize(bits, size)
+    quantize = _quantize(values["bits"], values["size"])
     if quantize and dtype:
         raise UserError("--bits and --size do not go with --dtype")
-    share = kept_share(lossless, keep, quantize or dtype)
+    share = kept_share(values["lossless"], values["keep"], quantize or dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
@@ -96,14 +88,9 @@ def build(
     inputs = world.first(lambda: open_models(document, values))
     if not (quantize or dtype or share):
         share = default_share(inputs)
+    own, resume = dtype_of(dtype) or inputs.own_dtype, values["resume"]
     bases = build_store(
-        inputs,
-        store,
-        engine,
-        dtype=dtype_of(dtype) or inputs.own_dtype,
-        quantize=quantize,
-        keep=share,
-        resume=values["resume"],
+        inputs, store, engine, dtype=own, quantize=quantize, keep=share, resume=resume
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
@@ -177,24 +164,11 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 @option("--task", required=True, help="The new task's name.")
 @option("--weight", type=float, default=1.0, help="Weight of its task vector.")
 @option("--budget", type=int, metavar="M", help="Maximum number of bases in STORE.")
-@option(
-    "--compress",
-    type=click.Choice(["ae", "balanced"]),
-    help="Make room in a full store as in the paper, or keep the sum of all tasks.",
-)
+@choice("--compress", "ae balanced", help="Make room as in the paper, or keep the sum of tasks.")
 @option("--dtype", type=DTYPES, help=f"Dtype of a new STORE; {OWN}.")
 @option("--bits", type=float, help="Bits of the new task's codes; by default those of STORE.")
 @flag("--force", help="Also add a model unlike the others, or give up the exact sum.")
-def add(
-    store: str,
-    model: str,
-    task: str,
-    weight: float,
-    base: str | None,
-    force: bool,
-    bits: float | None,
-    **values: Any,
-) -> None:
+def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
     If STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them. Otherwise, and
@@ -216,27 +190,27 @@ def add(
     from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
 
-    engine, quantize = engine_of(values), _quantize(bits, None)
-    if quantize and values["dtype"]:
+    engine, quantize = engine_of(values), _quantize(values["bits"], None)
+    budget, compress, dtype = (values[key] for key in ("budget", "compress", "dtype"))
+    if quantize and dtype:
         raise UserError("--bits goes with none of --budget, --compress, --dtype")
     new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
     if new:
-        if base is None or (values["budget"] is None and quantize is None):
+        if base is None or (budget is None and quantize is None):
             raise UserError(
                 f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
             )
-        basis = {"basis": values["compress"]} if values["compress"] else {}
+        basis = {"basis": compress} if compress else {}
         parameters, names = {"basis": "none"} if quantize else {"num_bases": 1, **basis}, None
     else:
-        base, parameters, names = _standing(store, base, values)
-    listed_model = {"model": model, "parameters": {"task": task, "weight": weight}}
+        base, parameters, names = _standing(store, base, dtype, budget)
+    listed_model = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = open_models(from_mapping(recipe | {"parameters": parameters}), values, names)
-    dtype, doubt = (
-        dtype_of(values["dtype"]) or inputs.own_dtype,
-        logging.warning if force else _refuse,
+    own, doubt = dtype_of(dtype) or inputs.own_dtype, logging.warning
+    growth = Growth(
+        budget, compress, own, quantize, doubt if values["force"] else _refuse, click.echo
     )
-    growth = Growth(values["budget"], values["compress"], dtype, quantize, doubt, click.echo)
     if new and quantize:
         grown = build_store(inputs, store, engine, quantize=quantize)
     else:
@@ -245,28 +219,25 @@ def add(
         error = grown.facts.relative_error[task]
         click.echo(f"{store_line(grown)}; relative error of {task} {error:.3f}")
         return
-    most = {
-        name: math.inf if error.at_most is None else error.at_most
-        for name, error in grown.facts.errors.items()
-    }
-    worst = max(most, key=lambda name: most[name])
+    errors = [(e.at_most, name) for name, e in grown.facts.errors.items()]
+    most, worst = max(((math.inf if e is None else e, n) for e, n in errors), key=lambda p: p[0])
     click.echo(
         f"{grown.path}: {counted(len(grown.tasks), 'task')} in {grown.num_bases} of at most "
         f"{grown.facts.store.budget} bases; largest relative error of a task at most "
-        f"{most[worst]:.3f} ({worst})"
+        f"{most:.3f} ({worst})"
     )
 
 
 def _standing(
-    store: str, base: str | None, values: dict[str, Any]
+    store: str, base: str | None, dtype: str | None, budget: int | None
 ) -> tuple[str, dict[str, Any], list[str]]:
     """The base, the parameters and the tensors' names for an addition to an existing store.
 
     Raises:
         UserError: no store, another base, or another dtype.
     """
-    bases, dtype = load_store(store), values["dtype"]
-    if bases.keeps_tasks and values["budget"] is None and dtype:
+    bases = load_store(store)
+    if bases.keeps_tasks and budget is None and dtype:
         raise UserError(
             f"--dtype: {store} keeps all tasks as codes; --budget M turns them into bases"
         )

@@ -15,6 +15,7 @@ from tvb_mergekit.cli.options import (
     RECIPE_OR_STORE,
     SEED,
     SHARE,
+    choice,
     command,
     device_of,
     flag,
@@ -37,32 +38,15 @@ from tvb_mergekit.errors import UserError
     show_default="0:1:0.05; of methods with lambda 1 by default 0:2:0.1",
     help="START:STOP:STEP, or numbers with commas.",
 )
-@option(
-    "--search",
-    type=click.Choice(["grid", "golden"]),
-    default="grid",
-    help="golden: golden section between the grid's ends, 9 points instead of 21.",
-)
+@choice("--search", "grid golden", default="grid", help="golden: golden section, 9 points.")
 @option("--tolerance", type=POSITIVE, help="Precision of golden; by default half a grid step.")
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @place("--reference", help="The specialists' results, to divide scores by.")
-@repeatable(
-    "--control", "controls", metavar="TASK", help="basis_negate: a task to keep. Repeatable."
-)
-@option(
-    "--keep",
-    type=SHARE,
-    default=0.95,
-    help="basis_negate: the fraction of the control score at alpha 0 to keep.",
-)
+@repeatable("--control", "controls", metavar="TASK", help="basis_negate: keep it. Repeatable.")
+@option("--keep", type=SHARE, default=0.95, help="basis_negate: share of control score to keep.")
 @option("--limit", type=float, help="Items per task, drawn by --seed; below 1 a fraction.")
 @flag("--subsample", help="Use M/T of these items for M bases of T tasks, as in the paper.")
-@option(
-    "--test-share",
-    type=SHARE,
-    default=0.2,
-    help="Fraction of items that choose, for tasks without a validation split; 1 for all.",
-)
+@option("--test-share", type=SHARE, default=0.2, help="Share that chooses, if no validation split.")
 @option("--seed", type=SEED, default=0, help="Seed of the items, and of mergekit.")
 @folder("--include-path", multiple=True, help="Folder of your own lm-eval tasks. Repeatable.")
 @option("--metadata", metavar="JSON", help="lm-eval's, for tasks that need it.")
