@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
-from tvb_mergekit.plugin.files import plan_files
+from tvb_mergekit.plugin.planner import plan_files
 from tvb_mergekit.plugin.recipe import read_recipe
 from tvb_mergekit.plugin.run import check_place, merge, merge_files
 from tvb_mergekit.plugin.stores import refuse_bases
@@ -91,18 +91,19 @@ def plan_flat_merge(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def callback(
-    original: Callable[..., Any], schema: type[BaseModel] = MergeConfiguration
-) -> Callable[..., Any]:
+def callback(original: Callable[..., Any]) -> Callable[..., Any]:
     """A command that checks a recipe's text before mergekit drops unknown keys.
 
     Args:
         original: the callback of `mergekit-yaml`, `mergekit-multi` or `mergekit-pytorch`.
-        schema: the class into which the command reads a document.
     """
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        key = "config_file" if "config_file" in kwargs else "config_path"
+        key, schema = "config_file", MergeConfiguration
+        if key not in kwargs:  # mergekit-pytorch
+            from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
+
+            key, schema = "config_path", RawPyTorchMergeConfig
         path = kwargs.get(key)
         if not (path and os.path.isfile(path)):
             return original(*args, **kwargs)
@@ -122,13 +123,6 @@ def callback(
             return original(*args, **{**kwargs, key: place})
 
     return replacement
-
-
-def raw_callback(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `mergekit-pytorch` that checks a recipe's text first."""
-    from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
-
-    return callback(original, RawPyTorchMergeConfig)
 
 
 def _check_document(document: Any, path: str, schema: type[BaseModel], several: bool) -> None:

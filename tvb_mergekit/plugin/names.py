@@ -32,136 +32,86 @@ class Name(NamedTuple):
         place: MODULE:NAME.
         parameters: the names of the parameters in their order; None: only presence counts.
             A final `...` allows further parameters with defaults, a final `*` any others.
-        why: what this package does with the name.
-        by: the function of `hooks` that makes the replacement, for names replaced at the import.
     """
 
     place: str
-    parameters: str | None
-    why: str
-    by: str = ""
+    parameters: str | None = None
 
     @property
     def shown(self) -> str:
         return self.place.replace(":", ".")
 
-
-NameTable = dict[str, list[tuple[Any, ...]]]  # a module -> the fields of its names
-
-
-def _names(rows: NameTable) -> tuple[Name, ...]:
-    return tuple(
-        Name(f"{module}:{place}", *rest) for module in rows for place, *rest in rows[module]
-    )
+    @property
+    def by(self) -> str | None:
+        """The function of `hooks` that makes the replacement, for names replaced at the import."""
+        last = self.place.replace(":", ".").rpartition(".")[2]
+        return last if last in ("run_merge", "plan_flat_merge", "callback") else None
 
 
-IN_MEMORY: NameTable = {
-    "mergekit.merge_methods.registry": [
-        ("register", "method ...", "adds our methods"),
-        ("registered_methods", "...", "lists all methods"),
-        ("_METHODS", None, "loses our methods again after a problem"),
-    ],
-    "mergekit.merge_methods.base": [
-        ("MergeMethodSpec", "name parameters contract ...", "describes our methods"),
-        ("ParameterSpec", "name value_type scope default description ...", "describes keys"),
-        ("ParameterSpec.validate", "self value", "overridden: names the key"),
-        (
-            "MergeMethod.__call__",
-            "self groups parameters dtype out_dtype batch_options",
-            "merges in memory",
-        ),
-        ("MergeMethod._execute", None, "overridden: never reached"),
-        ("MergeMethod._execute_resolved", None, "overridden: refuses"),
-        ("MergeMethod._bind_parameters", "self groups parameters ...", "checks inputs and keys"),
-    ],
-}
-MERGES: NameTable = {
-    "mergekit.merge": [
-        ("run_merge", "merge_config out_path options config_source", "ours run here", "run_merge"),
-        ("_model_out_config", "config arch_info trust_remote_code ...", "makes config.json"),
-        (
-            "_update_config_vocab",
-            "config arch_info tokenizer pad_to_multiple_of ...",
-            "fits config.json",
-        ),
-        ("_set_chat_template", "tokenizer merge_config ...", "writes the tokenizer"),
-        ("_copy_tokenizer", "merge_config out_path options ...", "writes the tokenizer"),
-        ("_copy_tagalong_files", "merge_config out_path files options ...", "copies other files"),
-    ],
-    "mergekit.plan": [
-        ("ConfigReader", "config t slice_out module", "replaced while planning"),
-        ("ConfigReader.parameter_sources", "self model", "overridden: finds settings by hash"),
-        ("MergePlanner", "config arch_info options out_model_config ...", "plans the model"),
-        ("MergePlanner._plan", "self ...", "plans the model"),
-        ("MergePlanner._tensors", None, "the plan: a task for each tensor"),
-        ("MergePlanner._tokenizer_task", None, "makes the tokenizer"),
-        ("MergePlanner._model_arch.__wrapped__", "self model", "overridden: a larger cache"),
-    ],
-    "mergekit.merge_methods.task_adapter": [
-        ("ExecuteMergeMethodTask.gather_tensors", None, "the inputs of a tensor"),
-        ("ExecuteMergeMethodTask.parameters", None, "lambda, alpha and density of a tensor"),
-    ],
-    "mergekit.io.tasks": [
-        ("GatherTensors.weight_info", None, "the names of a tensor in each model"),
-        ("LoadTensor", "model tensor aliases ...", "loads converted experts"),
-        ("LoaderCache.loaders", None, "holds our loaders during a merge"),
-        ("LoaderCache.setup", "self options ...", "receives the options"),
-    ],
-    "mergekit.io.lazy_tensor_loader": [
-        (
-            "LazyTensorLoader.get_tensor",
-            "self key device aliases raise_on_missing",
-            "reads mapped files",
-        ),
-        (
-            "ShardedTensorIndex",
-            "base_path is_safetensors tensor_paths shards ...",
-            "describes files",
-        ),
-    ],
-    "mergekit.tokenizer": [
-        ("PermutedVocabulary", "gather_tensors tokenizer_task tokens *", "aligns vocabularies"),
-        ("truncate.TruncatedVocabulary", "gather_tensors *", "truncates vocabularies"),
-    ],
-    "mergekit.graph": [
-        ("Executor", "targets cached_values ...", "runs the tasks of vocabularies"),
-        ("Executor.run", "self quiet ...", "runs the tasks of vocabularies"),
-    ],
-    "mergekit.card": [
-        ("is_hf", "path", "replaced while writing: it asks the Hub about folders"),
-        ("generate_card", "config config_yaml name ...", "writes the model card"),
-    ],
-    "mergekit.io.tensor_writer": [
-        ("TensorWriter", "out_path max_shard_size safe_serialization ...", "writes .bin files"),
-    ],
-}
-RAW: NameTable = {
-    "mergekit.scripts.merge_raw_pytorch": [
-        (
-            "plan_flat_merge",
-            "config out_path tensor_union tensor_intersection options",
-            "ours are planned here",
-            "plan_flat_merge",
-        ),
-        (
-            "construct_param_dicts",
-            "config merge_method tensor_name ...",
-            "lambda, alpha and density",
-        ),
-        ("main.callback", "config_path out_path *", "checks the recipe's text", "raw_callback"),
-    ],
-}
-COMMAND = ("main.callback", "config_file out_path *", "checks the recipe's text", "callback")
+def _names(rows: str) -> tuple[Name, ...]:
+    """A line for each name: its place in mergekit, then its parameters if they count."""
+    split = (row.split(maxsplit=1) for row in rows.strip().splitlines())
+    return tuple(Name(f"mergekit.{place}", *parameters) for place, *parameters in split)
+
+
+IN_MEMORY = _names("""
+merge_methods.registry:register method ...
+merge_methods.registry:registered_methods ...
+merge_methods.registry:_METHODS
+merge_methods.base:MergeMethodSpec name parameters contract ...
+merge_methods.base:ParameterSpec name value_type scope default description ...
+merge_methods.base:ParameterSpec.validate self value
+merge_methods.base:MergeMethod.__call__ self groups parameters dtype out_dtype batch_options
+merge_methods.base:MergeMethod._execute
+merge_methods.base:MergeMethod._execute_resolved
+merge_methods.base:MergeMethod._bind_parameters self groups parameters ...
+""")
+MERGES = _names("""
+merge:run_merge merge_config out_path options config_source
+merge:_model_out_config config arch_info trust_remote_code ...
+merge:_update_config_vocab config arch_info tokenizer pad_to_multiple_of ...
+merge:_set_chat_template tokenizer merge_config ...
+merge:_copy_tokenizer merge_config out_path options ...
+merge:_copy_tagalong_files merge_config out_path files options ...
+plan:ConfigReader config t slice_out module
+plan:ConfigReader.parameter_sources self model
+plan:MergePlanner config arch_info options out_model_config ...
+plan:MergePlanner._plan self ...
+plan:MergePlanner._tensors
+plan:MergePlanner._tokenizer_task
+plan:MergePlanner._model_arch.__wrapped__ self model
+merge_methods.task_adapter:ExecuteMergeMethodTask.gather_tensors
+merge_methods.task_adapter:ExecuteMergeMethodTask.parameters
+io.tasks:GatherTensors.weight_info
+io.tasks:LoadTensor model tensor aliases ...
+io.tasks:LoaderCache.loaders
+io.tasks:LoaderCache.setup self options ...
+io.lazy_tensor_loader:LazyTensorLoader.get_tensor self key device aliases raise_on_missing
+io.lazy_tensor_loader:ShardedTensorIndex base_path is_safetensors tensor_paths shards ...
+tokenizer:PermutedVocabulary gather_tensors tokenizer_task tokens *
+tokenizer:truncate.TruncatedVocabulary gather_tensors *
+graph:Executor targets cached_values ...
+graph:Executor.run self quiet ...
+card:is_hf path
+card:generate_card config config_yaml name ...
+io.tensor_writer:TensorWriter out_path max_shard_size safe_serialization ...
+""")
+RAW = _names("""
+scripts.merge_raw_pytorch:plan_flat_merge config out_path tensor_union tensor_intersection options
+scripts.merge_raw_pytorch:construct_param_dicts config merge_method tensor_name ...
+scripts.merge_raw_pytorch:main.callback config_path out_path *
+""")
+COMMAND = "scripts.{}:main.callback config_file out_path *"
 
 # An imported module of mergekit -> the names to be compared when its import ends. By then mergekit
 # has imported their modules as well. Each command needs `mergekit.merge`, wherever it may be.
 PROBED = {
-    "mergekit.merge_methods.registry": _names(IN_MEMORY),
-    "mergekit.merge_methods": _names(IN_MEMORY),
-    "mergekit.merge": _names(MERGES),
-    "mergekit.scripts.merge_raw_pytorch": _names(MERGES | RAW),
-    "mergekit.scripts.run_yaml": _names(MERGES | {"mergekit.scripts.run_yaml": [COMMAND]}),
-    "mergekit.scripts.multimerge": _names(MERGES | {"mergekit.scripts.multimerge": [COMMAND]}),
+    "mergekit.merge_methods.registry": IN_MEMORY,
+    "mergekit.merge_methods": IN_MEMORY,
+    "mergekit.merge": MERGES,
+    "mergekit.scripts.merge_raw_pytorch": MERGES + RAW,
+    "mergekit.scripts.run_yaml": MERGES + _names(COMMAND.format("run_yaml")),
+    "mergekit.scripts.multimerge": MERGES + _names(COMMAND.format("multimerge")),
 }
 PLACES = {name.place for names in PROBED.values() for name in names}
 
