@@ -16,9 +16,8 @@ from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.files import open_file
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import plan_only
+from tvb_mergekit.plugin.planner import open_file, plan_only
 from tvb_mergekit.plugin.preflight import check_adapter_place, may_be_on_the_hub
 from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.refusals import refusing
@@ -136,10 +135,8 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
     Raises:
         UserError: it is not there.
     """
-    if os.path.isfile(text):
-        return Checkpoint.open(text), None
-    if os.path.isdir(text):
-        return Checkpoint.open(text), Path(text)
+    if os.path.exists(text):
+        return Checkpoint.open(text), Path(text) if os.path.isdir(text) else None
     if not may_be_on_the_hub(text.partition("@")[0]):
         raise UserError(
             f"base {text}: no such folder (from {os.getcwd()}); say where it is with --base"

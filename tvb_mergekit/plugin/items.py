@@ -92,7 +92,10 @@ class MergedTensors:
         recipe, name, whole = self.recipe, given.weight.name, given.whole
         base, *models = _parts(recipe, given)
         assert base is not None
-        absent = recipe.vectors.why_absent(base.name, name) if recipe.vectors else None
+        absent = None
+        if recipe.vectors is not None:  # by the base's or the merged model's name
+            left_out = recipe.vectors.bases.facts.left_out
+            absent = left_out.get(str(base.name), left_out.get(name, "not in the store"))
         rule = functools.partial(why_left_out, name, recipe.settings, recipe.tasks, absent=absent)
         reason = rule(base, models)
         fresh: Callable[[], Sequence[Part]] | None = None
@@ -213,7 +216,7 @@ def _mean(
     recipe: Recipe, name: str, shape: tuple[int, ...], inputs: Sequence[Part]
 ) -> Sequence[Part]:
     """PCA's mean, an input that is not a model of the recipe."""
-    mean = recipe.store.mean(recipe.settings) if recipe.store else None
+    mean = recipe.mean
     if mean is None or not inputs or inputs[0].name is None:
         return ()
     part = Part.of(mean, inputs[0].name, "delta")

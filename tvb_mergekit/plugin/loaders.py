@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from mergekit.common import ModelReference
@@ -17,14 +16,7 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex,
 from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
-from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.lossless import KEY as LOSSLESS
-from tvb_mergekit.tensors.lossless import Lossless
-from tvb_mergekit.tensors.quantized import KEY, Codes
-from tvb_mergekit.tensors.sampled import KEY as SAMPLED
-from tvb_mergekit.tensors.sampled import Sampled
-from tvb_mergekit.tensors.sparse import KEY as SPARSE
-from tvb_mergekit.tensors.sparse import Sparse
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 
 class MappedLoader(LazyTensorLoader):
@@ -72,21 +64,10 @@ def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> M
             trust_remote_code=stock.trust_remote_code,
             lora_merge_dtype=stock.lora_merge_dtype,
         )
-        opened = open_model(merged.local_path(cache_dir=stock.hf_cache_dir))
+        opened = Checkpoint.open(merged.local_path(cache_dir=stock.hf_cache_dir))
     loader = MappedLoader(opened)
     LoaderCache.loaders[model] = loader
     return loader
-
-
-def open_model(path: str) -> Checkpoint:
-    """The weights at `path`, a folder or a file: a model, or a vector of a store."""
-    opened = Checkpoint.open(path)
-    metadata = metadata_of(opened.folder / opened.shards[0])
-    # Codes and sparse vectors have all attributes of a checkpoint that a merge needs.
-    for key, codec in ((KEY, Codes), (SPARSE, Sparse), (LOSSLESS, Lossless), (SAMPLED, Sampled)):
-        if key in metadata:
-            return cast(Checkpoint, codec.open(path))
-    return opened
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.progress import bars
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report
+from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -117,7 +118,8 @@ class Plan:
         if vectors is not None and not tensors.changed:
             # The store knows G where the same tensors count.
             held = {part.name for item in counted for part in item.inputs[:1]}
-            tasks.sums = vectors.sums() if held == set(vectors.bases.names) else None
+            if vectors.keeps_tasks and held == set(vectors.bases.names):
+                tasks.sums = sums_of(vectors.bases, vectors.order)
         return tasks
 
     def build(self, late: bool = False) -> Combination:
@@ -157,7 +159,7 @@ class Plan:
             return self._warned(build_basis(self.tasks, self.engine))
         order = list(store.order)
         shares = store.bases.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
-        mean = [] if store.mean(recipe.settings) is None else [len(order)]
+        mean = [] if recipe.mean is None else [len(order)]
         table = store.bases.reconstruction(store.bases.tasks)[[*order, *mean]]
         stored = StoredBases(recipe.settings, store.bases.tasks, shares, table)
         count_if_needed(stored, self.tasks.items, self.engine)

@@ -1,4 +1,4 @@
-"""The plan of a merge of model folders, by mergekit's own planner.
+"""The plan of a merge: of model folders by mergekit's own planner, or of weight files by name.
 
 mergekit's planner knows the place of each merged tensor in each model, and resolves `lambda`,
 `alpha` and `density` for the tensor. Our passes replace mergekit's own tasks.
@@ -7,11 +7,13 @@ mergekit's planner knows the place of each merged tensor in each model, and reso
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mergekit.architecture import get_architecture_info
+from mergekit import merge_methods
+from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
@@ -19,16 +21,19 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, install_loader
 from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan, engine_of
-from tvb_mergekit.plugin.preflight import check_local_files, check_tokenizer_source
-from tvb_mergekit.plugin.sources import candidate
+from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
+from tvb_mergekit.plugin.sources import Candidate, candidate
 from tvb_mergekit.progress import phase
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.stream import Part
 
 
 @contextmanager
@@ -89,11 +94,12 @@ def _opened(
 ) -> tuple[dict[ModelReference, MappedLoader], MergePlanner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
     recipe = document.recipe
-    opened = check_local_files(recipe, options)
+    held, opened = recipe.opened, dict[ModelReference, Any]()
+    for model in recipe.every:
+        opened[model] = check_model(model, recipe.base, options, model not in held)
     check_tokenizer_source(document.config)
     LoaderCache().setup(options=options)
-    opened |= recipe.opened
-    loaders = {model: install_loader(model, opened.get(model)) for model in recipe.every}
+    loaders = {model: install_loader(model, found) for model, found in (opened | held).items()}
     recipe.check_base(loaders[recipe.base].checkpoint)
     return loaders, planned_by_mergekit(document.config, options)
 
@@ -144,3 +150,55 @@ class _Reader(ConfigReader):
         if self.module is not None:
             yield self.module.parameters
         yield self.config.parameters
+
+
+def plan_files(
+    document: Document, options: MergeOptions, union: bool = False, intersection: bool = False
+) -> Plan:
+    """The plan of a merge of weight files.
+
+    Args:
+        union: A model may lack tensors. They stay the base's.
+        intersection: Only tensors that all files have are merged and written.
+
+    Raises:
+        UserError: a reason that stops the merge before its first pass.
+    """
+    # An import above would call our hook, which needs this module.
+    from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
+
+    recipe, config, engine = document.recipe, document.config, engine_of(options)
+    files = {model: recipe.opened.get(model) or open_file(model) for model in recipe.every}
+    base, stored = files[recipe.base], recipe.vectors is not None
+    recipe.check_base(base)
+    # A store may hold a tensor under another name, which the plan looks up.
+    held = [set((base if stored else file).tensors) for file in files.values()]
+    every = set().union(*held)
+    if not (union or intersection):
+        for model, names in zip(files, held, strict=True):
+            for name in sorted(every - names):
+                raise UserError(
+                    f"tensor `{name}` is not in {model}, but in others; merge what all have with "
+                    "--tensor-intersection, or keep the base's with --tensor-union"
+                )
+    method = merge_methods.get(config.merge_method)
+    tensors = MergedTensors(recipe, files, document.dtype, safe=options.safe_serialization)
+    tensors.fill(
+        Candidate(
+            WeightInfo(name=name),
+            dict(construct_param_dicts(config, method, name)[0].items()),
+            {m: Part.of(f, name) if name in f.tensors else None for m, f in files.items()},
+        )
+        for name in sorted(every.intersection(*held) if intersection else every)
+    )
+    loaders = {model: MappedLoader(file) for model, file in files.items()}
+    return Plan(recipe, options, engine, loaders, tensors)
+
+
+def open_file(model: ModelReference) -> Checkpoint:
+    """The weight file that a recipe of mergekit-pytorch names."""
+    path = model.model.path
+    if not os.path.isfile(path):
+        found = "is a folder" if os.path.isdir(path) else "no such file"
+        raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
+    return Checkpoint.open(path)

@@ -29,16 +29,6 @@ TOKENIZER_FILES = (
 )
 
 
-def check_local_files(recipe: Recipe, options: MergeOptions) -> dict[ModelReference, Checkpoint]:
-    """The open checkpoints of a recipe's models on this disk; see `check_model`."""
-    opened = {}
-    for model in recipe.every:
-        found = check_model(model, recipe.base, options, model not in recipe.opened)
-        if found is not None:
-            opened[model] = found
-    return opened
-
-
 def check_model(
     model: ModelReference, base: ModelReference, options: MergeOptions, weights: bool = True
 ) -> Checkpoint | None:
@@ -71,30 +61,21 @@ def check_model(
         model.config(trust_remote_code=options.trust_remote_code)  # which planning needs anyway
     except (ValueError, KeyError, OSError) as error:
         reason = one_line(error).split(". ")[0].rstrip(".")
+        problem = f"no such folder (from {os.getcwd()}), nor to be had from the Hugging Face Hub"
+        problem += " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         if os.path.isdir(path):
             problem = "transformers cannot read its config.json"
-        else:
-            problem = (
-                f"no such folder (from {os.getcwd()}), nor to be had from the Hugging Face Hub"
-            )
-            if os.environ.get("HF_HUB_OFFLINE"):
-                problem += " (HF_HUB_OFFLINE is set)"
         raise UserError(f"model {path}: {problem}: {reason}") from error
-    if not weights or not os.path.isdir(path):
-        return None
-    opened = Checkpoint.open(path)
+    opened = Checkpoint.open(path) if weights and os.path.isdir(path) else None
     return opened if model.lora is None else None
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:
     """Raise UserError if the model of `tokenizer_source` is missing or has no tokenizer."""
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    if source is None:
-        return
+    models = [config.base_model if source == "base" else source] if source else []
     if source == "union":
         models = config.referenced_models()
-    else:
-        models = [config.base_model if source == "base" else source]
     for path in [model.model.path for model in models]:
         if os.path.isdir(path):
             if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
@@ -139,12 +120,11 @@ def _check_config(path: str, base: str, any_architecture: bool) -> None:
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    file = os.path.join(path, "config.json")
-    if not os.path.isfile(file):
+    file = Path(path, "config.json")
+    if not file.is_file():
         return {}
     try:
-        with open(file, encoding="utf-8") as stream:
-            values = json.load(stream)
+        values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file} is not JSON ({error}); download it again") from error
     return values if isinstance(values, dict) else {}
@@ -184,27 +164,19 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
     ]
     for file in files:
         if os.path.basename(file).startswith("adapter_model."):
-            try:
-                Checkpoint.open(file)
-            except UserError as error:
-                raise UserError(f"model {model}: {error}") from error
+            Checkpoint.open(file)
     fused = Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
     if not fused.exists():
         if os.path.isdir(model.model.path):
             check_disk(cache, Checkpoint.open(model.model.path).nbytes)
         return
+    copy = f"model {model}: its fused copy in {fused}"
     try:
         written = min(Path(fused, shard).stat().st_mtime for shard in Checkpoint.open(fused).shards)
     except UserError as error:
-        raise UserError(
-            f"model {model}: its fused copy in {fused} was cut while it was written; "
-            f"delete that folder ({error})"
-        ) from error
+        raise UserError(f"{copy} was cut while it was written; delete it ({error})") from error
     if any(os.path.getmtime(file) > written for file in files):
-        raise UserError(
-            f"model {model}: its fused copy in {fused} is older than the adapter or the base; "
-            "delete that folder"
-        )
+        raise UserError(f"{copy} is older than the adapter or the base; delete it")
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:

@@ -66,6 +66,12 @@ class Recipe:
         return dict(zip(self.models, vectors, strict=True))
 
     @property
+    def mean(self) -> Weights | None:
+        """PCA's mean, which only the reconstruction of a task needs."""
+        negates = self.store is not None and self.settings.method == "basis_negate"
+        return self.store.bases.mean if self.store and negates else None
+
+    @property
     def every(self) -> tuple[ModelReference, ...]:
         """The base and the models."""
         return self.base, *self.models
@@ -86,6 +92,10 @@ class Recipe:
         dtype: str | None,
     ) -> TaskSet:
         """The task vectors with these tensors; see `TaskSet`."""
+        built = list[float]()  # the scales that task vectors of a store have already
+        if self.vectors is not None and self.vectors.keeps_tasks:
+            bases = self.vectors.bases
+            built = (bases.weights / bases.scales)[list(self.vectors.order)].tolist()
         return TaskSet(
             self.settings,
             self.tasks,
@@ -98,7 +108,7 @@ class Recipe:
             left_out,
             tied,
             dtype=dtype,
-            built=self.vectors.built if self.vectors else (),
+            built=built,
         )
 
 
@@ -138,8 +148,13 @@ def read_recipe(config: BaseModel) -> Recipe:
     if vectors is not None:
         if named := next((model for model in models if (model, "task") in own), None):
             raise UserError(f"`task` of {named}: its store knows the name; leave it out")
-        settings = vectors.settings(method, given)
-        return Recipe(settings, base, models, vectors.names, vectors.weights(weights), vectors)
+        bases, order = vectors.bases, list(vectors.order)
+        every = bases.tasks if bases.keeps_tasks else bases.facts.store.folders
+        names = tuple(every[index] for index in order)
+        settings = bases.merge_settings(method, given, names if bases.keeps_tasks else ())
+        scales = zip(weights, bases.scales[order].tolist(), strict=True)
+        scaled = tuple(weight * scale for weight, scale in scales)
+        return Recipe(settings, base, models, names, scaled, vectors)
     tasks = tuple(
         own.get((model, "task"))
         or default_task_name(model.model.path, model.lora.path if model.lora else None)

@@ -40,10 +40,6 @@ class Candidate:
     whole: Changed | Made | None = None
 
 
-def part_of(checkpoint: Checkpoint, name: str) -> Part | None:
-    return Part.of(checkpoint, name) if name in checkpoint.tensors else None
-
-
 def candidate(
     checkpoints: Mapping[ModelReference, Checkpoint],
     weight: WeightInfo,

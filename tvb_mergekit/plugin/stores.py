@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mergekit.common import ModelReference
 
-from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import Settings
 from tvb_mergekit.store import store
-from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.facts import FACTS
-from tvb_mergekit.tensors.source import Weights
 
 
 @dataclass(frozen=True)
@@ -41,47 +36,6 @@ class StoreVectors:
     @property
     def keeps_tasks(self) -> bool:
         return self.bases.keeps_tasks
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """One name of each model: its task, or the folder of its basis."""
-        every = self.bases.tasks if self.keeps_tasks else self.bases.facts.store.folders
-        return tuple(every[index] for index in self.order)
-
-    @property
-    def built(self) -> Sequence[float]:
-        """The scales that the vectors have already, if they are task vectors."""
-        if not self.keeps_tasks:
-            return ()
-        scales: list[float] = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
-        return scales
-
-    def weights(self, given: Sequence[float]) -> tuple[float, ...]:
-        """The scales of the vectors in a merge, for the weights that its recipe gives."""
-        scales = self.bases.scales[list(self.order)].tolist()
-        return tuple(each * scale for each, scale in zip(given, scales, strict=True))
-
-    def settings(self, method: str, given: Mapping[str, Any]) -> Settings:
-        """The settings of a merge.
-
-        Raises:
-            UserError: A key that the store has fixed, or that does not fit its basis.
-        """
-        return self.bases.merge_settings(method, given, self.names if self.keeps_tasks else ())
-
-    def sums(self) -> GramSums | None:
-        """The Gram matrix of the listed task vectors; None if the store does not have it."""
-        return sums_of(self.bases, self.order) if self.keeps_tasks else None
-
-    def mean(self, settings: Settings) -> Weights | None:
-        """PCA's mean, which only the reconstruction of a task needs."""
-        negation = settings.method == "basis_negate" and not self.keeps_tasks
-        return self.bases.mean if negation else None
-
-    def why_absent(self, stored: str | None, name: str) -> str:
-        """Reason why the store does not hold a tensor, by the base's or the merged model's name."""
-        left_out = self.bases.facts["left_out"]
-        return str(left_out.get(stored, left_out.get(name, "not in the store")))
 
 
 def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
@@ -156,17 +110,12 @@ def folder_of(path: str) -> Path | None:
 
 def refuse_bases(paths: Sequence[str], method: str) -> None:
     """Raise UserError if a model is a vector of a store. Other methods would use it as a model."""
-    for path in paths:
-        if not store.is_basis(path):
-            continue
-        folder = Path(path).parent if os.path.isfile(path) else Path(path)
-        if store.is_store(folder.parent) and store.read_store_facts(folder.parent).keeps_tasks:
-            raise UserError(
-                f"model {path} is a task vector of a store, and {method} takes models: write them "
-                "all with `tvb export STORE --all DIR`, or one with `--task`"
-            )
+    for path in filter(store.is_basis, paths):
+        store_of = (Path(path).parent if os.path.isfile(path) else Path(path)).parent
+        kind, export = "basis vector", "one with `tvb export STORE OUT --basis K` or `--all-bases`"
+        if store.is_store(store_of) and store.read_store_facts(store_of).keeps_tasks:
+            kind, export = "task vector", "all with `tvb export STORE --all DIR`, one with `--task`"
         raise UserError(
-            f"model {path} is a basis vector of a store, a difference from its base, and "
-            f"{method} takes models: make one with `tvb export STORE OUT --basis K` or "
-            "`--all-bases`"
+            f"model {path} is a {kind} of a store, a difference from its base, and {method} takes "
+            f"models: make {export}"
         )
