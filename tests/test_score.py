@@ -402,7 +402,7 @@ def test_an_earlier_table_is_a_reference(small: Path) -> None:
     for change, line in (
         ({"columns": [whole["columns"][2]]}, "the reference r has no specialists"),
         ({"columns": [{"label": "a", "kind": "best", "tasks": {}}]}, "`columns.0.kind`"),
-        ({"columns": [whole["columns"][1] | {"tasks": {"ad": 1.0}}]}, "no task ad in small: did"),
+        ({"columns": [whole["columns"][1] | {"tasks": {"ad": 1.0}}]}, "no task ad in small (did"),
     ):
         Path("r.json").write_text(json.dumps(whole | change))
         assert line in refused("score", "ae", *BENCH, "--reference", "r.json")

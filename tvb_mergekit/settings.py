@@ -178,7 +178,6 @@ class Settings(BaseModel):
 
 
 def _declared_keys() -> Iterator[Key]:
-    """The keys of `Settings` with their names, types and defaults."""
     for name, declared in Settings.model_fields.items():
         for key in declared.metadata:
             kinds = get_args(declared.annotation) or (declared.annotation,)

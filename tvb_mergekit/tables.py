@@ -87,7 +87,6 @@ def markdown_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` with escaped Markdown."""
     return re.sub(r"([\\`*_<|\[])", r"\\\1", printable(text))
 
 

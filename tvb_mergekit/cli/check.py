@@ -134,7 +134,6 @@ def _costs(tasks: TaskSet, merged: int, out: str | None, store: str = "") -> Ite
 
 
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:
-    """Time and memory of a method that merges matrices."""
     if largest := largest_matrix(settings, items, bases):
         needed = f"--memory {-(-(largest.nbytes + LEAST) // 10**8) / 10:g}GB"
         more = f": tvb's commands need {needed}" if largest.nbytes + LEAST > MEMORY else ""
@@ -177,7 +176,6 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
 
 
 def _merged_bytes(inputs: TaskSet) -> int:
-    """The size of the merged model in the recipe's dtype."""
     dtype = dtype_from_name(inputs.dtype)
     own = [info for info in inputs.base.tensors.values() if info.alias_of is None]
     dtypes = [dtype if dtype and i.dtype.is_floating_point else i.dtype for i in own]

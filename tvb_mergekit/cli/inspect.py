@@ -103,7 +103,6 @@ def size_line(inspection: Inspection) -> str:
 
 
 def store_line(bases: Bases) -> str:
-    """Path and sizes of a store."""
     return f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}"
 
 
@@ -181,7 +180,6 @@ def _encoder_lines(inspection: Inspection, names: list[str]) -> list[Sheet | str
 
 
 def _choice_lines(inspection: Inspection) -> list[Sheet | str]:
-    """The energy that each M can retain."""
     if not inspection.choices:
         return [f"What other M would retain: {inspection.why_unknown('gram')}"]
     current = None if inspection.keeps_tasks else inspection.num_bases

@@ -76,7 +76,6 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def _page(inspection: Inspection, svg: str) -> str:
-    """A self-contained HTML file: the figure, and the tables of the terminal."""
     console = Console(
         file=io.StringIO(), record=True, width=TEXT_COLUMNS, highlight=False, no_color=True
     )
@@ -246,7 +245,6 @@ def _count_x(axes: Axes, count: int, name: str, bases: int, right: float = 0.0) 
 
 
 def _say(axes: Axes, why: str) -> None:
-    """An empty panel with the reason."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", color=DARK)
@@ -266,5 +264,4 @@ def _points(names: Sequence[str]) -> float:
 
 
 def _inches(names: Sequence[str]) -> float:
-    """The approximate width of the longest name."""
     return max(map(len, names)) * 0.62 * _points(names) / 72

@@ -33,12 +33,10 @@ class Split(NamedTuple):
 
 
 def held_out(examples: int, share: float) -> int:
-    """The number of a task's examples that are held out."""
     return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
 
 
 def shuffled(tasks: Sequence[Sequence[Example]], seed: str) -> list[Example]:
-    """All examples of all tasks, once."""
     every = [example for examples in tasks for example in examples]
     return random.Random(seed).sample(every, len(every))
 

@@ -36,7 +36,6 @@ class CoefficientMethod(GradientMethod):
 
     @property
     def rows(self) -> Rows:
-        """The coefficients of each tensor."""
         return Rows.of(self.plan.tasks.names, self.per, self.request.blocks)
 
     @property

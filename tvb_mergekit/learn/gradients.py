@@ -147,7 +147,6 @@ class GradientMethod(Work):
         return descent.run(examples, held)
 
     def _is_finished(self, file: Path, wanted: Mapping[str, Any]) -> bool:
-        """Whether an interrupted run has finished a file."""
         if not file.is_file():
             return False
         facts = kept.check_same(file, kept.LEARNED, wanted)
@@ -158,7 +157,6 @@ class GradientMethod(Work):
     def _finish(
         self, history: History, facts: dict[str, Any], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Let rank 0 write a file with its facts."""
         facts = {**facts, "history": asdict(history), "tasks": self.data_facts()}
         self._note(history, facts)
         ranks.world().share(lambda: write(facts))

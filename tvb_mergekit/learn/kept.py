@@ -47,7 +47,6 @@ def facts_in(file: Path, key: str) -> dict[str, Any]:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether a file is one of `tvb learn`."""
     keys = {STATISTICS, LEARNED}
     return file.suffix == ".safetensors" and not keys.isdisjoint(metadata_of(file))
 

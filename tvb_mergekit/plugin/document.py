@@ -33,7 +33,6 @@ class Document:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the merged model."""
         dtype: str | None = self.config.out_dtype or self.config.dtype
         return dtype
 

@@ -91,7 +91,6 @@ def _raw_inputs(document: Document) -> TaskSet:
 
 
 def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> TaskSet:
-    """The updates of adapters of one base, from their factors."""
     recipe = document.recipe
     base = _local(recipe.base, options)
     adapters = []

@@ -88,7 +88,6 @@ class MergedTensors:
         return [self._fresh[i.name]() if i.name in self._fresh else i for i in self.items]
 
     def _item(self, given: Candidate) -> Item:
-        """One tensor in the dtype that is written."""
         recipe, name, whole = self.recipe, given.weight.name, given.whole
         base, *models = _parts(recipe, given)
         assert base is not None

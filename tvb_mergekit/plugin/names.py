@@ -205,7 +205,6 @@ def replaced(place: str, value: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _owner(place: str) -> tuple[Any, str]:
-    """The object that has the name, and the name's last part."""
     module, _, path = place.partition(":")
     *outer, attribute = path.split(".")
     return functools.reduce(getattr, outer, importlib.import_module(module)), attribute

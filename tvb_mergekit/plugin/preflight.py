@@ -91,7 +91,6 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
 
 
 def may_be_on_the_hub(path: str) -> bool:
-    """Whether a path has the form of a repository's name."""
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 

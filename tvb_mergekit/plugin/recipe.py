@@ -73,7 +73,6 @@ class Recipe:
 
     @property
     def every(self) -> tuple[ModelReference, ...]:
-        """The base and the models."""
         return self.base, *self.models
 
     def check_base(self, opened: Weights) -> None:
@@ -122,7 +121,6 @@ class _Section:
 
     @property
     def list(self) -> str:
-        """The list that has this entry."""
         return self.where.rpartition("[")[0]
 
 
@@ -190,7 +188,6 @@ def _reference(model: Any) -> ModelReference | None:
 
 
 def _sections(part: Any, where: str = "") -> Iterator[_Section]:
-    """All parts of a configuration that may have parameters."""
     parameters = part.model_dump().get("parameters") or {}
     yield _Section(where, parameters, _reference(getattr(part, "model", None)))
     for key in ("models", "slices", "sources"):
@@ -241,7 +238,6 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
 
 
 def _identity(model: ModelReference) -> object:
-    """The real paths and revisions of a model and its adapter."""
     parts = [part for part in (model.model, model.lora) if part is not None]
     return tuple(
         (os.path.realpath(part.path) if os.path.exists(part.path) else part.path, part.revision)

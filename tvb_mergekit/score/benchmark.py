@@ -115,7 +115,7 @@ def check_known(name: str, known: Collection[str], what: str) -> None:
 
 def repeated(names: Sequence[str]) -> str | None:
     """Return the first name that stands twice in a list."""
-    return next((name for place, name in enumerate(names) if name in names[:place]), None)
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def read_described(path: Path, kind: type[Described], what: str) -> Described:

@@ -172,7 +172,6 @@ def remark(column: Column, category: Category, task: Task, signs: Signs | None) 
 
 
 def _odd_answers(score: float, signs: Signs, low: bool, programs: bool) -> list[tuple[str, str]]:
-    """Return reasons why the answers look odd, each with the sign that shows it."""
     limits = [
         ("empty", SPOILED, "no answer to"),
         ("stuck", STUCK, "a few words in a loop in"),

@@ -82,7 +82,6 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _read_all(named: Sequence[tuple[str, Path]], twice: str) -> dict[str, Results]:
-    """Read the results of each name; raise UserError with `twice` if a name is repeated."""
     if (name := repeated([name for name, _ in named])) is not None:
         raise UserError(twice.format(name or "all categories"))
     return {name: read_results(place) for name, place in named}

@@ -39,7 +39,6 @@ def radar(table: Table, kind: str, by: By = "tasks") -> bytes:
 
 
 def heading(table: Table) -> str:
-    """Return the title of the picture."""
     what = f"{table.benchmark.title}: percent of the specialists' scores"
     return what + table.title.removeprefix(table.benchmark.title)
 

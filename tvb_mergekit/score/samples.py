@@ -111,7 +111,6 @@ def _letter(text: str) -> str | None:
 
 
 def _likeliest(line: _Line) -> tuple[str | None, tuple[str, ...]]:
-    """Return letter and text of the likeliest of several choices."""
     try:
         likelihoods = [float(pair[0]) for pair in line.filtered_resps]
     except (IndexError, KeyError, OverflowError, TypeError, ValueError):
@@ -125,6 +124,5 @@ def _likeliest(line: _Line) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _texts(nested: list[Any]) -> tuple[str, ...]:
-    """Return the texts in a list, or in lists of repeats."""
     flat = [x for entry in nested for x in (entry if isinstance(entry, list) else [entry])]
     return tuple(text for text in flat if isinstance(text, str))

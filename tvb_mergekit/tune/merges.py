@@ -154,7 +154,6 @@ class TunedRecipe:
         return max(Checkpoint.open(folder).nbytes for folder in folders)
 
     def base(self) -> Path | None:
-        """Return the folder of the base."""
         base = MergeConfiguration.model_validate(self.document).base_model
         return None if base is None else self._folders(base)[0]
 
@@ -169,7 +168,6 @@ class TunedRecipe:
         return {"recipe": document, "checkpoints": files, "mergekit's seed": self.seed}
 
     def _folders(self, model: ModelReference) -> list[Path]:
-        """Return the folders of a model and its adapter."""
         cache = self.options.transformers_cache
         parts = [ModelReference(model=part) for part in (model.model, model.lora) if part]
         return [Path(part.local_path(cache)) for part in parts]

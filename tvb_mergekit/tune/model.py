@@ -45,7 +45,6 @@ class Line:
         self.live = {name: live[name] for name in self._files[1].tensors if name in live}
 
     def move(self, coefficients: Mapping[str, float]) -> None:
-        """Move the model to these coefficients, by tensor name."""
         for _, held, value in self._values(coefficients):
             held.copy_(value)
 
@@ -136,7 +135,6 @@ class MovingModel:
         self._lm, self._merged = self.load(folder), point
 
     def close(self) -> None:
-        """Delete the files of the search."""
         self._lm = self.line = None
         shutil.rmtree(self.work, ignore_errors=True)
 

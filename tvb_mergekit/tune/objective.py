@@ -28,7 +28,6 @@ class Objective:
 
     @property
     def lower(self) -> bool:
-        """Whether a lower value is better."""
         return bool(self.tasks[0].lower)
 
     def of(self, task: EvalTask, scored: Scored) -> Estimate:

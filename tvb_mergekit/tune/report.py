@@ -119,7 +119,6 @@ def _number(estimate: Estimate) -> str:
 
 
 def headline(tuned: Tuned) -> str:
-    """Return the result in one line."""
     means = ", control ".join(map(_number, tuned.best.means.values()))
     return f"{tuned.recipe.key} {tuned.best.value:g}: {means}"
 

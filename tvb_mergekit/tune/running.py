@@ -150,7 +150,6 @@ def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]
 def _objectives(
     request: TuneRequest, choice: ItemChoice, base: Path | None
 ) -> dict[str, Objective]:
-    """Make the objectives "target", and for negation "control"."""
     reference = None if request.reference is None else read_results(request.reference)
     metrics: dict[str, list[str]] = {}
     for text in request.metrics:
