@@ -34,10 +34,11 @@ from transformers import AutoModelForCausalLM
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import gradients, localize, models
 from tvb_mergekit.learn.batches import Batch, Split, drawn, entropy, response_loss, shuffled
+from tvb_mergekit.learn.coefficients import Coefficients, Rows
 from tvb_mergekit.learn.data import Example
-from tvb_mergekit.learn.descent import Descent, Schedule
+from tvb_mergekit.learn.descent import Descent, Moving, Schedule
+from tvb_mergekit.learn.localize import Mask, largest
 from tvb_mergekit.learn.models import TaskModels, load_model
-from tvb_mergekit.learn.moving import Coefficients, Mask, Moving, Rows, largest
 
 LEARNED = ("localize", "adamerging", "atlas")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", "OMP_NUM_THREADS": "1"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -15,14 +16,86 @@ from torch import Tensor
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import shuffled
+from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.mixtures import bases_of
-from tvb_mergekit.learn.moving import PER, Coefficients, Rows
 from tvb_mergekit.learn.work import CostEstimate
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors.matrices import slice_of
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
+
+PER = Literal["layer", "tensor"]
+LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The coefficients of each tensor: `blocks` rows, from `first[name]` on."""
+
+    first: Mapping[str, int]
+    titles: Sequence[str]
+    blocks: int = 1
+
+    @classmethod
+    def of(cls, names: Sequence[str], per: PER, blocks: int = 1) -> Rows:
+        """A row for each tensor, or for each layer and each tensor outside the layers.
+
+        Args:
+            blocks: rows of each tensor, one for each piece by `torch.tensor_split`.
+        """
+        titles, first = dict[str, int](), dict[str, int]()
+        for name in names:
+            layer = LAYER.match(name) if per == "layer" else None
+            first[name] = titles.setdefault(layer[1] if layer else name, blocks * len(titles))
+        return cls(first, list(titles), blocks)
+
+    def of_tensor(self, name: str) -> slice:
+        return slice(self.first[name], self.first[name] + self.blocks)
+
+    @property
+    def count(self) -> int:
+        return self.blocks * len(self.titles)
+
+
+class Coefficients(Moving):
+    """theta_0 + sum_m c_m B_m, with c [M] for each layer, tensor or block of a tensor.
+
+    AdaMerging (Yang et al., ICLR 2024) and aTLAS (Zhang et al., NeurIPS 2024) over bases.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        bases: Mapping[str, Tensor],
+        rows: Rows,
+        start: float | Tensor,
+        nonnegative: bool = False,
+    ) -> None:
+        """Begin at c = `start`, a number or [rows, M].
+
+        Args:
+            nonnegative: learn square roots of c.
+        """
+        super().__init__(base, bases)
+        self.rows, self.nonnegative = rows, nonnegative
+        example = next(iter(bases.values()))
+        value = example.new_zeros(rows.count, example.shape[0]) + torch.as_tensor(start).to(example)
+        if nonnegative:
+            value.sqrt_()
+        self.variables = [value.requires_grad_()]
+
+    @property
+    def values(self) -> Tensor:
+        """c [rows, M]."""
+        (value,) = self.variables
+        return value.square() if self.nonnegative else value
+
+    def theta(self, name: str) -> Tensor:
+        own, bases = self.values[self.rows.of_tensor(name)], self.bases[name]
+        pieces = bases.tensor_split(self.rows.blocks, dim=1)
+        moved = [row @ piece for row, piece in zip(own, pieces, strict=True)]
+        return torch.cat(moved).add(self.base[name])
 
 
 class CoefficientMethod(GradientMethod):

@@ -1,10 +1,17 @@
-"""Gradient descent: epochs, a held-out loss, and the best epoch."""
+"""Gradient descent: epochs, a held-out loss, and the best epoch.
+
+A model's weights are set to theta, a function of a few variables, before a pass. In the backward
+pass the gradient of each weight goes on to the variables and is dropped, so only one tensor's
+gradient is held.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +20,7 @@ from torch import Tensor, nn
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.batches import Batch, LossFunction, runs
 from tvb_mergekit.learn.data import Example
-from tvb_mergekit.learn.moving import Moving
+from tvb_mergekit.learn.statistics import gradients_to
 from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
@@ -55,6 +62,50 @@ class History:
     forward: int = 0
     backward: int = 0
     stopped: str | None = None
+
+
+class Moving(ABC):
+    """theta_0 plus a differentiable function of `variables` and the bases.
+
+    Attributes:
+        base: theta_0 of each tensor, flattened.
+        bases: B_m of each tensor, [M, n].
+        variables: the tensors to learn.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
+        self.base, self.bases = base, bases
+        self.variables: list[Tensor] = []
+
+    @abstractmethod
+    def theta(self, name: str) -> Tensor:
+        """The weights of one tensor, flattened [n]."""
+
+    def add_penalty(self) -> float:
+        """Add the gradient of the penalty to the variables, and return the penalty."""
+        return 0.0
+
+    def merged(self) -> Callable[[str], Tensor]:
+        """A function that returns the weights of one tensor in the merged model."""
+        return self.theta
+
+    def attached(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
+        """Compute the gradients of these parameters, and pass them on to the variables."""
+
+        def pull(name: str, gradient: Tensor) -> None:
+            with torch.enable_grad():
+                self.theta(name).backward(gradient.view(-1))
+
+        return gradients_to(pull, parameters)
+
+    def set(
+        self, parameters: Mapping[str, nn.Parameter], theta: Callable[[str], Tensor] | None = None
+    ) -> None:
+        """Write theta into a model's parameters."""
+        theta = theta or self.theta
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.view(-1).copy_(theta(name))
 
 
 @dataclass(eq=False)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tvb_mergekit.core.learned import Stitch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.batches import drawn
-from tvb_mergekit.learn.descent import History
+from tvb_mergekit.learn.descent import History, Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.mixtures import base_names, bases_of, check_mixture, mixtures_of
-from tvb_mergekit.learn.moving import Mask
 from tvb_mergekit.learn.request import Request
 from tvb_mergekit.learn.work import CostEstimate
 from tvb_mergekit.plugin.inputs import dense_of
@@ -118,3 +118,86 @@ class Localize(GradientMethod):
         if self.request.store is not None:  # before the model is published: --resume can do both
             dense = dense_of(self.request.document, self.plan)
             sparse_store(dense, self.outputs, self.request.store, self.plan.engine)
+
+
+class Mask(Moving):
+    """theta_0 + sigma(S) * B for one basis B [1, n], with the penalty lambda ||sigma(S)||_1.
+
+    Localize-and-Stitch (He et al., 2024); the weighted objective of the paper.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        bases: Mapping[str, Tensor],
+        density: float,
+        bias: float = 5.0,
+        penalty: float = 0.0,
+    ) -> None:
+        """Set S to `bias` at the largest entries of B, a fraction `density`, else to -`bias`."""
+        super().__init__(base, bases)
+        self.density, self.penalty = density, penalty
+        sizes = {n: torch.where(b[0] != 0, b[0].abs(), -torch.inf) for n, b in bases.items()}
+        chosen = largest(sizes, density)
+        self.scores = {
+            name: torch.where(chosen[name], bias, -bias).to(size.dtype).requires_grad_()
+            for name, size in sizes.items()
+        }
+        self.variables = list(self.scores.values())
+
+    def theta(self, name: str) -> Tensor:
+        own = self.scores[name]
+        return self.base[name] + own.sigmoid() * self.bases[name][0]
+
+    def merged(self) -> Callable[[str], Tensor]:
+        kept = self.kept()
+        return lambda name: self.base[name] + self.bases[name][0] * kept[name]
+
+    def add_penalty(self) -> float:
+        if not self.penalty:
+            return 0.0
+        total = 0.0
+        for own in self.variables:
+            mass = self.penalty * own.sigmoid().sum()
+            mass.backward()
+            total += float(mass.detach())
+        return total
+
+    def kept(self) -> dict[str, Tensor]:
+        """The binary mask of each tensor: the largest S where B is not 0, by the density."""
+        with torch.no_grad():
+            sizes = {
+                name: torch.where(self.bases[name][0] != 0, own, -torch.inf)
+                for name, own in self.scores.items()
+            }
+        return largest(sizes, self.density)
+
+
+def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
+    """Masks of the largest entries, a fraction `density` over all tensors.
+
+    Compares in float32, leaves out -inf, and prefers the first of equal entries. Bisection finds
+    the threshold without a copy of all entries.
+    """
+    wanted = max(1, round(density * sum(size.numel() for size in sizes.values())))
+    low, high = -(2**31), 2**31 - 1
+    while low < high:  # the largest threshold that lets enough pass
+        middle = (low + high + 1) // 2
+        if sum(int((_ordered(size) >= middle).sum()) for size in sizes.values()) >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    found = {name: _ordered(size) > low for name, size in sizes.items()}
+    left = wanted - sum(int(mask.sum()) for mask in found.values())
+    for name, size in sizes.items():
+        if left > 0:
+            places = ((_ordered(size) == low) & (size > -torch.inf)).nonzero()[:left, 0]
+            found[name][places] = True
+            left -= len(places)
+    return found
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Integers in the order of float32 values."""
+    bits = values.detach().float().view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
