@@ -166,7 +166,7 @@ RECIPES = {
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "dtype": wrong({}, "`?dtype`?", "bfloat17", "bfloat16", dtype="bfloat17"),
     # forgetting
-    "forget unknown": negate({"forget": "aa"}, "`forget`", "'aa'", "'a'", "b, c"),
+    "forget unknown": negate({"forget": "aa"}, "`forget`", "'aa'", "`a`", "b, c"),
     "alpha for some tensors": negate(
         {"forget": "a", "alpha": [{"filter": "mlp", "value": 1.0}]}, "`alpha`", "filter"
     ),

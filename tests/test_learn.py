@@ -377,7 +377,7 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         ("`basis` is pca, whose encoder has negative weights", pca, *files),
         ("`merge_method` is basis_ties", ties, *files),
         ("--data: --from names finished statistics", plain, "--from", tmp_path, *files),
-        ("basis/learned.json cannot be read; expected", plain, "--from", tmp_path),
+        ("not an --out of `tvb learn`", plain, "--from", tmp_path),
         ("expected TASK=FILE", plain, *files, "--data", f"={empty}"),
     ):
         assert told in refused("learn", source, "fisher", *words, "--out", tmp_path / "out"), told

@@ -535,7 +535,7 @@ def test_files_of_others_stay(small: Path, name: str) -> None:
     run(*words)  # its own are replaced
     foreign = Path("out", name)
     foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
-    told = f"cannot write {foreign}: tvb score did not make it; move it away, or name another --out"
+    told = f"cannot write {foreign}: tvb score did not make it; name another --out"
     assert refused("score", *words) == f"Error: {told}\n"
     assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
     if name.startswith("radar"):

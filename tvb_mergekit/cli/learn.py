@@ -15,7 +15,6 @@ from tvb_mergekit.cli.options import (
     ACCESS,
     COUNT,
     PLACE,
-    POSITIVE,
     SEED,
     SHARE,
     Body,
@@ -76,10 +75,10 @@ SHAPES_MASKS = (
 
 def by_gradient(rate: float, batch: int) -> tuple[Body, ...]:
     """The options of all gradient methods. The methods know the first three defaults."""
-    below_one = Range(0, 1, max_open=True)
+    below_one, positive = Range(0, 1, max_open=True), Range(0, 1e6, min_open=True)
     return (
         option("--epochs", type=COUNT, show_default="10", help="Maximum epochs."),
-        option("--learning-rate", type=POSITIVE, show_default=f"{rate:g}", help="Size of a step."),
+        option("--learning-rate", type=positive, show_default=f"{rate:g}", help="Size of a step."),
         option("--batch-size", type=COUNT, show_default=str(batch), help="Examples a step."),
         option("--held-out", type=below_one, default=0.2, help="Fraction to choose the epoch by."),
         option("--patience", type=COUNT, default=3, help="Epochs without gain until the end."),

@@ -235,8 +235,5 @@ def devices_of(values: dict[str, Any]) -> list[torch.device]:
     if not values.get("multi_gpu"):
         return [device_of(values["device"])]
     if ranks.launched("LOCAL_WORLD_SIZE", 1) > 1:
-        raise UserError(
-            "--multi-gpu is for one process on a machine, and several were started: leave it out, "
-            "each uses its own accelerator"
-        )
+        raise UserError("--multi-gpu is for one process on a machine; several run: leave it out")
     return layout.accelerators()

@@ -64,9 +64,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     """Raise UserError if `path` cannot be drawn, before anything is read."""
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
-        raise UserError(
-            f"--plot {target}: the suffix names the format: expected one of {', '.join(SUFFIXES)}"
-        )
+        raise UserError(f"--plot {target}: expected one of {', '.join(SUFFIXES)} at its end")
     if target.is_dir():
         raise UserError(f"cannot write {target}: it is a folder")
     if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):

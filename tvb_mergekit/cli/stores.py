@@ -197,9 +197,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
     if new:
         if base is None or (budget is None and quantize is None):
-            raise UserError(
-                f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
-            )
+            raise UserError(f"{store}: a new one needs --base BASE, and --bits B or --budget M")
         basis = {"basis": compress} if compress else {}
         parameters, names = {"basis": "none"} if quantize else {"num_bases": 1, **basis}, None
     else:
@@ -238,9 +236,7 @@ def _standing(
     """
     bases = load_store(store)
     if bases.keeps_tasks and budget is None and dtype:
-        raise UserError(
-            f"--dtype: {store} keeps all tasks as codes; --budget M turns them into bases"
-        )
+        raise UserError(f"--dtype: {store} keeps all tasks as codes; --budget M makes bases")
     if dtype not in (None, own := bases.facts.store.dtype) and not bases.keeps_tasks:
         raise UserError(f"--dtype {dtype}: {store} exists and holds {own}; leave --dtype out")
     exclude = bases.settings.exclude

@@ -135,16 +135,12 @@ def _check_messages(messages: Any) -> None:
         for each in messages
     )
     if not formed or not messages or messages[-1]["role"] != "assistant":
-        raise ValueError(
-            "`messages`: expected a list of {role, content}, the last of them the assistant's"
-        )
-    for number, each in enumerate(messages, 1):
+        raise ValueError("`messages`: expected a list of {role, content}, the assistant last")
+    for n, each in enumerate(messages, 1):
         # A message that calls tools may have no text. Some templates read lists of parts.
         if not (isinstance(each["content"], str | list) or each.get("tool_calls")):
-            found = json.dumps(each["content"])
-            raise ValueError(
-                f"`messages`: the content of message {number} is {found:.40}: expected text"
-            )
+            found = f"{json.dumps(each['content']):.40}"
+            raise ValueError(f"`messages`: the content of message {n} is {found}: expected text")
 
 
 def open_tokenizer(folders: Sequence[Path], trust_remote_code: bool) -> Any:

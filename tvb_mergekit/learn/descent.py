@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.batches import Batch, LossFunction, runs
 from tvb_mergekit.learn.data import Example
-from tvb_mergekit.learn.statistics import gradients_to
+from tvb_mergekit.learn.statistics import WEIGHTS, gradients_to
 from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
-WEIGHTS = "look at the models' weights (`tvb check --deep`)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,9 +100,7 @@ class StatisticsMethod(Work):
         try:
             found = LearnedFacts.model_validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"--from {source}: {file} cannot be read; expected an --out of `tvb learn`"
-            ) from error
+            raise UserError(f"--from {source}: not an --out of `tvb learn` ({file})") from error
         if found.method != self.method:
             raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
         check_files(self.place, found.files, LEARNED, "restore it, or learn again", checksums=True)

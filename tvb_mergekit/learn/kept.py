@@ -62,10 +62,7 @@ def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> dict[str, Any
         recorded = metadata.pop(HASH, None)
         found = content_hash(metadata, ((name, held.get_tensor(name)) for name in held.keys()))
     if found != recorded:
-        raise UserError(
-            f"--resume: {file}: its content does not have the checksum in its header: the file was "
-            "changed; delete it, and --resume learns its content again"
-        )
+        raise UserError(f"--resume: {file} was changed; delete it, and --resume learns it again")
     facts = facts_in(file, key)
     other = [name for name, value in wanted.items() if name != "file" and facts.get(name) != value]
     if other:

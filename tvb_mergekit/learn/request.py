@@ -70,15 +70,9 @@ class Request:
         """
         recipe = self.document.recipe
         if recipe.settings.method != "basis_ta":
-            raise UserError(
-                f"the recipe's `merge_method` is {recipe.settings.method}, and {self.method} "
-                "replaces addition: expected basis_ta"
-            )
+            raise UserError(f"`merge_method` is {recipe.settings.method}: expected basis_ta")
         if self.document.raw:
-            raise UserError(
-                "the recipe's models are weight files, which cannot run: list folders as Hugging "
-                "Face writes them"
-            )
+            raise UserError("the models are weight files, which cannot run: list folders")
         if self.store is not None:
             self._check_store(self.store)
         keys = self.document.varying
@@ -91,11 +85,6 @@ class Request:
         if ranks.world().size > 1:
             raise UserError("--store needs a single process: start one, or leave out --store")
         if out.is_relative_to(store) or store.is_relative_to(out):
-            raise UserError(
-                f"--store {name} and --out {self.out}: name two folders, none in the other"
-            )
+            raise UserError(f"--store {name}: name two folders, none in the other ({self.out})")
         if store.is_relative_to(self.partial):
-            raise UserError(
-                f"--store {name}: {self.partial} holds finished files until --out is complete, "
-                "and is then deleted; name another folder"
-            )
+            raise UserError(f"--store {name}: {self.partial} holds finished files; choose another")

@@ -19,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
 
+WEIGHTS = "look at the models' weights (`tvb check --deep`)"
+
 
 def fisher(
     model: nn.Module,
@@ -148,10 +150,7 @@ def _predicted(model: nn.Module, example: Example, device: torch.device) -> tupl
 
 def _check_finite(loss: Tensor, path: str, example: Example) -> None:
     if not torch.isfinite(loss):
-        raise UserError(
-            f"{path}, line {example.line}: the loss is {float(loss)}; look at the model's weights "
-            "(`tvb check --deep`)"
-        )
+        raise UserError(f"{path}, line {example.line}: the loss is {float(loss)}; {WEIGHTS}")
 
 
 def _checked(sums: dict[str, Tensor], path: str) -> dict[str, Tensor]:

@@ -87,9 +87,7 @@ def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the r
     for key, value in raw.items():
         if key not in schema.model_fields:
             if key in ALL_KEYS:
-                raise UserError(
-                    f"`{key}` under {where} would be ignored: it belongs under `parameters` there"
-                )
+                raise UserError(f"`{key}` under {where} is ignored: put it in `parameters` there")
             raise unknown_key(str(key), tuple(schema.model_fields), where)
         inner = _model_class(schema.model_fields[key].annotation)
         if inner is None or inner is ModelReference:

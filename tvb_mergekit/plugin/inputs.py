@@ -55,10 +55,7 @@ def read_inputs(
     """
     recipe = document.recipe
     if recipe.store is not None:
-        raise UserError(
-            f"the recipe lists the bases of {recipe.store.path}: list the fine-tuned models that a "
-            "store is to replace"
-        )
+        raise UserError(f"the recipe lists the bases of {recipe.store.path}: list the models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
     if document.raw:
@@ -97,10 +94,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
         assert model.lora is not None
         if ModelReference(model=model.model) != recipe.base:
-            raise UserError(
-                f"model {model} adapts {model.model}, and the base is {recipe.base}: adapters are "
-                f"taken by their factors only under their own base; {FUSE}"
-            )
+            raise UserError(f"model {model} adapts {model.model}, not {recipe.base}; {FUSE}")
         check_adapter_place(model.lora.path)
         path = ModelReference(model=model.lora).local_path(options.transformers_cache)
         try:
@@ -137,9 +131,7 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
     if os.path.exists(text):
         return Checkpoint.open(text), Path(text) if os.path.isdir(text) else None
     if not may_be_on_the_hub(text.partition("@")[0]):
-        raise UserError(
-            f"base {text}: no such folder (from {os.getcwd()}); say where it is with --base"
-        )
+        raise UserError(f"base {text}: no such folder (from {os.getcwd()}); name it with --base")
     with refusing(planning=True):
         checkpoint = _local(ModelReference.parse(text), Options())
     return checkpoint, checkpoint.folder
@@ -154,16 +146,10 @@ def check_for_store(document: Document) -> None:
     """Raise UserError if a store cannot hold the merge of a recipe. Needs no plan."""
     config = document.config
     if config.slices:
-        raise UserError(
-            "`slices`: a store holds differences from the base's own layers; list the models "
-            "under `models`"
-        )
+        raise UserError("`slices`: a store has the base's layers; list the models under `models`")
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):
-        raise UserError(
-            f"`tokenizer_source` is {source}: a store belongs to the base and its vocabulary; set "
-            "`tokenizer_source: base`"
-        )
+        raise UserError(f"`tokenizer_source` is {source}: a store needs `tokenizer_source: base`")
 
 
 def dense_of(document: Document, plan: Plan) -> Dense:
@@ -198,8 +184,7 @@ def tasks_for_store(document: Document, plan: Plan) -> TaskSet:
         if (owner := owners.setdefault(name, item.name)) != item.name:
             raise UserError(
                 f"tensors `{owner}` and `{item.name}` are one tensor of the base and two of the "
-                "models. A store holds one difference for each tensor of the base: save the base "
-                "with both, or leave both out with `exclude`"
+                "models: save the base with both, or leave both out with `exclude`"
             )
         shape = plan.base.tensors[name].shape
         if item.shape != shape:

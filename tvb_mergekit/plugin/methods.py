@@ -78,10 +78,7 @@ class BasisMethod(MergeMethod):
 
     def _execute_resolved(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         # A task graph of mergekit's calls this for one tensor, which would get its own basis.
-        raise RuntimeError(
-            f"{self.spec.name} needs all tensors at once, and this command's planner is not known "
-            "to tvb-mergekit; use mergekit-yaml, mergekit-multi or mergekit-pytorch"
-        )
+        raise RuntimeError(f"{self.spec.name} needs all tensors at once: use mergekit's commands")
 
     def __call__(
         self,

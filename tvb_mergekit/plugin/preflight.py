@@ -47,9 +47,7 @@ def check_model(
     if model.lora is not None:
         _check_adapter(model, options.lora_merge_cache)
     if os.path.isfile(path):
-        raise UserError(
-            f"model {path} is a file; expected a model folder (mergekit-pytorch takes files)"
-        )
+        raise UserError(f"model {path} is a file (for mergekit-pytorch); expected a model folder")
     if os.path.isdir(path):
         _check_config(path, base.model.path, options.allow_crimes)
     elif not may_be_on_the_hub(path):
@@ -81,13 +79,10 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
             if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
                 raise UserError(
                     f"`tokenizer_source` is {source}: model {path} has no tokenizer files "
-                    "(tokenizer.json, tokenizer.model or vocab.json); copy them there, or leave "
-                    "the key out"
+                    "(tokenizer.json ...); copy them there, or leave the key out"
                 )
         elif not may_be_on_the_hub(path):
-            raise UserError(
-                f"`tokenizer_source` is {source}: no such folder {path} (from {os.getcwd()})"
-            )
+            raise UserError(f"`tokenizer_source` {source}: no folder {path} (from {os.getcwd()})")
 
 
 def may_be_on_the_hub(path: str) -> bool:
@@ -107,8 +102,7 @@ def _check_config(path: str, base: str, any_architecture: bool) -> None:
     if architectures and expected and architectures != expected and not any_architecture:
         raise UserError(
             f"model {path} is a {', '.join(architectures)}, the base {base} a "
-            f"{', '.join(expected)}: a task vector needs one architecture "
-            "(--allow-crimes tries all the same)"
+            f"{', '.join(expected)}: expected one architecture (or --allow-crimes)"
         )
     if scheme := config.get("quantization_config"):
         kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
@@ -133,9 +127,7 @@ def check_adapter_place(path: str) -> None:
     """Raise UserError if an adapter can be neither in its folder nor on the Hub."""
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "adapter_config.json")):
-            raise UserError(
-                f"adapter {path}: no adapter_config.json in this folder; expected a PEFT adapter"
-            )
+            raise UserError(f"adapter {path}: no adapter_config.json; expected a PEFT adapter")
         return
     there = may_be_on_the_hub(path)
     if there and os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):

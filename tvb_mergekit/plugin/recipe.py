@@ -134,9 +134,7 @@ def read_recipe(config: BaseModel) -> Recipe:
     _check_output(config)
     base = _reference(config.base_model)  # type: ignore[attr-defined]
     if base is None:
-        raise UserError(
-            f"`base_model` is missing: {method} needs the model that all others are fine-tuned from"
-        )
+        raise UserError(f"`base_model` is missing: {method} needs the models' common base")
     sections = list(_sections(config))
     models = _models(sections, base)
     given = _global_values(sections)
@@ -208,20 +206,11 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
         listed = lists.setdefault(section.list, {})
         identity = _identity(model)
         if identity in listed:
-            raise UserError(
-                f"`{where}` lists {model} a second time (as {listed[identity]}): list each model "
-                "once"
-            )
+            raise UserError(f"`{where}` lists {model} twice (as {listed[identity]}): list it once")
         if identity == its_own and not section.list.endswith("sources"):
-            raise UserError(
-                f"`{where}` is the base model {base}: list only fine-tuned models; the base "
-                "stands under `base_model`"
-            )
+            raise UserError(f"`{where}` is the base model {base}: list only fine-tuned models")
         if identity == its_own and model != base:
-            raise UserError(
-                f"`{where}` writes the base as {model}, `base_model` as {base}: mergekit takes "
-                "them for two models; write both alike"
-            )
+            raise UserError(f"`{where}` writes the base {base} as {model}: write both alike")
         listed[identity] = model
     first: tuple[ModelReference, ...] = ()
     for where, listed in lists.items():
@@ -254,10 +243,7 @@ def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
             if key in VARYING_KEYS:
                 found.setdefault(key, []).append(setting)
             elif section.where and key in GLOBAL_KEYS:
-                raise UserError(
-                    f"`{key}` under `{where}` would hold for the whole merge: it belongs under the "
-                    "recipe's own `parameters`"
-                )
+                raise UserError(f"`{key}` under `{where}` belongs to the recipe's `parameters`")
             else:
                 found[key] = _one_value(key, setting, where)
     return found
@@ -273,10 +259,7 @@ def _model_values(
         for key, setting in section.parameters.items() if model is not None else ():
             assert model is not None
             if key in GLOBAL_KEYS or key in VARYING_KEYS:
-                raise UserError(
-                    f"`{key}` under `{where}` would be ignored: it belongs under the recipe's own "
-                    "`parameters`"
-                )
+                raise UserError(f"`{key}` under `{where}` belongs to the recipe's `parameters`")
             if key not in MODEL_KEYS:
                 raise unknown_key(key, tuple(MODEL_KEYS), f"`{where}`")
             if model == base:

@@ -77,16 +77,11 @@ def merge_recipe(
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
     if document.raw:
-        raise UserError(
-            "the recipe's models are weight files: merge them with mergekit-pytorch, or list "
-            "folders as Hugging Face writes them"
-        )
+        raise UserError("the models are weight files: use mergekit-pytorch, or list folders")
     try:
         shard = parse_kmb(out_shard_size)
     except (ValueError, IndexError) as error:
-        raise UserError(
-            f"--out-shard-size {out_shard_size}: expected a size such as 500M or 5B"
-        ) from error
+        raise UserError(f"--out-shard-size {out_shard_size}: expected 500M or 5B ...") from error
     merge(document, out, MergeOptions(out_shard_size=shard, **options), memory)
 
 

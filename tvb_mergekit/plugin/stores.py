@@ -54,15 +54,12 @@ def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
     if None in folders:
         raise UserError(
             f"model {models[folders.index(None)]} is not a vector of a store, and {known[0]} is "
-            "one: list those of one store, or models only (`tvb export` makes models of a store's "
-            "vectors)"
+            "one: list those of one store, or models only (see `tvb export`)"
         )
     place = known[0].parent
     for folder in known:
         if os.path.realpath(folder.parent) != os.path.realpath(place):
-            raise UserError(
-                f"{known[0]} and {folder} are vectors of two stores: list those of one store"
-            )
+            raise UserError(f"{known[0]} and {folder} are of two stores: list those of one")
     bases = store.load(place)
     names = [folder.name for folder in known]
     expected = bases.facts.store.folders[: bases.num_bases]

@@ -80,9 +80,7 @@ def read_benchmark(name: str) -> Benchmark:
     """Read one of `SHIPPED`, or a file."""
     path = HERE / f"{name}.yaml" if name in SHIPPED else Path(name)
     if not path.is_file():
-        raise UserError(
-            f"benchmark {name}: expected {', '.join(SHIPPED)}, or a YAML file that describes one"
-        )
+        raise UserError(f"benchmark {name}: expected {', '.join(SHIPPED)}, or a YAML file")
     found = read_described(path, Benchmark, "a benchmark")
     for parts in (found.categories, found.tasks):
         if twice := repeated([part.name for part in parts]):

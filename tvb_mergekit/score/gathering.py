@@ -99,10 +99,7 @@ def _label(place: Path) -> str:
 def _metric(text: str) -> tuple[str, str]:
     task, colon, metric = text.partition(":")
     if not (task and colon and "," in metric):
-        raise UserError(
-            f"--metric {text}: expected TASK:METRIC,FILTER, such as "
-            "mergebench_gsm8k:exact_match_strict,none"
-        )
+        raise UserError(f"--metric {text}: expected TASK:METRIC,FILTER, as gsm8k:exact_match,none")
     return task, metric
 
 
@@ -113,15 +110,9 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
     for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
         path = Path(out, name)
         if os.path.lexists(path) and not (path.is_file() and MADE.encode() in path.read_bytes()):
-            raise UserError(
-                f"cannot write {path}: tvb score did not make it; move it away, or name another "
-                "--out"
-            )
+            raise UserError(f"cannot write {path}: tvb score did not make it; name another --out")
     if drawing and not can_draw():
-        raise UserError(
-            "the radar plot needs matplotlib: pip install 'tvb-mergekit[plot]', or give "
-            "--radar none"
-        )
+        raise UserError("no matplotlib: pip install 'tvb-mergekit[plot]', or give --radar none")
 
 
 def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]) -> None:

@@ -107,10 +107,7 @@ def read_results(path: str | os.PathLike[str]) -> Results:
         every = {found for pattern in PATTERNS for found in place.rglob(pattern)}
         paths = sorted(found for found in every if found.is_file())
     if not paths:
-        raise UserError(
-            f"{place}: no results of lm_eval in this folder: expected results_*.json, as "
-            "`lm_eval --output_path` writes them"
-        )
+        raise UserError(f"{place}: no results of lm_eval in this folder: expected results_*.json")
     files = [(read_described(p, _ResultFile, "a result file of lm_eval"), str(p)) for p in paths]
     tasks: dict[str, TaskResult] = {}
     models: dict[str, dict[str, str]] = {}

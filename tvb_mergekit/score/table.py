@@ -211,9 +211,7 @@ def table(
     if reference is not None and not specialists:
         leading = [c for c in others if c.kind == "specialists"]
         if not leading:
-            raise UserError(
-                f"the reference {reference.name} has no specialists: name them with --specialist"
-            )
+            raise UserError(f"the reference {reference.name} has no specialists: give --specialist")
         columns += leading
         others = [c for c in others if c not in leading]
     columns += [column(name, "model", dict.fromkeys(known, m)) for name, m in models.items()]

@@ -202,10 +202,7 @@ def _prepare(tasks: Mapping[str, Any], options: LmEval) -> None:
     """Set the shots as lm-eval does with --num_fewshot: a task with 0 shots stays at 0."""
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not options.unsafe_code:
-            raise UserError(
-                f"task {name} runs code that the model wrote: allow it with "
-                "--confirm-run-unsafe-code"
-            )
+            raise UserError(f"task {name} runs code: allow it with --confirm-run-unsafe-code")
         usual, asked = task.get_config("num_fewshot"), options.num_fewshot
         if usual is None or (asked is not None and usual != 0):
             task.set_config(key="num_fewshot", value=asked or 0)

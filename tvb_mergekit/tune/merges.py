@@ -92,10 +92,7 @@ class TunedRecipe:
             bases = self.recipe.store.bases
             return bases.num_bases / len(bases.tasks)
         if self.recipe.settings.energy is not None:
-            raise UserError(
-                "--subsample needs M, which `energy` leaves open until the bases are built: give "
-                "`num_bases`"
-            )
+            raise UserError("--subsample needs M, which `energy` leaves open: give `num_bases`")
         total = len(self.recipe.tasks)
         return most_bases(self.recipe.settings, total) / total
 
@@ -252,9 +249,7 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     method = document.get("merge_method")
     found = from_mapping(document) if method in METHODS else None
     if found is not None and found.raw:
-        raise UserError(
-            f"{path}: its models are weight files, which lm-eval cannot load; list folders"
-        )
+        raise UserError(f"{path}: the models are weight files, which cannot run: list folders")
     linear = found is not None or _check_stock(path, document)
     recipe = None if found is None else found.recipe
     key = "alpha" if method == "basis_negate" else "lambda"
@@ -272,16 +267,12 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
         raise unknown_method(path, name, registered())
     able = [n for n, m in known.items() if any(p.name == "lambda" for p in m.spec.parameters)]
     if name not in able:
-        raise UserError(
-            f"{path}: {name} has no coefficient `lambda` to tune: {', '.join(sorted(able))} have"
-        )
+        raise UserError(f"{path}: {name} has no `lambda`: {', '.join(sorted(able))} have")
     with refusing(planning=True):
         check_unknown_keys(document, MergeConfiguration)
         config = MergeConfiguration.model_validate(document)
     if config.base_model is None:
-        raise UserError(
-            f"`base_model` is missing: {name} needs the model that all others are fine-tuned from"
-        )
+        raise UserError(f"`base_model` is missing: {name} needs the models' common base")
     method = known[name]
     return (
         isinstance(method, GeneralizedTaskArithmeticMerge)

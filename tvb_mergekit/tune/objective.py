@@ -76,8 +76,6 @@ def objective(
         value = known.metrics.get(metric, 0.0) if known else 0.0
         if value <= 0:
             has = ", ".join(known.metrics if known else reference.tasks)
-            raise UserError(
-                f"--reference {what}: no {metric} of {task.name} above 0 in it (it has {has})"
-            )
+            raise UserError(f"--reference {what}: no {metric} of {task.name} above 0 (has {has})")
         shares[task.name, metric] = value
     return Objective(tuple(tasks), shares)
