@@ -13,8 +13,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.floors import Signs, count_items, remark
 from tvb_mergekit.score.pairs import Floats, compare
-from tvb_mergekit.score.results import PROMPTS
-from tvb_mergekit.score.samples import read_samples, samples_file
+from tvb_mergekit.score.results import PROMPTS, read_samples, samples_file
 from tvb_mergekit.score.table import Table
 
 

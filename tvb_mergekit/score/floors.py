@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tvb_mergekit.score.benchmark import Category, Task
 from tvb_mergekit.score.columns import Cell, Column
-from tvb_mergekit.score.samples import Sample
+from tvb_mergekit.score.results import Sample
 
 VERDICT = "looks like extraction, not ability"
 SHOWN = 3  # answers of each remark

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from tvb_mergekit import __version__
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.atomic import write_file
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
@@ -27,11 +29,12 @@ from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
 from tvb_mergekit.tune.model import MovingModel, check_memory
 from tvb_mergekit.tune.objective import Estimate, Objective, objective
-from tvb_mergekit.tune.record import POINTS, ScoreFile
 
 LOG = logging.getLogger(__name__)
 DISK = 5  # merged models of 16 bits: the first, and start and direction in float32
 DECIDING = ("device", "batch_size", "model_args", "chat_template")  # lm-eval's options
+POINTS = "points.jsonl"
+POINTS_VERSION = 2  # 1 had a weight for each basis
 WORK = ".work"  # below OUT, for the loaded model and the line
 
 
@@ -170,6 +173,51 @@ def _objectives(
     rising = "forgetting" if controls else ""
     goals = {"target": objective(targets, reference, str(request.reference), rising)}
     return goals | ({"control": objective(controls, rising="--control")} if controls else {})
+
+
+class ScoreFile:
+    """OUT/points.jsonl: a line for each point and task, on the disk before the next task begins.
+
+    The first line holds the facts that decide the scores, as plain JSON: recipe, checkpoints, tasks
+    and items, versions. Scores under other facts are never used. A line that a kill has cut is
+    dropped.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self._found: dict[tuple[float, str], Scored] = {}
+        head = json.loads(json.dumps({"format_version": POINTS_VERSION, **facts}))
+        if not path.exists():
+            write_file(path, (json.dumps(head) + "\n").encode())
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        complete = text[: text.rfind("\n") + 1]
+        try:
+            begun, *rows = [json.loads(line) for line in complete.splitlines()]
+            differing = [key for key in head if begun.get(key) != head[key]]
+            for row in () if differing else rows:
+                self._found[row["point"], row["task"]] = Scored(row["values"], row["stderrs"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); name another --out") from error
+        if differing:
+            raise UserError(
+                f"{path} holds scores of another tuning ({listed(differing)} differ): name another "
+                "--out, or delete that folder"
+            )
+        if complete != text:
+            os.truncate(path, len(complete.encode()))
+
+    def get(self, point: float, task: str) -> Scored | None:
+        return self._found.get((point, task))
+
+    def add(self, point: float, task: str, scored: Scored) -> None:
+        """Keep one score; it is on the disk when this returns."""
+        row = {"point": point, "task": task, **asdict(scored)}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._found[point, task] = scored
 
 
 @dataclass
