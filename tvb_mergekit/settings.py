@@ -41,9 +41,8 @@ EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
 EXPERTS = r"expert|moe"  # stacked to three dimensions
 LARGEST = 1e30  # coefficient; its products with weights fit in float32
 # An int within the floats, or else a finite float; both may be text.
-NUMBER: TypeAdapter[int | float] = TypeAdapter(
-    Annotated[int, Field(gt=-(10**300), lt=10**300)] | FiniteFloat
-)
+Whole = Annotated[int, Field(gt=-(10**300), lt=10**300)]
+NUMBER: TypeAdapter[int | float] = TypeAdapter(Whole | FiniteFloat)
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,8 @@ def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
     names = {name for weights in every for name in weights.tensors}
     some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
     if raw and some:
-        yield (
-            f"mergekit-pytorch wants --tensor-intersection or --tensor-union: {listed(some)} not "
-            "in all files"
-        )
+        wants = "mergekit-pytorch wants --tensor-intersection or --tensor-union"
+        yield f"{wants}: {listed(some)} not in all files"
     if inputs.adapters:
         yield (
             "mergekit-yaml merges adapters with --lora-merge-cache DIR, where each takes "

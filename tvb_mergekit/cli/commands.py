@@ -82,10 +82,8 @@ def list_entries() -> None:
     found = cache.entries()
     for entry in found:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified))
-        click.echo(
-            f"{written}  {entry.path.name[:12]}  {entry.nbytes:,} bytes  "
-            f"{entry.num_parameters:,} parameters  {listed(entry.tasks)}"
-        )
+        size = f"{entry.nbytes:,} bytes  {entry.num_parameters:,} parameters"
+        click.echo(f"{written}  {entry.path.name[:12]}  {size}  {listed(entry.tasks)}")
     click.echo(f"{len(found)} Gram matrices in {folder}")
 
 

@@ -53,11 +53,8 @@ def headline(inspection: Inspection) -> str:
     dtype = facts.dtype if facts.store is None else _stored_as(facts)
     if inspection.keeps_tasks:
         return f"Zoo: T = {tasks} at {dtype}, base {facts.base_model}"
-    kind = {
-        "store": "Basis store",
-        "merge": f"Merge by {facts.method}",
-        "recipe": f"Recipe for {facts.method}, not built",
-    }[inspection.what]
+    kinds = {"store": "Basis store", "merge": f"Merge by {facts.method}"}
+    kind = kinds.get(inspection.what, f"Recipe for {facts.method}, not built")
     bases = counted(inspection.num_bases, f"{inspection.basis} basis vector")
     kept = f", {dtype}" if dtype else ""
     return f"{kind}: M = {bases} of T = {tasks}{kept}, base {facts.base_model}"
@@ -131,9 +128,7 @@ def _code_parts(inspection: Inspection) -> list[list[Sheet | str]]:
     if codes is None:
         return []
     every = sum(group.bytes for group in codes.groups) or 1
-    shares = [
-        (each.name, f"{100 * each.bytes / every:.1f}", *_kept(each)[2:]) for each in codes.groups
-    ]
+    shares = [(g.name, f"{100 * g.bytes / every:.1f}", *_kept(g)[2:]) for g in codes.groups]
     groups = Sheet("Codes by kind of tensor", ("", "bytes %", "bits", "error"), shares)
     if inspection.keeps_tasks:  # the table of tasks has them
         return [[groups]]

@@ -74,9 +74,8 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def _page(inspection: Inspection, svg: str) -> str:
-    console = Console(
-        file=io.StringIO(), record=True, width=TEXT_COLUMNS, highlight=False, no_color=True
-    )
+    how: dict[str, Any] = {"width": TEXT_COLUMNS, "highlight": False, "no_color": True}
+    console = Console(file=io.StringIO(), record=True, **how)
     print_inspection(inspection, console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     figure = embedded(svg, printable(headline(inspection)))
@@ -141,9 +140,8 @@ def _heat_map(
     axes: Axes, values: Array, rows: Sequence[str], columns: Sequence[str], low: float, high: float
 ) -> None:
     colours = "RdBu_r" if low < 0 else "Blues"  # both are safe for colour-blind readers
-    image = axes.imshow(
-        values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
-    )
+    how: dict[str, Any] = {"cmap": colours, "aspect": "auto", "interpolation": "nearest"}
+    image = axes.imshow(values, vmin=low, vmax=high, **how)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     _label_x(axes, columns)

@@ -205,10 +205,9 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     listed_model = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
     inputs = open_models(from_mapping(recipe | {"parameters": parameters}), values, names)
-    own, doubt = dtype_of(dtype) or inputs.own_dtype, logging.warning
-    growth = Growth(
-        budget, compress, own, quantize, doubt if values["force"] else _refuse, click.echo
-    )
+    own = dtype_of(dtype) or inputs.own_dtype
+    doubt = logging.warning if values["force"] else _refuse
+    growth = Growth(budget, compress, own, quantize, doubt, click.echo)
     if new and quantize:
         grown = build_store(inputs, store, engine, quantize=quantize)
     else:

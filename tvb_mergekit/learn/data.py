@@ -199,10 +199,8 @@ def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> lis
             raise UserError(f"{where}: the response has no tokens to predict")
         found.append(example)
     if cut:
-        LOG.warning(
-            "%s: %s longer than the context of %d tokens lost their beginning",
-            file.path, counted(cut, "prompt"), context,
-        )  # fmt: skip
+        told = "%s: %s longer than the context of %d tokens lost their beginning"
+        LOG.warning(told, file.path, counted(cut, "prompt"), context)
     return found
 
 
@@ -228,9 +226,8 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
             raise UserError(f"{where}: the chat template refuses `messages`: {why}") from error
     else:
         prompt, whole = record["prompt"], record["prompt"] + record.get("response", "")
-    before, ids = (
-        list(tokenizer(text, add_special_tokens=special)["input_ids"]) for text in (prompt, whole)
-    )
+    encoded = (tokenizer(text, add_special_tokens=special) for text in (prompt, whole))
+    before, ids = (list(found["input_ids"]) for found in encoded)
     same = 0  # a token across the end of the prompt belongs to the response
     while same < min(len(before), len(ids)) and before[same] == ids[same]:
         same += 1

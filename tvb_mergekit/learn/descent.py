@@ -230,19 +230,17 @@ class Descent:
         if share := batch[self.world.rank :: self.world.size]:
             tensors = Batch.of(share, self.device)
             with passing(self.device, self.dtype), torch.set_grad_enabled(backward):
-                logits = self.model(
-                    input_ids=tensors.ids, attention_mask=tensors.mask, use_cache=False
-                ).logits
-                loss = self.loss(logits, tensors) / len(batch)
+                ids, mask = tensors.ids, tensors.mask
+                found = self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+                loss = self.loss(found.logits, tensors) / len(batch)
             if backward:
                 loss.backward()
             total += loss.detach().double().cpu()
         mean = float(self._summed(total))
         if not math.isfinite(mean):
             first = batch[0]
-            raise NotFinite(
-                f"the loss is {mean} in a batch that begins with {first.path}, line {first.line}"
-            )
+            place = f"{first.path}, line {first.line}"
+            raise NotFinite(f"the loss is {mean} in a batch that begins with {place}")
         self.update(len(batch), f"loss {mean:.4g}")
         return mean
 

@@ -137,11 +137,8 @@ class StatisticsMethod(Work):
 
     def _wanted(self) -> list[dict[str, Any]]:
         keys = ("method", "seed", "samples", "precision")
-        same = {key: getattr(self.request, key) for key in keys}
-        return [
-            {**facts, **same, "weights": self.models.weights(facts["task"])}
-            for facts in self.data_facts()
-        ]
+        same, weights = {key: getattr(self.request, key) for key in keys}, self.models.weights
+        return [{**facts, **same, "weights": weights(facts["task"])} for facts in self.data_facts()]
 
     def _sums(self, task: str, update: Any) -> dict[str, Tensor]:
         request, examples = self.request, self.examples[task]

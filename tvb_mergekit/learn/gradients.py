@@ -54,13 +54,9 @@ class GradientMethod(Work):
 
     def __init__(self, request: Request, plan: Plan) -> None:
         super().__init__(request, plan)
-        given = {
-            "epochs": request.epochs,
-            "rate": request.learning_rate,
-            "batch": request.batch_size,
-            "patience": request.patience,
-        }
-        changes: Any = {key: value for key, value in given.items() if value is not None}
+        given: dict[str, Any] = {"epochs": request.epochs, "patience": request.patience}
+        given |= {"rate": request.learning_rate, "batch": request.batch_size}
+        changes = {key: value for key, value in given.items() if value is not None}
         self.schedule = replace(SCHEDULES[request.method], **changes)
         self.base: dict[str, Tensor] = {}
         self.splits: list[Split] = []

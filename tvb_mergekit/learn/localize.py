@@ -166,10 +166,8 @@ class Mask(Moving):
     def kept(self) -> dict[str, Tensor]:
         """The binary mask of each tensor: the largest S where B is not 0, by the density."""
         with torch.no_grad():
-            sizes = {
-                name: torch.where(self.bases[name][0] != 0, own, -torch.inf)
-                for name, own in self.scores.items()
-            }
+            pairs = [(name, own, self.bases[name][0]) for name, own in self.scores.items()]
+            sizes = {name: torch.where(basis != 0, own, -torch.inf) for name, own, basis in pairs}
         return largest(sizes, self.density)
 
 

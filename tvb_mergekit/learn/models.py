@@ -125,9 +125,8 @@ class TaskModels:
         folder = self.folder(None)
         with torch.device("meta"), refused(folder):
             config = _config(folder, self.trust)
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self.trust
-            )
+            own = {"trust_remote_code": self.trust}
+            model: nn.Module = AutoModelForCausalLM.from_config(config, **own)
         return model
 
     def dimensions(self) -> dict[str, int]:

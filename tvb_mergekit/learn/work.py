@@ -231,12 +231,11 @@ class Work(ABC):
         (folder / FOLDER / LEARNED).write_text(text, encoding="utf-8")
         card = folder / "README.md"
         if card.exists():
-            line = (
-                f"\nThe bases were merged by `tvb learn {self.method}` instead of the recipe's "
-                f"addition: see `{FOLDER}/{LEARNED}`.\n"
-            )
             with card.open("a", encoding="utf-8") as stream:
-                stream.write(line)
+                stream.write(
+                    f"\nThe bases were merged by `tvb learn {self.method}` instead of the recipe's "
+                    f"addition: see `{FOLDER}/{LEARNED}`.\n"
+                )
 
     def data_facts(self) -> list[dict[str, Any]]:
         return [

@@ -123,10 +123,8 @@ class MergedTensors:
         return item
 
     def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
-        wanted, saved = (
-            dtype_from_name(given.weight.force_dtype or dtype)
-            for dtype in (self.out_dtype, self.saved_dtype)
-        )
+        forced, dtypes = given.weight.force_dtype, (self.out_dtype, self.saved_dtype)
+        wanted, saved = (dtype_from_name(forced or dtype) for dtype in dtypes)
         # A store's dtype is not the output's, and integers are never cast to a float.
         weights = [part.dtype for part in inputs if part.holds == "weight"]
         out = saved or (wanted if base.dtype.is_floating_point else None)
@@ -198,10 +196,7 @@ def _loaded_whole(
 
     def fresh() -> list[Part]:
         every = zip(whole_parts(load, dtypes, numel), parts, found, strict=True)
-        return [
-            replace(new, holds=old.holds, name=old.name, shape=tuple(shape))
-            for new, old, (_, shape) in every
-        ]
+        return [replace(p, holds=o.holds, name=o.name, shape=tuple(s)) for p, o, (_, s) in every]
 
     return fresh
 

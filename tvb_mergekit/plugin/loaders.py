@@ -26,10 +26,7 @@ class MappedLoader(LazyTensorLoader):
         self.checkpoint = checkpoint
         self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
-        shards = [
-            ShardInfo(shard, [name for name in paths if paths[name] == shard])
-            for shard in checkpoint.shards
-        ]
+        shards = [ShardInfo(s, [n for n in paths if paths[n] == s]) for s in checkpoint.shards]
         safe = checkpoint.shards[0].endswith(".safetensors")
         index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
         super().__init__(index, lazy_unpickle=False)

@@ -125,11 +125,9 @@ class BasisMethod(MergeMethod):
             basis = build_basis(given_tasks, engine)
             check_matrices(settings, items, basis.num_bases, None)
             merge_items(basis, items, sink, engine)
-        return tuple(
-            sink.states[0][label].to(group.base.tensor.device)
-            for label, group in zip(labels, groups, strict=True)
-            if group.base is not None
-        )
+        devices = [group.base.tensor.device for group in groups if group.base is not None]
+        pairs = zip(labels, devices, strict=True)
+        return tuple(sink.states[0][label].to(device) for label, device in pairs)
 
     def _execute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         raise AssertionError("__call__ does not come here")

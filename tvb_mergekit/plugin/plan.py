@@ -104,16 +104,10 @@ class Plan:
     def tasks(self) -> TaskSet:
         """The task vectors, with the tensors that count."""
         recipe, vectors = self.recipe, self.recipe.vectors
-        tensors = self.tensors
+        tensors, sources = self.tensors, [self.checkpoints[model] for model in recipe.models]
         counted = [item for item in self.items() if item.counted_as == item.name]
-        tasks = recipe.task_set(
-            counted,
-            self.base,
-            [self.checkpoints[model] for model in recipe.models],
-            tensors.left_out,
-            tensors.same_as,
-            tensors.out_dtype,
-        )
+        facts = (tensors.left_out, tensors.same_as, tensors.out_dtype)
+        tasks = recipe.task_set(counted, self.base, sources, *facts)
         tasks.folder, tasks.changed = self.base.folder, list(tensors.changed.values())
         if vectors is not None and not tensors.changed:
             # The store knows G where the same tensors count.
@@ -201,10 +195,8 @@ class Plan:
         }
         left_out.update({name: f"in {m}, but {UNREAD}; not written" for name, m in unread.items()})
         if unread:
-            names = listed(list(unread))
-            LOG.warning(
-                "%d tensors are not in the merged model: %s: %s", len(unread), UNREAD, names
-            )
+            told = "%d tensors are not in the merged model: %s: %s"
+            LOG.warning(told, len(unread), UNREAD, listed(list(unread)))
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""

@@ -78,10 +78,8 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
             for model in loaders
         ),
     )
-    tensors.fill(
-        candidate(tensors.checkpoints, weight, task, tokenizer, options)
-        for weight, task in planner._tensors
-    )
+    held, pairs = tensors.checkpoints, planner._tensors
+    tensors.fill(candidate(held, weight, task, tokenizer, options) for weight, task in pairs)
     plan = Plan(recipe, options, engine, loaders, tensors)
     plan.tokenizer = tokenizer
     plan.architecture, plan.config = planner.arch_info, planner.out_model_config

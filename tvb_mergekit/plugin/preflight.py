@@ -20,13 +20,8 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tokenizer_config.json",
-)
+    "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer_config.json"
+).split()
 
 
 def check_model(
@@ -148,11 +143,8 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
             "--lora-merge-cache DIR (it takes a base model's size per adapter)"
         )
     check_adapter_place(model.lora.path)
-    files = [
-        os.path.join(part.path, name)
-        for part in (model.model, model.lora)
-        for name in weight_files(part.path)
-    ]
+    folders = (model.model.path, model.lora.path)
+    files = [os.path.join(path, name) for path in folders for name in weight_files(path)]
     for file in files:
         if os.path.basename(file).startswith("adapter_model."):
             Checkpoint.open(file)

@@ -151,11 +151,8 @@ def read_recipe(config: BaseModel) -> Recipe:
         scales = zip(weights, bases.scales[order].tolist(), strict=True)
         scaled = tuple(weight * scale for weight, scale in scales)
         return Recipe(settings, base, models, names, scaled, vectors)
-    tasks = tuple(
-        own.get((model, "task"))
-        or default_task_name(model.model.path, model.lora.path if model.lora else None)
-        for model in models
-    )
+    usual = [default_task_name(m.model.path, m.lora.path if m.lora else None) for m in models]
+    tasks = tuple(own.get((m, "task")) or name for m, name in zip(models, usual, strict=True))
     check_tasks(tasks, [str(model) for model in models])
     return Recipe(resolve_settings(method, given, tasks), base, models, tasks, weights)
 
@@ -227,11 +224,8 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
 
 
 def _identity(model: ModelReference) -> object:
-    parts = [part for part in (model.model, model.lora) if part is not None]
-    return tuple(
-        (os.path.realpath(part.path) if os.path.exists(part.path) else part.path, part.revision)
-        for part in parts
-    )
+    parts = [(part.path, part.revision) for part in (model.model, model.lora) if part is not None]
+    return tuple((os.path.realpath(p) if os.path.exists(p) else p, of) for p, of in parts)
 
 
 def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:

@@ -51,13 +51,8 @@ from tvb_mergekit.tensors.writing import (
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
-WITHOUT_EFFECT = (
-    "async_write",
-    "clone_tensors",
-    "lazy_unpickle",
-    "low_cpu_memory",
-    "read_to_gpu",
-    "write_threads",
+WITHOUT_EFFECT = set(
+    "async_write clone_tensors lazy_unpickle low_cpu_memory read_to_gpu write_threads".split()
 )
 
 
@@ -123,7 +118,7 @@ def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
     """
     check_output_folder(out, input_folders(recipe))
     warn_of_stale_parts(out)
-    given = options.model_dump(include=set(WITHOUT_EFFECT), exclude_defaults=True)
+    given = options.model_dump(include=WITHOUT_EFFECT, exclude_defaults=True)
     if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         LOG.warning("%s: without effect on our methods, which stream tensors", names)

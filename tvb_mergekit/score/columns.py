@@ -70,9 +70,8 @@ class Reference:
 def read_reference(name: str, benchmark: Benchmark | None = None) -> Reference:
     """Read `paper`, or a `scores.json` of `tvb score --out`; it has to be for `benchmark`."""
     path = HERE / "paper.yaml" if name == "paper" else Path(name)
-    found = read_described(
-        path, Reference, "a reference (`paper`, or a scores.json of `tvb score`)"
-    )
+    what = "a reference (`paper`, or a scores.json of `tvb score`)"
+    found = read_described(path, Reference, what)
     if benchmark is not None:
         if found.benchmark != benchmark.name:
             raise UserError(

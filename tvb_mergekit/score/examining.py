@@ -54,15 +54,9 @@ def examine(table: Table) -> Table:
                     refused.setdefault(reason, []).append(f"{task.name} ({found[1]})")
                 else:
                     values[one, other][task.name] = found
-    warnings = [
-        f"no paired differences of {why}: {listed(names)}" for why, names in refused.items()
-    ]
-    return replace(
-        table,
-        pairs=compare(values, _weights(table)),
-        remarks=tuple(found for found in remarks if found),
-        warnings=(*table.warnings, *warnings),
-    )
+    said = (f"no paired differences of {why}: {listed(names)}" for why, names in refused.items())
+    pairs, odd = compare(values, _weights(table)), tuple(filter(None, remarks))
+    return replace(table, pairs=pairs, remarks=odd, warnings=(*table.warnings, *said))
 
 
 def _read(cell: Cell, task: str) -> TaskAnswers:

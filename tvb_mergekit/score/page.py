@@ -90,10 +90,7 @@ def _doubt(table: Table, column: Column, model: str, found: Iterable[Path]) -> s
                 and place
                 and os.path.realpath(place) == os.path.realpath(model)
             ):
-                return (
-                    f"{other.label} was run from the same folder, and its score of {name} is "
-                    "different"
-                )
+                return f"{other.label} was run from the same folder, with another score of {name}"
     dates = [cell.origin.date or 0.0 for cell in own.values() if cell.origin]
     if not all(dates):
         return "its results do not say when they were run"

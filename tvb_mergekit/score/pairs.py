@@ -75,9 +75,8 @@ def compare(
         weights: task -> weight in `Pair.whole`; empty for no `whole`.
     """
     having = {pair: parts for pair, parts in values.items() if parts}
-    tasks = _corrected(
-        {(p, name): difference([x]) for p, parts in having.items() for name, x in parts.items()}
-    )
+    each = [(pair, name, found) for pair, parts in having.items() for name, found in parts.items()]
+    tasks = _corrected({(pair, name): difference([found]) for pair, name, found in each})
     wholes = _corrected(
         {
             pair: difference([weight * parts[name] for name, weight in weights.items()])
@@ -85,10 +84,8 @@ def compare(
             if weights and weights.keys() <= parts.keys()
         }
     )
-    return tuple(
-        Pair(*pair, {name: tasks[pair, name] for name in parts}, wholes.get(pair))
-        for pair, parts in having.items()
-    )
+    own = {pair: {name: tasks[pair, name] for name in parts} for pair, parts in having.items()}
+    return tuple(Pair(*pair, found, wholes.get(pair)) for pair, found in own.items())
 
 
 def _corrected(found: Mapping[Tested, Difference]) -> dict[Tested, Difference]:

@@ -105,10 +105,8 @@ def pair_sheets(table: Table) -> list[Sheet]:
     if not table.pairs:
         return []
     labels = {task.name: task.label for task in table.benchmark.tasks}
-    names = [
-        f"{shortened(printable(pair.other), LABEL)} − {shortened(printable(pair.one), LABEL)}"
-        for pair in table.pairs
-    ]
+    ends = [(printable(pair.other), printable(pair.one)) for pair in table.pairs]
+    names = [" − ".join(shortened(label, LABEL) for label in pair) for pair in ends]
 
     def ahead(pair: Pair, sign: int) -> str:
         tasks = [labels[name] for name in pair.ahead(sign)]
@@ -119,10 +117,8 @@ def pair_sheets(table: Table) -> list[Sheet]:
 
     what = "Normalized accuracy" if table.specialists else "Mean of the categories"
     better = ("tasks better", "tasks worse")
-    wins = [
-        (name, *_difference_texts(pair.whole), ahead(pair, 1), ahead(pair, -1))
-        for name, pair in zip(names, table.pairs, strict=True)
-    ]
+    wholes = [(*_difference_texts(p.whole), ahead(p, 1), ahead(p, -1)) for p in table.pairs]
+    wins = [(name, *whole) for name, whole in zip(names, wholes, strict=True)]
     tasks = [
         (label, *(single(pair.tasks.get(task)) for pair in table.pairs))
         for task, label in labels.items()

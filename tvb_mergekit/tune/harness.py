@@ -284,13 +284,9 @@ def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     try:
-        lm = HFLM(
-            pretrained=str(folder),
-            device=options.device,
-            batch_size=options.batch_size,
-            trust_remote_code=trust_remote_code,
-            **options.model_keys,
-        )
+        own = {"device": options.device, "batch_size": options.batch_size}
+        own |= {"pretrained": str(folder), "trust_remote_code": trust_remote_code}
+        lm = HFLM(**own, **options.model_keys)
     except Exception as error:  # --model-args may be wrong in any way
         raise UserError(f"lm-eval cannot load the model: {one_line(error):.300}") from error
     if options.chat_template and lm.tokenizer.chat_template is None:
@@ -346,12 +342,11 @@ def without_split(tasks: Sequence[EvalTask]) -> list[str]:
     """Describe the tasks that have no validation split, in one line."""
     parts = [(part, part.left_to_test) for task in tasks for part in task.parts]
     pools = [f"{p.task} ({p.items - len(rest)} of {p.items})" for p, rest in parts if rest]
-    if not pools:
-        return []
-    return [
+    note = (
         f"no validation split in {listed(pools)}: a seeded part of the scored items chooses; "
         "test_samples.json has the rest, for `lm_eval --samples`"
-    ]
+    )
+    return [note] if pools else []
 
 
 @contextmanager

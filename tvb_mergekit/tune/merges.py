@@ -172,9 +172,8 @@ class TunedRecipe:
     def write(self, point: float, out: str | os.PathLike[str], quiet: bool = True) -> None:
         """Merge one point into a folder, as `mergekit-yaml` does."""
         document = self.at(point)
-        options = self.options.model_copy(
-            update={"out_shard_size": SHARD, "quiet": quiet, "random_seed": self.seed}
-        )
+        changed = {"out_shard_size": SHARD, "quiet": quiet, "random_seed": self.seed}
+        options = self.options.model_copy(update=changed)
         source = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
         if self.recipe is None:
             config = MergeConfiguration.model_validate(document)
@@ -274,10 +273,8 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
     if config.base_model is None:
         raise UserError(f"`base_model` is missing: {name} needs the models' common base")
     method = known[name]
-    return (
-        isinstance(method, GeneralizedTaskArithmeticMerge)
-        and method.sparsification_method not in RANDOM
-    )
+    arithmetic = isinstance(method, GeneralizedTaskArithmeticMerge)
+    return arithmetic and method.sparsification_method not in RANDOM
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -150,9 +150,8 @@ def how(tuned: Tuned) -> list[str]:
     if not recipe.linear:
         lines.append(f"draws at random: merge it with mergekit-yaml --random-seed {recipe.seed}")
     if "control" in tuned.goals:
-        lines.append(
-            f"the smallest target score that keeps {request.keep:g} of the control score at 0"
-        )
+        keeps = f"keeps {request.keep:g} of the control score at 0"
+        lines.append(f"the smallest target score that {keeps}")
     for role, _, task in _tasks(tuned):
         part = task.parts[0]
         items = f"{len(part.chosen)} of {part.items} {part.split} items"

@@ -123,10 +123,7 @@ def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]
     negation, golden = recipe.key == "alpha", request.search == "golden"
     limit, out, write = request.limit, request.out, request.write
     if negation and not request.controls:
-        yield (
-            "basis_negate needs --control TASK, a task that must not be forgotten: else the "
-            "largest alpha would be the best"
-        )
+        yield "basis_negate needs --control TASK, a task that must not be forgotten"
     if negation and golden:
         yield "basis_negate is tuned on a grid: leave out --search"
     if negation and request.reference:
@@ -161,10 +158,8 @@ def _objectives(
             raise UserError(f"--metric {text}: expected TASK:METRIC, as in gsm8k:exact_match,none")
         metrics.setdefault(name, []).append(metric)
     manager = harness.manager(request.include_path, harness.full_metadata(request, base))
-    targets, controls = (
-        harness.load_tasks(manager, names, metrics, choice, request)
-        for names in (request.tasks, request.controls)
-    )
+    load = partial(harness.load_tasks, manager, metrics=metrics, choice=choice, options=request)
+    targets, controls = load(request.tasks), load(request.controls)
     names = [task.name for task in (*targets, *controls)]
     for name in metrics:
         check_known(name, names, f"--metric {name}: no such task here")
