@@ -19,9 +19,8 @@ from tvb_mergekit.cli.export import export
 from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import check, merge
 from tvb_mergekit.cli.options import Commands, command
-from tvb_mergekit.cli.score import score
+from tvb_mergekit.cli.score import score, tune
 from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
-from tvb_mergekit.cli.tune import tune
 from tvb_mergekit.errors import listed
 
 

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument, option
 
-from tvb_mergekit.cli.opening import base_of, dtype_of, load_store
 from tvb_mergekit.cli.options import (
     COUNT,
     DTYPES,
     PLACE,
     SHARE,
+    base_of,
     command,
+    dtype_of,
     engine_of,
     flag,
     folder,
     import_mergekit,
+    load_store,
     place,
 )
 from tvb_mergekit.errors import UserError

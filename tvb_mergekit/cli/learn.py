@@ -10,7 +10,6 @@ import click
 from click import argument, option
 from click.core import ParameterSource
 
-from tvb_mergekit.cli.opening import document_of
 from tvb_mergekit.cli.options import (
     ACCESS,
     COUNT,
@@ -23,6 +22,7 @@ from tvb_mergekit.cli.options import (
     choice,
     command,
     device_of,
+    document_of,
     flag,
     folder,
     import_mergekit,

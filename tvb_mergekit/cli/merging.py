@@ -8,7 +8,6 @@ from typing import Any
 import click
 from click import argument, option
 
-from tvb_mergekit.cli.opening import document_of, load_store, read_recipe
 from tvb_mergekit.cli.options import (
     ACCESS,
     MODELS,
@@ -16,9 +15,12 @@ from tvb_mergekit.cli.options import (
     RECIPE_OR_STORE,
     command,
     devices_of,
+    document_of,
     engine_of,
     flag,
+    load_store,
     model_options,
+    read_recipe,
 )
 
 

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument, option
 
-from tvb_mergekit.cli.opening import base_of, dtype_of, load_store, open_models, read_recipe
 from tvb_mergekit.cli.options import (
     DTYPES,
     MODELS,
     PLACE,
     RECIPE,
+    base_of,
     choice,
     command,
+    dtype_of,
     engine_of,
     flag,
     import_mergekit,
+    load_store,
+    open_models,
     place,
+    read_recipe,
 )
 from tvb_mergekit.errors import UserError, counted
 

@@ -18,8 +18,8 @@ from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
 from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.items import MergedTensors
-from tvb_mergekit.plugin.loaders import MappedLoader
 from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.sources import MappedLoader
 from tvb_mergekit.progress import bars
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report

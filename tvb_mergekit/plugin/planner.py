@@ -24,11 +24,16 @@ from pydantic import PrivateAttr
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
-from tvb_mergekit.plugin.loaders import MappedLoader, fresh_loaders, install_loader
 from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan, engine_of
 from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
-from tvb_mergekit.plugin.sources import Candidate, candidate
+from tvb_mergekit.plugin.sources import (
+    Candidate,
+    MappedLoader,
+    candidate,
+    fresh_loaders,
+    install_loader,
+)
 from tvb_mergekit.progress import phase
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.tensors import ranks

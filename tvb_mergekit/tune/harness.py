@@ -284,7 +284,7 @@ def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     try:
-        own = {"device": options.device, "batch_size": options.batch_size}
+        own: dict[str, Any] = {"device": options.device, "batch_size": options.batch_size}
         own |= {"pretrained": str(folder), "trust_remote_code": trust_remote_code}
         lm = HFLM(**own, **options.model_keys)
     except Exception as error:  # --model-args may be wrong in any way

@@ -42,12 +42,12 @@ from tvb_mergekit.plugin.document import (
     unknown_method,
 )
 from tvb_mergekit.plugin.inputs import Options
-from tvb_mergekit.plugin.loaders import fresh_loaders
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import planned, planned_by_mergekit
 from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
+from tvb_mergekit.plugin.sources import fresh_loaders
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import METHODS, VARYING_KEYS
