@@ -15,8 +15,8 @@ import pytest
 from test_score import BENCH, SMALL, last, run, warnings, write_results
 
 from tvb_mergekit.score.floors import FLOOR, HEALTHY, PROSE, announces, is_loop
-from tvb_mergekit.score.pairs import difference, holm, sign_flip
 from tvb_mergekit.score.page import BASE, LINES, WEDGES
+from tvb_mergekit.score.pairs import difference, holm, sign_flip
 from tvb_mergekit.store.facts import Facts, write_facts
 
 DATE = "2026-01-02T03-04-05.678901"
