@@ -209,6 +209,5 @@ def error_text(low: float, high: float) -> str:
         least, most = (f"{round(value, 9):.{digits}g}" for value in (low, high))
         if least == most:
             return most
-    if math.isinf(high):
-        return f"at least {least}" if low > 0 else "?"
-    return f"{least} to {most}"
+    some = f"at least {least}" if low > 0 else "?"
+    return some if math.isinf(high) else f"{least} to {most}"

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,9 +182,7 @@ def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> 
             with ranks.joined(), refusing(out=place, keeps=keeps), unwinding():
                 yield
     except KeyboardInterrupt:
-        more = ""
-        if os.path.isdir(keeps):
-            more = f" {keeps} is kept: --resume goes on."
+        more = f" {keeps} is kept: --resume goes on." if os.path.isdir(keeps) else ""
         if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
             more = " The same command goes on."
         click.echo(f"Interrupted.{more}", err=True)
@@ -253,9 +251,7 @@ def read_recipe(recipe: str) -> Document:
         return read_document(recipe)
 
 
-def open_models(
-    document: Document, values: dict[str, Any], names: list[str] | None = None
-) -> TaskSet:
+def open_models(document: Document, values: dict[str, Any], names: Sequence[str] = ()) -> TaskSet:
     """The opened models of a recipe; `names` as for `read_inputs`."""
     from tvb_mergekit.plugin.inputs import read_inputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 from click import argument, option
@@ -49,12 +49,7 @@ from tvb_mergekit.errors import UserError
 @flag("--partial", help="Normalize over the categories that all models have completely.")
 @choice("--radar", "tasks categories none", default="tasks", help="The axes of the plot in --out.")
 @folder("--out", help="Write scores.html, scores.md, scores.json, radar.svg, radar.png.")
-def score(
-    paths: tuple[str, ...],
-    radar: Literal["tasks", "categories", "none"],
-    out: str | None,
-    **values: Any,
-) -> None:
+def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) -> None:
     """Table the results of lm_eval, with the normalized accuracy of MergeBench.
 
     Each PATH is a results_*.json of lm_eval, or a folder of them if categories were run one by

@@ -153,13 +153,10 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             from tvb_mergekit.store.build import inspect_inputs
 
             engine = engine_of(values)
-            inputs = open_models(document, values)
-            facts, tensors = inspect_inputs(inputs, engine)
+            facts, tensors = inspect_inputs(open_models(document, values), engine)
             return Inspection(facts, tensors, built=False)
         path = str(document.recipe.store.path)
-    if is_output(path):
-        return Inspection(*read_output(path))
-    return Inspection.of(load_store(path))
+    return Inspection(*read_output(path)) if is_output(path) else Inspection.of(load_store(path))
 
 
 @command("base", "device", "memory", *MODELS, "quiet", writes="store")
@@ -203,7 +200,8 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
         if base is None or (budget is None and quantize is None):
             raise UserError(f"{store}: a new one needs --base BASE, and --bits B or --budget M")
         basis = {"basis": compress} if compress else {}
-        parameters, names = {"basis": "none"} if quantize else {"num_bases": 1, **basis}, None
+        parameters: Any = {"basis": "none"} if quantize else {"num_bases": 1, **basis}
+        names = list[str]()
     else:
         base, parameters, names = _standing(store, base, dtype, budget)
     listed_model = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}

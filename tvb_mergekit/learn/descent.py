@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.batches import Batch, LossFunction, runs
 from tvb_mergekit.learn.data import Example
-from tvb_mergekit.learn.statistics import WEIGHTS, gradients_to
+from tvb_mergekit.learn.statistics import WEIGHTS, Parameters, gradients_to
 from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Moving(ABC):
         """A function that returns the weights of one tensor in the merged model."""
         return self.theta
 
-    def attached(self, parameters: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
+    def attached(self, parameters: Parameters) -> AbstractContextManager[None]:
         """Compute the gradients of these parameters, and pass them on to the variables."""
 
         def pull(name: str, gradient: Tensor) -> None:
@@ -97,9 +97,7 @@ class Moving(ABC):
 
         return gradients_to(pull, parameters)
 
-    def set(
-        self, parameters: Mapping[str, nn.Parameter], theta: Callable[[str], Tensor] | None = None
-    ) -> None:
+    def set(self, parameters: Parameters, theta: Callable[[str], Tensor] | None = None) -> None:
         """Write theta into a model's parameters."""
         theta = theta or self.theta
         with torch.no_grad():
@@ -119,7 +117,7 @@ class Descent:
     """
 
     model: nn.Module
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Parameters
     moving: Moving
     loss: LossFunction
     schedule: Schedule

@@ -125,8 +125,7 @@ class StatisticsMethod(Work):
             kept.check_same(files[task], kept.STATISTICS, wanted[task])
         if done:
             LOG.warning("--resume: the statistics of %s are complete", listed(done))
-        left = [task for task in self.tasks if task not in done]
-        mine = left[world.rank :: world.size]
+        mine = [task for task in self.tasks if task not in done][world.rank :: world.size]
         total = sum(wanted[task]["examples"] for task in mine)
         update = self.plan.engine.progress(self.method, total, "example")
         for task in mine:
@@ -190,13 +189,11 @@ class StatisticsMethod(Work):
                 merge_one(item, bases, one, size, sink, engine)
                 update(item.nbytes)
 
-    def _regression(
-        self, name: str, encoder: Tensor, files: Sequence[Checkpoint], bases: Tensor
-    ) -> Tensor:
-        grams, factor = (file.tensor(name) for file in files), self.request.off_diagonal
+    def _regression(self, name: str, encoder: Tensor, files: Any, bases: Tensor) -> Tensor:
+        how = ((file.tensor(name) for file in files), encoder, self.request.off_diagonal)
         if self.dimensions[name] == 1:
-            return regression_mean(name, bases, grams, encoder, factor)
-        return regression_mean(name, bases.mT, grams, encoder, factor).T
+            return regression_mean(name, bases, *how)
+        return regression_mean(name, bases.mT, *how).T
 
     def facts(self) -> dict[str, Any]:
         request = self.request

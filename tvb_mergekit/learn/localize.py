@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,9 @@ class Localize(GradientMethod):
     def _learn_mask(self, mask: Mask, weights: Sequence[float], number: int) -> History:
         factor, seed = len(self.tasks) / len(self.outputs), f"{self.request.seed} {number}"
         train, held = [split.train for split in self.splits], [split.held for split in self.splits]
-        return self._descend(
-            mask,
-            lambda epoch: drawn(weights, train, factor, f"{seed} {epoch}"),
-            drawn(weights, held, factor, seed),
-        )
+        own = partial(drawn, weights, train, factor)
+        held_out = drawn(weights, held, factor, seed)
+        return self._descend(mask, lambda epoch: own(f"{seed} {epoch}"), held_out)
 
     def _write(self, file: Path, mask: Mask, facts: dict[str, Any]) -> None:
         names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.tasks.items}

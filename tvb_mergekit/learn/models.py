@@ -160,5 +160,4 @@ def refused(folder: Path) -> Iterator[None]:
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:
     with refused(folder):
-        path = os.fspath(folder)
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)

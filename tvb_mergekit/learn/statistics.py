@@ -19,12 +19,13 @@ from transformers.pytorch_utils import Conv1D
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
 
+Parameters = Mapping[str, nn.Parameter]
 WEIGHTS = "look at the models' weights (`tvb check --deep`)"
 
 
 def fisher(
     model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Parameters,
     examples: Sequence[Example],
     path: str,
     samples: int = 0,
@@ -71,9 +72,7 @@ def fisher(
 
 
 @contextmanager
-def gradients_to(
-    use: Callable[[str, Tensor], None], parameters: Mapping[str, nn.Parameter]
-) -> Iterator[None]:
+def gradients_to(use: Callable[[str, Tensor], None], parameters: Parameters) -> Iterator[None]:
     """Compute the gradients of parameters; `use` gets each with its name, then it is freed."""
 
     def hand_on(name: str, parameter: Tensor) -> None:

@@ -39,9 +39,7 @@ class Options(MergeOptions):
     fuse: bool = False  # adapters, instead of working on their factors
 
 
-def read_inputs(
-    document: Document, options: Options, names: Sequence[str] | None = None
-) -> TaskSet:
+def read_inputs(document: Document, options: Options, names: Sequence[str] = ()) -> TaskSet:
     """Open the models of a recipe, and match their tensors.
 
     Adapters of one base stay factors. No tensor of a weight's size is made of them. mergekit plans
@@ -61,7 +59,7 @@ def read_inputs(
     if document.raw:
         found = _raw_inputs(document)
     elif by_factors(document, options):
-        found = _adapter_inputs(document, options, names or ())
+        found = _adapter_inputs(document, options, names)
     else:
         check_for_store(document)
         found = tasks_for_store(document, plan_only(document, options))

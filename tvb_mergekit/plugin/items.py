@@ -22,6 +22,7 @@ from tvb_mergekit.tensors.stream import Item, Part, whole_parts
 from tvb_mergekit.tensors.taskset import why_left_out
 
 LOG = logging.getLogger(__name__)
+Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
 
 
 @dataclass
@@ -187,9 +188,7 @@ def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
     return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
 
 
-def _loaded_whole(
-    load: Callable[[], Sequence[Tensor]], parts: Sequence[Part]
-) -> Callable[[], Sequence[Part]]:
+def _loaded_whole(load: Load, parts: Sequence[Part]) -> Callable[[], Sequence[Part]]:
     """A function that makes new parts of a tensor; the shapes come from loading it once now."""
     found = [(tensor.dtype, tensor.shape) for tensor in load()]
     dtypes, numel = [dtype for dtype, _ in found], found[0][1].numel()

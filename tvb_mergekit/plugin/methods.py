@@ -121,8 +121,7 @@ class BasisMethod(MergeMethod):
         engine, sink = Engine([groups[0].entries[0].tensor.device]), MemorySink(1)
         with torch.no_grad():
             taking_part = [item for item in items if item.counted_as == item.name]
-            given_tasks = TaskSet(settings, tasks, weights, taking_part)
-            basis = build_basis(given_tasks, engine)
+            basis = build_basis(TaskSet(settings, tasks, weights, taking_part), engine)
             check_matrices(settings, items, basis.num_bases, None)
             merge_items(basis, items, sink, engine)
         devices = [group.base.tensor.device for group in groups if group.base is not None]

@@ -19,7 +19,7 @@ from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import MappedLoader
+from tvb_mergekit.plugin.sources import Loaders
 from tvb_mergekit.progress import bars
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report
@@ -66,7 +66,6 @@ class Plan:
     """One merge from its plan to its report.
 
     Attributes:
-        loaders: The base's first.
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
         config: The merged model's configuration.
         summing: The Gram matrix of a merge that does not need it before.
@@ -75,7 +74,7 @@ class Plan:
     recipe: Recipe
     options: MergeOptions
     engine: Engine
-    loaders: Mapping[ModelReference, MappedLoader]
+    loaders: Loaders
     tensors: MergedTensors
     tokenizer: Any = None
     architecture: Any = None

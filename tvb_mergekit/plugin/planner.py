@@ -29,6 +29,7 @@ from tvb_mergekit.plugin.plan import Plan, engine_of
 from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
 from tvb_mergekit.plugin.sources import (
     Candidate,
+    Loaders,
     MappedLoader,
     candidate,
     fresh_loaders,
@@ -92,9 +93,7 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
 
 
 @phase("Planning")
-def _opened(
-    document: Document, options: MergeOptions
-) -> tuple[dict[ModelReference, MappedLoader], MergePlanner]:
+def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePlanner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
     recipe = document.recipe
     held, opened = recipe.opened, dict[ModelReference, Any]()
@@ -155,9 +154,7 @@ class _Reader(ConfigReader):
         yield self.config.parameters
 
 
-def plan_files(
-    document: Document, options: MergeOptions, union: bool = False, intersection: bool = False
-) -> Plan:
+def plan_files(document: Document, options: MergeOptions, union: bool, intersection: bool) -> Plan:
     """The plan of a merge of weight files.
 
     Args:

@@ -196,6 +196,9 @@ class MappedLoader(LazyTensorLoader):
         """Nothing is held."""
 
 
+Loaders = Mapping[ModelReference, MappedLoader]  # the base's first
+
+
 def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> MappedLoader:
     """Map a model. Unless it is open, download it or fuse its adapter, as mergekit does."""
     LoaderCache.loaders.pop(model, None)

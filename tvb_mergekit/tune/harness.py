@@ -247,8 +247,7 @@ def _to_validation(task: Any) -> tuple[str, bool]:
     task.has_test_docs = lambda: False
     # lm-eval excludes an item from its own examples if both are of `test_split`; by default,
     # without a training split, examples are of the validation split
-    own = examples is None and not task.has_training_docs()
-    config.test_split = examples if own else split
+    config.test_split = examples if examples is None and not task.has_training_docs() else split
     return str(split or "validation"), True
 
 

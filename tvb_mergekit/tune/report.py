@@ -96,9 +96,7 @@ def _point(tuned: Tuned, point: Point) -> dict[str, Any]:
 
 def sheet(tuned: Tuned) -> Sheet:
     """Return a row for each point in the order of the coefficient; the best one has a star."""
-    tasks = list(_tasks(tuned))
-    if len(tasks) == 1:
-        tasks = []  # its score is the mean
+    tasks = [] if len(tuned.points[0].scored) == 1 else list(_tasks(tuned))  # one is the mean
     control = ["control"] if "control" in tuned.goals else []
     head = [tuned.recipe.key, f"mean {_what(tuned)}", *control, *(t.name for _, _, t in tasks)]
     rows = []
