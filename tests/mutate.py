@@ -42,8 +42,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/localize.py", "own.sigmoid() * self", "own.tanh() * self"),
         ("learn/localize.py", "self.penalty * own", "-self.penalty * own"),
         ("learn/coefficients.py", "value.square() if", "value if"),
-        ("learn/batches.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),
-        ("learn/batches.py", "example.start - 1 : count", "example.start : count"),
+        ("learn/data.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),
+        ("learn/data.py", "example.start - 1 : count", "example.start : count"),
         ("learn/descent.py", "1 + math.cos", "2 * math.cos"),
         ("learn/localize.py", "basis != 0, own, -torch.inf)", "basis != 0, own, 0)"),
         ("core/learned.py", "(rows != 0).sum(0)", "(rows > 0).sum(0)"),
@@ -67,7 +67,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_learn_gradients.py -k 'make_the_model or mixture'": [
         ("learn/coefficients.py", "number < more", "number >= blocks - more"),
-        ("learn/batches.py", "end + weight * total", "end + total / len(tasks)"),
+        ("learn/data.py", "end + weight * total", "end + total / len(tasks)"),
     ],
     "test_quantize.py": [
         ("core/quantize.py", "(scales.view(torch.int16) & 1)", "(scales.view(torch.int16) & 0)"),

@@ -179,8 +179,8 @@ def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
         if context.get_parameter_source(key) is ParameterSource.COMMANDLINE:
             raise UserError(f"--{key.replace('_', '-')}: {why}; leave it out")
     import_mergekit()
-    from tvb_mergekit.learn.request import Request
     from tvb_mergekit.learn.running import learn as run
+    from tvb_mergekit.learn.work import Request
     from tvb_mergekit.plugin.inputs import Options
     from tvb_mergekit.tensors import ranks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.learn import kept
-from tvb_mergekit.learn.batches import shuffled
+from tvb_mergekit.learn.data import shuffled
 from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.mixtures import bases_of

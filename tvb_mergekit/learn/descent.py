@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.batches import Batch, LossFunction, runs
-from tvb_mergekit.learn.data import Example
+from tvb_mergekit.learn.data import Batch, Example, LossFunction, runs
 from tvb_mergekit.learn.statistics import WEIGHTS, Parameters, gradients_to
 from tvb_mergekit.tensors import ranks
 

@@ -12,8 +12,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.coefficients import CoefficientMethod
 from tvb_mergekit.learn.fisher_regmean import StatisticsMethod
 from tvb_mergekit.learn.localize import Localize
-from tvb_mergekit.learn.request import Request
-from tvb_mergekit.learn.work import LEARNED, CostEstimate, Work
+from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.inputs import check_for_store
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.plugin.preflight import input_folders
