@@ -69,8 +69,8 @@ def export(store: str, out: str | None, lora: bool, **values: Any) -> None:
     if not lora and (given := [key for key in OF_LORA if values[key]]):
         raise UserError(f"--{given[0]} is for adapters: add --lora")
     kinds = ("task", "basis", "every", "model" if lora else "all_bases")
-    count = sum(values[key] not in (None, False) for key in kinds)
-    if count != 1 or (lora and values["all_bases"]):
+    given = [key for key in kinds if values[key] is not None and values[key] is not False]
+    if len(given) != 1 or (lora and values["all_bases"]):
         raise UserError(ONE_OF[lora])
     if model is None and (out is None) != bool(every):
         raise UserError("name one output folder: OUT, or --all DIR")

@@ -23,8 +23,8 @@ from study.kinds.matrices import LAMBDAS
 from study.run import Doc, Run, Weights, built, difference, means, settings
 from tvb_mergekit.learn import gradients
 from tvb_mergekit.learn.data import DataFile, read_data
-from tvb_mergekit.learn.work import Request
 from tvb_mergekit.learn.running import learn
+from tvb_mergekit.learn.work import Request
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.tune import search
 
