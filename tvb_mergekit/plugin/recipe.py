@@ -137,8 +137,7 @@ def read_recipe(config: BaseModel) -> Recipe:
         raise UserError(f"`base_model` is missing: {method} needs the models' common base")
     sections = list(_sections(config))
     models = _models(sections, base)
-    given = _global_values(sections)
-    own = _model_values(sections, base)
+    given, own = _values(sections, base)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
     vectors = find_store(models)
     if vectors is not None:
@@ -228,43 +227,37 @@ def _identity(model: ModelReference) -> object:
     return tuple((os.path.realpath(p) if os.path.exists(p) else p, of) for p, of in parts)
 
 
-def _global_values(sections: Sequence[_Section]) -> dict[str, Any]:
-    """Key -> value of the complete merge; a varying key -> the list of its settings."""
-    found: dict[str, Any] = {}
-    for section in sections:
-        where = f"{section.where}parameters"
-        for key, setting in section.parameters.items() if section.model is None else ():
-            if key in VARYING_KEYS:
-                found.setdefault(key, []).append(setting)
-            elif section.where and key in GLOBAL_KEYS:
-                raise UserError(f"`{key}` under `{where}` belongs to the recipe's `parameters`")
-            else:
-                found[key] = _one_value(key, setting, where)
-    return found
-
-
-def _model_values(
+def _values(
     sections: Sequence[_Section], base: ModelReference
-) -> dict[tuple[ModelReference, str], Any]:
-    """(model, key) -> value. A value given once is valid for all slices."""
-    found: dict[tuple[ModelReference, str], Any] = {}
+) -> tuple[dict[str, Any], dict[tuple[ModelReference, str], Any]]:
+    """The values of the merge by key, and of the models by model and key.
+
+    A varying key has the list of its settings. A model's value given once is valid for all slices.
+    """
+    merge: dict[str, Any] = {}
+    own: dict[tuple[ModelReference, str], Any] = {}
     for section in sections:
         model, where = section.model, f"{section.where}parameters"
-        for key, setting in section.parameters.items() if model is not None else ():
-            assert model is not None
-            if key in GLOBAL_KEYS or key in VARYING_KEYS:
+        for key, setting in section.parameters.items():
+            elsewhere = key in GLOBAL_KEYS and section.where  # also a model's
+            if elsewhere or (model is not None and key in VARYING_KEYS):
                 raise UserError(f"`{key}` under `{where}` belongs to the recipe's `parameters`")
-            if key not in MODEL_KEYS:
+            if key in VARYING_KEYS:
+                merge.setdefault(key, []).append(setting)
+                continue
+            if model is not None and key not in MODEL_KEYS:
                 raise unknown_key(key, tuple(MODEL_KEYS), f"`{where}`")
             if model == base:
                 raise UserError(f"`{key}` under `{where}`: the base model has no task")
-            value = check_value(key, _one_value(key, setting, where))
-            if found.setdefault((model, key), value) != value:
+            value = _one_value(key, setting, where)
+            if model is None:
+                merge[key] = value
+            elif own.setdefault((model, key), check_value(key, value)) != check_value(key, value):
                 raise UserError(
-                    f"`{key}` of {model} is {shown(found[model, key])} in one place and "
+                    f"`{key}` of {model} is {shown(own[model, key])} in one place and "
                     f"{shown(value)} under `{where}`: it must be one value"
                 )
-    return found
+    return merge, own
 
 
 def _one_value(key: str, setting: Any, where: str) -> Any:
