@@ -72,13 +72,10 @@ class TvbMergekitFinder:
         if name not in MODULES or self.stopped:
             return None
         finders = list(sys.meta_path)
-        if self in finders:
-            finders = finders[finders.index(self) + 1 :]
-        for finder in finders:
+        first = finders.index(self) + 1 if self in finders else 0
+        for finder in finders[first:]:
             find_spec = getattr(finder, "find_spec", None)
-            if find_spec is None or finder is self:
-                continue
-            spec: Any = find_spec(name, path, target)
+            spec: Any = find_spec and find_spec(name, path, target)
             if spec is not None:
                 # Another finder may have called this one: then the loader is wrapped already.
                 if hasattr(spec.loader, "exec_module") and type(spec.loader) is not _Loader:

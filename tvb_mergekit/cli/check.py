@@ -25,7 +25,7 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
 from tvb_mergekit.tensors.merging import most_bases
-from tvb_mergekit.tensors.output import check_disk, check_output_folder
+from tvb_mergekit.tensors.output import check_disk, check_output_folder, existing
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -114,9 +114,7 @@ def _costs(tasks: TaskSet, merged: int, out: str | None, store: str = "") -> Ite
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         yield f"{len(names)} left to the base, {reason}: {listed(names)}"
-    where = Path(os.path.abspath(out or "."))
-    while not where.exists():
-        where = where.parent
+    where = existing(Path(os.path.abspath(out or ".")))
     if out is not None:
         check_disk(out, merged)
     free = megabytes(shutil.disk_usage(where).free)
@@ -164,11 +162,9 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
         bases.check_base(Checkpoint.open(recipe.base.model.path), str(recipe.base))
     else:
         plan = plan_only(document, options)  # compares the base
-    yield (
-        f"{recipe.settings.method} over {counted(bases.num_bases, 'basis')} of {recipe.store.path} "
-        f"for {counted(len(bases.tasks), 'task')}; its files and the base are those that it was "
-        "built with"
-    )
+    held = f"{counted(bases.num_bases, 'basis')} of {recipe.store.path}"
+    over = f"{recipe.settings.method} over {held} for {counted(len(bases.tasks), 'task')}"
+    yield f"{over}; its files and the base are those that it was built with"
     if not document.raw:
         yield from _matrices(recipe.settings, plan.tasks.items, bases.num_bases)
 

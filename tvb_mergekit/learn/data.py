@@ -218,10 +218,7 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
     if "messages" in record:
         special, messages = False, record["messages"]  # the template has its own
         if tokenizer.chat_template is None:
-            raise UserError(
-                f"{where}: `messages`, and the tokenizer has no chat template; add one, or give "
-                "`prompt` and `response`"
-            )
+            raise UserError(f"{where}: `messages`, and the tokenizer has no chat template; add one")
         try:
             whole = tokenizer.apply_chat_template(messages, tokenize=False)
             prompt = "" if len(messages) == 1 else tokenizer.apply_chat_template(

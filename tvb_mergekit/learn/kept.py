@@ -65,9 +65,6 @@ def check_same(file: Path, key: str, wanted: Mapping[str, Any]) -> dict[str, Any
         raise UserError(f"--resume: {file} was changed; delete it, and --resume learns it again")
     facts = facts_in(file, key)
     other = [name for name, value in wanted.items() if name != "file" and facts.get(name) != value]
-    if other:
-        raise UserError(
-            f"--resume: {file} differs from this command in {listed(other)}: repeat the options of "
-            "that run, or leave out --resume to begin again"
-        )
+    if told := listed(other):
+        raise UserError(f"--resume: {file} differs from this command in {told}: repeat its options")
     return facts

@@ -140,11 +140,8 @@ class Work(ABC):
 
     def __init__(self, request: Request, plan: Plan) -> None:
         self.request, self.plan = request, plan
-        if plan.tensors.changed:
-            raise UserError(
-                f"tensor `{next(iter(plan.tensors.changed))}` is changed by the recipe's "
-                "tokenizer, and differs from the models that learn; set `tokenizer_source: base`"
-            )
+        for name in plan.tensors.changed:
+            raise UserError(f"the tokenizer changes `{name}`; set `tokenizer_source: base`")
         self.device = plan.engine.devices[0]
         self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)

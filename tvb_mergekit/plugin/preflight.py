@@ -138,10 +138,7 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
     """Check an adapter and mergekit's fused copy: mergekit itself accepts a cut or old copy."""
     assert model.lora is not None
     if not cache:
-        raise UserError(
-            f"model {model} has an adapter: say where its fused copy may be kept, "
-            "--lora-merge-cache DIR (it takes a base model's size per adapter)"
-        )
+        raise UserError(f"model {model} has an adapter: give --lora-merge-cache DIR for its fusion")
     check_adapter_place(model.lora.path)
     folders = (model.model.path, model.lora.path)
     files = [os.path.join(path, name) for path in folders for name in weight_files(path)]

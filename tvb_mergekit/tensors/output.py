@@ -36,7 +36,7 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             raise UserError(f"the output folder {out} holds the input {path}; name another folder")
         if target.startswith(source + os.sep):
             raise UserError(f"the output folder {out} lies in the input {path}; name another")
-    place = _existing(Path(target))
+    place = existing(Path(target))
     if not place.is_dir():
         raise UserError(f"the output {out}: {place} is a file; name a folder")
     if not os.access(place, os.W_OK):
@@ -62,7 +62,7 @@ def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) ->
 
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
     """Raise UserError unless the disk of `out` has room for `nbytes` and 1 % of file overhead."""
-    free = shutil.disk_usage(_existing(Path(os.path.realpath(out)))).free
+    free = shutil.disk_usage(existing(Path(os.path.realpath(out)))).free
     needed = nbytes + nbytes // 100 + 2**20
     if free < needed:
         raise UserError(
@@ -71,7 +71,7 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
         )
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
