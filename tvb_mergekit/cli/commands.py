@@ -15,9 +15,8 @@ import time
 import click
 
 from tvb_mergekit import __version__
-from tvb_mergekit.cli.export import export
 from tvb_mergekit.cli.learn import learn
-from tvb_mergekit.cli.merging import check, merge
+from tvb_mergekit.cli.merging import check, export, merge
 from tvb_mergekit.cli.options import Commands, command
 from tvb_mergekit.cli.score import score, tune
 from tvb_mergekit.cli.stores import add, build, inspect, remove, undo

@@ -18,7 +18,7 @@ from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import shuffled
 from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
-from tvb_mergekit.learn.mixtures import bases_of
+from tvb_mergekit.learn.models import bases_of
 from tvb_mergekit.learn.work import CostEstimate
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors.matrices import slice_of

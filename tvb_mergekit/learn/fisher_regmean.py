@@ -20,7 +20,7 @@ from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn import kept, statistics
 from tvb_mergekit.learn.descent import passing
-from tvb_mergekit.learn.mixtures import bases_of, check_mixture, mixtures_of
+from tvb_mergekit.learn.models import bases_of, check_mixture, mixtures_of
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.bits import slugs

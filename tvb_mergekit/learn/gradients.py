@@ -20,8 +20,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import Example, Split, amount, entropy, held_out, response_loss
 from tvb_mergekit.learn.descent import Descent, History, Moving, Schedule
-from tvb_mergekit.learn.mixtures import bases_of
-from tvb_mergekit.learn.models import load_model
+from tvb_mergekit.learn.models import bases_of, load_model
 from tvb_mergekit.learn.work import Request, Work
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors import ranks

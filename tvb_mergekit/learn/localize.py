@@ -17,7 +17,7 @@ from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import drawn
 from tvb_mergekit.learn.descent import History, Moving
 from tvb_mergekit.learn.gradients import GradientMethod
-from tvb_mergekit.learn.mixtures import base_names, bases_of, check_mixture, mixtures_of
+from tvb_mergekit.learn.models import base_names, bases_of, check_mixture, mixtures_of
 from tvb_mergekit.learn.work import CostEstimate, Request
 from tvb_mergekit.plugin.inputs import dense_of
 from tvb_mergekit.plugin.plan import Plan

@@ -22,8 +22,7 @@ from tvb_mergekit.atomic import is_left_over
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
-from tvb_mergekit.learn.mixtures import Mixture
-from tvb_mergekit.learn.models import TaskModels
+from tvb_mergekit.learn.models import Mixture, TaskModels
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
