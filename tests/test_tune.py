@@ -26,7 +26,7 @@ from tvb_mergekit.tune import harness, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe
 from tvb_mergekit.tune.model import MovingModel
-from tvb_mergekit.tune.objective import Estimate, objective
+from tvb_mergekit.tune.search import Estimate, objective
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ROOT / "recipes" / "quickstart"

@@ -39,6 +39,7 @@ class MergedTensors:
         same_as: The base's second names of tensors -> the name that counts.
         untied: The base ties its output embedding, a model does not.
         tunables: `lambda`, `alpha`, `density` -> all values of it.
+        fresh: Makes the item of a tensor that is loaded whole again, for one pass.
         changed: A tensor that counts and that a tokenizer changes -> a checksum of the change.
     """
 
@@ -54,7 +55,7 @@ class MergedTensors:
     untied: bool = False
     tunables: dict[str, set[float]] = field(default_factory=dict)
     changed: dict[str, str] = field(default_factory=dict)
-    _fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
+    fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
     _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
 
     def fill(self, candidates: Iterable[Candidate]) -> None:
@@ -83,10 +84,6 @@ class MergedTensors:
         self.items = sorted(made, key=place)
         if exclude and "excluded by the recipe" not in self.left_out.values():
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
-
-    def fresh(self) -> list[Item]:
-        """The items for one pass: a tensor that is loaded whole stays in memory until read."""
-        return [self._fresh[i.name]() if i.name in self._fresh else i for i in self.items]
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.whole
@@ -120,7 +117,7 @@ class MergedTensors:
             if counted == name and isinstance(whole, Changed):
                 self.changed[name] = whole.identity()
         if fresh is not None:
-            self._fresh[name] = lambda: _refreshed(item, *fresh())
+            self.fresh[name] = lambda: _refreshed(item, *fresh())
         return item
 
     def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:

@@ -51,14 +51,9 @@ class Learned(Protocol):
     """A merge of the bases by statistics of the models instead of by the recipe's method."""
 
     @property
-    def method(self) -> str:
-        """The method's name, for the report."""
-
-    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
-        """Give `sink` the merged tensors."""
-
-    def write(self, folder: Path) -> None:
-        """Write the learned values into the folder of the merged model."""
+    def method(self) -> str: ...
+    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None: ...
+    def write(self, folder: Path) -> None: ...
 
 
 @dataclass
@@ -92,8 +87,12 @@ class Plan:
         return self.checkpoints[self.recipe.base]
 
     def items(self) -> list[Item]:
-        """The tensors of the merged model for one pass, in the order of the base's files."""
-        return self.tensors.fresh()
+        """The tensors of the merged model for one pass, in the order of the base's files.
+
+        A tensor that is loaded whole stays in memory until read.
+        """
+        fresh = self.tensors.fresh
+        return [fresh[item.name]() if item.name in fresh else item for item in self.tensors.items]
 
     @property
     def output_bytes(self) -> int:

@@ -18,8 +18,8 @@ from tvb_mergekit.errors import listed
 from tvb_mergekit.figures import BLUE, DARK, ORANGE, PALE, can_draw, rendered
 from tvb_mergekit.tables import Sheet, escaped, markdown_table, printable, shortened, show
 from tvb_mergekit.tune.harness import EvalTask
-from tvb_mergekit.tune.objective import Estimate, Objective
 from tvb_mergekit.tune.running import Point, Tuned
+from tvb_mergekit.tune.search import Estimate, Objective
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

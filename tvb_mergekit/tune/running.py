@@ -28,7 +28,7 @@ from tvb_mergekit.tune import harness, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
 from tvb_mergekit.tune.model import MovingModel, check_memory
-from tvb_mergekit.tune.objective import Estimate, Objective, objective
+from tvb_mergekit.tune.search import Estimate, Objective, objective
 
 LOG = logging.getLogger(__name__)
 DISK = 5  # merged models of 16 bits: the first, and start and direction in float32
