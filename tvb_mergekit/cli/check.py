@@ -14,8 +14,7 @@ from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options, by_factors, read_inputs
-from tvb_mergekit.plugin.planner import plan_only
-from tvb_mergekit.plugin.preflight import input_folders
+from tvb_mergekit.plugin.planner import input_folders, plan_only
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
 from tvb_mergekit.store.store import check as check_store

@@ -84,7 +84,7 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
         document.whole_tasks()
 
     from tvb_mergekit.cli.inspect import error_line, store_line
-    from tvb_mergekit.plugin.preflight import input_folders
+    from tvb_mergekit.plugin.planner import input_folders
     from tvb_mergekit.store.build import build_store
     from tvb_mergekit.tensors.output import check_new_folder
 

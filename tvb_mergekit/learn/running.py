@@ -14,8 +14,7 @@ from tvb_mergekit.learn.fisher_regmean import StatisticsMethod
 from tvb_mergekit.learn.localize import Localize
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.inputs import check_for_store
-from tvb_mergekit.plugin.planner import planned
-from tvb_mergekit.plugin.preflight import input_folders
+from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.run import staged, write_model
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.writer import lock

@@ -27,8 +27,7 @@ from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import planned
-from tvb_mergekit.plugin.preflight import input_folders
+from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.refusals import refusing, unwinding

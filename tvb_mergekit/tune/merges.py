@@ -43,8 +43,12 @@ from tvb_mergekit.plugin.document import (
 )
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import planned, planned_by_mergekit
-from tvb_mergekit.plugin.preflight import check_model, check_tokenizer_source
+from tvb_mergekit.plugin.planner import (
+    check_model,
+    check_tokenizer_source,
+    planned,
+    planned_by_mergekit,
+)
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.plugin.sources import fresh_loaders
