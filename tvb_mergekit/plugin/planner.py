@@ -1,8 +1,8 @@
 """The plan of a merge: of model folders by mergekit's own planner, or of weight files by name.
 
 mergekit's planner knows the place of each merged tensor in each model, and resolves `lambda`,
-`alpha` and `density` for the tensor. Our passes replace mergekit's own tasks. Models on this disk are
-checked before a tensor is read or a file downloaded.
+`alpha` and `density` for the tensor. Our passes replace mergekit's own tasks. Models on this disk
+are checked before a tensor is read or a file downloaded.
 """
 
 from __future__ import annotations
