@@ -24,8 +24,8 @@ from rich.console import Console
 
 from tvb_mergekit.score import read_benchmark, read_reference, read_results, table
 from tvb_mergekit.score.columns import Cell
+from tvb_mergekit.score.page import print_table
 from tvb_mergekit.score.results import Origin, Results, TaskResult
-from tvb_mergekit.score.text import print_table
 
 EVALS = Path(__file__).resolve().parent.parent / "evals"
 SMALL = """

@@ -71,7 +71,7 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
     from rich.console import Console
 
     from tvb_mergekit.score.gathering import PICTURES, check_output, gather, write
-    from tvb_mergekit.score.text import print_table
+    from tvb_mergekit.score.page import print_table
     from tvb_mergekit.tables import printable
 
     by = None if out is None or radar == "none" else radar

@@ -22,9 +22,8 @@ from pydantic import BaseModel
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
 from tvb_mergekit.plugin.planner import plan_files
-from tvb_mergekit.plugin.recipe import read_recipe
+from tvb_mergekit.plugin.recipe import read_recipe, refuse_bases
 from tvb_mergekit.plugin.run import check_place, merge, merge_files
-from tvb_mergekit.plugin.stores import refuse_bases
 from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.settings import METHODS
 from tvb_mergekit.tensors import ranks

@@ -13,10 +13,9 @@ from tvb_mergekit.figures import MADE, can_draw
 from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeated
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
-from tvb_mergekit.score.page import page
+from tvb_mergekit.score.page import markdown, page
 from tvb_mergekit.score.results import DATE, Results, read_results
 from tvb_mergekit.score.table import Table, table
-from tvb_mergekit.score.text import markdown
 
 FILES, PICTURES = ("scores.md", "scores.json", "scores.html"), ("svg", "png")
 
