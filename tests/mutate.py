@@ -41,7 +41,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or count_in'": [
         ("learn/localize.py", "own.sigmoid() * self", "own.tanh() * self"),
         ("learn/localize.py", "self.penalty * own", "-self.penalty * own"),
-        ("learn/coefficients.py", "value.square() if", "value if"),
+        ("learn/gradients.py", "value.square() if", "value if"),
         ("learn/data.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),
         ("learn/data.py", "example.start - 1 : count", "example.start : count"),
         ("learn/descent.py", "1 + math.cos", "2 * math.cos"),
@@ -49,7 +49,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/learned.py", "(rows != 0).sum(0)", "(rows > 0).sum(0)"),
         ("learn/localize.py", "bases_of(plan) * basis.scale,", "bases_of(plan) * 1,"),
         ("learn/localize.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
-        ("learn/coefficients.py", "basis.scale * torch.outer", "torch.outer"),
+        ("learn/gradients.py", "basis.scale * torch.outer", "torch.outer"),
     ],
     "test_lossless.py": [
         ("tensors/units.py", "15) & 0x7FFF)", "15) & 0x7FFE)"),
@@ -66,7 +66,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/task_vectors.py", " * scales.outer(scales)", ""),
     ],
     "test_learn_gradients.py -k 'make_the_model or mixture'": [
-        ("learn/coefficients.py", "number < more", "number >= blocks - more"),
+        ("learn/gradients.py", "number < more", "number >= blocks - more"),
         ("learn/data.py", "end + weight * total", "end + total / len(tasks)"),
     ],
     "test_quantize.py": [

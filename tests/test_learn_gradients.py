@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import gradients, localize, models
-from tvb_mergekit.learn.coefficients import Coefficients, Rows
 from tvb_mergekit.learn.data import Batch, Example, Split, drawn, entropy, response_loss, shuffled
 from tvb_mergekit.learn.descent import Descent, Moving, Schedule
+from tvb_mergekit.learn.gradients import Coefficients, Rows
 from tvb_mergekit.learn.localize import Mask, largest
 from tvb_mergekit.learn.models import TaskModels, load_model
 

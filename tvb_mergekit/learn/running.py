@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.coefficients import CoefficientMethod
 from tvb_mergekit.learn.fisher_regmean import StatisticsMethod
+from tvb_mergekit.learn.gradients import CoefficientMethod
 from tvb_mergekit.learn.localize import Localize
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.inputs import check_for_store
