@@ -52,7 +52,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     """
     recipe = document.recipe
     if recipe.store is not None:
-        raise UserError(f"the recipe lists the bases of {recipe.store.path}: list the models")
+        raise UserError(f"this lists the bases of {recipe.store.path}: list the fine-tuned models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
     if document.raw:
