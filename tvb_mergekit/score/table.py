@@ -35,7 +35,7 @@ from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Pair
 from tvb_mergekit.score.results import Results
 
-NO_SPECIALISTS = "No normalized accuracy without --specialist, or --reference paper"
+NO_SPECIALISTS = "No specialists, so no normalized accuracy: give --specialist or --reference"
 
 
 @dataclass(frozen=True)

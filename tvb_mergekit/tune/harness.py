@@ -272,7 +272,7 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
     usual = [metric for metric in USUAL if metric in emitted][:1]
     if usual or len(emitted) == 1:
         return usual or emitted
-    raise UserError(f"task {name} has several metrics: --metric {name}:{'|'.join(emitted)}")
+    raise UserError(f"task {name}: choose --metric {name}:METRIC, one of {', '.join(emitted)}")
 
 
 def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
