@@ -22,6 +22,7 @@ from yaml.reader import Reader
 import tvb_mergekit
 from tvb_mergekit.plugin.document import read_document
 from tvb_mergekit.plugin.inputs import Options, read_inputs
+from tvb_mergekit.tensors import checkpoint
 from tvb_mergekit.tensors import checkpoint, merging
 
 BALANCED = {"basis": "balanced", "num_bases": 2}
@@ -311,7 +312,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
 
 @pytest.fixture
 def calls() -> Iterator[Counter[str]]:
-    """How often planning compares two models, and reads a configuration."""
+    """How often planning compares two models, reads a configuration, and parses a header."""
     seen: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -323,7 +324,14 @@ def calls() -> Iterator[Counter[str]]:
 
         return mock.patch.object(ModelReference, name, call)
 
-    with counted("__eq__"), counted("config"):
+    parse = checkpoint._read_safetensors_header
+
+    def header(*args: Any) -> Any:
+        seen["headers"] += 1
+        return parse(*args)
+
+    reader = mock.patch.object(checkpoint, "_read_safetensors_header", header)
+    with counted("__eq__"), counted("config"), reader:
         yield seen
 
 
@@ -335,6 +343,8 @@ def test_planning_grows_with_the_models_alone(many, tmp_path, calls):
         made = write(recipe("basis_ta", base, models[:count]), tmp_path / str(count))
         inputs = read_inputs(read_document(made), Options())
         assert len(inputs.tasks) == count and len(inputs.items[0].inputs) == count
+        shards = sum(len([*path.glob("*.safetensors")]) for path in (base, *models[:count]))
+        assert calls["headers"] == shards  # each once
         found.append(dict(calls))
     half, whole = found
     assert whole["config"] <= 2.2 * half["config"]
