@@ -22,7 +22,6 @@ from yaml.reader import Reader
 import tvb_mergekit
 from tvb_mergekit.plugin.document import read_document
 from tvb_mergekit.plugin.inputs import Options, read_inputs
-from tvb_mergekit.tensors import checkpoint
 from tvb_mergekit.tensors import checkpoint, merging
 
 BALANCED = {"basis": "balanced", "num_bases": 2}
