@@ -34,7 +34,7 @@ from tvb_mergekit.tensors import merging, passes
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
 from tvb_mergekit.tensors.merging import build_basis, merge_items, one_pass
-from tvb_mergekit.tensors.quantized import Coded, Coding
+from tvb_mergekit.tensors.quantized import Coding, Quantizing
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -182,8 +182,8 @@ class Blocks(Nowhere):
 def test_coding(case: Case, width: Width) -> None:
     tasks, megabytes, threads, dtypes = case
     items = items_of(tasks, numel_for(tasks), dtypes)
-    coded = [Coded(1.0, {item.name: width for item in items})] * tasks
-    coding, matrix = Coding(coded, torch.ones(tasks)), torch.eye(tasks, dtype=torch.float64)
+    coding = Quantizing([1.0] * tasks, width, torch.ones(tasks))
+    matrix = torch.eye(tasks, dtype=torch.float64)
     items = [item.coded(coding.widths(item.name)) for item in items]
     budget = megabytes * MB
     engine = Engine(memory=budget)

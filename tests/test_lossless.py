@@ -42,8 +42,8 @@ def keep(folder: Path, base: dict[str, Tensor], *models: dict[str, Tensor]) -> l
     keeping = Keeping(items)
     plan = plan_shards([item.coded(keeping.widths(item.name)) for item in items])
     writers = [
-        FolderWriter(folder / str(k), plan, {}, output=k, coded=kept)
-        for k, kept in enumerate(keeping.coded)
+        FolderWriter(folder / str(k), plan, {}, output=k, coding=keeping)
+        for k in range(len(models))
     ]
     keep_pass(items, keeping, FoldersSink(writers, None, keeping), Engine())
     found = []

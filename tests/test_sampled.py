@@ -26,8 +26,7 @@ import tvb_mergekit
 from tvb_mergekit.core.matrices import interference_free
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.lossless import BLOCK
-from tvb_mergekit.tensors.sampled import Draw
+from tvb_mergekit.tensors.lossless import BLOCK, Draw
 from tvb_mergekit.tensors.source import StateDict
 
 pytestmark = pytest.mark.usefixtures("own_cache")

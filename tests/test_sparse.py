@@ -147,13 +147,13 @@ U16 = torch.uint16
 DAMAGE: dict[str, tuple[Change, str]] = {
     "a newer version": (lambda held, said: said.update(version=2), "of version 2, .* upgrade it"),
     "no shapes": (lambda held, said: said.pop("tensors"), "does not describe sparse"),
-    "a shape too large": (_shape(2**70), "do not fit its shape"),
-    "a negative shape": (_shape(-1, -300), "do not fit its shape"),
+    "a shape too large": (_shape(2**70), "does not describe sparse"),
+    "a negative shape": (_shape(-1, -300), "does not describe sparse"),
     "counts that are missing": (lambda held, said: held.pop("w.counts"), "`w.counts` does not fit"),
-    "counts beyond a block": (_with("counts", [65534, 5], U16), "do not fit"),
-    "counts of bytes": (_with("counts", [2, 1]), "do not fit"),
+    "counts beyond a block": (_with("counts", [65534, 5], U16), "not what was"),
+    "counts of bytes": (_with("counts", [2, 1]), "not what was"),
     "integer values": (_with("values", [1, 1, 1], torch.int8), "values in int8, expected"),
-    "a place twice": (_with("offsets", [3, 3, 0]), "do not fit"),
+    "a place twice": (_with("offsets", [3, 3, 0]), "not what was"),
 }  # fmt: skip
 
 

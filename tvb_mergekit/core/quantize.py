@@ -30,16 +30,17 @@ class Width(NamedTuple):
 
     bits: int
     group: int = GROUP
+    head: int = 2  # bytes of a group before its elements
 
     @property
     def block(self) -> int:
-        return 2 + self.group * self.bits // 8  # bytes of a complete group
+        return self.head + self.group * self.bits // 8  # bytes of a complete group
 
 
 def block_bytes(numel: int, width: Width) -> int:
     """The bytes of a tensor's blocks."""
     groups, rest = divmod(numel, width.group)
-    return groups * width.block + (2 + -(-rest * width.bits // 8) if rest else 0)
+    return groups * width.block + (width.head + -(-rest * width.bits // 8) if rest else 0)
 
 
 def unit_of(norm: float, numel: int) -> float:

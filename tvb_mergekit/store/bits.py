@@ -9,24 +9,24 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tvb_mergekit.core import quantize
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import Width
+from tvb_mergekit.core.quantize import Width, unit_of
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import EMBEDDINGS, OUTPUT_LAYER
-from tvb_mergekit.store.facts import weight_bytes
+from tvb_mergekit.store.facts import OF_TASKS, weight_bytes
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import Decoded
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import chunk_length
-from tvb_mergekit.tensors.lossless import Blocks, Lossless
 from tvb_mergekit.tensors.passes import gram_pass
-from tvb_mergekit.tensors.quantized import Coded, Codes, Coding
+from tvb_mergekit.tensors.quantized import Quantizing
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 
@@ -43,21 +43,16 @@ KINDS_OF_TENSORS = {
 OTHER = "other"
 
 
-def coding_of(items: Sequence[Item], norms: Sequence[float], shares: Tensor, bits: int) -> Coding:
+def coding_of(
+    items: Sequence[Item], norms: Sequence[float], shares: Tensor, bits: int
+) -> Quantizing:
     """Codes of one width for K vectors of these norms.
 
     Args:
         shares: the factor of each vector in the sum that a merge adds, [K].
     """
-    numel, widths = sum(item.numel for item in items), {item.name: Width(bits) for item in items}
-    return Coding([Coded(quantize.unit_of(norm, numel), widths) for norm in norms], shares)
-
-
-def mean_bits(coded: Sequence[Coded], numels: Mapping[str, int]) -> float:
-    """Bits of an element on average, without scales; `numels`: tensor -> its elements."""
-    total = sum(numels.values()) * len(coded) or 1
-    bits = (n * each.widths[name].bits for name, n in numels.items() for each in coded)
-    return sum(bits) / total
+    numel = sum(item.numel for item in items)
+    return Quantizing([unit_of(norm, numel) for norm in norms], Width(bits), shares)
 
 
 def stored_gram(vectors: Sequence[Weights], names: Sequence[str], engine: Engine) -> Tensor:
@@ -69,7 +64,7 @@ def items_of(vectors: Sequence[Weights]) -> list[Item]:
     """The tensors of the vectors of a store."""
     first, items = vectors[0], []
     for name, info in first.tensors.items():
-        base = Part.of(first.base, name) if isinstance(first, Lossless) and first.base else None
+        base = Part.of(first.base, name) if first.base and first.holds == "weight" else None
         parts = tuple(Part.of(vector, name, "delta") for vector in vectors)
         items.append(Item(name, info.shape, base, parts))
     return items
@@ -166,19 +161,17 @@ class Losses:
 def losses(bases: Bases) -> Losses | None:
     """Errors of the codes of a store; None without codes."""
     facts, tensors = bases.facts, bases.tensors
-    vectors = [vector for vector in bases.sources if isinstance(vector, Codes | Blocks)]
-    if not vectors:
+    if facts.store.codec not in OF_TASKS:
         return None
-    held = [[vector.stored.tensors[name].nbytes for vector in vectors] for name in bases.names]
+    vectors = cast("list[Decoded]", bases.sources)
+    held = [[vector.bytes_of(name) for vector in vectors] for name in bases.names]
     squares = errors = np.zeros((len(held), len(vectors)))
     if "tensor_errors" in tensors:
         squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
     sizes = [vectors[0].tensors[name].numel for name in bases.names]
     numels = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors)))
-    bits, exact = 8 * np.array(held), facts.store.codec == "lossless"
-    if facts.store.codec == "codes":  # without scales
-        widths = [[each.coded.widths[n].bits for each in vectors] for n in bases.names]  # type: ignore[union-attr]
-        bits = np.array(widths) * numels
+    bits = np.array([[vector.bits_of(name) for vector in vectors] for name in bases.names])
+    exact = facts.store.codec == "lossless"
 
     def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
         elements = max(int(numels[rows, columns].sum()), 1)

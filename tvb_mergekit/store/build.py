@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import bits
-from tvb_mergekit.store.facts import Facts, FileRecord, weight_bytes
+from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.forms import Form, Quantize, check_kept, form_of, keeping_of
 from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.report import tensors_of
@@ -48,11 +48,9 @@ from tvb_mergekit.store.vectors import (
 from tvb_mergekit.store.writer import StoreWriter, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import Keeping
 from tvb_mergekit.tensors.merging import sketch_of, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.quantized import Codes, Coding
-from tvb_mergekit.tensors.sampled import Sampling
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -108,15 +106,11 @@ def build_store(
             unfinished.begin(basis, sums)
         encoded = time.perf_counter()
         partial, folders = unfinished.folder, folders_of(basis)
-        coding: Coding | Keeping | None = None
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
         if any(form) and basis.settings.basis == "none":
             folders = bits.slugs(inputs.tasks, bits.RESERVED)
-        if form.share:
-            coding = keeping_of(inputs, form.share)
-        elif form.bits:
-            coding = _coding(basis, inputs, form.bits)
+        coding = _coding(basis, inputs, form)
         if coding is not None:
             items = [item.coded(coding.widths(item.name)) for item in items]
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
@@ -140,14 +134,15 @@ def build_store(
             "encode": encoded - summed,
             "write": time.perf_counter() - encoded,
         }
-        if coding is None:
-            vectors = dense_vectors(basis, dtype, files)
-        elif isinstance(coding, Keeping):
-            vectors = _kept(basis, inputs, coding, folders, files, measured)
-        else:
-            made = _measured(basis, measured, partial, folders, engine)
-            tensors = {**tensors_of(basis), **made}
-            vectors = Vectors(tensors, folders, files, codec="codes", bits=form.bits)
+        vectors = dense_vectors(basis, dtype, files)
+        if coding is not None:
+            names = folders[: basis.encoding.num_bases]
+            numbers = _numbers(basis, measured, form, [partial / name for name in names], engine)
+            stored_as = dtype_name(inputs.own_dtype) if form.share == 1 else "float32"
+            share = form.share if form.codec == "sampled" else None
+            vectors = Vectors(
+                numbers, folders, files, stored_as, form.codec, form.bits or None, share
+            )
         world.dismiss()
         if form.share == 1:
             rest = write_originals(partial, folders, inputs, engine)
@@ -205,48 +200,39 @@ def encoder_matrix(basis: Basis) -> Tensor:
     return torch.cat([basis.weighted_encoder, mean], dim=1)
 
 
-def _coding(basis: Basis, inputs: TaskSet, width: int) -> Coding:
+def _coding(basis: Basis, inputs: TaskSet, form: Form) -> Coding | None:
+    if form.share:
+        return keeping_of(inputs, form.share)
+    if not form.bits:
+        return None
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
     shares = torch.ones(len(sizes), dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    return bits.coding_of(inputs.items, sizes.tolist(), shares, width)
+    return bits.coding_of(inputs.items, sizes.tolist(), shares, form.bits)
 
 
-def _measured(
+def _numbers(
     basis: Basis,
     measured: Sequence[Sequence[float]],
-    partial: Path,
-    folders: Sequence[str],
+    form: Form,
+    vectors: Sequence[Path],
     engine: Engine,
 ) -> dict[str, Tensor]:
-    """Numbers of the vectors as decoded: `gram_bases`, `errors`, and those of each tensor."""
-    tensors = bits.measured_tensors(measured)
-    names = folders[: basis.encoding.num_bases]
-    gram = bits.stored_gram([Codes.open(partial / name) for name in names], names, engine)
-    errors = measured_of(basis, torch.float32, bits.lost(tensors)[: len(folders)])
-    return {**tensors, **errors, "gram_bases": gram}
+    """`basis.safetensors` of vectors in a code: as they are decoded.
 
-
-def _kept(
-    basis: Basis,
-    inputs: TaskSet,
-    keeping: Keeping,
-    folders: Sequence[str],
-    files: Mapping[str, FileRecord],
-    measured: Sequence[Sequence[float]],
-) -> Vectors:
-    """The vectors of a lossless or sampled store. `gram_bases` is G of the models themselves."""
-    numel, nbytes = len(folders) * sum(i.numel for i in inputs.items), weight_bytes(files)
-    if not isinstance(keeping, Sampling):
-        none = torch.zeros(len(folders), dtype=torch.float64)
-        tensors = {**tensors_of(basis), **measured_of(basis, torch.float32, none)}
-        dtype = dtype_name(inputs.own_dtype)
-        return Vectors(tensors, folders, files, dtype, "lossless", 8 * nbytes / numel)
-    own = bits.measured_tensors([each[len(folders) :] for each in measured], basis.weights)
-    errors = measured_of(basis, torch.float32, bits.lost(own))
-    tensors = {**tensors_of(basis), **own, **errors}
-    share, mean = keeping.samples[0].share, 8 * nbytes / numel
-    return Vectors(tensors, folders, files, "float32", "sampled", mean, share)
+    `gram_bases` of a lossless or sampled store is of the models themselves.
+    """
+    tensors, lost = tensors_of(basis), torch.zeros(len(vectors), dtype=torch.float64)
+    if form.share < 1:
+        own = bits.measured_tensors(measured, basis.weights if form.share else None)
+        tensors |= own
+        lost = bits.lost(own)[: None if form.share else -1]
+    tensors |= measured_of(basis, torch.float32, lost)
+    if form.bits:
+        names = [vector.name for vector in vectors]
+        gram = bits.stored_gram([Codes.open(vector) for vector in vectors], names, engine)
+        tensors["gram_bases"] = gram
+    return tensors
 
 
 class _Unfinished:

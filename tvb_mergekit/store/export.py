@@ -18,7 +18,6 @@ from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.vectors import copy_config
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.output import (
     StagedFolder,
     check_disk,
@@ -165,7 +164,7 @@ def _whole(sources: Sequence[Weights], column: Tensor) -> int | None:
     """The index of the lossless model that a combination is; None if it is another."""
     used = column.nonzero()[:, 0].tolist()
     one = len(used) == 1 and float(column[used[0]]) == 1.0
-    return used[0] if one and isinstance(sources[used[0]], Lossless) else None
+    return used[0] if one and sources[used[0]].holds == "weight" else None
 
 
 def _write_card(folder: Path, bases: Bases, what: str) -> None:

@@ -33,7 +33,8 @@ FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Codec = Literal["dense", "codes", "sparse", "lossless", "sampled"]
-OF_TASKS = ("codes", "lossless", "sampled")  # a store of these keeps all tasks if its basis is none
+EXACT = ("lossless", "sampled")  # hold entries of the models, without the weights of the tasks
+OF_TASKS = ("codes", *EXACT)  # a store of these keeps all tasks if its basis is none
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -12,8 +12,8 @@ import xxhash
 from tvb_mergekit.core.quantize import BITS, Width, block_bytes
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import METHODS
-from tvb_mergekit.tensors.lossless import BLOCK, INDEX, MANTISSA, Blocks, Keeping, encode
-from tvb_mergekit.tensors.sampled import Draw, Sampling
+from tvb_mergekit.store.facts import Codec
+from tvb_mergekit.tensors.lossless import BLOCK, INDEX, MANTISSA, Draw, Keeping, Lossless, encode
 from tvb_mergekit.tensors.stream import Part
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import SHARD_BYTES
@@ -58,6 +58,12 @@ class Form(NamedTuple):
 
     bits: int = 0
     share: float = 0.0
+
+    @property
+    def codec(self) -> Codec:
+        if self.share:
+            return "lossless" if self.share == 1 else "sampled"
+        return "codes" if self.bits else "dense"
 
 
 def form_of(inputs: TaskSet, wanted: Quantize) -> Form:
@@ -174,7 +180,7 @@ def check_kept(inputs: TaskSet, share: float) -> None:
                 f"{key} keeps entries of models, and that of task `{task}` is not one: keep an "
                 "adapter as it is, or use --bits"
             )
-        if isinstance(source, Blocks):  # its files and its other tensors would be lost
+        if isinstance(source, Lossless):  # its files and its other tensors would be lost
             raise UserError(
                 f"{key} keeps entries of models, and that of task `{task}` is a vector of a store: "
                 "list the model that `tvb export STORE DIR --task NAME` writes, or use `tvb add`"
@@ -203,11 +209,8 @@ def default_share(inputs: TaskSet) -> float:
 
 def keeping_of(inputs: TaskSet, share: float) -> Keeping:
     """The outputs of a pass that keeps a share of the entries of each model."""
-    if share == 1:
-        return Keeping(inputs.items)
     names = (f"{inputs.settings.seed}/{task}".encode() for task in inputs.tasks)
-    samples = [Draw(xxhash.xxh3_64_intdigest(name), share) for name in names]
-    return Sampling(inputs.items, samples)
+    return Keeping(inputs.items, [Draw(xxhash.xxh3_64_intdigest(name), share) for name in names])
 
 
 def fixed_bytes(inputs: TaskSet, vectors: int) -> int:

@@ -45,7 +45,7 @@ def write_originals(
         if items:
             keeping = Keeping(items)
             plan = [Shard(REST, tuple(i.coded(keeping.widths(i.name)) for i in items))]
-            writer = FolderWriter(folder, plan, {MARKER: name}, coded=keeping.coded[0])
+            writer = FolderWriter(folder, plan, {MARKER: name}, coding=keeping)
             keep_pass(items, keeping, FoldersSink([writer], None, keeping), engine, "Rest")
             writer.finish()
             made[f"{name}/{REST}"] = record_of(folder / REST)

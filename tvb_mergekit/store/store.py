@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import torch
@@ -22,6 +22,7 @@ from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
 from tvb_mergekit.store.facts import (
+    EXACT,
     FACTS,
     TENSORS,
     DtypeName,
@@ -34,9 +35,8 @@ from tvb_mergekit.store.facts import (
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, Decoded, metadata_of
-from tvb_mergekit.tensors.lossless import Blocks, Lossless
+from tvb_mergekit.tensors.lossless import Lossless, Sampled
 from tvb_mergekit.tensors.quantized import Codes
-from tvb_mergekit.tensors.sampled import Sampled
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER
@@ -212,7 +212,7 @@ class Bases:
     @property
     def scales(self) -> Tensor:
         """[len(sources)], the factor of each source in its basis: the weight of a model."""
-        if self.facts.store.codec in ("lossless", "sampled"):
+        if self.facts.store.codec in EXACT:
             return self.weights
         return torch.ones(len(self.sources), dtype=torch.float64)
 
@@ -227,8 +227,7 @@ class Bases:
                 f"and the weights of {name} are others; give the base that it was built from"
             )
         for vector in self.vectors:
-            if isinstance(vector, Blocks):
-                vector.base = base
+            vector.base = base
 
 
 def load(path: str | os.PathLike[str], without: str = "") -> Bases:
@@ -261,7 +260,7 @@ def _load(folder: Path, without: str) -> Bases:
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
         names = [name for name in facts.store.folders if name != without]
-        vectors = [open_vector(folder / name, facts.store) for name in names]
+        vectors = [open_vector(folder / name, facts.store.codec) for name in names]
         shapes = [{n: info.shape for n, info in each.tensors.items()} for each in vectors]
         if shapes.count(shapes[0]) < len(shapes):
             raise KeyError("its vectors have different tensors")
@@ -329,18 +328,21 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
-OPENED: Mapping[str, Callable[[Path], Checkpoint | Decoded]] = {
-    "dense": Checkpoint.open,
-    "codes": Codes.open,
-    "sparse": Sparse.open,
-    "lossless": Lossless.open,
-    "sampled": Sampled.open,
+CODECS: Mapping[str, type[Decoded]] = {
+    "codes": Codes,
+    "sparse": Sparse,
+    "lossless": Lossless,
+    "sampled": Sampled,
 }
 
 
-def open_vector(folder: Path, store: StoreRecord) -> Checkpoint | Decoded:
-    """One vector of a store as named tensors."""
-    return OPENED[store.codec](folder)
+def open_vector(path: str | os.PathLike[str], codec: str = "") -> Checkpoint:
+    """The tensors at `path`, a folder or a file: of a vector of a store, or of a model."""
+    opened = Checkpoint.open(path)
+    metadata = metadata_of(opened.folder / opened.shards[0])
+    known = [kind for name, kind in CODECS.items() if name == codec or kind.key in metadata]
+    # A vector in a code has all attributes of a checkpoint that its readers need.
+    return cast(Checkpoint, known[0](opened)) if known else opened
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:

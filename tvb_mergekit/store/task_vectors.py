@@ -15,16 +15,15 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.store import addition, bits
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.facts import FileRecord, weight_bytes
+from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.forms import check_kept, keeping_of
 from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import Blocks, Keeping, Lossless
+from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.quantized import Codes, Coding
-from tvb_mergekit.tensors.sampled import Sampled
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -38,19 +37,19 @@ def join(
     sums = addition.new_sums(bases, inputs, items, growth.doubt, engine)
     matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
-    coding: Coding | Keeping
-    share = kept_by(bases)
-    if share:
+    newest, share = bases.vectors[-1], 0.0
+    coding: Coding
+    if isinstance(newest, Lossless):
+        share = newest.sample.share
         settings = inputs.settings.model_copy(update={"basis": "none"})
         kept = replace(inputs, settings=settings, items=items)
         check_kept(kept, share)
         coding = keeping_of(kept, share)
         told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"
     else:
-        norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-        newest = bases.vectors[-1]
         assert isinstance(newest, Codes)
-        width = next(iter(newest.coded.widths.values())).bits
+        norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
+        width = next(iter(newest.widths.values())).bits
         width = width if growth.bits is None else int(growth.bits.bits or 0)
         coding = bits.coding_of(items, [norm], one, width)
         told = f"at {counted(width, 'bit')}"
@@ -67,15 +66,13 @@ def join(
     if share == 1:
         found |= write_originals(writer.folder, new, replace(inputs, items=items), engine)
     else:  # the last column would be of the sum of all tasks, which nobody has measured
-        found_in = [each[-2:] for each in measured] if share else measured
         weights = inputs.weights if share else None
-        own = {n: of[:, :1] for n, of in bits.measured_tensors(found_in, weights).items()}
+        own = {n: of[:, :1] for n, of in bits.measured_tensors(measured, weights).items()}
         own["errors"] = bits.lost(own).expand(2, 1)
     tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
-    vectors = [open_vector(writer.folder / name, bases.facts.store) for name in folders]
+    vectors = [open_vector(writer.folder / name, bases.facts.store.codec) for name in folders]
     for vector in vectors:
-        if isinstance(vector, Blocks):
-            vector.base = inputs.base
+        vector.base = inputs.base
     scales = torch.cat([bases.scales, torch.tensor(inputs.weights if share else [1.0])]).double()
     tensors["gram_bases"] = bits.stored_gram(vectors, folders, engine) * scales.outer(scales)
     if 0 < share < 1:  # the products of the models themselves, where they are known
@@ -85,12 +82,6 @@ def join(
         tensors["gram"] = tensors["gram_bases"].clone()
     history = addition.grown_history(bases, inputs, sums, started)
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
-
-
-def kept_by(bases: Bases) -> float:
-    """The share of entries that a lossless or sampled store keeps; 0 for others."""
-    first = bases.vectors[0]
-    return first.sample.share if isinstance(first, Sampled) else float(isinstance(first, Lossless))
 
 
 def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
@@ -162,11 +153,10 @@ def _commit(
     tensors |= {"encoder": one, "decoder": one.clone()}
     if "gram" in tensors:
         tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
-    numels = {name: info.numel for name, info in vectors[0].tensors.items()}
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
-    mean = bits.mean_bits([vector.coded for vector in vectors if isinstance(vector, Codes)], numels)
-    if store["codec"] in ("lossless", "sampled"):
-        mean = 8 * weight_bytes(files) / (count * sum(numels.values()))
+    codes = [vector for vector in vectors if isinstance(vector, Codes)]
+    numel = sum(info.numel for info in vectors[0].tensors.values())
+    mean = sum(each.bits_of(name) for each in codes for name in each.tensors) / (count * numel)
     codec, dtype, density = store["codec"], store["dtype"], history.get("density")
     made = Vectors(tensors, folders, files, dtype, codec, mean, density)
     return writer.commit(made, {**history, "store": store})

@@ -22,6 +22,7 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
+    EXACT,
     STORE_VERSION,
     Codec,
     Compression,
@@ -89,8 +90,8 @@ class Vectors:
         files: Path below the store -> size and checksum.
         dtype: The dtype of decoded vectors.
         codec: `dense` (tensors of a model), `codes`, `sparse` or `lossless`.
-        bits: The mean bits of an element of codes, or of a lossless store.
-        density: The share of entries that are not zero in sparse vectors.
+        bits: The mean bits of an element of codes.
+        density: The share of entries that are not zero in sparse vectors, or that are sampled.
     """
 
     tensors: Mapping[str, Tensor]
@@ -116,10 +117,13 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     if vectors.codec == "lossless":  # a model itself, and no sum
         errors = {task: {"at_least": 0.0, "at_most": 0.0} for task in errors}
     made = {key: history[key] for key in history if key not in MEASURED}
+    nbytes, bits = weight_bytes(vectors.files), vectors.bits
+    if vectors.codec in EXACT:
+        bits = 8 * nbytes / (len(vectors.folders) * history["num_parameters"])
     if vectors.codec != "dense":
-        made["bytes"] = weight_bytes(vectors.files)
-    if vectors.bits is not None:
-        made["bits"] = vectors.bits
+        made["bytes"] = nbytes
+    if bits is not None:
+        made["bits"] = bits
         made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
     if vectors.density is not None:
         made["density"] = vectors.density
@@ -239,11 +243,11 @@ def write_vectors(
     engine: Engine,
     *,
     first: int = 0,
-    coding: Coding | Keeping | None = None,
+    coding: Coding | None = None,
     sketch: Sketch | None = None,
     journals: Sequence[Path] = (),
 ) -> tuple[dict[str, FileRecord], list[list[float]]]:
-    """Write vectors of a store; returns their files, and the numbers that `coding` measured.
+    """Write vectors of a store; returns their files, and the norms that `coding` measured.
 
     Each of several processes writes its share. Rank 0 completes the folders.
 
@@ -262,7 +266,7 @@ def write_vectors(
     plan = plan_shards(items, limit, runs)
     every = world.share(lambda: [read_journal(journal) for journal in journals])
     every = every or [[] for _ in range(world.size)]
-    done = every[world.rank]
+    done, fixed = every[world.rank], coding is None or coding.fixed
     writers = [
         FolderWriter(
             place / name,
@@ -271,15 +275,15 @@ def write_vectors(
             [each.hashes[k] for each in done],
             world.rank,
             k,
-            coding.coded[k] if coding else None,
-            [int(each.measured[k]) for each in done] if isinstance(coding, Keeping) else (),
+            coding,
+            () if fixed else [int(each.measured[k]) for each in done],
         )
         for k, name in enumerate(names)
     ]
     left = [run_of(plan, rank)[len(done) :] for rank, done in enumerate(every)]
     rest = chain.from_iterable(left)
     size = sum(item.written(item.numel, k) for item in rest for k in outputs)
-    check_disk(str(place), size // 4 if isinstance(coding, Keeping) else size)
+    check_disk(str(place), size if fixed else size // 4)
     journal = journals[world.rank] if journals else None
     sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
     mine, steps = drawn(left[world.rank], sketch), _steps(items, matrix)
@@ -297,7 +301,8 @@ def write_vectors(
             files |= copy_config(config, writer.folder, index, tokenizer=not coding)
         return files
 
-    return world.share(finish), list(chain(*world.collect(sink.measured)))
+    measured = chain(*world.collect(sink.measured))
+    return world.share(finish), [each[0 if fixed else len(names) :] for each in measured]
 
 
 def in_memory(

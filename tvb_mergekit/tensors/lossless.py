@@ -1,15 +1,14 @@
 """Blocks of models, next to their base: models stored without loss, and their samples.
 
 A tensor is cut into blocks of 2^17 elements. `units` codes a block of 16-bit weights next to the
-base's; other blocks are compressed alone. Each has a checksum. `docs/files.md` has the format.
+base's; other blocks are compressed alone. Each has a checksum. A sample holds the drawn entries of
+each block. `docs/files.md` has the formats.
 """
 
 from __future__ import annotations
 
-import json
 import operator
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -22,17 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import Width
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import DTYPES, RESTORE, Checkpoint, Decoded, parse_headers
+from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint, Decoded, Parsed
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import Needs, plan_layout
 from tvb_mergekit.tensors.passes import read_width
-from tvb_mergekit.tensors.quantized import Measured
-from tvb_mergekit.tensors.source import Holds, Weights
+from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.source import Holds
 from tvb_mergekit.tensors.stream import Item, Piece, PieceBuffer, Sink, deliver
 
-KEY = "tvb_lossless"  # in the metadata of a file of such a model
-VERSION = 1
 BLOCK = 2**17  # elements that are decoded together
 INDEX = np.dtype([("bytes", "<u4"), ("form", "u1"), ("xxh3", "<u8")])  # of a block: 13 bytes
 PLAIN, ZSTD, UNITS = range(3)  # forms of a block
@@ -42,51 +38,64 @@ SCRATCH = 16 * BLOCK  # bytes of one thread
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Blocks(Decoded):
-    """A vector in blocks of BLOCK elements, decoded with `base`, which its user sets. Thread-safe.
+@dataclass(frozen=True)
+class Draw:
+    """The entries of one vector that are stored. Each entry of a matrix is drawn by itself.
 
-    Args:
-        stored: the files.
-        dtypes: of the tensors that were encoded.
+    Attributes:
+        seed: of the random places.
+        share: the probability of an entry, a multiple of 2^-32.
     """
 
-    base: Weights | None = None
+    seed: int
+    share: float
 
-    def __init__(
-        self,
-        stored: Checkpoint,
-        shapes: Mapping[str, Sequence[int]],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
-        super().__init__(stored, shapes, "")
-        self.dtypes = dtypes
+    def of(self, shape: Sequence[int]) -> float:
+        """The share of a tensor's entries: 1 if all are stored."""
+        return self.share if len(shape) > 1 else 1.0
+
+    def places(self, name: str, block: int, length: int) -> Tensor:
+        """The stored entries of a block of a matrix, increasing; int64.
+
+        Philox's stream of bits is the same in every version of numpy and on every machine.
+        """
+        key = xxhash.xxh3_64_intdigest(f"{self.seed}/{block}/{name}".encode())
+        bits = np.random.Philox(key=key).random_raw(-(-length // 2)).astype("<u8").view("<u4")
+        return torch.from_numpy(np.flatnonzero(bits[:length] < self.share * 2**32))
+
+
+ALL = Draw(0, 1.0)
+
+
+class Lossless(Decoded):
+    """One model of a store, in its own dtypes, decoded with `base`, which its user sets.
+
+    Unlike other vectors of a store it holds weights, not their differences from the base.
+    """
+
+    key, what = "tvb_lossless", "a model without loss"
+    holds: Holds | None = "weight"
+    sample = ALL
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.dtypes = dict[str, torch.dtype]()  # of the entries that were encoded
+        super().__init__(stored)
         self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
 
-    @staticmethod
-    def headers(
-        stored: Checkpoint, key: str, version: int, what: str, parse: Callable[[Any], object]
-    ) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
-        """Shapes and dtypes of the encoded tensors; the arguments are those of `parse_headers`.
+    def _parse(self, said: Any) -> Parsed:
+        for name, (dtype, shape) in said["tensors"].items():
+            self.dtypes[name] = DTYPES[dtype]
+            yield name, torch.float32 if self.holds == "delta" else DTYPES[dtype], shape
 
-        Raises:
-            UserError: the headers do not say what a reader needs.
-        """
-        shapes, dtypes = dict[str, torch.Size](), dict[str, torch.dtype]()
+    def _fits(self, name: str) -> bool:
+        least, info = INDEX.itemsize * self._blocks(name), self.stored.tensors[name]
+        return info.dtype == torch.uint8 and info.nbytes >= least
 
-        def parse_tensors(said: dict[str, Any]) -> None:
-            parse(said)
-            for name, (dtype, shape) in said["tensors"].items():
-                shapes[name], dtypes[name] = torch.Size(shape), DTYPES[dtype]
+    def _blocks(self, name: str) -> int:
+        return -(-self.tensors[name].numel // BLOCK)
 
-        parse_headers(stored, key, version, what, parse_tensors)
-        for name, info in stored.tensors.items():
-            least = INDEX.itemsize * -(-shapes[name].numel() // BLOCK) if name in shapes else -1
-            if info.dtype != torch.uint8 or not 0 <= least <= info.nbytes:
-                raise UserError(
-                    f"{stored.folder / info.shard}: the blocks of tensor `{name}` do not fit what "
-                    f"its header says; {RESTORE}"
-                )
-        return {name: shapes[name] for name in stored.tensors}, dtypes
+    def share(self, name: str) -> float:
+        return self.sample.of(self.tensors[name].shape)
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop`; blocks that they are a part of are decoded complete.
@@ -109,16 +118,16 @@ class Blocks(Decoded):
 
     def _decode(self, name: str, block: int, out: Tensor) -> None:
         """Fill `out` with a block."""
-        raise NotImplementedError
+        self._entries(name, block, None, out)
 
-    def base_block(self, name: str, block: int, length: int) -> Tensor:
+    def _base(self, name: str, block: int, length: int) -> Tensor:
         """The same block of the base, in the base's dtype."""
         assert self.base is not None, "set `base` before the vector is read"
         first = block * BLOCK
         buffer = torch.empty(length, dtype=self.base.tensors[name].dtype, device="cpu")
         return self.base.read(name, first, first + length, buffer)
 
-    def decoded(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> Tensor:
+    def _entries(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> Tensor:
         """Fill `theta` with the entries that a block was encoded from.
 
         Args:
@@ -129,9 +138,9 @@ class Blocks(Decoded):
         stored = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.stored.read(name, int(ends[block]) - size, int(ends[block]), stored)
         if base is None and form == UNITS:
-            base = self.base_block(name, block, len(theta))
+            base = self._base(name, block, len(theta))
         if not decode(form, stored, base, theta) or _checksum(theta) != checksum:
-            raise self._damaged(name)
+            raise self.damaged(name)
         return theta
 
     def ahead(self, name: str, start: int, stop: int) -> None:
@@ -144,51 +153,41 @@ class Blocks(Decoded):
     def _index(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The index of a tensor's blocks, and the place where each ends."""
         if name not in self._indices:
-            size, count = self.stored.tensors[name].nbytes, -(-self.tensors[name].numel // BLOCK)
-            first = size - INDEX.itemsize * count
+            size = self.bytes_of(name)
+            first = size - INDEX.itemsize * self._blocks(name)
             held = self.stored.read(name, first, size, torch.empty(size - first, dtype=torch.uint8))
             index = held.numpy().view(INDEX)
             ends = np.cumsum(index["bytes"], dtype=np.int64)
             if ends[-1:].sum() != first:
-                raise self._damaged(name)
+                raise self.damaged(name)
             self._indices[name] = index, ends
         return self._indices[name]
 
-    def _damaged(self, name: str) -> UserError:
-        file = self.folder / self.tensors[name].shard
-        return UserError(f"{file}: tensor `{name}` is not what was stored; {RESTORE}")
 
+class Sampled(Lossless):
+    """One task vector as a random sample: exact entries times the inverse of the share, float32.
 
-class Lossless(Blocks):
-    """One model of a store, in its own dtypes.
-
-    Unlike other vectors of a store it holds weights, not their differences from the base.
+    It is unbiased: the expectation of each entry is its value. So are products of different
+    entries. Tensors of one dimension are stored complete.
     """
 
-    holds: Holds | None = "weight"
+    key, what = "tvb_sampled", "a sampled task vector"
+    holds = "delta"
 
-    def __init__(
-        self,
-        stored: Checkpoint,
-        shapes: Mapping[str, Sequence[int]],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
-        super().__init__(stored, shapes, dtypes)
-        self.tensors = {n: replace(of, dtype=dtypes[n]) for n, of in self.tensors.items()}
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Lossless:
-        """Read the headers of the model at `path`, a folder or one file.
-
-        Raises:
-            UserError: no such files, or their headers do not say what a reader needs.
-        """
-        stored = Checkpoint.open(path)
-        headers = cls.headers(stored, KEY, VERSION, "a model without loss", lambda said: None)
-        return cls(stored, *headers)
+    def _parse(self, said: Any) -> Parsed:
+        sample = Draw(int(said["seed"]), float(said["share"]))
+        if self.sample not in (ALL, sample) or not 0 < sample.share <= 1:
+            raise ValueError("its sample is another one")
+        self.sample = sample
+        yield from super()._parse(said)
 
     def _decode(self, name: str, block: int, out: Tensor) -> None:
-        self.decoded(name, block, None, out)
+        share, base = self.share(name), self._base(name, block, len(out))
+        places = self.sample.places(name, block, len(out)) if share < 1 else slice(None)
+        base = base[places]
+        theta = self._entries(name, block, base, torch.empty(len(base), dtype=self.dtypes[name]))
+        out.zero_()
+        out[places] = (theta.float() - base.float()).div_(share)
 
 
 def encode(theta: Tensor, base: Tensor | None) -> tuple[int, bytes]:
@@ -250,78 +249,68 @@ def _checksum(values: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(_bytes_of(values))
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The form of one output of `keep_pass`: the dtype of each tensor."""
+class Keeping(Coding):
+    """The inputs of `keep_pass`, or a sample of each.
 
-    dtypes: Mapping[str, torch.dtype]
-    key = KEY
-
-    def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """The metadata of a file with these tensors."""
-        return json.dumps({"version": VERSION, "tensors": self.tensors(shapes)})
-
-    def tensors(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
-        """The dtype and shape of each tensor, as a header has them."""
-        return {name: [_NAMES[self.dtypes[name]], list(of)] for name, of in shapes.items()}
-
-    def most(self, item: Item) -> int:
-        """The most bytes of a tensor; the number that is written is known at its end."""
-        size = item.numel * self.dtypes[item.name].itemsize
-        return size + INDEX.itemsize * -(-item.numel // BLOCK)
-
-
-class Keeping(Measured):
-    """The outputs of `keep_pass`.
-
-    `measured` returns the bytes of each of K, then `numbers` times K sums of what `chosen` returns.
+    `measured` returns the bytes of each of K outputs. Of samples it also returns K squared norms of
+    task vectors, then of errors.
     """
 
-    numbers = 0
+    fixed = False
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[Item], samples: Sequence[Draw] = ()) -> None:
         super().__init__()
-        count = len(items[0].inputs) if items else 0
-        self.coded: Sequence[Kept] = [
-            Kept({i.name: i.inputs[k].dtype for i in items}) for k in range(count)
-        ]
+        self.count = len(items[0].inputs) if items else 0
+        self.samples = samples or [ALL] * self.count
+        self.share = self.samples[0].share if self.samples else 1.0
+        self.key = (Lossless if self.share == 1 else Sampled).key
+        self._dtypes = {i.name: [part.dtype for part in i.inputs] for i in items}
         self._made: dict[tuple[str, int], list[NDArray[Any]]] = {}  # indices of pieces
-        self._before: list[list[NDArray[Any]]] = [[] for _ in range(count)]  # of this tensor
+        self._before: list[list[NDArray[Any]]] = [[] for _ in range(self.count)]  # of this tensor
 
     def widths(self, name: str) -> tuple[Width, ...]:
-        """Widths of room for each output in one tensor."""
-        return tuple(Width(8 * kept.dtypes[name].itemsize, BLOCK) for kept in self.coded)
+        return tuple(Width(8 * d.itemsize, BLOCK, INDEX.itemsize) for d in self._dtypes[name])
 
-    def encode(self, item: Item, start: int, found: Sequence[Tensor], out: Tensor) -> None:
-        """Code a piece, which begins with a block: base and models to `out` [K, bytes] uint8."""
-        base, models = (found[0], found[1:]) if item.base is not None else (None, found)
+    def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
+        sample, dtypes = self.samples[output], self._dtypes
+        said = {"seed": sample.seed, "share": sample.share} if sample.share < 1 else {}
+        return {
+            **said,
+            "tensors": {
+                item.name: [_NAMES[dtypes[item.name][output]], list(item.shape)] for item in items
+            },
+        }
+
+    def encode(self, item: Item, start: int, values: Sequence[Tensor], out: Tensor) -> None:
+        """Code a piece, which begins with a block: base and models."""
+        base, models = (values[0], values[1:]) if item.base is not None else (None, values)
         indices, more = [], list[list[float]]()
-        for k, (whole, row) in enumerate(zip(models, out, strict=True)):
+        for sample, whole, row in zip(self.samples, models, out, strict=True):
             index, place = np.zeros(-(-len(whole) // BLOCK), INDEX), 0
-            sums = [0.0] * self.numbers
-            for b, block in enumerate(whole.split(BLOCK) if len(whole) else ()):
-                beside = None if base is None else base[b * BLOCK :][: len(block)]
-                theta, beside, numbers = self.chosen(k, item, start // BLOCK + b, block, beside)
+            sums = [0.0] * (2 if self.share < 1 else 0)
+            for b, theta in enumerate(whole.split(BLOCK) if len(whole) else ()):
+                beside = None if base is None else base[b * BLOCK :][: len(theta)]
+                if sums:
+                    assert beside is not None, "a task vector has a base"
+                    places: Tensor | slice = slice(None)
+                    if (share := sample.of(item.shape)) < 1:
+                        places = sample.places(item.name, start // BLOCK + b, len(theta))
+                    numbers = _measured(theta, beside, places, share)
+                    sums = list(map(operator.add, sums, numbers))
+                    theta, beside = theta[places], beside[places]
                 fits = beside is not None and theta.dtype == beside.dtype in MANTISSA
                 form, made = encode(theta, beside if fits else None)
                 if made:
                     stored = torch.frombuffer(bytearray(made), dtype=row.dtype)
                     row[place : place + len(made)] = stored
                 index[b], place = (len(made), form, _checksum(theta)), place + len(made)
-                sums = list(map(operator.add, sums, numbers))
             indices.append(index)
             more.append(sums)
         self._made[item.name, start] = indices
         self._found[item.name, start] = list(chain(*zip(*more, strict=True)))
 
-    def chosen(
-        self, k: int, item: Item, block: int, theta: Tensor, base: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Sequence[float]]:
-        """The entries of a block that output k keeps, the base's, and `numbers` measurements."""
-        return theta, base, ()
-
     def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
-        """The bytes of a piece that are written: blocks, and at the end of a tensor the index."""
+        """Blocks, and at the end of a tensor the index."""
         made = []
         for row, index, before in zip(
             values, self._made.pop((item.name, start)), self._before, strict=True
@@ -336,12 +325,19 @@ class Keeping(Measured):
         return made
 
 
+def _measured(theta: Tensor, base: Tensor, places: Tensor | slice, share: float) -> list[float]:
+    """Squared norms of the difference, and of the error of its sample."""
+    tau = (theta.float() - base.float()).double()
+    square, held = float(tau.square().sum()), float(tau[places].square().sum())
+    return [square, (1 / share - 1) ** 2 * held + square - held]
+
+
 def keep_pass(
     items: Sequence[Item], keeping: Keeping, sink: Sink, engine: Engine, title: str = "Models"
 ) -> None:
     """Give `sink` every input of the items to the bit, coded next to the base."""
     items = [item.coded(keeping.widths(item.name)) for item in items]
-    count = len(keeping.coded)
+    count = keeping.count
     written = max((-(-count * item.widest(BLOCK) // BLOCK) for item in items), default=0)
     engine = replace(engine, devices=[CPU])
     needs = Needs(count, read_width(items), written, kept=SCRATCH * 2)

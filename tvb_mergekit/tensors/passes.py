@@ -228,7 +228,7 @@ def combine_pass(
         def encode(piece: Piece, out: Tensor) -> Sequence[GramSums]:
             made = values[:, : piece.numel]
             sums = fill(piece, made)
-            coding.encode(piece.item.name, piece.start, made, out)
+            coding.encode(piece.item, piece.start, made, out)
             return sums
 
         return encode

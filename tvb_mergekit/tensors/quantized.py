@@ -3,74 +3,52 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import BITS, Width, block_bytes, decode
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, parse_headers
+from tvb_mergekit.tensors.checkpoint import VERSION, Checkpoint, Decoded, Parsed
+from tvb_mergekit.tensors.stream import Item
 
 KEY = "tvb_codes"  # in the metadata of a file of codes
-VERSION = 1
 SLICE = 2**14  # elements that are widened together
 
 
-@dataclass(frozen=True)
-class Coded:
-    """The code of one vector: a unit (see `core.quantize`) and the width of each tensor."""
-
-    unit: float
-    widths: Mapping[str, Width]
-    key = KEY
-
-    def metadata(self, shapes: Mapping[str, Sequence[int]]) -> str:
-        """The metadata of a file with these tensors."""
-        tensors = {name: [self.widths[name].bits, list(shape)] for name, shape in shapes.items()}
-        return json.dumps({"version": VERSION, "unit": self.unit, "tensors": tensors})
-
-
 class Codes(Decoded):
-    """One vector of a store as codes, read as float32. Thread-safe."""
+    """One vector of a store as codes, read as float32. Thread-safe.
 
-    def __init__(
-        self, stored: Checkpoint, coded: Coded, shapes: Mapping[str, Sequence[int]]
-    ) -> None:
-        super().__init__(stored, {name: shapes[name] for name in stored.tensors}, "")
-        self.coded = coded
+    Attributes:
+        unit: of the vector, see `core.quantize`.
+        widths: of each tensor.
+    """
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Codes:
-        """Read the headers of the codes at `path`, a folder or one file.
+    key, what = KEY, "codes"
 
-        Raises:
-            UserError: no such files, or their headers do not say what a reader needs.
-        """
-        stored = Checkpoint.open(path)
-        units, widths, shapes = set[float](), dict[str, Width](), dict[str, torch.Size]()
+    def __init__(self, stored: Checkpoint) -> None:
+        self.unit, self.widths = 0.0, dict[str, Width]()
+        super().__init__(stored)
 
-        def parse(said: dict[str, Any]) -> None:
-            units.add(float(said["unit"]))
-            for name, (bits, shape) in said["tensors"].items():
-                widths[name] = Width(BITS[BITS.index(bits)])
-                shapes[name] = torch.Size(shape)
+    def _parse(self, said: Any) -> Parsed:
+        if self.unit not in (0.0, unit := float(said["unit"])):
+            raise ValueError("its unit is another one")
+        self.unit = unit
+        for name, (bits, shape) in said["tensors"].items():
+            self.widths[name] = Width(BITS[BITS.index(bits)])
+            yield name, torch.float32, shape
 
-        parse_headers(stored, KEY, VERSION, "codes", parse)
-        for name, info in stored.tensors.items():
-            held = name in widths and block_bytes(shapes[name].numel(), widths[name])
-            if len(units) > 1 or held is False or info.nbytes != held:
-                raise UserError(
-                    f"{stored.folder / info.shard}: the codes of tensor `{name}` do not fit what "
-                    f"its header says; {RESTORE}"
-                )
-        return cls(stored, Coded(units.pop(), widths), shapes)
+    def _fits(self, name: str) -> bool:
+        return block_bytes(self.tensors[name].numel, self.widths[name]) == self.bytes_of(name)
+
+    def bits_of(self, name: str) -> int:
+        return self.widths[name].bits * self.tensors[name].numel  # without scales
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        chunk, width = out[: stop - start], self.coded.widths[name]
+        chunk, width = out[: stop - start], self.widths[name]
         if start == stop:
             return chunk
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
@@ -78,15 +56,15 @@ class Codes(Decoded):
         low, high = self.blocks_of(name, start, stop)
         blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
         skipped = start % width.group
-        codes.decode(blocks, width, self.coded.unit, skipped, skipped + len(chunk), chunk)
+        codes.decode(blocks, width, self.unit, skipped, skipped + len(chunk), chunk)
         return chunk
 
     def packed(self, name: str) -> Packed:
-        return Packed(self, name, self.coded.widths[name])
+        return Packed(self, name, self.widths[name])
 
     def blocks_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of these elements, from the beginning of their first group."""
-        width = self.coded.widths[name]
+        width = self.widths[name]
         return block_bytes(start // width.group * width.group, width), block_bytes(stop, width)
 
     def ahead(self, name: str, start: int, stop: int) -> None:
@@ -108,15 +86,19 @@ class Packed:
 
     def decode(self, blocks: Tensor, numel: int) -> Tensor:
         """The elements [numel] float32, on the device of the blocks."""
-        return decode(blocks, self.width, self.codes.coded.unit, numel)
+        return decode(blocks, self.width, self.codes.unit, numel)
 
 
-class Sized(Protocol):
-    def written(self, numel: int, output: int = 0) -> int: ...
+class Coding(ABC):
+    """The code in which a pass writes its outputs, and measurements of the pieces.
 
+    Attributes:
+        key: of the metadata of its files.
+        fixed: whether the bytes of a tensor are known before they are written.
+    """
 
-class Measured:
-    """Measurements of pieces in many threads, read in the order of the pieces."""
+    key: str
+    fixed = True
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], list[float]] = {}  # each is set once and read once
@@ -125,52 +107,70 @@ class Measured:
         """The measurements of the piece that begins at element `start`, float64."""
         return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
 
+    @abstractmethod
+    def widths(self, name: str) -> tuple[Width, ...]:
+        """The width of each output in one tensor: the most bytes that it takes."""
 
-class Coding(Measured):
-    """The codes of the outputs of a pass.
+    @abstractmethod
+    def encode(self, item: Item, start: int, values: Any, out: Tensor) -> None:
+        """Code a piece of a tensor, which begins at element `start`, into `out` [K, bytes] uint8.
+
+        A row ends in unused bytes if it is not the longest.
+        """
+
+    @abstractmethod
+    def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
+        """The metadata of a file of these tensors, without its version."""
+
+    def metadata(self, output: int, items: Sequence[Item]) -> dict[str, str]:
+        said = {"version": VERSION, **self.described(output, items)}
+        return {self.key: json.dumps(said)}
+
+    def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
+        """The bytes of a piece that are written."""
+        sizes = (item.written(stop - start, output) for output in range(len(values)))
+        return [row[:size] for row, size in zip(values, sizes, strict=True)]
+
+
+class Quantizing(Coding):
+    """Codes of the outputs of `combine_pass`, float32 [K, n] on the CPU, which are overwritten.
 
     `measured` returns 2 K + 2 squared norms: of each output and of their sum, then of the errors of
     each output and of the sum.
 
-    Attributes:
-        coded: the code of each output.
+    Args:
+        units: of each output, see `core.quantize`.
+        width: of all tensors.
         shares: the factor of each output in the sum that a merge adds, [K].
     """
 
-    def __init__(self, coded: Sequence[Coded], shares: Tensor) -> None:
+    key = KEY
+
+    def __init__(self, units: Sequence[float], width: Width, shares: Tensor) -> None:
         super().__init__()
-        self.coded, self.shares = coded, shares
+        self.units, self.width, self.shares = units, width, shares
 
     def widths(self, name: str) -> tuple[Width, ...]:
-        """The width of each output in one tensor."""
-        return tuple(each.widths[name] for each in self.coded)
+        return (self.width,) * len(self.units)
 
-    def rows(self, item: Sized, start: int, stop: int, values: Tensor) -> list[Tensor]:
-        """The bytes of a piece that are written: a row ends in unused ones."""
-        sizes = (item.written(stop - start, output) for output in range(len(values)))
-        return [row[:size] for row, size in zip(values, sizes, strict=True)]
+    def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
+        tensors = {item.name: [self.width.bits, list(item.shape)] for item in items}
+        return {"unit": self.units[output], "tensors": tensors}
 
-    def encode(self, name: str, start: int, values: Tensor, out: Tensor) -> None:
-        """Code a piece of a tensor, which begins at element `start`.
-
-        Args:
-            values: [K, n] float32 on the CPU; overwritten.
-            out: [K, bytes] uint8; a row ends in unused bytes if its width is not the largest.
-        """
+    def encode(self, item: Item, start: int, values: Tensor, out: Tensor) -> None:
         from tvb_mergekit.tensors import codes
 
-        count, shares = values.shape[1], self.shares.to(torch.float32)
-        units = torch.tensor([coded.unit for coded in self.coded], dtype=torch.float32)
+        size, shares = block_bytes(values.shape[1], self.width), self.shares.to(torch.float32)
+        units = torch.tensor(self.units, dtype=torch.float32)
         total = _square(shares @ values)
         values /= units[:, None]  # powers of two
         squares, errors = list[float](), list[float]()
-        for row, coded, blocks in zip(values, self.coded, out, strict=True):
-            width = coded.widths[name]
-            square, error = codes.encode(row, width, row, blocks[: block_bytes(count, width)])
-            squares.append(square * coded.unit**2)
-            errors.append(error * coded.unit**2)
+        for row, unit, blocks in zip(values, self.units, out, strict=True):
+            square, error = codes.encode(row, self.width, row, blocks[:size])
+            squares.append(square * unit**2)
+            errors.append(error * unit**2)
         error_of_sum = _square((shares * units) @ values)
-        self._found[name, start] = [*squares, total, *errors, error_of_sum]
+        self._found[item.name, start] = [*squares, total, *errors, error_of_sum]
 
 
 def _square(values: Tensor) -> float:

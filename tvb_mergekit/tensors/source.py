@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tvb_mergekit.tensors.quantized import Packed
 
 Holds = Literal["weight", "delta"]
 SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
@@ -43,6 +46,8 @@ class Weights:
 
     tensors: dict[str, TensorInfo]
     holds: Holds | None = None  # None: the reader knows what the elements are
+    in_memory = False  # `read` returns views
+    base: Weights | None = None  # set by users of vectors that are decoded next to their base
 
     def tensor(self, name: str) -> Tensor:
         """The complete tensor on the CPU, in its stored dtype; treat it as read-only."""
@@ -68,6 +73,10 @@ class Weights:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file was changed after it was opened."""
+
+    def packed(self, name: str) -> Packed | None:
+        """The codes of a tensor, for accelerators; None if it is not stored as codes."""
+        return None
 
     def share(self, name: str) -> float:
         """The share of a tensor's elements that are stored, if the rest reads as zeros.
@@ -110,6 +119,8 @@ class Weights:
 
 class StateDict(Weights):
     """The tensors of a state dict; never modified, and copied to the CPU when they are read."""
+
+    in_memory = True
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}

@@ -6,11 +6,9 @@ A flattened tensor is cut into blocks of 256 entries, so that a place takes one 
 from __future__ import annotations
 
 import json
-import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,11 +16,10 @@ from torch import Tensor
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, Decoded, parse_headers
+from tvb_mergekit.tensors.checkpoint import RESTORE, VERSION, Checkpoint, Decoded
 from tvb_mergekit.tensors.writing import HASH, MARKER, content_hash, header_of
 
 KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors
-VERSION = 1
 BLOCK = 256  # entries, whose places fit a byte
 SPAN_BLOCKS = 512  # blocks that are decoded together
 SPAN = SPAN_BLOCKS * BLOCK  # their entries
@@ -33,16 +30,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the values
 class Sparse(Decoded):
     """One vector of a store as places and values of `dtype`, read as float32. Thread-safe."""
 
-    def __init__(self, stored: Checkpoint, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise UserError unless the files fit tensors of these shapes."""
-        known = {name + part for name in shapes for part in (COUNTS, OFFSETS, VALUES)}
-        if strange := sorted(known ^ set(stored.tensors)):
-            raise UserError(
-                f"{stored.folder}: tensor `{strange[0]}` does not fit what the headers there say; "
-                f"{RESTORE}"
-            )
-        super().__init__(stored, shapes, VALUES)
-        dtypes = {stored.tensors[name + VALUES].dtype for name in shapes}
+    key, what, parts = KEY, "sparse vectors", (COUNTS, OFFSETS, VALUES)
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._before = dict[str, Tensor]()  # the number of values before each span and in all
+        super().__init__(stored)
+        dtypes = {stored.tensors[name + VALUES].dtype for name in self.tensors}
         if len(dtypes) > 1 or not dtypes <= {*DTYPES}:
             found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             raise UserError(
@@ -50,22 +43,23 @@ class Sparse(Decoded):
                 f"float32; {RESTORE}"
             )
         self.dtype = dtypes.pop() if dtypes else torch.float32
-        self._before = {name: self._checked(name) for name in self.tensors}
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Sparse:
-        """Read headers and counts of the sparse vector at `path`, a folder or one file.
-
-        Raises:
-            UserError: no such files, a newer format, or files that do not fit their headers.
-        """
-        stored, shapes = Checkpoint.open(path), dict[str, torch.Size]()
-
-        def parse(said: dict[str, Any]) -> None:
-            shapes.update({name: torch.Size(shape) for name, shape in said["tensors"].items()})
-
-        parse_headers(stored, KEY, VERSION, "sparse vectors", parse)
-        return cls(stored, shapes)
+    def _fits(self, name: str) -> bool:
+        counts, offsets, values = (self.stored.tensors[name + part] for part in self.parts)
+        blocks = -(-self.tensors[name].numel // BLOCK)
+        if (counts.dtype, offsets.dtype) != (torch.uint16, torch.uint8):
+            return False
+        if (counts.shape, offsets.shape) != ((blocks,), values.shape):
+            return False
+        sums, most = [torch.zeros(1, dtype=torch.int64, device="cpu")], SPAN_BLOCKS * 2**11
+        for first in range(0, blocks, most):
+            some = self._counts(name, first, min(first + most, blocks))
+            if int(some.min()) < 0 or int(some.max()) > BLOCK:
+                return False
+            padded = torch.nn.functional.pad(some, (0, -len(some) % SPAN_BLOCKS))
+            sums.append(padded.view(-1, SPAN_BLOCKS).sum(1))
+        self._before[name] = torch.cat(sums).cumsum(0)
+        return values.shape == (int(self._before[name][-1]),)
 
     @property
     def count(self) -> int:
@@ -101,37 +95,10 @@ class Sparse(Decoded):
         blocks = torch.arange(first, last, device="cpu") * BLOCK
         places = torch.repeat_interleave(blocks, counts, output_size=high - low) + offsets
         if (places.diff() <= 0).any() or places[-1:].gt(self.tensors[name].numel - 1).any():
-            raise self._damaged(name)
+            raise self.damaged(name)
         ends = torch.tensor([start, stop], device="cpu")
         inside = slice(*torch.searchsorted(places, ends).tolist())
         return places[inside], values[inside]
-
-    def _checked(self, name: str) -> Tensor:
-        """The number of values before each span and in all spans, int64 [spans + 1].
-
-        Raises:
-            UserError: the counts do not fit the shape and the values.
-        """
-        info, held = self.tensors[name], self.stored.tensors
-        counts, offsets, values = (held[name + part] for part in (COUNTS, OFFSETS, VALUES))
-        blocks = -(-math.prod(info.shape) // BLOCK)
-        if (
-            any(not 0 <= size < 2**48 for size in info.shape)  # else `numel` overflows
-            or (counts.dtype, offsets.dtype) != (torch.uint16, torch.uint8)
-            or (counts.shape, offsets.shape) != ((blocks,), values.shape)
-        ):
-            raise self._damaged(name)
-        sums, most = [torch.zeros(1, dtype=torch.int64, device="cpu")], SPAN_BLOCKS * 2**11
-        for first in range(0, blocks, most):
-            some = self._counts(name, first, min(first + most, blocks))
-            if int(some.min()) < 0 or int(some.max()) > BLOCK:
-                raise self._damaged(name)
-            padded = torch.nn.functional.pad(some, (0, -len(some) % SPAN_BLOCKS))
-            sums.append(padded.view(-1, SPAN_BLOCKS).sum(1))
-        before = torch.cat(sums).cumsum(0)
-        if values.shape != (int(before[-1]),):
-            raise self._damaged(name)
-        return before
 
     def _counts(self, name: str, start: int, stop: int) -> Tensor:
         """The counts of these blocks, int64; counts above 32,767 are negative."""
@@ -140,13 +107,6 @@ class Sparse(Decoded):
     def _stored(self, name: str, start: int, stop: int) -> Tensor:
         buffer = torch.empty(stop - start, dtype=self.stored.tensors[name].dtype, device="cpu")
         return self.stored.read(name, start, stop, buffer)
-
-    def _damaged(self, name: str) -> UserError:
-        file = self.folder / self.tensors[name].shard
-        return UserError(
-            f"{file}: the places and values of tensor `{name}` do not fit its shape "
-            f"{list(self.tensors[name].shape)}; {RESTORE}"
-        )
 
 
 def write_sparse(

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, host_memory
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
-from tvb_mergekit.tensors.quantized import Codes, Packed
-from tvb_mergekit.tensors.source import Holds, StateDict, Weights
+from tvb_mergekit.tensors.source import Holds, Weights
+
+if TYPE_CHECKING:
+    from tvb_mergekit.tensors.quantized import Packed
 
 Result = TypeVar("Result")
 
@@ -62,10 +64,8 @@ class Part:
         if in_file and not weights.tensor(name).is_contiguous():  # no piece of it can be read
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
             return replace(whole, holds=holds, name=name, shape=info.shape)
-        held = isinstance(weights, StateDict)
-        packed = weights.packed(name) if isinstance(weights, Codes) else None
         read, ahead = partial(weights.read, name), partial(weights.ahead, name)
-        share = weights.share(name)
+        held, packed, share = weights.in_memory, weights.packed(name), weights.share(name)
         return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape, share)
 
 

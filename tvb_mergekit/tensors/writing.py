@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -20,8 +21,7 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES
-from tvb_mergekit.tensors.lossless import Keeping, Kept
-from tvb_mergekit.tensors.quantized import Coded, Coding
+from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.ranks import shares
 from tvb_mergekit.tensors.stream import Item
 
@@ -46,28 +46,22 @@ class Shard:
         self,
         metadata: Mapping[str, str],
         output: int = 0,
-        coded: Coded | Kept | None = None,
+        coding: Coding | None = None,
         sizes: Sequence[int] = (),
         length: int = 0,
     ) -> bytes:
         """The file's first bytes: length, JSON, blanks to a multiple of 8 or to `length`.
 
         Args:
-            sizes: of tensors whose size is known when they are written; () before, which reserves
-                enough bytes.
+            sizes: of the tensors, in bytes; () before they are known, for the most.
         """
-        said = dict(metadata)
-        if coded is not None:
-            said[coded.key] = coded.metadata({item.name: item.shape for item in self.items})
-        if isinstance(coded, Kept):
-            sizes = sizes or [coded.most(item) for item in self.items]
-        else:
-            sizes = [item.written(item.numel, output) for item in self.items]
+        more = {} if coding is None else coding.metadata(output, self.items)
+        sizes = sizes or [item.written(item.numel, output) for item in self.items]
         tensors = {
             item.name: (item.out, [size] if item.widths else item.shape)
             for item, size in zip(self.items, sizes, strict=True)
         }
-        return header_of(said, tensors, length)
+        return header_of({**metadata, **more}, tensors, length)
 
 
 def header_of(
@@ -86,10 +80,6 @@ def header_of(
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * max(-len(text) % 8, length - 8 - len(text))
     return struct.pack("<Q", len(text)) + text
-
-
-def _bytes_of(*items: Item, output: int = 0) -> int:
-    return sum(item.written(item.numel, output) for item in items)
 
 
 def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1) -> list[Shard]:
@@ -130,8 +120,8 @@ class FolderWriter:
         hashes: for each finished tensor, in order, the checksum of its file up to its end. They
             are compared with the files.
         output: the number of this vector in a pass.
-        coded: the code of its tensors, if there is one.
-        sizes: of the finished tensors, if the code does not give them.
+        coding: of the pass, if there is one.
+        sizes: of the finished tensors, unless they are those of the items.
 
     Raises:
         UserError: a file differs from `hashes`.
@@ -145,47 +135,41 @@ class FolderWriter:
         hashes: Sequence[str] = (),
         rank: int = 0,
         output: int = 0,
-        coded: Coded | Kept | None = None,
+        coding: Coding | None = None,
         sizes: Sequence[int] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.output, self.coded = output, coded
-        self._sizes, self._size = list[int](), 0  # of the tensors in the open file, and of the last
-        self.folder, self.plan, self.metadata = folder, plan, metadata
-        self.done = len(hashes)  # tensors that are there already
+        self.folder, self.plan, self.done = folder, plan, len(hashes)
+        self._header = partial(Shard.header, metadata=metadata, output=output, coding=coding)
+        self._fixed = coding is None or coding.fixed
+        self._bytes: Callable[[Item], int] = lambda item: item.written(item.numel, output)
         self._records: dict[str, dict[str, object]] = {}  # of finished files
         self._shards = [shard for shard in plan if shard.rank == rank]
         self._file: BinaryIO | None = None
-        self._left = 0  # items of the open file that are still to come
+        self._sizes, self._size = list[int](), 0  # of the tensors in the open file, and of the last
         self._digest = xxhash.xxh3_128()
         while hashes:  # reopen the files with finished tensors
-            here = min(len(hashes), len(self._shards[0].items))
-            self._sizes = [*sizes[:here]]
-            self._open(here, hashes[here - 1])
-            hashes, sizes = hashes[here:], sizes[here:]
+            items = self._shards[0].items[: len(hashes)]
+            self._sizes = [*sizes[: len(items)]] or [*map(self._bytes, items)]
+            self._open(hashes[len(items) - 1])
+            hashes, sizes = hashes[len(items) :], sizes[len(items) :]
 
-    def _open(self, done: int = 0, digest: str = "") -> None:
-        """Open the next file, which holds `done` tensors with the checksum `digest`."""
-        self._shard = shard = self._shards.pop(0)
-        path = self.folder / shard.name
-        header = shard.header(self.metadata, self.output, self.coded)
-        self._left = len(shard.items) - done
+    def _open(self, digest: str = "") -> None:
+        """Open the next file, which holds the tensors of `_sizes` if it has a checksum already."""
+        self._shard = self._shards.pop(0)
+        path, header = self.folder / self._shard.name, self._header(self._shard)
         self._digest.reset()
-        if not done:
+        if not digest:
             self._sizes = []
             self._file = cast(BinaryIO, path.open("w+b", buffering=0))
             self._put(memoryview(header))
             return
-        kept = isinstance(self.coded, Kept)
-        sizes = self._sizes if kept else [_bytes_of(*shard.items[:done], output=self.output)]
-        size = len(header) + sum(sizes)
+        size = len(header) + sum(self._sizes)
         if not path.is_file() or path.stat().st_size < size:
             raise UserError(f"{path}: shorter than was written; {ANEW}")
         self._file = cast(BinaryIO, path.open("r+b", buffering=0))
         self._file.truncate(size)
-        if kept:  # a complete file has another header
-            self._digest.update(header)
-            self._file.seek(len(header))
+        self._put(memoryview(header))  # that of a complete file may be another one
         while block := self._file.read(BLOCK_BYTES):
             self._digest.update(block)
         if self.digest != digest:
@@ -199,7 +183,6 @@ class FolderWriter:
         self._put(memoryview(values.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
         self._size += values.nbytes
         if last:
-            self._left -= 1
             self._sizes.append(self._size)
             self._size = 0
             self._close_if_whole()
@@ -216,16 +199,14 @@ class FolderWriter:
             data = data[self._file.write(data) :]
 
     def _close_if_whole(self) -> None:
-        if self._left or self._file is None:
+        if self._file is None or len(self._sizes) < len(self._shard.items):
             return
-        if isinstance(self.coded, Kept):  # now the header can say where the tensors are
-            room = len(self._shard.header(self.metadata, self.output, self.coded))
+        record: dict[str, object] = {"bytes": self._file.tell(), HASH: self.digest}
+        if not self._fixed:  # now the header can say where the tensors are
             self._file.seek(0)
-            said = self._shard.header(self.metadata, self.output, self.coded, self._sizes, room)
-            self._file.write(said)
+            room = len(self._header(self._shard))
+            self._file.write(self._header(self._shard, sizes=self._sizes, length=room))
             record = file_record(self.folder / self._shard.name)
-        else:
-            record = {"bytes": self._file.tell(), HASH: self.digest}
         self._records[self._shard.name] = record
         self._file.close()
         self._file = None
@@ -248,8 +229,8 @@ class FolderWriter:
             self._records |= records
         if len(self.plan) > 1:
             where = {item.name: shard.name for shard in self.plan for item in shard.items}
-            total = sum(_bytes_of(*shard.items, output=self.output) for shard in self.plan)
-            if isinstance(self.coded, Kept):
+            total = sum(self._bytes(item) for shard in self.plan for item in shard.items)
+            if not self._fixed:
                 total = sum(cast(int, record["bytes"]) for record in self._records.values())
             index = {"metadata": {"total_size": total}, "weight_map": where}
             path = self.folder / "model.safetensors.index.json"
@@ -272,7 +253,7 @@ class FoldersSink:
         self,
         writers: Sequence[FolderWriter],
         journal: Path | None = None,
-        coding: Coding | Keeping | None = None,
+        coding: Coding | None = None,
         measured: Sequence[Sequence[float]] = (),
     ) -> None:
         self.writers, self.coding = writers, coding
