@@ -63,7 +63,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/export.py", "matrix[used].tolist() == [[1.0]]", "False"),
         ("store/export.py", "float(column[used[0]]) == 1.0", "True"),
         ("store/store.py", "return self.weights\n        return", "pass\n        return"),
-        ("store/task_vectors.py", " * scales.outer(scales)", ""),
+        ("store/addition.py", " * scales.outer(scales)", ""),
     ],
     "test_learn_gradients.py -k 'make_the_model or mixture'": [
         ("learn/gradients.py", "number < more", "number >= blocks - more"),
@@ -119,7 +119,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/lossless.py", "/{block}/{name}", "/{name}"),
         ("store/forms.py", "most = 1.0, 0.97 * bits", "most = 1.0, 0.4 * bits"),
         ("store/forms.py", "min(share * most / found, 0.99)", "share"),
-        ("store/task_vectors.py", "gram_bases\"][count, count] = sums", "gram\"][0, 0] = sums"),
+        ("store/addition.py", "gram_bases\"][count, count] = sums", "gram\"][0, 0] = sums"),
     ],
     "test_task_vectors.py -k 'holds_what or short_tensors'": [
         ("tensors/quantized.py", "square * unit**2", "square * unit"),
@@ -129,7 +129,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_task_vectors.py -k 'joins or over_to or generations'": [
         ("core/online.py", "self.gram is not None and", "True and"),
-        ("store/bits.py",
+        ("store/forms.py",
          '["tensor_errors"].sum(0).sqrt()', '["tensor_errors"].sum(0)'),
         ("store/report.py", "weights[task] *= scale", "pass"),
     ],

@@ -184,7 +184,7 @@ def test_coding(case: Case, width: Width) -> None:
     items = items_of(tasks, numel_for(tasks), dtypes)
     coding = Quantizing([1.0] * tasks, width, torch.ones(tasks))
     matrix = torch.eye(tasks, dtype=torch.float64)
-    items = [item.coded(coding.widths(item.name)) for item in items]
+    items = coding.coded(items)
     budget = megabytes * MB
     engine = Engine(memory=budget)
     work = lambda: combine(items, matrix, Blocks(coding), engine, coding=coding)  # noqa: E731

@@ -40,7 +40,8 @@ def keep(folder: Path, base: dict[str, Tensor], *models: dict[str, Tensor]) -> l
         inputs = tuple(Part.of(source, name) for source in sources)
         items.append(Item(name, tuple(tensor.shape), own, inputs))
     keeping = Keeping(items)
-    plan = plan_shards([item.coded(keeping.widths(item.name)) for item in items])
+    items = keeping.coded(items)
+    plan = plan_shards(items)
     writers = [
         FolderWriter(folder / str(k), plan, {}, output=k, coding=keeping)
         for k in range(len(models))

@@ -10,9 +10,8 @@ import math
 from rich.console import Console
 
 from tvb_mergekit.errors import counted, listed, megabytes
-from tvb_mergekit.store.bits import Loss
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.inspection import Inspection
+from tvb_mergekit.store.inspection import Inspection, Loss
 from tvb_mergekit.store.report import WIDE, cosine_sheet, measures
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show

@@ -22,8 +22,7 @@ from tvb_mergekit.cli.inspect import headline, print_inspection
 from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
-from tvb_mergekit.store.bits import Losses
-from tvb_mergekit.store.inspection import Inspection
+from tvb_mergekit.store.inspection import Inspection, Losses
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 

@@ -276,6 +276,6 @@ def remove(store: str, task: str) -> None:
     Example: tvb remove ./vectors --task math
     """
     from tvb_mergekit.cli.inspect import store_line
-    from tvb_mergekit.store.task_vectors import remove_task
+    from tvb_mergekit.store.addition import remove_task
 
     click.echo(store_line(remove_task(store, task)))

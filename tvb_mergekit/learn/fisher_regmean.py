@@ -23,8 +23,8 @@ from tvb_mergekit.learn.descent import passing
 from tvb_mergekit.learn.models import bases_of, check_mixture, mixtures_of
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
+from tvb_mergekit.store.forms import slugs
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import block_budget

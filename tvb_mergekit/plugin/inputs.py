@@ -78,8 +78,8 @@ def _raw_inputs(document: Document) -> TaskSet:
     base = open_file(recipe.base)
     sources = [*recipe.opened.values()] or [open_file(model) for model in recipe.models]
     holds: Holds = "weight" if recipe.vectors is None else "delta"
-    found = match(base, sources, recipe.tasks, recipe.settings, holds)
-    for note in found.notes:
+    found, notes = match(base, sources, recipe.tasks, recipe.settings, holds)
+    for note in notes:
         LOG.warning("%s", note)
     return recipe.task_set(found.items, base, sources, found.left_out, found.tied, document.dtype)
 

@@ -20,7 +20,6 @@ from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
 from tvb_mergekit.store.report import LOSSES
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, is_store, load
-from tvb_mergekit.store.task_vectors import join
 from tvb_mergekit.store.vectors import Vectors, facts_of, in_memory, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
@@ -49,7 +48,7 @@ def add_to_store(
             bases = _empty(inputs, growth.dtype)
         addition.check_new(bases, inputs)
         if growth.keeps_all(bases):
-            return join(writer, bases, inputs, growth, engine)
+            return addition.join(writer, bases, inputs, growth, engine)
         return _Addition(bases, inputs, growth, engine).write(writer)
 
 

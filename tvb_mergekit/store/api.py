@@ -24,12 +24,10 @@ from tvb_mergekit.settings import VARYING_KEYS, check_tasks, check_value, resolv
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store
-from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.bits import sums_of
+from tvb_mergekit.store.addition import Growth, remove_task
 from tvb_mergekit.store.build import build_in_memory, build_store
-from tvb_mergekit.store.forms import Quantize, kept_share
+from tvb_mergekit.store.forms import Quantize, kept_share, sums_of
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.store.task_vectors import remove_task
 from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
@@ -354,14 +352,12 @@ def _inputs(
     if check_value("basis", given.get("basis", "ae")) == "rand_proj":  # which no addition takes
         method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
     resolved = resolve_settings(method, given, tasks).model_copy(update={"forget": ()})
-    matched = match(found, sources, tasks, resolved)
-    for note in matched.notes:
+    made, notes = match(found, sources, tasks, resolved)
+    for note in notes:
         warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
-    scales = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
-    made = TaskSet(resolved, tasks, scales, matched.items, found, name_of(base, "base"), names)
-    made.sources, made.left_out, made.tied = sources, matched.left_out, matched.tied
+    made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
+    made.base_model, made.models, made.varying = name_of(base, "base"), names, varying
     made.folder = None if isinstance(base, Mapping) or not os.path.isdir(base) else Path(base)
-    made.varying = varying
     return made
 
 

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import is_left_over, next_to, write_file
 from tvb_mergekit.core.basis import Basis, warnings
-from tvb_mergekit.core.basis import build as encode_basis
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, megabytes
-from tvb_mergekit.store import bits
+from tvb_mergekit.store import forms
+from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.forms import Form, Quantize, check_kept, form_of, keeping_of
-from tvb_mergekit.store.originals import write_originals
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
@@ -48,7 +47,7 @@ from tvb_mergekit.store.vectors import (
 from tvb_mergekit.store.writer import StoreWriter, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.merging import sketch_of, sums_of
+from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -109,10 +108,8 @@ def build_store(
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
         if any(form) and basis.settings.basis == "none":
-            folders = bits.slugs(inputs.tasks, bits.RESERVED)
+            folders = forms.slugs(inputs.tasks, forms.RESERVED)
         coding = _coding(basis, inputs, form)
-        if coding is not None:
-            items = [item.coded(coding.widths(item.name)) for item in items]
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
         if stored > inputs.model_bytes and coding is None:
             more = megabytes(stored - inputs.model_bytes)
@@ -182,8 +179,7 @@ def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, d
 
 
 def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
-    sketch = sketch_of(inputs.settings, len(inputs.tasks))
-    basis = encode_basis(inputs.settings, inputs.tasks, inputs.weights, sums, sketch)
+    basis = encoded_by(inputs, sums)
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         warn(line)
     return basis
@@ -208,7 +204,7 @@ def _coding(basis: Basis, inputs: TaskSet, form: Form) -> Coding | None:
     sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
     shares = torch.ones(len(sizes), dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    return bits.coding_of(inputs.items, sizes.tolist(), shares, form.bits)
+    return forms.coding_of(inputs.items, sizes.tolist(), shares, form.bits)
 
 
 def _numbers(
@@ -224,13 +220,13 @@ def _numbers(
     """
     tensors, lost = tensors_of(basis), torch.zeros(len(vectors), dtype=torch.float64)
     if form.share < 1:
-        own = bits.measured_tensors(measured, basis.weights if form.share else None)
+        own = forms.measured_tensors(measured, basis.weights if form.share else None)
         tensors |= own
-        lost = bits.lost(own)[: None if form.share else -1]
+        lost = forms.lost(own)[: None if form.share else -1]
     tensors |= measured_of(basis, torch.float32, lost)
     if form.bits:
         names = [vector.name for vector in vectors]
-        gram = bits.stored_gram([Codes.open(vector) for vector in vectors], names, engine)
+        gram = forms.stored_gram([Codes.open(vector) for vector in vectors], names, engine)
         tensors["gram_bases"] = gram
     return tensors
 

@@ -1,26 +1,144 @@
-"""The form in which a store keeps its vectors: bases, codes, samples, or models without loss."""
+"""Vectors of a store in a code: its choice, its size, the errors, and names of files and groups.
+
+`core.quantize` defines codes, and `docs/files.md` the files.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
-from tvb_mergekit.core.quantize import BITS, Width, block_bytes
+from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.quantize import BITS, Width, block_bytes, unit_of
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.settings import METHODS
+from tvb_mergekit.settings import EMBEDDINGS, METHODS, OUTPUT_LAYER
 from tvb_mergekit.store.facts import Codec
+from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.layout import chunk_length
 from tvb_mergekit.tensors.lossless import BLOCK, INDEX, MANTISSA, Draw, Keeping, Lossless, encode
-from tvb_mergekit.tensors.stream import Part
+from tvb_mergekit.tensors.passes import gram_pass
+from tvb_mergekit.tensors.quantized import Quantizing
+from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import SHARD_BYTES
 
 LEAST = 2  # bits of the codes of task vectors; a sample is better below
 LEAST_SHARE = 1e-6
 PILOT = 256  # blocks from which the bytes of a share are estimated
+WORKING = ("state.json", "sums.safetensors", "journal.jsonl")  # in STORE.partial
+RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", *WORKING)
+# Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
+KINDS_OF_TENSORS = {
+    "norms": r"norm|\bln_|\bln\d?\b",
+    "output layer": OUTPUT_LAYER,
+    "embeddings": EMBEDDINGS,
+    "attention": r"att(entio)?n|\b[qkvo]_proj\b|query_key_value|\bqkv\b",
+    "MLP": r"mlp|ffn|feed_?forward|experts|moe|intermediate|output\.dense|\bfc_?\d|densereludense",
+}
+OTHER = "other"
+
+
+def coding_of(
+    items: Sequence[Item], norms: Sequence[float], shares: Tensor, bits: int
+) -> Quantizing:
+    """Codes of one width for K vectors of these norms.
+
+    Args:
+        shares: the factor of each vector in the sum that a merge adds, [K].
+    """
+    numel = sum(item.numel for item in items)
+    return Quantizing([unit_of(norm, numel) for norm in norms], Width(bits), shares)
+
+
+def stored_gram(vectors: Sequence[Weights], names: Sequence[str], engine: Engine) -> Tensor:
+    """Inner products of vectors as their codes give them, [K, K] float64."""
+    return gram_pass(items_of(vectors), names, engine).gram
+
+
+def items_of(vectors: Sequence[Weights]) -> list[Item]:
+    """The tensors of the vectors of a store."""
+    first, items = vectors[0], []
+    for name, info in first.tensors.items():
+        base = Part.of(first.base, name) if first.base and first.holds == "weight" else None
+        parts = tuple(Part.of(vector, name, "delta") for vector in vectors)
+        items.append(Item(name, info.shape, base, parts))
+    return items
+
+
+def measured_tensors(
+    measured: Sequence[Sequence[float]], weights: Sequence[float] | None = None
+) -> dict[str, Tensor]:
+    """`tensor_squares` and `tensor_errors`, from numbers that a sink collected.
+
+    [items, K + 1], with the sum of the vectors last. Samples are measured without weights and
+    without a sum, which makes these [items, K].
+    """
+    squares, errors = torch.tensor(measured, dtype=torch.float64).chunk(2, dim=1)
+    factors = torch.ones(1) if weights is None else torch.tensor(weights).double().square()
+    return {"tensor_squares": squares * factors, "tensor_errors": errors * factors}
+
+
+def lost(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The norms of the errors of each vector and of their sum, [K + 1]."""
+    return tensors["tensor_errors"].sum(0).sqrt()
+
+
+def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
+    """G of decoded task vectors; None if a task's name hides the norm of the base."""
+    facts, order = bases.facts, list(order)
+    if "base" in facts.tasks or "base" not in facts.norms:  # its norm takes the base's place
+        return None
+    gram = bases.tensors["gram_bases"][order][:, order]
+    for k, square in zip(order, gram.diagonal().tolist(), strict=True):
+        if not square:
+            raise UserError(
+                f"task `{facts.tasks[k]}` of {bases.path} is zero: leave it out, or build the "
+                "store with more bits"
+            )
+    if not bases.scales[order].eq(1).all():  # G is of the weighted models
+        return None
+    chunks = [chunk_length(count, "cpu") for count in (len(order), len(facts.tasks))]
+    if facts.store.codec == "lossless" and chunks[0] != chunks[1]:
+        return None  # the last digits of G would not be those of the models
+    sizes = [facts.matrix_norms[name] for name in ("base", *(facts.tasks[k] for k in order))]
+    return GramSums(
+        gram,
+        facts.norms["base"] ** 2,
+        num_parameters=facts.num_parameters,
+        matrix_squares=torch.tensor(sizes, dtype=torch.float64) ** 2,
+    )
+
+
+def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """A name for a file or folder for each, which no two share even where case does not count."""
+    used = {name.lower() for name in taken}
+    made = []
+    for name in names:
+        short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].lstrip(".") or "task"
+        number = 1
+        while slug.lower() in used:
+            number += 1
+            slug = f"{short}-{number}"
+        used.add(slug.lower())
+        made.append(slug)
+    return made
+
+
+def group_of(name: str) -> str:
+    """The group of KINDS_OF_TENSORS for the name of a tensor."""
+    for group, pattern in KINDS_OF_TENSORS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return group
+    return OTHER
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,31 @@ They follow from `basis.json` (`facts`) and `basis.safetensors` (`tensors`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.bits import Losses, losses
-from tvb_mergekit.store.facts import TENSORS, Facts, StoreFacts, check_shapes, weight_bytes
+from tvb_mergekit.store.facts import (
+    OF_TASKS,
+    TENSORS,
+    Facts,
+    StoreFacts,
+    check_shapes,
+    weight_bytes,
+)
+from tvb_mergekit.store.forms import KINDS_OF_TENSORS, OTHER, group_of
 from tvb_mergekit.store.report import cosines, row_sums
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import Decoded
 
 SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy; the smallest M is reported for each
 
@@ -38,6 +47,72 @@ class Choice(NamedTuple):
     spectral_bound: float
     next_eigenvalue: float
     balanced_energy: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
+
+    `bits` is the mean of an element. `relative_error` is None if the norm is zero.
+    """
+
+    name: str
+    bytes: int
+    bits: float
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Errors of the codes of a store.
+
+    Attributes:
+        vectors: One for each task, or for B0, B1 ... and PCA's mean.
+        sum: The relative error of the sum of the vectors. None after `tvb add` or `tvb remove`,
+            which do not measure it.
+        groups: One for each group of KINDS_OF_TENSORS that the model has.
+    """
+
+    vectors: list[Loss]
+    sum: float | None
+    groups: list[Loss]
+
+
+def losses(bases: Bases) -> Losses | None:
+    """Errors of the codes of a store; None without codes."""
+    facts, tensors = bases.facts, bases.tensors
+    if facts.store.codec not in OF_TASKS:
+        return None
+    vectors = cast("list[Decoded]", bases.sources)
+    held = [[vector.bytes_of(name) for vector in vectors] for name in bases.names]
+    squares = errors = np.zeros((len(held), len(vectors)))
+    if "tensor_errors" in tensors:
+        squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
+    sizes = [vectors[0].tensors[name].numel for name in bases.names]
+    numels = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors)))
+    bits = np.array([[vector.bits_of(name) for vector in vectors] for name in bases.names])
+    exact = facts.store.codec == "lossless"
+
+    def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
+        elements = max(int(numels[rows, columns].sum()), 1)
+        mean = float(bits[rows, columns].sum()) / elements
+        ratio = _ratio(errors[rows, columns], squares[rows, columns])
+        return Loss(name, nbytes, mean, 0.0 if exact else ratio)
+
+    of_vectors = [
+        loss(label, weight_bytes(facts.store.files, f"{folder}/"), slice(None), place)
+        for place, (label, folder) in enumerate(zip(bases.labels, facts.store.folders, strict=True))
+    ]
+    of_groups, known = [], errors.shape[1] > len(vectors)
+    for group in (*KINDS_OF_TENSORS, OTHER):
+        rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
+        if rows:
+            nbytes = sum(sum(held[row]) for row in rows)
+            of_groups.append(loss(group, nbytes, rows, slice(len(vectors))))
+    total = _ratio(errors[:, -1], squares[:, -1]) if known else None
+    if facts.store.codec == "sampled":  # errors of independent samples add up in squares
+        total = _ratio(errors, tensors["gram_bases"].sum().numpy())
+    return Losses(of_vectors, total, of_groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +163,6 @@ class Inspection:
 
     @property
     def keeps_tasks(self) -> bool:
-        """Whether a store holds all task vectors, as codes."""
         return isinstance(self.facts, StoreFacts) and self.facts.keeps_tasks
 
     @property
@@ -259,3 +333,9 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
 
 def _energy(loss: float, total: float) -> float:
     return 1.0 - loss / total if total > 0 else 1.0
+
+
+def _ratio(errors: NDArray[np.float64], squares: NDArray[np.float64]) -> float | None:
+    """The relative norm of errors, from squared norms."""
+    whole = float(squares.sum())
+    return math.sqrt(float(errors.sum()) / whole) if whole > 0 else None

@@ -18,8 +18,8 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.store.api import open_model
-from tvb_mergekit.store.bits import KINDS_OF_TENSORS, OTHER, group_of, slugs
 from tvb_mergekit.store.export import items_of, task_column
+from tvb_mergekit.store.forms import KINDS_OF_TENSORS, OTHER, group_of, slugs
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tables import Sheet
 from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, kinds_of_biased
@@ -235,11 +235,11 @@ def items_of_store(bases: Bases, base: Weights) -> list[Item]:
     return [replace(item, base=None) for item in items]  # not read
 
 
-def items_of_model(base: Weights, model: str) -> tuple[list[Item], Sequence[str]]:
+def items_of_model(base: Weights, model: str) -> tuple[Sequence[Item], Sequence[str]]:
     """The tensors of a model and its base, and a note about tensors that only one of them has."""
     settings = resolve_settings("basis_ta", {"basis": "none"}, [model])
-    found = match(base, [open_model(model)], [model], settings)
-    return found.items, found.notes
+    found, notes = match(base, [open_model(model)], [model], settings)
+    return found.items, notes
 
 
 def adapters_of(bases: Bases, sums: bool) -> tuple[list[NewAdapter], Scales]:

@@ -14,8 +14,8 @@ import yaml
 
 from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
-from tvb_mergekit.store.bits import slugs
 from tvb_mergekit.store.facts import StoreFacts
+from tvb_mergekit.store.forms import slugs
 from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 
 FOLDER = "recipes"

@@ -195,9 +195,7 @@ def row_sums(facts: Facts, encoder: Tensor) -> list[float]:
     return (encoder @ factors).tolist()
 
 
-def print_summary(
-    facts: Facts, tensors: Mapping[str, Tensor], out: str, console: Console | None = None
-) -> None:
+def print_summary(facts: Facts, tensors: Mapping[str, Tensor], out: str) -> None:
     """Cosines, M, retained energy and encoder on the terminal (standard output)."""
     told: list[Sheet | str] = []
     if "gram" in tensors:
@@ -212,7 +210,7 @@ def print_summary(
         told.append(f"{counted(len(facts.left_out), 'tensor')} left out: see {FOLDER}/{FACTS}")
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in facts.seconds.items())
     told.append(seconds + " (Gram matrix from the cache)" * facts.gram_cached)
-    show([*told, f"Written to {out}"], console or Console(soft_wrap=True, highlight=False))
+    show([*told, f"Written to {out}"], Console(soft_wrap=True, highlight=False))
 
 
 def cosines(products: NDArray[np.float64], noise: float = 0.0) -> Tensor:

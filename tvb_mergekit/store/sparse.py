@@ -19,8 +19,8 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.online import NOISE, lengths, of_sum
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.addition import with_vectors
-from tvb_mergekit.store.bits import items_of
 from tvb_mergekit.store.facts import FileRecord, StoreFacts, record_of
+from tvb_mergekit.store.forms import items_of
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name
 from tvb_mergekit.store.vectors import (
     Vectors,

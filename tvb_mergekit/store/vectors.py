@@ -41,7 +41,7 @@ from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.source import StateDict
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,
@@ -64,20 +64,10 @@ COMPRESSED_BY: dict[str, Compression] = {
 MEASURED = ("bits", "bytes", "density", "relative_error")  # the keys of codes and masks
 # Files of the base that a vector needs next to its weights, to be loaded and merged by mergekit.
 COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
+    "generation_config.json tokenizer.json tokenizer.model tokenizer_config.json "
+    "special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt spiece.model "
+    "chat_template.jinja preprocessor_config.json processor_config.json"
+).split()
 
 
 @dataclass(frozen=True)
@@ -127,32 +117,20 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
         made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
     if vectors.density is not None:
         made["density"] = vectors.density
-    store = {
-        **history["store"],
-        "codec": vectors.codec,
-        "dtype": vectors.dtype,
-        "folders": list(vectors.folders),
-        "files": dict(vectors.files),
-    }
-    return StoreFacts.model_validate(
-        {
-            **made,
-            "format_version": STORE_VERSION,
-            "versions": versions(),
-            "num_bases": count,
-            "errors": errors,
-            "store": store,
-        }
-    )
+    store = {**history["store"], "codec": vectors.codec, "dtype": vectors.dtype}
+    store |= {"folders": list(vectors.folders), "files": dict(vectors.files)}
+    made |= {"format_version": STORE_VERSION, "versions": versions(), "num_bases": count}
+    return StoreFacts.model_validate({**made, "errors": errors, "store": store})
 
 
 def history_of(tasks: TaskSet, basis: Basis) -> dict[str, Any]:
     """The keys of a new store's `basis.json` that do not follow from its vectors."""
     merged, kind, count = facts(tasks, basis, {}), basis.settings.basis, basis.encoding.num_bases
+    weights = [len(tasks.tasks) / count] * count if kind in (*EVEN, "none") else None
     store = {
         "budget": count,
         "compress": COMPRESSED_BY.get(kind),
-        "basis_weights": ([len(tasks.tasks) / count] * count if kind in (*EVEN, "none") else None),
+        "basis_weights": weights,
         "base_fingerprint": tasks.prints[0],
         "base_path": local_path(tasks.base_model),
         "twins": dict(tasks.tied),
@@ -260,7 +238,8 @@ def write_vectors(
         sketch: the random directions that replace the items' inputs.
         journals: a file for each process, with the tensors that an interrupted build has written.
     """
-    world, outputs = ranks.world(), range(len(names))
+    world = ranks.world()
+    items = coding.coded(items) if coding else items
     # mergekit-pytorch reads bare weights from one file.
     limit, runs = (SHARD_BYTES, world.size) if config else (sys.maxsize, 1)
     plan = plan_shards(items, limit, runs)
@@ -282,15 +261,14 @@ def write_vectors(
     ]
     left = [run_of(plan, rank)[len(done) :] for rank, done in enumerate(every)]
     rest = chain.from_iterable(left)
-    size = sum(item.written(item.numel, k) for item in rest for k in outputs)
+    size = sum(item.written(item.numel, k) for item in rest for k in range(len(names)))
     check_disk(str(place), size if fixed else size // 4)
     journal = journals[world.rank] if journals else None
     sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
-    mine, steps = drawn(left[world.rank], sketch), _steps(items, matrix)
     if isinstance(coding, Keeping):
-        keep_pass(mine, coding, sink, engine)
+        keep_pass(left[world.rank], coding, sink, engine)
     else:
-        combine_pass(mine, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
+        _combine(left[world.rank], matrix, sink, engine, sketch, coding)
     records = world.collect([writer.whole() for writer in writers])
 
     def finish() -> dict[str, FileRecord]:
@@ -315,20 +293,24 @@ def in_memory(
 ) -> Bases:
     """Bases as state dicts; the arguments are those of `facts_of` and `write_vectors`."""
     sink = MemorySink(matrix.shape[1])
-    steps = _steps(items, matrix)
-    combine_pass(drawn(items, sketch), steps, sink, engine, title="Bases", sketch=sketch)
+    _combine(items, matrix, sink, engine, sketch)
     facts, states = facts_of(vectors, history), [StateDict(state) for state in sink.states]
     mean = states.pop() if MEAN in vectors.folders else None
     return Bases(facts, {**numbers_of(facts), **vectors.tensors}, states, mean)
 
 
-def drawn(items: Sequence[Item], sketch: Sketch | None) -> list[Item]:
-    """The items, without inputs if random directions replace them."""
-    return [replace(i, base=None, inputs=()) if sketch is not None else i for i in items]
-
-
-def _steps(items: Sequence[Item], matrix: Tensor) -> dict[str, Linear]:
-    return dict.fromkeys((item.name for item in items), Linear.of(matrix))
+def _combine(
+    items: Sequence[Item],
+    matrix: Tensor,
+    sink: Sink,
+    engine: Engine,
+    sketch: Sketch | None,
+    coding: Coding | None = None,
+) -> None:
+    if sketch is not None:  # random directions replace the inputs
+        items = [replace(item, base=None, inputs=()) for item in items]
+    steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
+    combine_pass(items, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
 
 
 def copy_config(

@@ -19,7 +19,7 @@ import filelock
 
 from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names, remedy
-from tvb_mergekit.store import bits
+from tvb_mergekit.store import forms
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
 from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
 from tvb_mergekit.store.report import write_tensors
@@ -174,7 +174,7 @@ def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
     recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
     # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl
-    own = {FACTS, MARK, *bits.WORKING, *facts.store.files, *recipes}
+    own = {FACTS, MARK, *forms.WORKING, *facts.store.files, *recipes}
     for entry in store.rglob("*"):
         place = entry.relative_to(store).as_posix()
         if not entry.is_dir() and place not in own and place.lstrip("0123456789-") not in own:

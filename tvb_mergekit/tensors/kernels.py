@@ -31,13 +31,8 @@ TILE = 4  # rows of the inputs are padded with zeros to a multiple
 Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
 
 
-def read_piece(buffer: PieceBuffer, piece: Piece) -> Stored:
-    """Read a piece into a buffer; without a base theta_0 is zero."""
-    return stored_in(buffer, piece, buffer.read(piece, copy=True))
-
-
 def stored_in(buffer: PieceBuffer, piece: Piece, found: Sequence[Tensor]) -> Stored:
-    """The tensors of a piece, which lie in the buffer."""
+    """The tensors of a piece, which lie in the buffer; without a base theta_0 is zero."""
     memory = buffer.memory
     starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
     kinds = [KINDS[t.dtype] for t in found]
@@ -59,18 +54,21 @@ class Summing:
 
     Args:
         deltas: the number of inputs, at the start, that are differences from theta_0.
+        chunk: columns of each chunk.
     """
 
-    def __init__(self, tasks: int, deltas: int) -> None:
-        self._tasks, self._deltas = tasks, deltas
+    def __init__(self, tasks: int, deltas: int, chunk: int) -> None:
+        self._tasks, self._deltas, self._chunk = tasks, deltas, chunk
         self._padded = -(-tasks // TILE) * TILE
         self._rows = _zeros(1 + self._padded + 1)
 
-    def __call__(self, stored: Stored, numel: int, chunk: int) -> list[GramSums]:
-        """The sums of each `chunk` of the `numel` columns."""
-        count = -(-numel // chunk)
+    def __call__(
+        self, buffer: PieceBuffer, piece: Piece, found: Sequence[Tensor]
+    ) -> list[GramSums]:
+        """The sums of each chunk of a piece, whose tensors `found` lie in the buffer."""
+        stored, count = stored_in(buffer, piece, found), -(-piece.numel // self._chunk)
         sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
-        _gram(stored, self._deltas, numel, chunk, self._rows, sums, norms)
+        _gram(stored, self._deltas, piece.numel, self._chunk, self._rows, sums, norms)
         return _sums_of(sums, norms, self._tasks)
 
 
@@ -100,13 +98,16 @@ class Combining:
         self._ends = np.cumsum([len(output) for output in step.outputs])
         self._rows = _zeros(1 + padded + 3)
 
-    def __call__(self, stored: Stored, out: Tensor) -> tuple[bool, list[GramSums]]:
-        """Fill `out` [outputs, n], whose rows have stride 1.
+    def __call__(
+        self, buffer: PieceBuffer, piece: Piece, out: Tensor
+    ) -> tuple[bool, list[GramSums]]:
+        """Read a piece into the buffer, and fill `out` [outputs, n], whose rows have stride 1.
 
         Returns:
             Whether all is finite, and the sums of each chunk.
         """
         outputs, numel = out.shape
+        stored = stored_in(buffer, piece, buffer.read(piece, copy=True))
         count = -(-numel // self._chunk) if self._chunk else 0
         sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
         between = out.stride(0)

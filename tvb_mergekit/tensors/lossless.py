@@ -335,8 +335,7 @@ def _measured(theta: Tensor, base: Tensor, places: Tensor | slice, share: float)
 def keep_pass(
     items: Sequence[Item], keeping: Keeping, sink: Sink, engine: Engine, title: str = "Models"
 ) -> None:
-    """Give `sink` every input of the items to the bit, coded next to the base."""
-    items = [item.coded(keeping.widths(item.name)) for item in items]
+    """Give `sink` every input of `keeping.coded` items to the bit, coded next to the base."""
     count = keeping.count
     written = max((-(-count * item.widest(BLOCK) // BLOCK) for item in items), default=0)
     engine = replace(engine, devices=[CPU])

@@ -45,19 +45,16 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
-    started = time.perf_counter()
-    if (sums := known_sums(tasks)) is None:
-        found = _on_the_way(tasks, engine)
-        if found is not None and found[0].counts:
-            before, summing = found
-            count_if_needed(before, tasks.items, engine, summing)
-            basis = basis_of(tasks, summing)
-            basis.histogram, basis.seconds["trim"] = before.histogram, before.seconds["trim"]
-            return basis
-        basis = _encoded(tasks, _read_sums(tasks, engine))
-    else:
-        basis = _encoded(tasks, sums)
-        basis.cached = True
+    started, sums = time.perf_counter(), known_sums(tasks)
+    found = _on_the_way(tasks, engine) if sums is None else None
+    if found is not None and found[0].counts:
+        before, summing = found
+        count_if_needed(before, tasks.items, engine, summing)
+        basis = basis_of(tasks, summing)
+        basis.histogram, basis.seconds["trim"] = before.histogram, before.seconds["trim"]
+        return basis
+    basis = _encoded(tasks, _read_sums(tasks, engine) if sums is None else sums)
+    basis.cached = sums is not None
     basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
     count_if_needed(basis, tasks.items, engine)
     return basis
@@ -73,13 +70,16 @@ def basis_of(tasks: TaskSet, summing: RunningSums) -> Basis:
 
 
 def _encoded(tasks: TaskSet, sums: GramSums) -> Basis:
-    started, sketch = time.perf_counter(), sketch_of(tasks.settings, len(tasks.tasks))
+    started = time.perf_counter()
     # Solvers differ in the last bits between machines.
-    basis = ranks.world().share(
-        lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums, sketch)
-    )
+    basis = ranks.world().share(lambda: encoded_by(tasks, sums))
     basis.seconds = {"encode": time.perf_counter() - started}
     return basis
+
+
+def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
+    """The basis of a task set with these unweighted sums; see `core.basis.build`."""
+    return build(tasks.settings, tasks.tasks, tasks.weights, sums, sketch_of(tasks))
 
 
 def one_pass(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None:
@@ -121,15 +121,15 @@ def known_sums(tasks: TaskSet) -> GramSums | None:
 
     Only the cache has those of random directions, for rand_proj.
     """
-    if tasks.sums is not None and sketch_of(tasks.settings, len(tasks.tasks)) is None:
+    if tasks.sums is not None and sketch_of(tasks) is None:
         return tasks.sums
     entry = _entry(tasks)
     return None if entry is None else ranks.world().share(lambda: cache.load(entry))
 
 
 def _read_sums(tasks: TaskSet, engine: Engine) -> GramSums:
-    sketch = sketch_of(tasks.settings, len(tasks.tasks))
-    return _kept(tasks, gram_pass(tasks.items, tasks.tasks, engine, sketch=sketch))
+    sums = gram_pass(tasks.items, tasks.tasks, engine, sketch=sketch_of(tasks))
+    return _kept(tasks, sums)
 
 
 def _kept(tasks: TaskSet, sums: GramSums) -> GramSums:
@@ -142,7 +142,7 @@ def _kept(tasks: TaskSet, sums: GramSums) -> GramSums:
 
 def _entry(tasks: TaskSet) -> str | None:
     """The name of the sums in the cache; None does not cache."""
-    sketch = sketch_of(tasks.settings, len(tasks.tasks))
+    sketch = sketch_of(tasks)
     drawn = None if sketch is None else [sketch.columns, sketch.seed]
     return None if tasks.key is None else cache.key_of({**tasks.key, "sketch": drawn})
 
@@ -281,8 +281,8 @@ def most_bases(settings: Settings, tasks: int) -> int:
     return settings.bases_of(tasks) or tasks
 
 
-def sketch_of(settings: Settings, tasks: int) -> Sketch | None:
+def sketch_of(tasks: TaskSet) -> Sketch | None:
     """The random directions of rand_proj; None for other bases."""
-    if settings.basis != "rand_proj":
-        return None
-    return Sketch(most_bases(settings, tasks), settings.seed)
+    settings, count = tasks.settings, len(tasks.tasks)
+    drawn = settings.basis == "rand_proj"
+    return Sketch(most_bases(settings, count), settings.seed) if drawn else None

@@ -8,7 +8,6 @@ products as well. Several processes (see `ranks`) share the reading in the first
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -61,22 +60,12 @@ def gram_pass(
     layout = gram_layout(mine, summing, engine)
     update = engine.progress("Gram matrix", sum(item.nbytes for item in mine))
 
-    def fused_work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
-        from tvb_mergekit.tensors import kernels  # imports numba, which takes long
+    deltas = _deltas(mine) if layout.needs.fused else None
 
-        buffer, add = PieceBuffer(layout.buffer_bytes), kernels.Summing(len(tasks), _deltas(mine))
-        return lambda piece: add(kernels.read_piece(buffer, piece), piece.numel, layout.chunk)
+    def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
+        return SummedChunks(layout, device, deltas=deltas, sketch=sketch).add
 
-    def work(device: torch.device) -> Callable[[Piece], list[GramSums]]:
-        chunks = SummedChunks(layout, device, sketch=sketch)
-
-        def walk(piece: Piece) -> list[GramSums]:
-            deque(chunks.walk(piece), maxlen=0)  # the chunks themselves are of no use
-            return [*chunks.sums]
-
-        return walk
-
-    for piece, sums in in_order(mine, layout, fused_work if layout.needs.fused else work):
+    for piece, sums in in_order(mine, layout, work):
         summing.add(piece, sums)
         update(piece.nbytes)
     return summing.total()
@@ -255,7 +244,7 @@ def _combining_fused(
     def computing(step: Linear) -> kernels.Combining:
         return kernels.Combining(rows, deltas, step, chunk)
 
-    return lambda piece, step, out: computing(step)(kernels.read_piece(buffer, piece), out)
+    return lambda piece, step, out: computing(step)(buffer, piece, out)
 
 
 def _combining(

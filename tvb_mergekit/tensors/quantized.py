@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,10 @@ class Coding(ABC):
     def measured(self, name: str, start: int) -> Tensor:
         """The measurements of the piece that begins at element `start`, float64."""
         return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
+
+    def coded(self, items: Sequence[Item]) -> list[Item]:
+        """The items, which a pass gives to a sink as bytes."""
+        return [replace(i, out=torch.uint8, widths=self.widths(i.name)) for i in items]
 
     @abstractmethod
     def widths(self, name: str) -> tuple[Width, ...]:

@@ -109,9 +109,6 @@ class Item:
     def nbytes(self) -> int:
         return self.numel * self.element_bytes
 
-    def coded(self, widths: Sequence[Width]) -> Item:
-        return replace(self, out=torch.uint8, widths=tuple(widths))
-
     def written(self, numel: int, output: int = 0) -> int:
         """Bytes of `numel` elements of an output."""
         if self.widths:
@@ -239,6 +236,7 @@ class Chunks:
     """Reads a piece and walks it in chunks of task vectors. One instance per thread."""
 
     sums: Sequence[GramSums] = ()  # of the chunks of a piece, of those who make them
+    _rows: Tensor | None = None
 
     def __init__(
         self, layout: Layout, device: torch.device, buffer: PieceBuffer | None = None
@@ -247,8 +245,7 @@ class Chunks:
         # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
         self.packed = device.type != "cpu"
         self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
-        shape = 1 + layout.needs.rows, layout.chunk
-        self._rows = torch.empty(shape, dtype=torch.float32, device=device)
+        self._shape = 1 + layout.needs.rows, layout.chunk
 
     def walk(
         self, piece: Piece, found: Sequence[Tensor] = ()
@@ -257,6 +254,8 @@ class Chunks:
 
         The next step overwrites both tensors. `found`: the piece, if it is read already.
         """
+        if self._rows is None:
+            self._rows = torch.empty(self._shape, dtype=torch.float32, device=self.device)
         item, found = piece.item, found or self.buffer.read(piece, packed=self.packed)
         for start in range(0, piece.numel, self.length):
             place = slice(start, min(start + self.length, piece.numel))

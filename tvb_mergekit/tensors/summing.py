@@ -7,9 +7,11 @@ of devices, threads and processes, nor on the budget unless it is very small.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import COLUMNS, PADDING, Layout, Needs
 from tvb_mergekit.tensors.stream import Chunks, Item, Piece, PieceBuffer
+
+if TYPE_CHECKING:
+    from tvb_mergekit.tensors import kernels
 
 
 class RunningSums:
@@ -120,14 +125,18 @@ class SummedChunks(Chunks):
     ) -> None:
         super().__init__(layout, device, buffer)
         self._drawn = None if sketch is None else Drawn(sketch, device)
-        self._compiled: Callable[[Piece, Sequence[Tensor]], list[GramSums]] | None = None
+        self._compiled: kernels.Summing | None = None
         if deltas is not None:
             from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-            add = kernels.Summing(layout.needs.rows, deltas)
-            self._compiled = lambda piece, found: add(
-                kernels.stored_in(self.buffer, piece, found), piece.numel, layout.chunk
-            )
+            self._compiled = kernels.Summing(layout.needs.rows, deltas, layout.chunk)
+
+    def add(self, piece: Piece) -> Sequence[GramSums]:
+        """The sums of the chunks of a piece, which nobody else needs."""
+        if self._compiled is not None:
+            return self._compiled(self.buffer, piece, self.buffer.read(piece, copy=True))
+        deque(self.walk(piece), maxlen=0)
+        return self.sums
 
     def walk(
         self, piece: Piece, found: Sequence[Tensor] = ()
@@ -135,7 +144,7 @@ class SummedChunks(Chunks):
         self.sums = sums = list[GramSums]()
         if self._compiled is not None:
             found = self.buffer.read(piece, copy=True)
-            sums += self._compiled(piece, found)
+            sums += self._compiled(self.buffer, piece, found)
         for place, base32, tau in super().walk(piece, found):
             if self._compiled is None:
                 sums.append(self._sums_of(piece, base32, tau))

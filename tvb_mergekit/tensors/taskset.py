@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,32 +155,21 @@ def why_left_out(
     return None
 
 
-@dataclass(frozen=True)
-class Matched:
-    """The tensors that take part, of models that name them as the base does.
-
-    Attributes:
-        items, left_out, tied: As in `TaskSet`.
-        notes: A line about each model with tensors that nobody asked to leave out.
-    """
-
-    items: list[Item]
-    left_out: dict[str, str]
-    tied: dict[str, str]
-    notes: Sequence[str] = ()
-
-
 def match(
     base: Weights,
     sources: Sequence[Weights],
     tasks: Sequence[str],
     settings: Settings,
     holds: Holds = "weight",
-) -> Matched:
+) -> tuple[TaskSet, list[str]]:
     """Match the tensors of models by name.
 
     A tensor with two names counts once. If the base ties a tensor, a model needs only one of its
     names.
+
+    Returns:
+        The task set, whose weights are 1, and a line about each model with tensors that nobody
+        asked to leave out.
 
     Raises:
         UserError: A model shares no tensor with the base, the models lack most of the base, or no
@@ -217,7 +206,9 @@ def match(
         items.append(Item(name, info.shape, base_part, inputs))
     if not items:
         raise UserError(NO_TENSOR)
-    return Matched(items, left_out, tied, notes)
+    weights = [1.0] * len(tasks)
+    made = TaskSet(settings, tasks, weights, items, base, sources=sources, left_out=left_out)
+    return replace(made, tied=tied), notes
 
 
 def _notes(
