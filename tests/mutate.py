@@ -139,7 +139,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
         ("core/gram.py", "else tasks * w,", "else tasks,"),
         ("core/gram.py", "else one + two", "else two"),
-        ("tensors/stream.py", "base.copy_(values.pop(0))", "base.copy_(values[0])"),
+        ("tensors/summing.py", "base.copy_(values.pop(0))", "base.copy_(values[0])"),
     ],
     f"{MERGING} -k gram_matrix_says": [
         ("core/basis.py", "norm > ratio * base_norm", "norm > base_norm"),

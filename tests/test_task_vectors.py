@@ -30,7 +30,8 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import Needs, plan_layout
 from tvb_mergekit.tensors.quantized import Codes
-from tvb_mergekit.tensors.stream import Chunks, Item, Part, Piece
+from tvb_mergekit.tensors.stream import Item, Part, Piece
+from tvb_mergekit.tensors.summing import Chunks
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]

@@ -159,11 +159,6 @@ class Quantize:
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.size is None):
             raise UserError("give either bits or a size, not both")
-        name, kind = ("bits", float) if self.size is None else ("size", int)
-        value = getattr(self, name)
-        if not hasattr(value, "__float__"):
-            raise UserError(f"`{name}` is {value!r}: expected a number")
-        object.__setattr__(self, name, kind(value))
         if self.bits is not None and self.bits not in BITS and not 0 < self.bits < LEAST:
             raise UserError(
                 f"--bits {self.bits:g}: expected {', '.join(map(str, reversed(BITS)))}, or less "

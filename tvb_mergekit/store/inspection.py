@@ -30,7 +30,7 @@ from tvb_mergekit.store.facts import (
 from tvb_mergekit.store.forms import KINDS_OF_TENSORS, OTHER, group_of
 from tvb_mergekit.store.report import cosines, row_sums
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.checkpoint import Decoded
+from tvb_mergekit.tensors.quantized import Decoded
 
 SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy; the smallest M is reported for each
 

@@ -134,11 +134,11 @@ class AdapterExport:
         if not targets or not used:
             raise UserError(f"{adapter.title}: no tensor is a matrix of a module; nothing to write")
         names = [self.inputs[k] for k in used]
-        change = Change(adapter.column[used], names, self.dtype, self.engine)
         parts = [(scale, Checkpoint.open(place / of / WEIGHTS)) for scale, of in adapter.parts]
-        ranks = change.ranks(targets, self.size, parts)
+        change = Change(adapter.column[used], names, targets, parts, self.dtype, self.engine)
+        ranks = change.ranks(self.size)
         folder.mkdir(parents=True, exist_ok=True)
-        found = change.write(folder / WEIGHTS, targets, ranks, parts)
+        found = change.write(folder / WEIGHTS, ranks)
         kept = [(t, each.rank) for t, each in zip(targets, found, strict=True) if each.rank]
         if not kept:
             raise UserError(f"{adapter.title}: no matrix differs from the base's; nothing to write")

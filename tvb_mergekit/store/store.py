@@ -34,9 +34,9 @@ from tvb_mergekit.store.facts import (
     read_facts,
 )
 from tvb_mergekit.store.facts import FOLDER as MERGED
-from tvb_mergekit.tensors.checkpoint import Checkpoint, Decoded, metadata_of
+from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
-from tvb_mergekit.tensors.quantized import Codes
+from tvb_mergekit.tensors.quantized import Codes, Decoded
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER

@@ -34,7 +34,6 @@ from tvb_mergekit.tensors.writing import header_of
 METADATA = {"format": "pt"}
 ZERO, SMALL = "no change", "no direction is worth its bytes"
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-Parts = Sequence[tuple[float, Checkpoint]]  # scales and files of adapters that add up to another
 
 
 class Truncation(NamedTuple):
@@ -110,35 +109,37 @@ class Change:
     Attributes:
         column: [T].
         tasks: Names of the T inputs of each item, for messages.
+        targets: The matrices that get factors.
+        parts: Join their factors, instead of truncating the matrices.
         dtype: The dtype of the factors.
     """
 
     column: Tensor
     tasks: Sequence[str]
+    targets: Sequence[Target]
+    parts: Sequence[tuple[float, Checkpoint]]  # scales and files of adapters that add up to it
     dtype: torch.dtype
     engine: Engine
 
-    def ranks(self, targets: Sequence[Target], size: Truncation, parts: Parts = ()) -> list[int]:
+    def ranks(self, size: Truncation) -> list[int]:
         """The rank of each matrix: the sum of its parts, the same for all, or by energy or bytes.
 
         Raises:
             UserError: The bytes hold no direction, or the engine's memory does not hold a matrix.
         """
-        if parts:
-            names = [next(iter(target.shapes(0, self.dtype))) for target in targets]
-            held = [[p.tensors[name] for _, p in parts if name in p.tensors] for name in names]
+        if self.parts:
+            names = [next(iter(target.shapes(0, self.dtype))) for target in self.targets]
+            held = [[p.tensors[name] for _, p in self.parts if name in p.tensors] for name in names]
             return [sum(half.shape[1] for half in halves) for halves in held]
-        sides = [min(target.item.shape) for target in targets]
+        sides = [min(target.item.shape) for target in self.targets]
         if size.rank is not None:
-            return [min(size.rank, max(sides))] * len(targets)
-        full = zip(targets, sides, strict=True)
-        shapes = [target.shapes(side, self.dtype) for target, side in full]
-        header = len(header_of(METADATA, {k: v for each in shapes for k, v in each.items()}))
-        costs = [sum(target.item.shape) * self.dtype.itemsize for target in targets]
+            return [min(size.rank, max(sides))] * len(sides)
+        header = len(header_of(METADATA, self._shapes(sides)))
+        costs = [sum(target.item.shape) * self.dtype.itemsize for target in self.targets]
         if size.nbytes is not None:
             room = max(0, size.nbytes - header)
             sides = [min(side, room // cost) for side, cost in zip(sides, costs, strict=True)]
-        matrices = self._matrices(targets, sides, "Singular values")
+        matrices = self._matrices(sides, "Singular values")
         values = [leading_values(m, r) for m, r in zip(matrices, sides, strict=True)]
         if size.nbytes is None:
             return share_ranks(values, costs, energy=size.energy or 1.0)
@@ -151,32 +152,25 @@ class Change:
             )
         return ranks
 
-    def write(
-        self, path: Path, targets: Sequence[Target], ranks: Sequence[int], parts: Parts = ()
-    ) -> list[Factored]:
+    def write(self, path: Path, ranks: Sequence[int]) -> list[Factored]:
         """Write the factors of all matrices, and return their errors, rounding included.
 
         Zero matrices are left out. The header comes last, and until then no reader accepts the
         file.
-
-        Args:
-            parts: Join their factors, instead of truncating the matrices.
         """
-        most, found = Shapes(), []
-        for target, rank in zip(targets, ranks, strict=True):
-            most |= target.shapes(rank, self.dtype) if rank else {}
+        most, found = self._shapes(ranks), []
         check_disk(path, sum(math.prod(shape) * dtype.itemsize for dtype, shape in most.values()))
         room, written = len(header_of(METADATA, most)), Shapes()
-        matrices = self._matrices(targets, ranks, "Adapter")
+        matrices = self._matrices(ranks, "Adapter")
         with path.open("wb") as file:
             file.seek(room)
-            for target, rank, matrix in zip(targets, ranks, matrices, strict=True):
+            for target, rank, matrix in zip(self.targets, ranks, matrices, strict=True):
                 square = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
                 if not rank or not square:
                     reason = SMALL if square else ZERO
                     found.append(Factored(target.item.name, 0, 0, square, square, reason))
                     continue
-                both = _joined(target, parts) if parts else truncate(matrix, rank)
+                both = self._joined(target) if self.parts else truncate(matrix, rank)
                 halves = both.left.to(self.dtype), both.right.to(self.dtype)
                 for half in halves:
                     file.write(half.view(-1).view(torch.uint8).numpy().data)
@@ -200,21 +194,34 @@ class Change:
             square = max(0.0, float(self.column @ gram @ self.column))
         return Factored(item.name, 0, 0, square, square, reason)
 
-    def _matrices(
-        self, targets: Sequence[Target], ranks: Sequence[int], title: str
-    ) -> Iterator[Tensor]:
+    def _shapes(self, ranks: Sequence[int]) -> Shapes:
+        made = Shapes()
+        for target, rank in zip(self.targets, ranks, strict=True):
+            made |= target.shapes(rank, self.dtype) if rank else {}
+        return made
+
+    def _joined(self, target: Target) -> Factors:
+        left, right = target.shapes(0, torch.float32)
+        held = [(scale, part) for scale, part in self.parts if left in part.tensors]
+        return Factors(
+            torch.cat([scale * part.tensor(left).float() for scale, part in held], 1),
+            torch.cat([part.tensor(right).float() for _, part in held]),
+        )
+
+    def _matrices(self, ranks: Sequence[int], title: str) -> Iterator[Tensor]:
         """Yield each matrix, [out, in] float32 on the first device."""
-        needs = [factor_bytes(t.item.shape, rank) for t, rank in zip(targets, ranks, strict=True)]
-        most, name = max(zip(needs, (target.item.name for target in targets), strict=True))
+        items = [target.item for target in self.targets]
+        needs = [factor_bytes(item.shape, rank) for item, rank in zip(items, ranks, strict=True)]
+        most, name = max(zip(needs, (item.name for item in items), strict=True))
         memory = self.engine.memory
         if memory is not None and most + LEAST > memory:
             raise UserError(
                 f"{megabytes(memory)} of memory are too little: the factors of tensor `{name}` "
                 f"take {megabytes(most + LEAST)}; raise --memory"
             )
-        update = self.engine.progress(title, sum(target.item.nbytes for target in targets))
+        update = self.engine.progress(title, sum(item.nbytes for item in items))
         threads = torch.get_num_threads()
-        for (item, _, transposed), held in zip(targets, needs, strict=True):
+        for (item, _, transposed), held in zip(self.targets, needs, strict=True):
             left = max(LEAST, self.engine.budget - held)
             reading = replace(self.engine, memory=left, progress=silent)
             sums = RunningSums([item], self.tasks)  # names a model with NaN
@@ -227,13 +234,3 @@ class Change:
                 finally:
                     torch.set_num_threads(threads)
             update(item.nbytes)
-
-
-def _joined(target: Target, parts: Parts) -> Factors:
-    """The factors of the sum of scaled adapters."""
-    left, right = target.shapes(0, torch.float32)
-    held = [(scale, part) for scale, part in parts if left in part.tensors]
-    return Factors(
-        torch.cat([scale * part.tensor(left).float() for scale, part in held], 1),
-        torch.cat([part.tensor(right).float() for _, part in held]),
-    )

@@ -87,16 +87,16 @@ class Combining:
     """
 
     def __init__(self, tasks: int, deltas: int, step: Linear, chunk: int = 0) -> None:
-        self._tasks, self._deltas, self._with_base = tasks, deltas, step.add_base
-        self._chunk, self._padded = chunk, -(-tasks // TILE) * TILE
-        padded = self._padded
+        self._tasks, self._deltas, self._chunk = tasks, deltas, chunk
+        self._padded = -(-tasks // TILE) * TILE
         terms = [term for output in step.outputs for term in output]
-        self._weights = np.zeros((len(terms), padded), np.float32)
-        for row, (_scale, weights) in zip(self._weights, terms, strict=True):
+        each = np.zeros((len(terms), self._padded), np.float32)
+        for row, (_scale, weights) in zip(each, terms, strict=True):
             row[:tasks] = weights.to(torch.float32).numpy()
-        self._scales = np.array([scale for scale, _weights in terms], np.float32)
-        self._ends = np.cumsum([len(output) for output in step.outputs])
-        self._rows = _zeros(1 + padded + 3)
+        scales = np.array([scale for scale, _weights in terms], np.float32)
+        ends = np.cumsum([len(output) for output in step.outputs])
+        self._step = each, scales, ends, step.add_base
+        self._rows = _zeros(1 + self._padded + 3)
 
     def __call__(
         self, buffer: PieceBuffer, piece: Piece, out: Tensor
@@ -112,22 +112,9 @@ class Combining:
         sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
         between = out.stride(0)
         flat = out.as_strided([(outputs - 1) * between + numel], [1])
-        bad = _combine(
-            stored,
-            self._deltas,
-            numel,
-            self._weights,
-            self._scales,
-            self._ends,
-            self._with_base,
-            self._rows,
-            flat.view(torch.uint8).numpy(),
-            between * out.element_size(),
-            KINDS[out.dtype],
-            self._chunk,
-            sums,
-            norms,
-        )
+        written = flat.view(torch.uint8).numpy(), between * out.element_size(), KINDS[out.dtype]
+        summed = self._chunk, sums, norms
+        bad = _combine(stored, self._deltas, numel, self._step, self._rows, written, summed)
         return not bad, _sums_of(sums, norms, self._tasks)
 
 
@@ -322,25 +309,14 @@ def _store(row: Any, out: Any, kind: int) -> bool:
 
 @compiled
 def _combine(
-    stored: Any,
-    deltas: int,
-    numel: int,
-    weights: Any,
-    scales: Any,
-    ends: Any,
-    with_base: bool,
-    rows: Any,
-    out: Any,
-    stride: int,
-    kind: int,
-    chunk: int,
-    sums: Any,
-    norms: Any,
+    stored: Any, deltas: int, numel: int, linear: Any, rows: Any, written: Any, summed: Any
 ) -> bool:
     """Fill `out`, bytes with a row every `stride`; return whether it has NaN or infinity.
 
     Add the products of each chunk to `sums` as `_gram` does, unless `chunk` is 0.
     """
+    (weights, scales, ends, with_base), (out, stride, kind) = linear, written
+    chunk, sums, norms = summed
     bad, size = False, 4 if kind == FLOAT32 else 2
     for at in range(0, numel, COLUMNS):
         count = min(COLUMNS, numel - at)

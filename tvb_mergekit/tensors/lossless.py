@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import Width
-from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint, Decoded, Parsed
+from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import Needs, plan_layout
 from tvb_mergekit.tensors.passes import read_width
-from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.quantized import Coding, Decoded, Parsed
 from tvb_mergekit.tensors.source import Holds
 from tvb_mergekit.tensors.stream import Item, Piece, PieceBuffer, Sink, deliver
 
@@ -35,7 +35,6 @@ PLAIN, ZSTD, UNITS = range(3)  # forms of a block
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}  # dtype -> bits
 LEVEL = 1  # of zstd; 3 took a third longer, and more bytes
 SCRATCH = 16 * BLOCK  # bytes of one thread
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -277,7 +276,7 @@ class Keeping(Coding):
         return {
             **said,
             "tensors": {
-                item.name: [_NAMES[dtypes[item.name][output]], list(item.shape)] for item in items
+                item.name: [NAMES[dtypes[item.name][output]], list(item.shape)] for item in items
             },
         }
 

@@ -22,7 +22,6 @@ from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.stream import (
-    Chunks,
     Item,
     Piece,
     PieceBuffer,
@@ -30,7 +29,7 @@ from tvb_mergekit.tensors.stream import (
     deliver,
     in_order,
 )
-from tvb_mergekit.tensors.summing import Drawn, RunningSums, SummedChunks
+from tvb_mergekit.tensors.summing import Chunks, Drawn, RunningSums
 
 LEAST = 2**24  # bytes of a pass if a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
@@ -63,7 +62,7 @@ def gram_pass(
     deltas = _deltas(mine) if layout.needs.fused else None
 
     def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
-        return SummedChunks(layout, device, deltas=deltas, sketch=sketch).add
+        return Chunks(layout, device, summing=summing, deltas=deltas).add
 
     for piece, sums in in_order(mine, layout, work):
         summing.add(piece, sums)
@@ -109,9 +108,8 @@ def count_pass(
     made: list[Histogram] = []
 
     def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
-        weights, chunks, mine = encoder.T.to(device, torch.float32), Chunks(layout, device), fresh()
-        if summing is not None:
-            chunks = SummedChunks(layout, device, deltas=_deltas(items) if fast else None)
+        weights, mine = encoder.T.to(device, torch.float32), fresh()
+        chunks = Chunks(layout, device, summing=summing, deltas=_deltas(items) if fast else None)
         mine.counts = mine.counts.to(device)  # 8 MB a basis: no chunk copies them
         made.append(mine)
 
@@ -188,11 +186,8 @@ def combine_pass(
             combine = _combining_fused(rows, _deltas(items), buffer, chunk)
         else:
             drawn = None if sketch is None else Drawn(sketch, device, counted_as)
-            chunks = Chunks(layout, device, buffer)
-            if summing is not None:
-                deltas = _deltas(items) if compiled else None
-                chunks = SummedChunks(layout, device, buffer, deltas)
-            combine = _combining(chunks, drawn)
+            deltas = _deltas(items) if compiled else None
+            combine = _combining(Chunks(layout, device, buffer, summing, deltas), drawn)
 
         def fill(piece: Piece, out: Tensor) -> Sequence[GramSums]:
             finite, step = False, steps.get(piece.item.name)

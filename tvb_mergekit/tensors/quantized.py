@@ -1,22 +1,110 @@
-"""Vectors stored as codes (see `core.quantize`), read as float32 and written by `combine_pass`."""
+"""Vectors in a code: the interfaces of their readers and writers, and codes of `core.quantize`."""
 
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import BITS, Width, block_bytes, decode
-from tvb_mergekit.tensors.checkpoint import VERSION, Checkpoint, Decoded, Parsed
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
+from tvb_mergekit.tensors.source import TensorInfo, Weights
 from tvb_mergekit.tensors.stream import Item
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+VERSION = 1  # of the formats of encoded tensors
+Parsed = Iterable[tuple[str, torch.dtype, Sequence[int]]]  # tensors, their dtypes when read, shapes
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
 KEY = "tvb_codes"  # in the metadata of a file of codes
 SLICE = 2**14  # elements that are widened together
+
+
+class Decoded(Weights):
+    """A vector whose files hold encoded tensors. Thread-safe.
+
+    The metadata of a file has JSON under `key`, with a version and the shape of each tensor. The
+    file holds tensor NAME as NAME + each of `parts`. Messages call its content `what`.
+
+    Raises:
+        UserError: a newer version, or files that do not hold what their headers say.
+    """
+
+    key = what = ""
+    parts: tuple[str, ...] = ("",)
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self.stored, self.folder, self.shards = stored, stored.folder, stored.shards
+        self.tensors = {}
+        for shard in self.shards:
+            file = self.folder / shard
+            try:
+                said = json.loads(metadata_of(file)[self.key])
+                newer = int(said["version"]) > VERSION
+                for name, dtype, shape in () if newer else self._parse(said):
+                    if any(not 0 <= size < 2**48 for size in shape):
+                        raise ValueError(f"`{name}` has shape {shape}")
+                    self.tensors[name] = TensorInfo(tuple(shape), dtype, shard)
+            except _MALFORMED as error:
+                raise UserError(
+                    f"{file}: its header does not describe {self.what} ({error}); {RESTORE}"
+                ) from error
+            if newer:
+                raise UserError(
+                    f"{file}: {self.what} of version {said['version']}, this tvb-mergekit reads "
+                    f"up to {VERSION}; upgrade it: pip install -U tvb-mergekit"
+                )
+        known = {name + part for name in self.tensors for part in self.parts}
+        if strange := sorted(known ^ set(stored.tensors)):
+            raise UserError(
+                f"{self.folder}: tensor `{strange[0]}` does not fit what the headers there say; "
+                f"{RESTORE}"
+            )
+        for name in self.tensors:
+            if not self._fits(name):
+                raise self.damaged(name)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Read the headers of the vector at `path`, a folder or one file."""
+        return cls(Checkpoint.open(path))
+
+    def _parse(self, said: Any) -> Parsed:
+        return ((name, torch.float32, shape) for name, shape in said["tensors"].items())
+
+    def _fits(self, name: str) -> bool:
+        """Whether the stored parts can be those of a tensor of this shape."""
+        raise NotImplementedError
+
+    def bytes_of(self, name: str) -> int:
+        """The stored bytes of a tensor."""
+        return sum(self.stored.tensors[name + part].nbytes for part in self.parts)
+
+    def bits_of(self, name: str) -> int:
+        """The bits of all elements of a tensor."""
+        return 8 * self.bytes_of(name)
+
+    def damaged(self, name: str) -> UserError:
+        file = self.folder / self.tensors[name].shard
+        return UserError(f"{file}: tensor `{name}` is not what was stored; {RESTORE}")
+
+    def stamp(self) -> list[list[int | str]]:
+        return self.stored.stamp()
+
+    def check_unchanged(self) -> None:
+        self.stored.check_unchanged()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
 
 
 class Codes(Decoded):

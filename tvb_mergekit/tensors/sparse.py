@@ -16,7 +16,8 @@ from torch import Tensor
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import RESTORE, VERSION, Checkpoint, Decoded
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint
+from tvb_mergekit.tensors.quantized import VERSION, Decoded
 from tvb_mergekit.tensors.writing import HASH, MARKER, content_hash, header_of
 
 KEY = "tvb_sparse"  # in the metadata of a file of sparse vectors

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, host_memory
@@ -230,61 +229,6 @@ class PieceBuffer:
                 values = own.copy_(values)
             found.append(values)
         return found
-
-
-class Chunks:
-    """Reads a piece and walks it in chunks of task vectors. One instance per thread."""
-
-    sums: Sequence[GramSums] = ()  # of the chunks of a piece, of those who make them
-    _rows: Tensor | None = None
-
-    def __init__(
-        self, layout: Layout, device: torch.device, buffer: PieceBuffer | None = None
-    ) -> None:
-        self.length, self.device = layout.chunk, device
-        # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
-        self.packed = device.type != "cpu"
-        self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
-        self._shape = 1 + layout.needs.rows, layout.chunk
-
-    def walk(
-        self, piece: Piece, found: Sequence[Tensor] = ()
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (place in the piece, theta_0 [n] or 0, task vectors [T, n]), float32 on the device.
-
-        The next step overwrites both tensors. `found`: the piece, if it is read already.
-        """
-        if self._rows is None:
-            self._rows = torch.empty(self._shape, dtype=torch.float32, device=self.device)
-        item, found = piece.item, found or self.buffer.read(piece, packed=self.packed)
-        for start in range(0, piece.numel, self.length):
-            place = slice(start, min(start + self.length, piece.numel))
-            base, *task_vectors = rows = self._rows[:, : place.stop - start]
-            # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
-            values = [
-                self._moved(part, stored, place)
-                for part, stored in zip(item.parts, found, strict=True)
-            ]
-            if item.base is None:
-                base.zero_()
-            else:
-                base.copy_(values.pop(0))
-            # An item may have fewer inputs than there are rows.
-            for row, part, value in zip(task_vectors, item.inputs, values, strict=False):
-                row.copy_(value)
-                if part.holds == "weight":
-                    row.sub_(base)
-            yield place, base, rows[1:]
-        if self.device.type != "cpu":  # what was read may still be on its way there
-            torch.accelerator.current_stream(self.device).synchronize()
-
-    def _moved(self, part: Part, stored: Tensor, place: slice) -> Tensor:
-        """Elements of a piece on the device. Pieces and chunks begin with a group of codes."""
-        if not self.packed or part.packed is None:
-            return stored[place].to(self.device, non_blocking=True)
-        first, last = (block_bytes(at, part.packed.width) for at in (place.start, place.stop))
-        blocks = stored[first:last].to(self.device, non_blocking=True)
-        return part.packed.decode(blocks, place.stop - place.start)
 
 
 def in_order(

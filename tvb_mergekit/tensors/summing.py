@@ -25,10 +25,11 @@ from tvb_mergekit.core.gram import (
     products,
     symmetric,
 )
+from tvb_mergekit.core.quantize import block_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import COLUMNS, PADDING, Layout, Needs
-from tvb_mergekit.tensors.stream import Chunks, Item, Piece, PieceBuffer
+from tvb_mergekit.tensors.stream import Item, Part, Piece, PieceBuffer
 
 if TYPE_CHECKING:
     from tvb_mergekit.tensors import kernels
@@ -65,7 +66,7 @@ class RunningSums:
         """The memory of a pass that also sums.
 
         Args:
-            compiled: `SummedChunks` use the loops of `kernels`.
+            compiled: `Chunks` use the loops of `kernels`.
         """
         # The batched products of a chunk: float32, and float64 while they are summed.
         extra = -(-12 * self._squares // (4 * BLOCK))
@@ -107,12 +108,12 @@ class RunningSums:
         return functools.reduce(GramSums.plus, sums, self._zero)
 
 
-class SummedChunks(Chunks):
-    """Chunks whose inner products are summed while a piece is walked.
+class Chunks:
+    """Reads a piece and walks it in chunks of task vectors. One instance per thread.
 
     Args:
+        summing: sum the inner products of each chunk as well, into `sums`.
         deltas: as in `kernels.Summing`, which sums; None: PyTorch's products on the device.
-        sketch: sums of Omega as well.
     """
 
     def __init__(
@@ -120,35 +121,70 @@ class SummedChunks(Chunks):
         layout: Layout,
         device: torch.device,
         buffer: PieceBuffer | None = None,
+        summing: RunningSums | None = None,
         deltas: int | None = None,
-        sketch: Sketch | None = None,
     ) -> None:
-        super().__init__(layout, device, buffer)
-        self._drawn = None if sketch is None else Drawn(sketch, device)
+        self.length, self.device, self.sums = layout.chunk, device, list[GramSums]()
+        # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
+        self.packed = device.type != "cpu"
+        self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
+        self._shape, self._rows = (1 + layout.needs.rows, layout.chunk), torch.empty(0)
+        self._products = summing is not None and deltas is None
+        self._drawn = Drawn(summing.sketch, device) if summing and summing.sketch else None
         self._compiled: kernels.Summing | None = None
-        if deltas is not None:
+        if summing is not None and deltas is not None:
             from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
             self._compiled = kernels.Summing(layout.needs.rows, deltas, layout.chunk)
 
-    def add(self, piece: Piece) -> Sequence[GramSums]:
-        """The sums of the chunks of a piece, which nobody else needs."""
+    def add(self, piece: Piece) -> list[GramSums]:
+        """The sums of the chunks of a piece, if only these are of use."""
         if self._compiled is not None:
             return self._compiled(self.buffer, piece, self.buffer.read(piece, copy=True))
         deque(self.walk(piece), maxlen=0)
         return self.sums
 
-    def walk(
-        self, piece: Piece, found: Sequence[Tensor] = ()
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        self.sums = sums = list[GramSums]()
+    def walk(self, piece: Piece) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (place in the piece, theta_0 [n] or 0, task vectors [T, n]), float32 on the device.
+
+        The next step overwrites both tensors.
+        """
+        if not len(self._rows):
+            self._rows = torch.empty(self._shape, dtype=torch.float32, device=self.device)
+        item, self.sums = piece.item, []
+        found = self.buffer.read(piece, copy=self._compiled is not None, packed=self.packed)
         if self._compiled is not None:
-            found = self.buffer.read(piece, copy=True)
-            sums += self._compiled(self.buffer, piece, found)
-        for place, base32, tau in super().walk(piece, found):
-            if self._compiled is None:
-                sums.append(self._sums_of(piece, base32, tau))
-            yield place, base32, tau
+            self.sums += self._compiled(self.buffer, piece, found)
+        for start in range(0, piece.numel, self.length):
+            place = slice(start, min(start + self.length, piece.numel))
+            base, *task_vectors = rows = self._rows[:, : place.stop - start]
+            # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
+            values = [
+                self._moved(part, stored, place)
+                for part, stored in zip(item.parts, found, strict=True)
+            ]
+            if item.base is None:
+                base.zero_()
+            else:
+                base.copy_(values.pop(0))
+            # An item may have fewer inputs than there are rows.
+            for row, part, value in zip(task_vectors, item.inputs, values, strict=False):
+                row.copy_(value)
+                if part.holds == "weight":
+                    row.sub_(base)
+            if self._products:
+                self.sums.append(self._sums_of(piece, base, rows[1:]))
+            yield place, base, rows[1:]
+        if self.device.type != "cpu":  # what was read may still be on its way there
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def _moved(self, part: Part, stored: Tensor, place: slice) -> Tensor:
+        """Elements of a piece on the device. Pieces and chunks begin with a group of codes."""
+        if not self.packed or part.packed is None:
+            return stored[place].to(self.device, non_blocking=True)
+        first, last = (block_bytes(at, part.packed.width) for at in (place.start, place.stop))
+        blocks = stored[first:last].to(self.device, non_blocking=True)
+        return part.packed.decode(blocks, place.stop - place.start)
 
     def _sums_of(self, piece: Piece, base32: Tensor, tau: Tensor) -> GramSums:
         """The sums of one chunk."""

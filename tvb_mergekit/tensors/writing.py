@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import DTYPES
+from tvb_mergekit.tensors.checkpoint import NAMES
 from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.ranks import shares
 from tvb_mergekit.tensors.stream import Item
@@ -30,8 +30,6 @@ HASH = "xxh3_128"
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
 BLOCK_BYTES = 2**24  # read at a time for a checksum
 ANEW = "start again without --resume"
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def header_of(
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
         offsets = [place, place + size]
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
         place += size
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * max(-len(text) % 8, length - 8 - len(text))
