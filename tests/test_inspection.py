@@ -23,8 +23,8 @@ from tvb_mergekit.cli.plot import plot
 from tvb_mergekit.core.encoders import Encoding, encode, projection
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
-from tvb_mergekit.store.bits import group_of
 from tvb_mergekit.store.facts import Facts, StoreFacts
+from tvb_mergekit.store.forms import group_of
 from tvb_mergekit.store.inspection import Inspection, as_json
 
 BASES = ("ae", "pca", "rand_proj")

@@ -56,8 +56,7 @@ def unit_of(norm: float, numel: int) -> float:
 def decode(blocks: Tensor, width: Width, unit: float, numel: int) -> Tensor:
     """The elements [numel] float32 of blocks (uint8), on the blocks' device."""
     bits, half = width.bits, 1 << (width.bits - 1)
-    padding = -len(blocks) % width.block
-    whole = torch.nn.functional.pad(blocks, (0, padding)).view(-1, width.block)
+    whole = torch.nn.functional.pad(blocks, (0, -len(blocks) % width.block)).view(-1, width.block)
     scales = whole[:, :2].contiguous().view(torch.float16)
     codes = whole[:, 2:].contiguous()
     if bits == 8:
