@@ -160,8 +160,8 @@ def _chosen(bases: Bases, values: dict[str, Any]) -> tuple[Sequence[str], list[s
     """Folders, titles, and combinations [len(bases.sources), n] of the models of the options."""
     import torch
 
-    from tvb_mergekit.store.bits import slugs
     from tvb_mergekit.store.export import basis_columns, task_column
+    from tvb_mergekit.store.forms import slugs
 
     held, task, basis = bases.facts.store.folders, values["task"], values["basis"]
     if values["all_bases"] or basis is not None:

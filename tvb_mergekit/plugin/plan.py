@@ -23,8 +23,8 @@ from tvb_mergekit.plugin.sources import Loaders
 from tvb_mergekit.progress import bars
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report
-from tvb_mergekit.store.bits import sums_of
 from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.forms import sums_of
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine

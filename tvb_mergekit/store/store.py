@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors
 import torch
@@ -25,6 +25,7 @@ from tvb_mergekit.store.facts import (
     EXACT,
     FACTS,
     TENSORS,
+    Codec,
     DtypeName,
     Facts,
     StoreFacts,
@@ -336,13 +337,10 @@ CODECS: Mapping[str, type[Decoded]] = {
 }
 
 
-def open_vector(path: str | os.PathLike[str], codec: str = "") -> Checkpoint:
-    """The tensors at `path`, a folder or a file: of a vector of a store, or of a model."""
-    opened = Checkpoint.open(path)
-    metadata = metadata_of(opened.folder / opened.shards[0])
-    known = [kind for name, kind in CODECS.items() if name == codec or kind.key in metadata]
-    # A vector in a code has all attributes of a checkpoint that its readers need.
-    return cast(Checkpoint, known[0](opened)) if known else opened
+def open_vector(folder: Path, codec: Codec) -> Checkpoint | Decoded:
+    """One vector of a store as named tensors."""
+    opened = Checkpoint.open(folder)
+    return opened if codec == "dense" else CODECS[codec](opened)
 
 
 def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:
