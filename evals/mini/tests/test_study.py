@@ -1,7 +1,10 @@
-"""evals/mini/study.py: every part on `micro`, cells and controls."""
+"""evals/mini/study.py: every part on `micro`, `tiny` as typed (slow), cells and controls."""
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from click.testing import CliRunner
 
 import tvb_mergekit
 
+ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 UP = "model.layers.0.mlp.up_proj.weight"
 EMBEDDING = "model.embed_tokens.weight"
 SHOTS = 4
@@ -58,6 +62,36 @@ def test_the_study(mini: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert json.loads(picked.read_text())["result"] == result
     study("--as-is")
     assert report[-1].read_text() == tables and times(tmp_path) == after
+
+
+def average(scores: dict[str, float]) -> float:
+    return sum(scores.values()) / len(scores)
+
+
+@pytest.mark.slow
+def test_tiny_models_learn_what_merges_lose(mini: SimpleNamespace, tmp_path: Path) -> None:
+    """Specialists can do their task, the base cannot, and a forgotten task is forgotten."""
+    command = [sys.executable, str(mini.path / "study.py"), "--part", "negation", "--device", "cpu"]
+    done = subprocess.run([*command, "--out", "out"], env=ENV, cwd=tmp_path, capture_output=True,
+                          text=True, timeout=1500)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    records = [json.loads(file.read_text()) for file in times(tmp_path / "out")]
+
+    def one(**cell: Any) -> Any:
+        (result,) = (r["result"] for r in records if cell.items() <= r["cell"].items())
+        return result
+
+    reference = one(kind="reference")
+    own = reference["specialists"]
+    assert set(own) == set(mini.data.TASKS) and min(own.values()) > 0.9
+    assert average({task: reference["base"][task] for task in own}) < 0.4 * average(own)
+    added = one(kind="addition", basis="none")["merges"]["ta"]["scales"]["bases"]
+    assert 0.6 < average(added["test"]) / average(own) < 0.9
+    assert max(added["validation"]) == added["validation"][added["grid"].index(added["lambda"])]
+    forgotten = one(kind="negation", basis="plain")
+    for task, scores in forgotten["tasks"].items():
+        fallen = forgotten["start"][task] - scores["target"]
+        assert fallen > max(0.0, scores["control_before"] - scores["control"]), task
 
 
 def test_results_are_of_one_definition(mini: SimpleNamespace, tmp_path: Path) -> None:
