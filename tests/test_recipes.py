@@ -32,6 +32,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tvb_mergekit.settings import resolve_settings
+
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 QUICKSTART = RECIPES / "quickstart"
@@ -113,6 +115,32 @@ def test_every_recipe_is_known_here_and_in_the_readme() -> None:
     assert names == set(PROMISED)
     readme = (RECIPES / "README.md").read_text()
     assert [name for name in sorted(names) if f"[{name}]({name})" not in readme] == []
+
+
+def test_the_recipe_of_a_real_model_lists_the_shipped_adapters() -> None:
+    """Its base has to be downloaded, so `evals/real` measured the merge."""
+    said = read("smollm2/merge.yml")
+    adapters = sorted((RECIPES / "smollm2/adapters").iterdir())
+    listed = [Path(model["model"].split("+")[1]) for model in said["models"]]
+    assert sorted(ROOT / folder for folder in listed) == adapters and len(adapters) == 8
+    settings = resolve_settings(said["merge_method"], said["parameters"], [p.name for p in listed])
+    assert (settings.basis, settings.num_bases, settings.flow_time) == ("groups", 4, 30)
+    assert sum(file.stat().st_size for folder in adapters for file in folder.iterdir()) < 22e6
+    for folder in adapters:
+        config = peft.LoraConfig.from_pretrained(folder)
+        assert config.base_model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        weights = load_file(folder / "adapter_model.safetensors")
+        assert all(t.isfinite().all() and t.any() for t in weights.values())
+        assert len(weights) == 2 * 7 * 30 and config.r == 4
+    command = re.search(
+        r"^mergekit-yaml recipes/smollm2.*$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert command and command[0] in (RECIPES / "README.md").read_text()
+    stated = (RECIPES / "smollm2/merge.yml").read_text()
+    assert (
+        command[0].split()
+        == re.sub(r"[#\\]", "", stated[stated.index("mergekit-yaml") :]).split()[:7]
+    )
 
 
 # The shipped models
