@@ -221,8 +221,13 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/layout.py", "written = (pieces + WRITES)", "written = WRITES"),
         ("tensors/layout.py", "computed = workers * 4 * held", "computed = 4 * held"),
     ],
+    "test_encoders.py -k groups": [
+        ("core/encoders/groups.py", "2 * inner + _d", "inner + _d"),
+        ("core/encoders/groups.py", "gains[i, j] <= least", "True"),
+        ("core/encoders/groups.py", "0.0) * num_bases", "0.0) * 2"),
+    ],
     "test_one_pass.py": [
-        ("core/encoders/__init__.py", '"rand_select": 2, "bal', '"rand_select": 3, "bal'),
+        ("core/encoders/__init__.py", '"rand_select": 2, **dict', '"rand_select": 3, **dict'),
         ("core/encoders/__init__.py", "if settings.bases_of(1) is None:", "if False:"),
         ("tensors/merging.py", "or known_sums(tasks) is not None", ""),
         ("tensors/kernels.py", "count, at // chunk, sums", "count, 0, sums"),
