@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import click
 import pytest
@@ -506,6 +507,8 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(monkeypatch):
 def test_a_message_never_stands_on_the_line_of_a_bar(error, monkeypatch):
     """What has come since the last line is a bar that was wiped, or nothing."""
     shown: list[str] = []
+    # Bars of commands that other tests interrupted would move this one down
+    monkeypatch.setattr(tqdm.tqdm, "_instances", WeakSet(), raising=False)
 
     @click.command()
     @careful({})

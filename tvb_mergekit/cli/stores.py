@@ -198,7 +198,9 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
     if new:
         if base is None or (budget is None and quantize is None):
-            raise UserError(f"{store}: a new one needs --base BASE, and --bits B or --budget M")
+            raise UserError(
+                f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
+            )
         basis = {"basis": compress} if compress else {}
         parameters: Any = {"basis": "none"} if quantize else {"num_bases": 1, **basis}
         names = list[str]()
