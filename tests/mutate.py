@@ -222,7 +222,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/layout.py", "computed = workers * 4 * held", "computed = 4 * held"),
     ],
     "test_encoders.py -k groups": [
-        ("core/encoders/groups.py", "2 * inner + _d", "inner + _d"),
         ("core/encoders/groups.py", "gains[i, j] <= least", "True"),
         ("core/encoders/groups.py", "0.0) * num_bases", "0.0) * 2"),
     ],
