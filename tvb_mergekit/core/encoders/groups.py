@@ -17,7 +17,7 @@ CLEARLY = 1e-6  # relative: the last digits of a Gram matrix, which differ, choo
 
 @one_thread()
 def groups(gram: Gram, num_bases: int) -> Encoding:
-    """The means of M groups of T/M tasks each that have the longest bases a search finds.
+    """The means of M groups of T/M tasks, chosen by a search for the longest bases.
 
     The tasks are put in an order, and the order is cut into M runs of T/M. A task at a cut belongs
     to both groups in part if M does not divide T. Similar tasks have a long mean, so the search
