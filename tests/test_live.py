@@ -27,8 +27,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from worlds import EMBEDDING, HEAD, MIXED, THREE, TIED, hub
 
 import tvb_mergekit as library
+from tvb_mergekit.store import attaching
 from tvb_mergekit.store import live as live_
-from tvb_mergekit.store.live import attach
+from tvb_mergekit.store.attaching import attach
 from tvb_mergekit.store.store import Bases
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -646,5 +647,5 @@ def test_any_sequence_against_float64(steps: list[tuple[str, Any]]) -> None:
 
 
 def test_doctests() -> None:
-    found = doctest.testmod(live_)
+    found = doctest.testmod(attaching)
     assert found.attempted >= 6 and not found.failed

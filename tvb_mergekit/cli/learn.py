@@ -36,11 +36,11 @@ from tvb_mergekit.errors import UserError
 def learn(recipe: str) -> None:
     """Merge the models of RECIPE by examples of their tasks.
 
-    RECIPE is a recipe of `basis_ta`, or a store. adamerging begins at the recipe's lambda, which
-    the other methods do not use. A store is merged over its bases, or its tasks.
+    RECIPE is a recipe of `basis_ta`, or a store. adamerging and wemoe begin at the recipe's
+    lambda, which the other methods do not use. A store is merged over its bases, or its tasks.
 
     A file of --data holds one example a line: {"prompt", "response"}, {"messages": [...]},
-    {"text"}, or for adamerging {"prompt"} alone.
+    {"text"}, or for adamerging and wemoe --unlabeled {"prompt"} alone.
 
     \b
     Example:
@@ -164,6 +164,20 @@ def atlas() -> None:
     \b
     Example:
       tvb learn two.yml atlas --data law=m.jsonl --out law
+    """
+
+
+@method(*by_gradient(0.0001, 16))
+@flag("--unlabeled", help="Learn from prompts, by the entropy of the next token.")
+@option("--depth", type=click.IntRange(1, 2), default=1, help="Layers of a router.")
+def wemoe() -> None:
+    """Learn routers that combine the bases in the MLPs for each sequence.
+
+    OUT is the model merged by the recipe's lambda. In Python, attach(model, OUT).route() routes it.
+
+    \b
+    Example:
+      tvb learn two.yml wemoe --data math=m.jsonl --data code=c.jsonl --out two
     """
 
 

@@ -79,6 +79,10 @@ class Moving(ABC):
     def theta(self, name: str) -> Tensor:
         """The weights of one tensor, flattened [n]."""
 
+    def begin(self, batch: Batch) -> None:
+        """Prepare the pass of a batch."""
+        return None
+
     def add_penalty(self) -> float:
         """Add the gradient of the penalty to the variables, and return the penalty."""
         return 0.0
@@ -226,6 +230,7 @@ class Descent:
         total = torch.zeros((), dtype=torch.float64)
         if share := batch[self.world.rank :: self.world.size]:
             tensors = Batch.of(share, self.device)
+            self.moving.begin(tensors)
             with passing(self.device, self.dtype), torch.set_grad_enabled(backward):
                 ids, mask = tensors.ids, tensors.mask
                 found = self.model(input_ids=ids, attention_mask=mask, use_cache=False)

@@ -46,6 +46,7 @@ LOG = logging.getLogger(__name__)
 SCHEDULES = {
     "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
     "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
+    "wemoe": Schedule(epochs=10, rate=0.0001, batch=16),
     "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
 }
 PER = Literal["layer", "tensor"]
@@ -129,8 +130,12 @@ class GradientMethod(Work):
             **self._own_facts(),
         }
 
-    def _prepare(self, runs: int) -> None:
-        """Load the base's model, and split the examples, for a number of descents."""
+    def _prepare(self, runs: int, moves: bool = True) -> None:
+        """Load the base's model, and split the examples, for a number of descents.
+
+        Args:
+            moves: whether the descents move the model's weights, from `base`.
+        """
         request = self.request
         model = load_model(self.models.folder(None), self.device, self.models.trust)
         if request.checkpointing:
@@ -141,7 +146,8 @@ class GradientMethod(Work):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         model.requires_grad_(False)
         self._model, self._parameters = model, self.models.named(model)
-        self.base = {name: p.detach().clone().view(-1) for name, p in self._parameters.items()}
+        if moves:
+            self.base = {n: p.detach().clone().view(-1) for n, p in self._parameters.items()}
         self.splits = [
             Split.of(examples, request.held_out, f"{request.seed} {task}")
             for task, examples in self.examples.items()
@@ -151,8 +157,8 @@ class GradientMethod(Work):
     def _descend(
         self, moving: Moving, examples: Callable[[int], Sequence[Example]], held: Sequence[Example]
     ) -> History:
-        loss = entropy if self.method == "adamerging" else response_loss
-        model = self._model, self._parameters
+        loss = entropy if self.unlabeled else response_loss
+        model = self._model, self._parameters if moving.base else {}
         descent = Descent(*model, moving, loss, self.schedule, self.dtype, self._update)
         return descent.run(examples, held)
 

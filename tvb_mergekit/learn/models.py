@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.store.live import Live, attach
+from tvb_mergekit.store.api import base_of
+from tvb_mergekit.store.live import Live
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.writing import Stacked
@@ -83,7 +84,8 @@ class TaskModels:
         assert self.stored is not None
         base = self.folder(None)
         model = load_model(base, self.device, self.trust)
-        return attach(model, self.stored.bases, os.fspath(base))
+        bases = self.stored.bases
+        return Live(model, bases, base_of(bases, os.fspath(base)))
 
     def named(self, model: nn.Module, task: str | None = None) -> dict[str, nn.Parameter]:
         """The parameters of a task's model that the merge moves, by their names in the merge.
@@ -110,13 +112,15 @@ class TaskModels:
             self._warned.add(text)
         return found
 
-    def stacked(self, bases: Tensor) -> dict[str, Tensor]:
+    def stacked(self, bases: Tensor, names: Container[str] | None = None) -> dict[str, Tensor]:
         """The bases [M, n] float32 of each tensor that the merge moves, on the device.
 
         Args:
             bases: as combinations of the plan's vectors, [N, M].
+            names: of the tensors; None for all.
         """
-        items = [replace(item, out=torch.float32) for item in self.plan.tasks.items]
+        every = self.plan.tasks.items
+        items = [replace(i, out=torch.float32) for i in every if names is None or i.name in names]
         sink = Stacked(items, bases.shape[1])
         steps = dict.fromkeys((item.name for item in items), Linear.of(bases))
         combine_pass(items, steps, sink, self.plan.engine, title="Bases")

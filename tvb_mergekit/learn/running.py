@@ -12,6 +12,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.fisher_regmean import StatisticsMethod
 from tvb_mergekit.learn.gradients import CoefficientMethod
 from tvb_mergekit.learn.localize import Localize
+from tvb_mergekit.learn.wemoe import Wemoe
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.inputs import check_for_store
 from tvb_mergekit.plugin.planner import input_folders, planned
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Work]] = {
     "localize": Localize,
     "adamerging": CoefficientMethod,
     "atlas": CoefficientMethod,
+    "wemoe": Wemoe,
 }
 
 

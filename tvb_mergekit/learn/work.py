@@ -37,7 +37,7 @@ from tvb_mergekit.tensors.stream import Item, Sink
 
 LOG = logging.getLogger(__name__)
 LEARNED = "learned.json"  # in basis/ of a merged model
-LearningMethod = Literal["fisher", "regmean", "localize", "adamerging", "atlas"]
+LearningMethod = Literal["fisher", "regmean", "localize", "adamerging", "atlas", "wemoe"]
 Precision = Literal["float32", "bfloat16"]
 
 
@@ -69,6 +69,8 @@ class Request:
     store: str | None = None
     blocks: int = 1
     nonnegative: bool = False
+    unlabeled: bool = False
+    depth: int = 1
     precision: Precision = "float32"
     checkpointing: bool = False
     seed: int = 0
@@ -95,7 +97,8 @@ class Request:
         if self.store is not None:
             self._check_store(self.store)
         keys = self.document.varying
-        unused = [key for key in keys if (self.method, key) != ("adamerging", "lambda")]
+        lambdas = ("adamerging", "wemoe")
+        unused = [key for key in keys if key != "lambda" or self.method not in lambdas]
         if unused and recipe.vectors is None:  # a store's own recipes have some
             LOG.warning("%s does not use the recipe's `%s`", self.method, listed(unused))
 
@@ -149,7 +152,7 @@ class Work(ABC):
         self.files: list[DataFile] = []
         if source is None and not request.dataless:
             names = None if self.method == "atlas" else self.tasks
-            self.files = read_data(request.data, names, self.method == "adamerging")
+            self.files = read_data(request.data, names, self.unlabeled)
         self.encoded = {file.task: self._encoded(file) for file in self.files}
         self.seconds = 0.0
         self.passes = (0, 0)
@@ -157,6 +160,16 @@ class Work(ABC):
     @property
     def method(self) -> str:
         return self.request.method
+
+    @property
+    def how(self) -> str:
+        """The merge in words, for the model card."""
+        return f"merged by `tvb learn {self.method}` instead of the recipe's addition"
+
+    @property
+    def unlabeled(self) -> bool:
+        """Whether the entropy of the next token is the loss."""
+        return self.method == "adamerging" or self.request.unlabeled
 
     def _encoded(self, file: DataFile) -> list[Example]:
         models, folders = self.models, [self.models.folder(None)]
@@ -302,10 +315,7 @@ class Work(ABC):
         card = folder / "README.md"
         if card.exists():
             with card.open("a", encoding="utf-8") as stream:
-                stream.write(
-                    f"\nThe bases were merged by `tvb learn {self.method}` instead of the recipe's "
-                    f"addition: see `{FOLDER}/{LEARNED}`.\n"
-                )
+                stream.write(f"\nThe bases were {self.how}: see `{FOLDER}/{LEARNED}`.\n")
 
     def data_facts(self) -> list[dict[str, Any]]:
         return [

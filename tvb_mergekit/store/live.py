@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.store import store as stores
-from tvb_mergekit.store.api import Model, base_of, check_types
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.source import StateDict, Weights
@@ -37,7 +34,7 @@ class Live:
     def __init__(self, model: nn.Module, bases: Bases, base: Weights) -> None:
         self.model, self.bases, self._base = model, bases, base
         _moving(model, bases, base)
-        _check_weights(live_tensors(model, base)[0], base)
+        check_weights(live_tensors(model, base)[0], base)
         self._items = items_of(bases, base, None, bases.sources)
         self._known = {plain for plain, _ in _parameters(model)}
         self._lock = threading.RLock()
@@ -206,51 +203,6 @@ class ComparingSink:
             )
 
 
-def attach(
-    model: nn.Module, store: Bases | str | os.PathLike[str], base: Model | None = None
-) -> Live:
-    """The model as one that changes tasks in place: `.use("math")`, `.reset()`.
-
-    A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
-    (256 MB). It writes only the parameters that the store holds, in their dtypes and on their
-    devices. `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
-
-    Args:
-        model: any module whose state dict names its tensors as the base's files do, with the
-            base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder, or bases in memory.
-        base: theta_0; by default where the store says that it is.
-
-    Returns:
-        An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`.
-
-    Raises:
-        UserError: The base is not the store's. The model has other names, shapes or weights. A
-            parameter to be moved is quantized, on the meta device, in the memory of `base`, copied
-            by PEFT, or tied to one that moves otherwise.
-
-    >>> import torch, tvb_mergekit as tvb
-    >>> base = {"weight": torch.zeros(1, 2)}
-    >>> tuned = {"a": {"weight": torch.tensor([[1.0, 0.0]])}, "b": {"weight": torch.ones(1, 2)}}
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> _ = model.load_state_dict(base)
-    >>> live = attach(model, tvb.build(base, tuned, basis="none"), base)
-    >>> live.use({"a": 0.5, "b": 2}).weight.tolist()
-    [[2.5, 2.0]]
-    >>> live.reset().weight.tolist()
-    [[0.0, 0.0]]
-    """
-    check_types(attach, locals())
-    bases = store if isinstance(store, Bases) else stores.load(store)
-    given: Model = bases.base_name if base is None else base
-    if base is None and not os.path.exists(bases.base_name):
-        raise UserError(
-            f"base {given}: no such file or folder (from {os.getcwd()}); say with `base` where the "
-            f"base of {bases.place} is"
-        )
-    return Live(model, bases, base_of(bases, given))
-
-
 def _scales(tasks: str | Mapping[str, float]) -> dict[str, float]:
     """Task -> scale. Raises UserError: see `Live.use`."""
     if not isinstance(tasks, str | Mapping):
@@ -379,7 +331,7 @@ def _unfit(tensor: Tensor) -> str:
     return ""
 
 
-def _check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
+def check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
     """Raise UserError if sampled weights differ from the base, in the model's dtype."""
     fit = {n for n, t in live.items() if base.tensors[n].dtype.is_floating_point and not _unfit(t)}
     samples = [sample for sample in base.samples() if sample[0] in fit]

@@ -1,0 +1,319 @@
+"""WEMoE over bases: routed models against dense ones that merge the weights of each sequence."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import refused, tvb
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_learn import TASKS, Case, data_words
+from tiny import gpt2, llama, load
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+import tvb_mergekit as library
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.learn.data import Batch, Example, entropy, response_loss
+from tvb_mergekit.learn.descent import Descent, Schedule
+from tvb_mergekit.learn.wemoe import Routers
+from tvb_mergekit.store import routing
+from tvb_mergekit.store.routing import Routed, RoutedProduct, routed_layers
+
+PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
+
+
+def made(make: Any, depth: int = 1, bases: int = 3) -> Routed:
+    """A model in float64, with random bases and routers."""
+    torch.manual_seed(0)
+    model = make().double().eval().requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    moved, routers = {}, {}
+    for name, mlp in routed_layers(model).items():
+        for each in (name, f"{name[:-6]}bias"):
+            if each in parameters:
+                p = parameters[each]
+                p += 0.1 * torch.randn_like(p)
+                moved[each] = 0.1 * torch.randn(bases, *p.shape, dtype=p.dtype)
+        sizes = [32, 32, bases] if depth == 2 else [32, bases]
+        routers[mlp] = [
+            (torch.randn(b, a, dtype=p.dtype) / a**0.5, torch.randn(b, dtype=p.dtype))
+            for a, b in itertools.pairwise(sizes)
+        ]
+    return Routed(model, routers, moved)
+
+
+@contextmanager
+def routing_of(there: Routed) -> Iterator[None]:
+    there.route()
+    yield
+    there.reset()
+
+
+def dense(made: Routed, prompt: Sequence[int]) -> dict[str, Tensor]:
+    """The weights that the routers give one prompt, MLP after MLP, each seen through the model
+    with the earlier ones merged."""
+    model = made.model
+    theta = {name: p.clone() for name, p in model.named_parameters()}
+    for mlp, layers in made.routers.items():
+        seen = list[Tensor]()
+        noting: Any = lambda m, x, seen=seen: seen.append(x[0])  # noqa: E731
+        hook = model.get_submodule(mlp).register_forward_pre_hook(noting)
+        torch.func.functional_call(model, theta, kwargs={"input_ids": torch.tensor([prompt])})
+        hook.remove()
+        r = seen[0][0].mean(0)
+        for k, (weight, bias) in enumerate(layers):
+            r = weight @ (r.clamp(min=0) if k else r) + bias
+        for name, each in made.bases.items():
+            if name.startswith(f"{mlp}."):
+                theta[name] = theta[name] + sum(float(c) * b for c, b in zip(r, each, strict=True))
+    return theta
+
+
+def padded(prompts: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:
+    size = max(map(len, prompts))
+    rows, masks = [], []
+    for prompt in prompts:
+        gap = [0] * (size - len(prompt))
+        rows.append([*gap, *prompt] if left else [*prompt, *gap])
+        masks.append([*gap, *[1] * len(prompt)] if left else [*[1] * len(prompt), *gap])
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> None:
+    there = made(make, depth)
+    model, before = there.model, {n: p.clone() for n, p in there.model.named_parameters()}
+    plain = model(input_ids=torch.tensor([PROMPTS[0]])).logits
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    wanted: list[tuple[Tensor, dict[int, list[int]]]] = []
+    for prompt in PROMPTS:
+        with_own = AutoModelForCausalLM.from_config(model.config).double().eval()
+        with_own.load_state_dict(dense(there, prompt), strict=False)
+        ids = torch.tensor([prompt])
+        told = {beams: with_own.generate(ids, **how, num_beams=beams)[0] for beams in (1, 2)}
+        ends = {beams: each[len(prompt) :].tolist() for beams, each in told.items()}
+        wanted.append((with_own(input_ids=ids).logits[0], ends))
+    with routing_of(there):
+        rows = model(**padded(PROMPTS, left=False)).logits
+        for row, (logits, _) in zip(rows, wanted, strict=True):
+            assert (row[: len(logits)] - logits).abs().max() < 1e-6 * logits.abs().max()
+        for some in ([0, 1, 2], [1], [2, 2]):
+            batch = padded([PROMPTS[k] for k in some], left=True)
+            for beams in (1, 2):
+                told = model.generate(**batch, **how, num_beams=beams)
+                ends = told[:, batch["input_ids"].shape[1] :].tolist()
+                assert ends == [wanted[k][1][beams] for k in some]
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    assert torch.equal(plain, model(input_ids=torch.tensor([PROMPTS[0]])).logits)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence at a time, and all at once; weights of both orders."""
+    torch.manual_seed(0)
+    x, r, weight, bases = (
+        torch.randn(*size, dtype=torch.float64) for size in ((3, 4, 5), (3, 2), (6, 5), (2, 6, 5))
+    )
+    for turned in (True, False):
+        w, b = (weight, bases) if turned else (weight.mT.contiguous(), bases.mT.contiguous())
+        for block in (1, 2**28):
+            monkeypatch.setattr(routing, "BLOCK", block)
+            given = x.requires_grad_(), r.requires_grad_(), w, b, turned
+            assert torch.autograd.gradcheck(RoutedProduct.apply, given)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("loss", [response_loss, entropy])
+def test_gradients_of_routers_are_finite_differences(depth: int, loss: Any) -> None:
+    """GPT-2 in float64; the prompts of a batch have two, three and one tokens."""
+    there = made(gpt2, depth)
+    way, model = Routers(there), there.model
+    for variable in way.variables:
+        variable.requires_grad_()
+    examples = [Example(ids, start, 1) for ids, start in zip(PROMPTS, (2, 3, 1), strict=True)]
+    examples[1] = Example(PROMPTS[1], 3, 1, unlabeled=True)
+    if loss is response_loss:
+        del examples[1]
+    work = Descent(model, {}, way, loss, Schedule(epochs=1, rate=1.0, batch=8))
+    batch = Batch.of(examples, torch.device("cpu"))
+
+    def value() -> float:
+        with torch.no_grad():
+            logits = model(input_ids=batch.ids, attention_mask=batch.mask).logits
+        total = 0.0
+        for row, example in zip(logits, examples, strict=True):
+            logs = torch.log_softmax(row, -1)
+            stop = len(example.ids) - (not example.unlabeled)
+            if loss is entropy:
+                some = logs[example.start - 1 : stop]
+                total += float(-(some.exp() * some).sum(-1).mean())
+            else:
+                labels = torch.tensor(example.ids[example.start :])
+                total += float(cross_entropy(row[example.start - 1 : stop], labels))
+        return total / len(examples)
+
+    with routing_of(there):
+        work.gradients(examples)
+        assert there.prompts is not None
+        lengths = [2, 1] if loss is response_loss else [2, 3, 1]
+        assert there.prompts.sum(1).tolist() == lengths
+        for variable in way.variables:
+            gradient, flat = variable.grad, variable.detach().view(-1)
+            assert gradient is not None
+            for place in torch.randperm(flat.numel())[:3].tolist():
+                start, ends = float(flat[place]), []
+                for step in (1e-5, -1e-5):
+                    flat[place] = start + step
+                    ends.append(value())
+                flat[place] = start
+                wanted = (ends[0] - ends[1]) / 2e-5
+                assert abs(float(gradient.view(-1)[place]) - wanted) < 1e-6 * max(1, abs(wanted))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("wemoe"))
+
+
+def loaded(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def attached(folder: Path) -> Routed:
+    found = library.attach(loaded(folder), folder)
+    assert isinstance(found, Routed)
+    return found
+
+
+def held_in(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "basis" / "learned" / "routers.safetensors")
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "basis" / "learned.json").read_text())
+    return found
+
+
+def loss_of(model: nn.Module, data: Mapping[str, Any], live: Routed | None = None) -> float:
+    total = []
+    for ids, start in (each for some in data.values() for each in some):
+        if live is not None:
+            live.prompts = (torch.arange(len(ids)) < start)[None]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        total.append(float(cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]))))
+    return sum(total) / len(total)
+
+
+@pytest.mark.parametrize("basis", ["none", "balanced"])
+def test_routers_lower_the_loss_of_the_addition(case: Case, basis: str) -> None:
+    size = {} if basis == "none" else {"num_bases": 2}
+    source = case.recipe(f"{basis}-recipe", basis=basis, lambda_=0.4, **size)
+    words = (*case.words, "--no-subsample", "--held-out", 0, "--learning-rate", 0.01)
+    merged = case.learn(source, "wemoe", basis, *words, "--epochs", 6, "--batch-size", 4)
+    tvb("merge", source, case.folder / f"{basis}-added", "--quiet")
+    added = load(case.folder / f"{basis}-added")
+    assert all(torch.equal(t, added[n]) for n, t in merged.tensors.items())
+    held, encoder = held_in(merged.folder), merged.basis["encoder"]
+    base, models = load(case.base), [load(path) for path in case.models]
+    bases = {name: t for name, t in held.items() if ".router." not in name}
+    assert bases and all("mlp" in name for name in bases)
+    for name, found in bases.items():
+        taus = torch.stack([m[name] for m in models]) - base[name]
+        wanted = torch.einsum("im,i...->m...", torch.as_tensor(encoder).float(), taus)
+        assert torch.allclose(found, wanted, atol=1e-6)
+    live = attached(merged.folder)
+    before = loss_of(live.model, case.data)
+    model = live.route()
+    after = loss_of(model, case.data, live)
+    assert after < before - 0.01
+    (history,) = facts(merged.folder)["history"]
+    assert history["losses"][1] == pytest.approx(before, abs=0.05)
+    assert set(live.coefficients) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert loss_of(live.reset(), case.data) == before
+    assert "routers for the MLPs" in (merged.folder / "README.md").read_text()
+
+
+def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Path) -> None:
+    prompts = {t: [{"prompt": r["prompt"]} for r in each] for t, each in case.records.items()}
+    words = data_words(tmp_path, prompts)
+    source = case.recipe("forms", basis="balanced", num_bases=2)
+    tvb("build", source, tmp_path / "store", "--quiet")
+    short = ("--epochs", 2, "--learning-rate", 0.01, "--held-out", 0, "--depth", 2)
+    assert "`prompt` and `response`" in refused("learn", source, "wemoe", *words, "--out", tmp_path)
+    plain = case.learn(source, "wemoe", "plain", *words, "--unlabeled", *short)
+    told = facts(plain.folder)
+    assert told["unlabeled"] and told["depth"] == 2 and told["schedule"]["rate"] == 0.01
+    less = case.learn(source, "wemoe", "less", *words, "--unlabeled", *short, "--checkpointing")
+    stored = case.learn(tmp_path / "store", "wemoe", "stored", *words, "--unlabeled", *short)
+    want = held_in(plain.folder)
+    assert want["model.layers.0.mlp.router.1.weight"].any()
+    for other in (less, stored):
+        found = held_in(other.folder)
+        assert found.keys() == want.keys()
+        assert all(torch.allclose(found[n], t, atol=1e-4) for n, t in want.items())
+    dry = tvb("learn", source, "wemoe", *case.words, "--out", tmp_path / "no", "--dry-run").output
+    assert "wemoe over 2 bases" in dry and "backward" in dry
+
+
+def test_finished_routers_are_merged_by_resume(case: Case, monkeypatch: Any) -> None:
+    from tvb_mergekit.learn import running, wemoe
+
+    source, out = case.recipe("resumed", basis="none"), case.folder / "resumed-out"
+    words = ["learn", source, "wemoe", *case.words, "--epochs", 1, "--out", out, "--quiet"]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            running, "write_model", lambda *given: (_ for _ in ()).throw(UserError("no"))
+        )
+        assert "no" in refused(*words)
+    file = Path(f"{out}.partial") / "routers.safetensors"
+    assert file.is_file() and not out.exists()
+    other = refused(*words, "--resume", "--depth", 2)
+    assert "differs from this command in depth" in other
+    monkeypatch.setattr(wemoe, "Routed", None)
+    tvb(*words, "--resume")
+    assert held_in(out)
+
+
+def test_models_and_files_that_do_not_fit(case: Case, tmp_path: Path) -> None:
+    source = case.recipe("fit", basis="none")
+    merged = case.learn(source, "wemoe", "fit-out", *case.words, "--epochs", 1)
+    with pytest.raises(UserError, match="the model's weights are not the base's"):
+        library.attach(loaded(case.base), merged.folder)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in (*merged.folder.glob("*.json"), *merged.folder.glob("*.safetensors")):
+        (folder / file.name).write_bytes(file.read_bytes())
+    place = folder / "basis" / "learned" / "routers.safetensors"
+    place.parent.mkdir(parents=True)
+    held = held_in(merged.folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for told, metadata, tensors in (
+        ("a later tvb-mergekit", {"tvb_learned": '{"version": 9}'}, held),
+        (f"no tensor `{name}` of this shape", {}, {**held, name: held[name][:, 1:].contiguous()}),
+    ):
+        save_file(tensors, place, metadata)
+        with pytest.raises(UserError, match=told):
+            library.attach(loaded(folder), folder)
+    live = attached(merged.folder)
+    model = live.route()
+    cache = model(torch.tensor([PROMPTS[0]] * 2)).past_key_values
+    with pytest.raises(UserError, match="after prompts of 2 sequences"):
+        cache.batch_select_indices(torch.tensor([0]))
+        model(torch.tensor([[1]]), past_key_values=cache)
+    plain = case.recipe("no-mlp", basis="none", exclude="mlp")
+    assert "merge moves none of them" in refused(
+        "learn", plain, "wemoe", *case.words, "--out", tmp_path / "no"
+    )
+    with safe_open(merged.folder / "basis" / "learned" / "routers.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["tvb_learned"])["method"] == "wemoe"
+    assert set(TASKS) == {each["task"] for each in facts(merged.folder)["tasks"]}

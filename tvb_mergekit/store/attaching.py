@@ -1,0 +1,67 @@
+"""A loaded model with a folder that changes it: a store of tasks, or learned routers."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.api import Model, base_of, check_types, open_model
+from tvb_mergekit.store.live import Live, check_weights, live_tensors
+from tvb_mergekit.store.routing import Routed, routed_model, routers_in
+from tvb_mergekit.store.store import Bases
+
+
+def attach(
+    model: nn.Module, store: Bases | str | os.PathLike[str], base: Model | None = None
+) -> Live | Routed:
+    """The model as one that changes tasks in place: `.use("math")`, `.reset()`.
+
+    A model merged by `tvb learn wemoe` instead gets its routers: `.route()`, `.reset()`.
+
+    A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
+    (256 MB). It writes only the parameters that the store holds, in their dtypes and on their
+    devices. `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
+
+    Args:
+        model: any module whose state dict names its tensors as the base's files do, with the
+            base's weights in any of float16, bfloat16, float32 and float64.
+        store: a store's folder, or bases in memory. Or the folder of a model merged by
+            `tvb learn wemoe`, which `model` was loaded from.
+        base: theta_0; by default where the store says that it is.
+
+    Returns:
+        An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`; for routers one
+        with `route`, `reset`, `prompts` and `coefficients`.
+
+    Raises:
+        UserError: The base is not the store's. The model has other names, shapes or weights. A
+            parameter to be moved is quantized, on the meta device, in the memory of `base`, copied
+            by PEFT, or tied to one that moves otherwise.
+
+    >>> import torch, tvb_mergekit as tvb
+    >>> base = {"weight": torch.zeros(1, 2)}
+    >>> tuned = {"a": {"weight": torch.tensor([[1.0, 0.0]])}, "b": {"weight": torch.ones(1, 2)}}
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> _ = model.load_state_dict(base)
+    >>> live = attach(model, tvb.build(base, tuned, basis="none"), base)
+    >>> live.use({"a": 0.5, "b": 2}).weight.tolist()
+    [[2.5, 2.0]]
+    >>> live.reset().weight.tolist()
+    [[0.0, 0.0]]
+    """
+    check_types(attach, locals())
+    if not isinstance(store, Bases) and (file := routers_in(store)):
+        files = open_model(store)
+        check_weights(live_tensors(model, files)[0], files)
+        return routed_model(model, file)
+    bases = store if isinstance(store, Bases) else stores.load(store)
+    given: Model = bases.base_name if base is None else base
+    if base is None and not os.path.exists(bases.base_name):
+        raise UserError(
+            f"base {given}: no such file or folder (from {os.getcwd()}); say with `base` where the "
+            f"base of {bases.place} is"
+        )
+    return Live(model, bases, base_of(bases, given))
