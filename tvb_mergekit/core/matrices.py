@@ -29,7 +29,11 @@ Noise = Sequence[float] | None
 
 
 def merge_matrix(
-    settings: Settings, bases: Tensor, noise: Noise = None, shares: Sequence[float] | None = None
+    settings: Settings,
+    bases: Tensor,
+    noise: Noise = None,
+    shares: Sequence[float] | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> Tensor:
     """D of one matrix, by the method of the settings.
 
@@ -37,13 +41,18 @@ def merge_matrix(
         noise: the largest singular value that rounding can make in each B_m, [M]; None for float32
             entries.
         shares: of the entries that each B_m has, if it is a random sample, [M].
+        shape: of the matrices P B_m Q^T, if P and Q have orthonormal columns: D is then their
+            merge, between P and Q^T. Directions are counted in the larger matrices.
     """
+    rows, columns = shape or bases.shape[1:]
     if settings.method == "basis_iso":
-        return isotropic(bases, settings.common, noise)
+        return isotropic(bases, settings.common, noise, min(rows, columns))
     if settings.method == "basis_tsvm":
-        return singular_vectors(bases, noise)
+        return singular_vectors(bases, noise, min(rows, columns))
     assert settings.method == "basis_wudi"
-    return interference_free(bases, settings.flow_time, settings.rank_share, noise, shares)
+    every = min(columns, len(bases) * rows)
+    how = settings.flow_time, settings.rank_share
+    return interference_free(bases, *how, noise, shares, every)
 
 
 def rounding_noise(matrix: Tensor, unit: float) -> float:
@@ -63,7 +72,9 @@ def rounding_noise(matrix: Tensor, unit: float) -> float:
     return 0.6 * unit * float(rows + columns)
 
 
-def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor:
+def isotropic(
+    bases: Tensor, common: float = 1.0, noise: Noise = None, rank: int | None = None
+) -> Tensor:
     """D with one singular value for all its directions: those of the sum, or of each B_m as well.
 
     Iso-C (Marczak et al., ICML 2025, arXiv 2502.04959): mean(S) U V^T, for U S V^T = sum_m B_m and
@@ -74,17 +85,19 @@ def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor
     Args:
         common: the sum's share of the r directions, 0 to 1. The B_m share the rest equally, rounded
             as in the authors' code, but never more than r in all (their code may exceed r near M).
+        rank: r, if the bases are cores of larger matrices (see `merge_matrix`).
     """
-    count, rank = len(bases), min(bases.shape[1:])
-    noise = _noise_of(bases, noise)
+    count, most = len(bases), min(bases.shape[1:])
+    rank, noise = rank or most, _noise_of(bases, noise)
     share = _share(rank, count, common)
     if not share:
         polar, sizes = _polar(bases.sum(0), sum(noise))
-        return polar.mul_(sizes.mean())
-    common_left, values, common_right = top_triples(bases.sum(0), rank - count * share, sum(noise))
+        return polar.mul_(sizes.sum() / rank)
+    top, share = min(rank - count * share, most), min(share, most)  # others are zeros
+    common_left, values, common_right = top_triples(bases.sum(0), top, sum(noise))
     floor = NULL * float(values[:1].sum())
-    left, sizes, right = _places(bases, rank)
-    part = slice(count * share, rank)
+    left, sizes, right = _places(bases, count * share + top)
+    part = slice(count * share, None)
     left[:, part], sizes[part], right[:, part] = common_left, values, common_right
     blur = _blur(values, sum(noise))
     del common_right
@@ -96,17 +109,20 @@ def isotropic(bases: Tensor, common: float = 1.0, noise: Noise = None) -> Tensor
     del common_left, outside
     left = _polar(left, blur)[0]  # neither is held longer than it is needed
     right = _polar(right, blur)[0]
-    return left.mul_(sizes.mean()) @ right.T
+    return left.mul_(sizes.sum() / rank) @ right.T
 
 
-def singular_vectors(bases: Tensor, noise: Noise = None) -> Tensor:
+def singular_vectors(bases: Tensor, noise: Noise = None, rank: int | None = None) -> Tensor:
     """D = U S V^T of the bases' first singular triples, U and V made orthonormal.
 
     TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): the first r // M triples of each B_m. The
     polar factors of all U and of all V, side by side, replace U and V. D is 0 if r < M.
+
+    Args:
+        rank: r, if the bases are cores of larger matrices (see `merge_matrix`).
     """
-    count, noise = len(bases), _noise_of(bases, noise)
-    share = min(bases.shape[1:]) // count
+    count, noise, most = len(bases), _noise_of(bases, noise), min(bases.shape[1:])
+    share = min((rank or most) // count, most)
     left, sizes, right = _places(bases, count * share)
     blur = 0.0
     for number, base in enumerate(bases):
@@ -124,6 +140,7 @@ def interference_free(
     rank_share: float | str = 1.0,
     noise: Noise = None,
     shares: Sequence[float] | None = None,
+    directions: int | None = None,
 ) -> Tensor:
     """D on the way from S = sum_m B_m to the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
 
@@ -142,6 +159,7 @@ def interference_free(
             adaptive rank (sum sqrt a)^2 / sum a.
         shares: If each B_m is a sample of a share s of the entries of some B, times 1 / s, then
             E[B_m^T B_m] = B^T B + (1 / s - 1) diag(B^T B). So diag(B_m^T B_m) is multiplied by s.
+        directions: min(n, M m), if the bases are cores of larger matrices (see `merge_matrix`).
     """
     count, rows, columns = bases.shape
     shares = [1.0] * count if shares is None else shares
@@ -170,7 +188,8 @@ def interference_free(
             del matrix, square
     values, vectors = torch.linalg.eigh(normal)
     del normal
-    push = (push @ vectors).mul_(_gains(values, flow_time, rank_share, floor)) @ vectors.T
+    gains = _gains(values, flow_time, rank_share, floor, directions)
+    push = (push @ vectors).mul_(gains) @ vectors.T
     return total.sub_((push @ sides if small else push).float())
 
 
@@ -183,16 +202,22 @@ def _flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
     return torch.float64 if rough else torch.float32
 
 
-def _gains(values: Tensor, time: float | str, rank_share: float | str, floor: float) -> Tensor:
-    """g(a) of eigenvalues a [k], increasing; 0 if sqrt(a) <= `floor` or outside the share."""
+def _gains(
+    values: Tensor, time: float | str, rank_share: float | str, floor: float, every: int | None
+) -> Tensor:
+    """g(a) of eigenvalues a [k], increasing; 0 if sqrt(a) <= `floor` or outside the share.
+
+    The share is of `every`, k by default. Further eigenvalues are zeros.
+    """
+    every = every or len(values)
     values = values.clamp(min=0)
     end, trace = math.inf if time == "exact" else float(time), float(values.sum())
     if rank_share == "auto":
-        rank_share = min(1.0, float(values.sqrt().sum()) ** 2 / (trace or 1.0) / len(values))
+        rank_share = min(1.0, float(values.sqrt().sum()) ** 2 / (trace or 1.0) / every)
     cut = max(floor**2, NULL**2 * trace)
     gains = torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
-    kept = max(1, math.ceil(len(gains) * float(rank_share) - FLOAT32))
-    gains[: len(gains) - kept] = 0
+    kept = max(1, math.ceil(every * float(rank_share) - FLOAT32))
+    gains[: max(0, len(gains) - kept)] = 0
     return gains
 
 

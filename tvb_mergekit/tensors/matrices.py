@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
 from tvb_mergekit.core.encoders import sum_alone
+from tvb_mergekit.core.lora import Factors, truncate
 from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix, rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
@@ -126,9 +127,7 @@ def merge_matrices(
     summing: RunningSums | None = None,
 ) -> Iterator[bool]:
     """Merge each matrix of a tensor in two or three dimensions; results as of `merge_one`."""
-    encoder = basis.weighted_encoder
-    if sum_alone(basis.settings):
-        encoder = encoder.sum(1, keepdim=True)
+    encoder = merged_encoder(basis)
     rows, columns = item.shape[-2:]
     held = matrix_bytes(basis.settings, encoder.shape[1], rows, columns)
     for first in range(0, max(1, item.numel), max(1, rows * columns)):  # once if it is empty
@@ -138,11 +137,51 @@ def merge_matrices(
         yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base, summing)
 
 
+def merged_encoder(basis: Combination) -> Tensor:
+    """From the inputs to the bases that the method merges, [N, M], or to their sum, [N, 1]."""
+    encoder = basis.weighted_encoder
+    return encoder.sum(1, keepdim=True) if sum_alone(basis.settings) else encoder
+
+
 def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
     squares = encoder.square()
     each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
     shares = (each @ squares / squares.sum(0)).tolist()
     return merge_matrix(settings, bases, input_noise(matrix, encoder, bases), shares)
+
+
+def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -> Factors:
+    """The factors of a merged matrix from those of its updates, without loss: no larger matrix.
+
+    Orthonormal P and Q (QR) span the columns of all `left` and the rows of all `right`. Each update
+    is P C_i Q^T, and its core C_i has at most as many rows and columns as the sum of all ranks. All
+    methods except TIES commute with P and Q, so the cores are merged instead of the matrices.
+
+    Args:
+        item: with `tunables`.
+        updates: [T], of rank 0 for a matrix that an adapter does not change.
+
+    Returns:
+        Factors as `truncate` makes them. Their rank is the number of directions that are not zero.
+    """
+    settings, values = basis.settings, item.tunables
+    assert values is not None
+    left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double()).Q
+    right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double()).Q
+    cores = torch.stack([(left.T @ u.left.double()) @ (u.right.double() @ right) for u in updates])
+    if count_matrices(settings, item, basis.num_bases):
+        encoder = merged_encoder(basis)
+        bases = torch.einsum("tm,tab->mab", encoder, cores).float()
+        shape = item.shape[0], item.shape[1]
+        core = merge_matrix(settings, bases, shape=shape).mul_(values.lambda_ * basis.scale)
+    else:
+        core = torch.zeros_like(cores[0])
+        for scale, weights in basis.terms(values.lambda_, values.alpha):
+            core += scale * torch.einsum("t,tab->ab", weights, cores)
+    small = truncate(core.float(), min(core.shape))
+    rank = int(small.left.any(0).sum())
+    halves = left @ small.left[:, :rank].double(), small.right[:rank].double() @ right.T
+    return Factors(halves[0].float(), halves[1].float())
 
 
 def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
