@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from commands import contents, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Dense, expect
 from safetensors.torch import load_file, save_file
+from test_lora import dense as dense_of
 from test_lora import model_of
 from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor
@@ -309,3 +312,103 @@ def test_mistakes(models, stores, tmp_path, case):
 def test_options_of_adapters_need_lora(stores, tmp_path):
     said = refused("export", stores["dense"], tmp_path / "out", "--task", "math", "--rank", 2)
     assert "--rank is for adapters: add --lora" in said
+
+
+# Merges as adapters
+
+
+FILTERS = [{"filter": "mlp", "value": 0.2}, {"value": 0.7}]
+MERGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "addition": ("basis_ta", {"basis": "none", "lambda": 0.6}),
+    "filters": ("basis_ta", {"basis": "pca", "num_bases": 2, "lambda": FILTERS}),
+    "negation": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 0.5}),
+    "iso": ("basis_iso", {"basis": "none"}),
+    "iso-cts": ("basis_iso", {"basis": "none", "common": 0.8, "lambda": 1.5}),
+    "tsvm": ("basis_tsvm", {"basis": "none"}),
+    "tsvm of bases": ("basis_tsvm", {"basis": "pca", "num_bases": 2}),
+    "wudi": ("basis_wudi", {"basis": "none", "flow_time": 3}),
+    "wudi, few directions": ("basis_wudi", {"basis": "none", "rank_share": 0.05}),
+}
+
+
+RANKS = {"mixed adapters": (4, 2, 3), "conv1d adapters": (4, 4, 4)}
+
+
+@pytest.mark.parametrize("family_of", ["mixed adapters", "conv1d adapters"])
+@pytest.mark.parametrize("case", MERGES)
+def test_adapters_merge_to_an_adapter_without_loss(world, tmp_path, case, family_of):
+    method, keys = MERGES[case]
+    models, out = world(family_of), tmp_path / "out"
+    tvb("merge", write(models.recipe(method, **keys), tmp_path / "r"), out, "--lora", "--quiet")
+    _, [found] = by_peft(models.base, out)
+    base, infos = models.states[0], Checkpoint.open(models.base).tensors
+    adapters = [Adapter.open(each.partition("+")[2], infos).factors for each in models.listed]
+    tuned = [
+        {n: t + (dense_of(of[n]) if n in of else 0) for n, t in base.items()} for of in adapters
+    ]
+    names = [name for name in base if any(name in of for of in adapters)]
+    dense = Dense(base, tuned, names)
+    varying: Any = (
+        {"lambda": lambda name: 0.2 if "mlp" in name else 0.7}
+        if keys.get("lambda") is FILTERS
+        else None
+    )
+    want = expect(dense, method, keys, {}, models.tasks, varying).tensors
+    change = {name: want[name].double() - base[name].double() for name in found}
+    assert set(found) == set(names) and off(found, change) <= 1e-5
+    said = json.loads((out / REPORT).read_text())
+    assert said["all"]["relative_error"] <= 1e-6 and said["what"].startswith(
+        f"{method} of 3 models"
+    )
+    ranks = {name: said["tensors"][name]["rank"] for name in names}
+    config = json.loads((out / CONFIG).read_text())
+    assert max(ranks.values()) == config["r"] <= sum(r for r in RANKS[family_of])
+
+
+TRUNCATED: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
+    "models": ("", TASKS[:3], {"basis": "balanced", "num_bases": 2, "density": 0.5}),
+    "tasks": ("lossless", TASKS[:3], {"basis": "none", "common": 0.5}),
+    "bases": ("dense", ("basis-000", "basis-001"), {"lambda": [0.2, 0.9]}),
+}
+
+
+@pytest.mark.parametrize("case", TRUNCATED)
+def test_other_merges_are_the_best_of_a_rank(models, stores, tmp_path, case):
+    store, names, keys = TRUNCATED[case]
+    listed = [stores[store] / name if store else models[name] for name in names]
+    method = {"models": "basis_ties", "tasks": "basis_iso", "bases": "basis_ta"}[case]
+    file = write(recipe(method, models["base"], listed, **keys), tmp_path / "r")
+    tvb("merge", file, tmp_path / "full", "--quiet")
+    tvb("merge", file, tmp_path / "lora", "--lora", "--rank", 4, "--quiet")
+    check(models["base"], tmp_path / "lora", tau_of(models["base"], tmp_path / "full"))
+
+
+def test_adapters_by_ties_and_of_a_size(world, tmp_path):
+    models, out = world("mixed adapters"), tmp_path / "out"
+    file = write(models.recipe("basis_ties", basis="none", trim="tensor"), tmp_path / "r")
+    cache = ("--lora-merge-cache", tmp_path / "fused")
+    tvb("merge", file, tmp_path / "full", *cache, "--quiet")
+    tvb("merge", file, out, "--lora", "--rank", 3, "--quiet")
+    found, tau = by_peft(models.base, out)[1][0], tau_of(models.base, tmp_path / "full")
+    for name, change in found.items():
+        error = float((change - tau[name]).norm())
+        assert error <= best(tau[name], 3) * 1.0001 + 1e-5 * float(tau[name].norm())
+
+
+def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
+    made, words = world("mixed adapters"), ("--lora", "--quiet")
+    two = recipe("basis_ta", models["base"], [models["math"]])
+    for plan, more, said in (
+        (two, words, "no exact factors (not all models are adapters): give --rank R"),
+        (two, ("--rank", 2), "--rank is for adapters: add --lora"),
+        (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),
+        (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
+        (made.recipe(**{"lambda": [0.1, 0.9]}), words, "no layer gradient; merge the adapters"),
+        (
+            made.recipe("basis_negate", forget="math", alpha=[{"filter": "mlp", "value": 1}]),
+            words,
+            "alpha: no value for tensor `model.layers.0.self_attn",
+        ),
+    ):
+        assert said in refused("merge", write(plan, tmp_path / "r"), tmp_path / "out", *more)
+    assert not (tmp_path / "out").exists()

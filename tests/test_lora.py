@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from worlds import Models
+from worlds import CONV, Models
 
 from tvb_mergekit.core import lora
 from tvb_mergekit.core.lora import Factors
@@ -36,7 +36,6 @@ from tvb_mergekit.tensors.source import TensorInfo
 
 CONFIG, WEIGHTS = peft_files.CONFIG, peft_files.WEIGHTS
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CONV = ["c_attn", "c_proj", "c_fc"]  # attn.c_proj is square
 
 
 @pytest.fixture(scope="module")

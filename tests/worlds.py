@@ -221,6 +221,7 @@ def other_order(folder: Path) -> Models:
     return made
 
 
+CONV = ["c_attn", "c_proj", "c_fc"]  # of GPT-2; attn.c_proj is square
 ADAPTERS: tuple[dict[str, Any], ...] = (
     {},
     {"target_modules": ["q_proj", "up_proj"], "r": 2, "task_type": "CAUSAL_LM"},
@@ -228,10 +229,12 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def adapters(folder: Path, configs: Sequence[Mapping[str, Any]] = ({}, {}, {})) -> Models:
+def adapters(
+    folder: Path, configs: Sequence[Mapping[str, Any]] = ({}, {}, {}), make: Make = llama
+) -> Models:
     from test_lora import train
 
-    base, _ = family(folder, tasks=())
+    base, _ = family(folder, make, tasks=())
     start, listed = load(base), []
     states = [{name: tensor.double() for name, tensor in start.items()}]
     for seed, (task, config) in enumerate(zip(THREE, configs, strict=True)):
@@ -362,6 +365,7 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "other order": other_order,
     "adapters": adapters,
     "mixed adapters": partial(adapters, configs=ADAPTERS),
+    "conv1d adapters": partial(adapters, configs=[{"target_modules": CONV}] * 3, make=gpt2),
     "store of pca": partial(a_store, basis="pca"),
     "store of balanced": partial(a_store, basis="balanced"),
     "store of rand_proj": partial(a_store, basis="rand_proj"),

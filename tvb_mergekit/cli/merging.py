@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,7 @@ from tvb_mergekit.cli.options import (
     PLACE,
     RECIPE_OR_STORE,
     SHARE,
+    Body,
     base_of,
     command,
     devices_of,
@@ -37,13 +39,45 @@ from tvb_mergekit.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.store.store import Bases
+    from tvb_mergekit.tensors.factoring import Truncation
 
-OF_LORA = ("rank", "energy", "size", "sums", "model")
+SIZES = ("rank", "energy", "size")
 ONE_OF = {
     False: "give one of --task NAME, --basis K, --all-bases and --all DIR",
     True: "--lora goes with one of --task NAME, --basis K, --all and --model FOLDER",
 }
+
+
+def lora_options(what: str) -> Callable[[Body], Body]:
+    """--lora with this help, and the size of an adapter."""
+    options = (
+        flag("--lora", help=what),
+        option("--rank", type=COUNT, metavar="R", help="--lora: one rank for all matrices."),
+        option(
+            "--energy", type=SHARE, help="--lora: a share of norm^2. Slow: all singular values."
+        ),
+        option("--size", metavar="SIZE", help="--lora: the best ranks in SIZE bytes, like 20MB."),
+    )
+    return lambda body: functools.reduce(lambda made, each: each(made), options[::-1], body)
+
+
+def _truncation(values: dict[str, Any], least: int = 1) -> Truncation:
+    """The size of an adapter by the options: one of three, or at most one."""
+    from tvb_mergekit.tensors.factoring import Truncation
+    from tvb_mergekit.tensors.layout import parse_memory
+
+    rank, energy, size = (values[key] for key in SIZES)
+    if not least <= sum(each is not None for each in (rank, energy, size)) <= 1:
+        raise UserError("--lora goes with one of --rank R, --energy SHARE and --size SIZE")
+    return Truncation(rank, energy, parse_memory(size) if size else None)
+
+
+def _check_lora(values: dict[str, Any], *options: str) -> None:
+    """Raise UserError if an option of adapters was given without --lora."""
+    if given := [key for key in (*SIZES, *options) if values[key]]:
+        raise UserError(f"--{given[0]} is for adapters: add --lora")
 
 
 @command("base", "device", "multi_gpu", "memory", *ACCESS, "quiet", writes="out", several=True)
@@ -53,8 +87,15 @@ ONE_OF = {
 @option("--out-shard-size", metavar="SIZE", default="5B", help="mergekit's: 500M, 5B ...")
 @option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Copy the base's into OUT.")
 @option("--write-model-card/--no-write-model-card", default=True, help="Write OUT/README.md.")
+@lora_options("Write a LoRA adapter, not a model. A RECIPE of adapters needs no size.")
+@option("--dtype", type=DTYPES, help="--lora: dtype of the factors, by default float32.")
 def merge(
-    recipe: str, out: str, method: str | None, base: str | None, memory: int, **values: Any
+    recipe: str,
+    out: str,
+    method: str | None,
+    base: str | None,
+    memory: int,
+    **values: Any,
 ) -> None:
     """Merge the models of RECIPE into OUT, with the same bits as `mergekit-yaml`, and faster.
 
@@ -62,13 +103,25 @@ def merge(
     recipe: `tvb merge STORE OUT --method add`. Tensors are streamed. They use at most --memory,
     for models and shards of any size.
 
+    --lora writes a LoRA adapter, which PEFT and servers add to the base. If all models are
+    adapters, BASE+ADAPTER, the merge has exact factors, except by basis_ties. Other merges are
+    truncated to --rank, --energy or --size. The command prints and stores the error.
+
     \b
     Example:
       tvb merge recipe.yml ./merged --memory 2GB
+      tvb merge adapters.yml ./merged-lora --lora
       torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
     """
     from tvb_mergekit.tensors import ranks
 
+    if values["lora"]:
+        ranks.one_only("tvb merge --lora")
+        _merge_to_adapter(document_of(recipe, method, base), out, values | {"memory": memory})
+        return
+    _check_lora(values, "dtype")
+    for name in ("lora", "dtype", *SIZES):
+        del values[name]
     devices = devices_of(values)
     values["device"] = None if values["multi_gpu"] else str(devices[0])
     values["quiet"] |= not ranks.world().leads
@@ -77,6 +130,20 @@ def merge(
     from tvb_mergekit.plugin.run import merge_recipe
 
     merge_recipe(document, out, memory, **values)
+
+
+def _merge_to_adapter(document: Document, out: str, values: dict[str, Any]) -> None:
+    import torch
+    from rich.console import Console
+
+    from tvb_mergekit.plugin.lora import merge_to_adapter
+    from tvb_mergekit.tables import show
+
+    size, dtype = _truncation(values, least=0), dtype_of(values["dtype"]) or torch.float32
+    options = model_options(values | {"fuse": values["lora_merge_cache"] is not None})
+    reports = merge_to_adapter(document, out, size, dtype, engine_of(values), options)
+    show([report.sheet for report in reports], Console(highlight=False))
+    click.echo(f"Written to {out}")
 
 
 @command("device", *MODELS, "quiet")
@@ -113,10 +180,7 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
 @flag("--all-bases", help="A model for each basis, OUT/basis-000 ...")
 @folder("--all", "every", type=str, is_flag=False, flag_value="", help="All tasks' models, in DIR.")
 @option("--dtype", type=DTYPES, help="Dtype: by default a model has the base's, --lora float32.")
-@flag("--lora", help="Write LoRA adapters, not models; with --all of all bases, or of all tasks.")
-@option("--rank", type=COUNT, metavar="R", help="--lora: one rank for all matrices.")
-@option("--energy", type=SHARE, help="--lora: this share of norm^2. Slow: all singular values.")
-@option("--size", metavar="SIZE", help="--lora: the best ranks in SIZE bytes, such as 20MB.")
+@lora_options("Write LoRA adapters, not models; with --all of all bases, or of all tasks.")
 @flag("--sums", help="--lora --all: also each task as one adapter, the sum of those of the bases.")
 @place("--model", help="--lora: the difference of this model from --base, without a STORE.")
 def export(store: str, out: str | None, lora: bool, **values: Any) -> None:
@@ -133,8 +197,8 @@ def export(store: str, out: str | None, lora: bool, **values: Any) -> None:
       tvb export --model ./math --base ./base ./small-lora --lora --size 20MB
     """
     model, every = values["model"], values["every"]
-    if not lora and (given := [key for key in OF_LORA if values[key]]):
-        raise UserError(f"--{given[0]} is for adapters: add --lora")
+    if not lora:
+        _check_lora(values, "sums", "model")
     kinds = ("task", "basis", "every", "model" if lora else "all_bases")
     given = [key for key in kinds if values[key] is not None and values[key] is not False]
     if len(given) != 1 or (lora and values["all_bases"]):
@@ -187,12 +251,8 @@ def _write_adapters(
 
     from tvb_mergekit.store import lora
     from tvb_mergekit.tables import show
-    from tvb_mergekit.tensors.factoring import Truncation
-    from tvb_mergekit.tensors.layout import parse_memory
 
-    rank, energy, size, every = (values[key] for key in ("rank", "energy", "size", "every"))
-    if sum(each is not None for each in (rank, energy, size)) != 1:
-        raise UserError("--lora goes with one of --rank R, --energy SHARE and --size SIZE")
+    cut, every = _truncation(values), values["every"]
     if values["sums"] and every is None:
         raise UserError("--sums adds up the adapters of bases: it goes with --all")
     scales: lora.Scales = {}
@@ -217,7 +277,6 @@ def _write_adapters(
             adapters = [lora.NewAdapter("", title, column[:, 0])]
         name, weights, folder = base_of(bases, base)
         items, inputs = lora.items_of_store(bases, weights), bases.labels
-    cut = Truncation(rank, energy, parse_memory(size) if size else None)
     dtype, engine = dtype_of(values["dtype"]) or torch.float32, engine_of(values)
     exporter = lora.AdapterExport(items, inputs, weights, name, folder, cut, dtype, engine)
     sources = [str(each) for each in (model or store, folder) if each is not None]

@@ -108,23 +108,31 @@ class Combination(ABC):
         """Whether the thresholds are those of the complete bases."""
         return self.trims and self.settings.trim == "model"
 
-    def step(self, values: Tunables, alone: bool = False, thresholds: Tensor | None = None) -> Step:
+    def step(
+        self,
+        values: Tunables,
+        alone: bool = False,
+        thresholds: Tensor | None = None,
+        add_base: bool = True,
+    ) -> Step:
         """The merge of one tensor.
 
         Args:
             alone: only the direction that a tuned coefficient scales, without theta_0: `addition`,
                 TrimElectMerge(B_1 ... B_M), or with `forget` the task vectors to forget.
             thresholds: of each basis, [M] float32, if the method trims.
+            add_base: false: the change of theta_0.
         """
         if self.trims:
             assert thresholds is not None
             scale = 1.0 if alone else values.lambda_ * self.scale
             how = self.settings.merge_func
-            return TrimElectMerge(self.weighted_encoder, thresholds, how, scale, not alone)
+            add_base = add_base and not alone
+            return TrimElectMerge(self.weighted_encoder, thresholds, how, scale, add_base)
         if alone:
             direction = self.forgetting if self.settings.forget else self.addition
             return Linear([[(1.0, direction)]], add_base=False)
-        return Linear([self.terms(values.lambda_, values.alpha)])
+        return Linear([self.terms(values.lambda_, values.alpha)], add_base)
 
     def terms(self, lambda_: float, alpha: float = 0.0) -> list[Term]:
         """lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, in the order of addition."""

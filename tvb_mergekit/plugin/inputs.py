@@ -139,14 +139,14 @@ def _local(model: ModelReference, options: Options) -> Checkpoint:
     return Checkpoint.open(model.local_path(options.transformers_cache))
 
 
-def check_for_store(document: Document) -> None:
-    """Raise UserError if a store cannot hold the merge of a recipe. Needs no plan."""
+def check_for_store(document: Document, what: str = "a store") -> None:
+    """Raise UserError if a store, or an adapter, cannot hold the merge of a recipe."""
     config = document.config
     if config.slices:
-        raise UserError("`slices`: a store has the base's layers; list the models under `models`")
+        raise UserError(f"`slices`: {what} has the base's layers; list the models under `models`")
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):
-        raise UserError(f"`tokenizer_source` is {source}: a store needs `tokenizer_source: base`")
+        raise UserError(f"`tokenizer_source` is {source}: {what} needs `tokenizer_source: base`")
 
 
 def dense_of(document: Document, plan: Plan) -> Dense:

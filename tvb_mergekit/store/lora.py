@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.store.api import open_model
@@ -25,7 +26,7 @@ from tvb_mergekit.tables import Sheet
 from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, kinds_of_biased
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.factoring import Change, Factored, Target, Truncation, added
+from tvb_mergekit.tensors.factoring import Change, Factored, Target, Truncation, added, joined
 from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item
@@ -93,7 +94,9 @@ class AdapterExport:
         items: The tensors of the task vectors, each once, under the base's names.
         inputs: Names of the inputs of each item, for messages.
         base_name, base_folder: The base in the adapters' configurations, and its folder.
+        size: With no rank, energy or bytes, adapters without parts get the factors `known`.
         dtype: The dtype of the factors.
+        known: Gives the factors of an item, as the base stores its matrix.
     """
 
     items: Sequence[Item]
@@ -104,6 +107,7 @@ class AdapterExport:
     size: Truncation
     dtype: torch.dtype = torch.float32
     engine: Engine = Engine()
+    known: Callable[[Item], Factors] | None = None
 
     def write(
         self, adapters: Sequence[NewAdapter], out: str, sources: Sequence[str], tasks: Scales
@@ -135,7 +139,8 @@ class AdapterExport:
             raise UserError(f"{adapter.title}: no tensor is a matrix of a module; nothing to write")
         names = [self.inputs[k] for k in used]
         parts = [(scale, Checkpoint.open(place / of / WEIGHTS)) for scale, of in adapter.parts]
-        change = Change(adapter.column[used], names, targets, parts, self.dtype, self.engine)
+        known = partial(joined, parts) if parts else self._known if not any(self.size) else None
+        change = Change(adapter.column[used], names, targets, known, self.dtype, self.engine)
         ranks = change.ranks(self.size)
         folder.mkdir(parents=True, exist_ok=True)
         found = change.write(folder / WEIGHTS, ranks)
@@ -149,6 +154,13 @@ class AdapterExport:
         every = added("all", found).as_json()
         _write_json(folder / REPORT, {**said, "all": every, "tensors": tensors})
         return AdapterReport(adapter.title, found)
+
+    def _known(self, target: Target) -> Factors:
+        assert self.known is not None
+        both = self.known(target.item)
+        if target.transposed:
+            return Factors(both.right.T.contiguous(), both.left.T.contiguous())
+        return both
 
     @cached_property
     def _config(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -37,11 +37,14 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Truncation(NamedTuple):
-    """The size of an adapter, one of three: a rank for all matrices, a share of energy, bytes."""
+    """The size of an adapter: a rank for all matrices, a share of energy, or bytes.
 
-    rank: int | None
-    energy: float | None
-    nbytes: int | None
+    None of the three: all directions of matrices whose factors are known.
+    """
+
+    rank: int | None = None
+    energy: float | None = None
+    nbytes: int | None = None
 
 
 class Target(NamedTuple):
@@ -91,6 +94,20 @@ class Factored:
         return {**said, **({"reason": self.reason} if self.reason else {})}
 
 
+Known = Callable[[Target], Factors]
+
+
+def joined(parts: Sequence[tuple[float, Checkpoint]], target: Target) -> Factors:
+    """The factors of a sum of adapters in files, each with its scale."""
+    (left, (_, tall)), (right, (_, wide)) = target.shapes(0, torch.float32).items()
+    halves = [torch.empty(tall)], [torch.empty(wide)]
+    for scale, part in parts:
+        if left in part.tensors:
+            halves[0].append(scale * part.tensor(left).float())
+            halves[1].append(part.tensor(right).float())
+    return Factors(torch.cat(halves[0], 1), torch.cat(halves[1]))
+
+
 def added(name: str, tensors: Sequence[Factored]) -> Factored:
     """Several tensors as one, with their largest rank."""
     return Factored(
@@ -110,27 +127,25 @@ class Change:
         column: [T].
         tasks: Names of the T inputs of each item, for messages.
         targets: The matrices that get factors.
-        parts: Join their factors, instead of truncating the matrices.
+        known: Gives the factors B and A of a matrix, which else is truncated.
         dtype: The dtype of the factors.
     """
 
     column: Tensor
     tasks: Sequence[str]
     targets: Sequence[Target]
-    parts: Sequence[tuple[float, Checkpoint]]  # scales and files of adapters that add up to it
+    known: Known | None
     dtype: torch.dtype
     engine: Engine
 
     def ranks(self, size: Truncation) -> list[int]:
-        """The rank of each matrix: the sum of its parts, the same for all, or by energy or bytes.
+        """The rank of each matrix: as it is known, the same for all, or by energy or bytes.
 
         Raises:
             UserError: The bytes hold no direction, or the engine's memory does not hold a matrix.
         """
-        if self.parts:
-            names = [next(iter(target.shapes(0, self.dtype))) for target in self.targets]
-            held = [[p.tensors[name] for _, p in self.parts if name in p.tensors] for name in names]
-            return [sum(half.shape[1] for half in halves) for halves in held]
+        if self.known is not None:
+            return [self.known(target).rank for target in self.targets]
         sides = [min(target.item.shape) for target in self.targets]
         if size.rank is not None:
             return [min(size.rank, max(sides))] * len(sides)
@@ -170,7 +185,7 @@ class Change:
                     reason = SMALL if square else ZERO
                     found.append(Factored(target.item.name, 0, 0, square, square, reason))
                     continue
-                both = self._joined(target) if self.parts else truncate(matrix, rank)
+                both = self.known(target) if self.known else truncate(matrix, rank)
                 halves = both.left.to(self.dtype), both.right.to(self.dtype)
                 for half in halves:
                     file.write(half.view(-1).view(torch.uint8).numpy().data)
@@ -199,14 +214,6 @@ class Change:
         for target, rank in zip(self.targets, ranks, strict=True):
             made |= target.shapes(rank, self.dtype) if rank else {}
         return made
-
-    def _joined(self, target: Target) -> Factors:
-        left, right = target.shapes(0, torch.float32)
-        held = [(scale, part) for scale, part in self.parts if left in part.tensors]
-        return Factors(
-            torch.cat([scale * part.tensor(left).float() for scale, part in held], 1),
-            torch.cat([part.tensor(right).float() for _, part in held]),
-        )
 
     def _matrices(self, ranks: Sequence[int], title: str) -> Iterator[Tensor]:
         """Yield each matrix, [out, in] float32 on the first device."""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,9 +31,10 @@ from tvb_mergekit.tensors.passes import (
     gram_pass,
     share_of,
 )
-from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.stream import Item, Sink, whole_parts
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
+from tvb_mergekit.tensors.writing import MemorySink
 
 LOG = logging.getLogger(__name__)
 
@@ -188,6 +190,7 @@ def merge_items(
     engine: Engine = Engine(),
     *,
     alone: bool = False,
+    add_base: bool = True,
     summing: RunningSums | None = None,
 ) -> None:
     """Write the merged tensors to `sink` in order; see `combine_pass`.
@@ -195,7 +198,8 @@ def merge_items(
     Args:
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
-        alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
+        alone, add_base: as in `Combination.step`; a merge of all terms adds fl(scale * direction)
+            last.
         summing: of the Gram matrix, on the way.
 
     Raises:
@@ -219,12 +223,13 @@ def merge_items(
         engine = engine.under(engine.progress("Merged model", read))
     beside = beside_tables(bases, engine.budget) if basis.trims else engine.memory
     combining = replace(engine, memory=beside)
-    cached_step = functools.lru_cache(basis.step)  # most tensors are merged alike
+    cached_step = functools.lru_cache(partial(basis.step, add_base=add_base))  # most are alike
 
     def step_of(item: Item, tunables: Tunables) -> Step:
         if not basis.trims:
             return cached_step(tunables, alone)
-        return basis.step(tunables, alone, _thresholds(basis, item, tunables.density, engine))
+        limits = _thresholds(basis, item, tunables.density, engine)
+        return basis.step(tunables, alone, limits, add_base)
 
     def apart(item: Item) -> str | None:
         """The name of a tensor that is merged alone: thresholds are best computed just before."""
@@ -248,7 +253,8 @@ def merge_items(
             )
             continue
         scale = 1.0 if alone else tunables.lambda_ * basis.scale
-        for is_far in merge_matrices(basis, item, scale, sink, not alone, combining, summing):
+        add = add_base and not alone
+        for is_far in merge_matrices(basis, item, scale, sink, add, combining, summing):
             update(pending)
             pending = 1
             far += [item.name] * is_far
@@ -261,6 +267,36 @@ def merge_items(
             settings.method,
             listed(far),
         )
+
+
+def changes_of(
+    basis: Combination,
+    items: Sequence[Item],
+    engine: Engine,
+    known: Callable[[Item], Tensor] | None = None,
+) -> list[Item]:
+    """Items with one input, the change of theta_0 by the merge, which is computed when it is read.
+
+    Args:
+        items: as for `merge_items`, all with `tunables`.
+        known: gives the changes another way.
+    """
+    quiet = replace(engine, progress=silent)
+
+    def change(item: Item) -> Sequence[Tensor]:
+        if known is not None:
+            return [known(item)]
+        sink = MemorySink(1)
+        merge_items(basis, [item], sink, quiet, add_base=False)
+        return list(sink.states[0].values())
+
+    made = []
+    for item in items:
+        plain = replace(item, out=torch.float32)
+        (part,) = whole_parts(partial(change, plain), [torch.float32], item.numel)
+        part = replace(part, holds="delta", name=item.name, shape=item.shape)
+        made.append(replace(plain, base=None, inputs=(part,)))
+    return made
 
 
 def _thresholds(basis: Combination, item: Item, density: float, engine: Engine) -> Tensor:

@@ -1,0 +1,130 @@
+"""A recipe's merge as a LoRA adapter: exact if all models are adapters, else truncated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from mergekit import merge_methods
+from mergekit.parameter_resolver import resolve_parameters
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Combination, Tunables
+from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.errors import UserError, counted, listed
+from tvb_mergekit.plugin.document import Document
+from tvb_mergekit.plugin.inputs import (
+    FUSE,
+    Options,
+    by_factors,
+    check_for_store,
+    read_inputs,
+    tasks_for_store,
+)
+from tvb_mergekit.plugin.planner import input_folders, planned
+from tvb_mergekit.store.lora import AdapterExport, AdapterReport, NewAdapter
+from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.factoring import Truncation
+from tvb_mergekit.tensors.matrices import check_matrices, merged_factors
+from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables
+from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.taskset import TaskSet
+
+GRADIENT = "`lambda` and `alpha` of adapters may have filters, but no layer gradient"
+NEEDS_SIZE = "the merge has no exact factors ({}): give --rank R, --energy SHARE or --size SIZE"
+
+
+def merge_to_adapter(
+    document: Document,
+    out: str,
+    size: Truncation,
+    dtype: torch.dtype,
+    engine: Engine,
+    options: Options,
+) -> Sequence[AdapterReport]:
+    """Merge the models of a recipe into an adapter in the folder `out`.
+
+    Without a size it is exact: the models are adapters, and the method is not basis_ties.
+
+    Raises:
+        UserError: no exact factors and no size, and as `read_inputs` and `AdapterExport.write`.
+    """
+    recipe = document.recipe
+    settings, folders = recipe.settings, input_folders(recipe)
+    check_new_folder(out, folders)
+    if document.raw:
+        raise UserError("the models are weight files: an adapter needs a base in a model folder")
+    check_for_store(document, "an adapter")
+    factored = by_factors(document, options)
+    for why, found in (
+        ("not all models are adapters", not factored),
+        ("basis_ties trims single entries", settings.method == "basis_ties"),
+        ("rand_proj adds random matrices", settings.basis == "rand_proj"),
+    ):
+        if found and not any(size):
+            raise UserError(NEEDS_SIZE.format(why))
+    if factored:
+        tasks = _with_tunables(document, read_inputs(document, options))
+        bases = settings.bases_of(len(tasks.tasks)) or len(tasks.tasks)
+        if any(size):
+            check_matrices(settings, tasks.items, bases, engine.memory)
+        if settings.method == "basis_ties" and engine.memory is not None:
+            check_tables(bases, engine.memory)
+        basis: Combination = build_basis(tasks, engine)
+    else:
+        with planned(document, options, engine.memory) as plan:
+            tasks, basis = tasks_for_store(document, plan), plan.build()
+
+    by_name = {item.name: item for item in tasks.items}
+
+    @cache
+    def known(name: str) -> Factors:
+        rows, columns = by_name[name].shape
+        none = Factors(torch.empty(rows, 0), torch.empty(0, columns))
+        updates = [adapter.factors.get(name, none) for adapter in tasks.adapters]
+        return merged_factors(basis, by_name[name], updates)
+
+    def product(item: Item) -> Tensor:
+        return known(item.name).left @ known(item.name).right
+
+    exact = None if any(size) else product
+    title = f"{settings.method} of {counted(len(tasks.tasks), 'model')}: {listed(tasks.tasks)}"
+    one = NewAdapter("", title, torch.ones(1, dtype=torch.float64))
+    exporter = AdapterExport(
+        changes_of(basis, tasks.items, engine, exact),
+        ["the merge"],
+        tasks.base,
+        tasks.base_model,
+        tasks.folder,
+        size,
+        dtype,
+        engine,
+        known=lambda item: known(item.name),
+    )
+    return exporter.write([one], out, folders, {})
+
+
+def _with_tunables(document: Document, tasks: TaskSet) -> TaskSet:
+    """The task set of adapters with lambda and alpha of each tensor, as mergekit resolves filters.
+
+    Raises:
+        UserError: no value for a tensor, or a layer gradient, which needs mergekit's plan.
+    """
+    spec, given = merge_methods.get(document.config.merge_method).spec, document.config.parameters
+    items = []
+    for item in tasks.items:
+        first, last = (
+            resolve_parameters(
+                spec, tensor_name=item.name, inputs={}, sources=lambda _: [given], t=t
+            )
+            for t in (0.0, 0.37)  # layers at both ends, and in the middle, of any gradient
+        )
+        if first != last:
+            raise UserError(f"{GRADIENT}; {FUSE}")
+        if any(first[0].get(key) is None for key in document.varying):
+            raise UserError(f"{', '.join(document.varying)}: no value for tensor `{item.name}`")
+        items.append(replace(item, tunables=Tunables.of(first[0])))
+    return replace(tasks, items=items)
