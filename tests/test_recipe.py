@@ -40,11 +40,12 @@ def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
 
     adam = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
     adam |= {"anneal_factor", "decoder"}
-    ties, matrices = {"trim", "merge_func"}, {"common", "flow_time", "rank_share", "matrices"}
+    ties, wudi = {"trim", "merge_func"}, {"flow_time", "rank_share", "transposed"}
+    matrices = {"common", "matrices"} | wudi
     assert told("basis_ta") == {"forget"} | ties | matrices
     assert told("basis_ties", solver="exact") == {"forget"} | matrices | adam
     assert told("basis_negate", basis="pca", **FORGET) == {"solver"} | ties | matrices | adam
-    assert told("basis_iso") == {"forget", "flow_time", "rank_share"} | ties
+    assert told("basis_iso") == {"forget"} | wudi | ties
     assert told("basis_wudi") == {"forget", "common"} | ties
 
 

@@ -78,8 +78,9 @@ def plan_only(document: Document, options: MergeOptions) -> Plan:
 
 def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan:
     engine, trust = engine_of(options, memory), options.trust_remote_code
-    recipe, world = document.recipe, ranks.world()
+    world = ranks.world()
     loaders, planner = world.first(lambda: _opened(document, options))
+    recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.share(task.execute)
@@ -181,6 +182,7 @@ def plan_files(document: Document, options: MergeOptions, union: bool, intersect
     files = {model: recipe.opened.get(model) or open_file(model) for model in recipe.every}
     base, stored = files[recipe.base], recipe.vectors is not None
     recipe.check_base(base)
+    recipe = recipe.over(base)
     # A store may hold a tensor under another name, which the plan looks up.
     held = [set((base if stored else file).tensors) for file in files.values()]
     every = set().union(*held)

@@ -7,7 +7,7 @@ import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,11 @@ class Recipe:
     @property
     def every(self) -> tuple[ModelReference, ...]:
         return self.base, *self.models
+
+    def over(self, base: Weights) -> Recipe:
+        """The recipe with the defaults of its settings for this base."""
+        settings = self.settings.of_model(base.model_type)
+        return self if settings is self.settings else replace(self, settings=settings)
 
     def check_base(self, opened: Weights) -> None:
         """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""

@@ -261,8 +261,8 @@ def merge(
         device: The device that computes.
         parameters: The recipe's keys for merging: `lambda_` for `lambda`, `lambda_scale`,
             `density`, `trim`, `merge_func`, `common`, `flow_time`, `rank_share`, `matrices`,
-            `forget`, `alpha`, `exclude`. Over a store of all tasks also the keys of bases, such as
-            `basis`. Defaults are those of a merge of models.
+            `transposed`, `forget`, `alpha`, `exclude`. Over a store of all tasks also the keys of
+            bases, such as `basis`. Defaults are those of a merge of models.
 
     Raises:
         UserError: a wrong parameter, another base, or an overflow of `dtype`.
@@ -274,6 +274,7 @@ def merge(
     chosen = {key: check_value(key, given[key]) for key in defaults if key in given}
     tunables = Tunables.of({**defaults, **chosen})
     found = base_of(bases, base, dtype)
+    settings = settings.of_model(found.model_type)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     items = [
         replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)

@@ -101,6 +101,13 @@ class Checkpoint(Weights):
         seen = {shard: _identity(folder / shard) for shard in names}
         return cls(folder, tuple(names), tensors, opened, _seen=seen)
 
+    @property
+    def model_type(self) -> str | None:  # type: ignore[override]
+        """`model_type` of the folder's config.json; None without one."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            return str(json.loads((self.folder / "config.json").read_bytes())["model_type"])
+        return None
+
     def tensor(self, name: str) -> Tensor:
         """The tensor, mapped into memory."""
         shard = self.tensors[name].shard

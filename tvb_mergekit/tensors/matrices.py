@@ -65,12 +65,20 @@ def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Lar
                 "or three dimensions that takes part; leave it out, or mend it"
             )
     found = [
-        Largest(item.name, (rows, columns), matrix_bytes(settings, held, rows, columns))
+        Largest(item.name, (rows, columns), _bytes_of(settings, held, item))
         for item in items
         if count_matrices(settings, item, bases)
         for rows, columns in [item.shape[-2:]]
     ]
     return max(found, key=lambda each: each.nbytes, default=None)
+
+
+def _bytes_of(settings: Settings, bases: int, item: Item) -> int:
+    """The memory of merging one matrix of a tensor, in bytes."""
+    rows, columns = item.shape[-2:]
+    if settings.is_transposed(item.name):
+        rows, columns = columns, rows
+    return matrix_bytes(settings, bases, rows, columns)
 
 
 def check_matrices(
@@ -129,7 +137,7 @@ def merge_matrices(
     """Merge each matrix of a tensor in two or three dimensions; results as of `merge_one`."""
     encoder = merged_encoder(basis)
     rows, columns = item.shape[-2:]
-    held = matrix_bytes(basis.settings, encoder.shape[1], rows, columns)
+    held = _bytes_of(basis.settings, encoder.shape[1], item)
     for first in range(0, max(1, item.numel), max(1, rows * columns)):  # once if it is empty
         matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
         within = Within(sink, item, first)
@@ -147,7 +155,10 @@ def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) ->
     squares = encoder.square()
     each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
     shares = (each @ squares / squares.sum(0)).tolist()
-    return merge_matrix(settings, bases, input_noise(matrix, encoder, bases), shares)
+    noise = input_noise(matrix, encoder, bases)
+    if settings.is_transposed(matrix.name):
+        return merge_matrix(settings, bases.mT, noise, shares).T
+    return merge_matrix(settings, bases, noise, shares)
 
 
 def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -> Factors:

@@ -48,6 +48,7 @@ class Weights:
     holds: Holds | None = None  # None: the reader knows what the elements are
     in_memory = False  # `read` returns views
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
+    model_type: str | None = None  # as transformers calls it, if it is known
 
     def tensor(self, name: str) -> Tensor:
         """The complete tensor on the CPU, in its stored dtype; treat it as read-only."""
