@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,9 @@ CONTROLS = {
     "ta_left_out": Merge("task arithmetic, others left out", "basis_ta", 0.3),
     "ta_lengths": Merge("the same, matrices as long as Iso-C's", "basis_ta", 1.0),
 }
-ALL = MERGES | CONTROLS
+CALIBRATED = {f"{how}+svc": replace(MERGES[how], title=f"{MERGES[how].title}, SVC")
+              for how in ("ta", "tsvm", "wudi_30")}  # fmt: skip
+ALL = MERGES | CONTROLS | CALIBRATED
 ONLINE = ("ta", "tsvm", "iso", "wudi", "wudi_300")
 
 
@@ -65,6 +67,8 @@ def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks
     """The vector that the merge adds to the base at lambda = 1."""
     if how in CONTROLS:
         return _control(run, bases, how)
+    if how in CALIBRATED:
+        return _calibrated(run, direction(run, bases, how.removesuffix("+svc"), scale))
     merge = ALL[how]
     moved = tvb_mergekit.merge(
         bases, run.base, merge.method, lambda_=1.0, lambda_scale=scale, dtype=torch.float32,
@@ -82,6 +86,25 @@ def _control(run: Run, bases: tvb_mergekit.Bases, how: str) -> Weights:
             ratio = torch.linalg.norm(found[tensor]) / torch.linalg.norm(total[tensor])
             found[tensor] = total[tensor] * (ratio if how == "ta_lengths" else 1)
     return found
+
+
+def _calibrated(run: Run, vector: Weights) -> Weights:
+    """SVC (Li et al., ICML 2026, arXiv 2602.05536): singular values over how far tasks add up.
+
+    For D = U S V^T it divides S_r by the mean over tasks of max(1, <u_r^T D, u_r^T tau_i> /
+    ||u_r^T tau_i||^2).
+    """
+    found = {n: torch.linalg.svd(each, full_matrices=False) for n, each in vector.items()
+             if is_matrix(n, each.shape)}  # fmt: skip
+    excess = {n: torch.zeros_like(sizes) for n, (_, sizes, _) in found.items()}
+    for task in run.tasks:
+        own = run.task_vector(task)
+        for n, (left, sizes, right) in found.items():
+            part = left.T @ own[n]
+            ratio = (sizes * (part * right).sum(1)) / part.square().sum(1).clamp(min=1e-12)
+            excess[n] += ratio.clamp(min=1) / len(run.tasks)
+    return vector | {n: left * (sizes / excess[n]) @ right
+                     for n, (left, sizes, right) in found.items()}  # fmt: skip
 
 
 # which tensors the new methods merge as matrices

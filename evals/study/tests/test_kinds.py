@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 def kinds() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).resolve().parents[2])
-        names = ("rivals", "addition")
+        names = ("rivals", "addition", "matrices")
         yield SimpleNamespace(**{n: importlib.import_module(f"study.kinds.{n}") for n in names})
 
 
@@ -107,3 +107,19 @@ def test_a_climb_ends_at_the_maximum_and_asks_once(kinds, data, count):
     assert len(asked) == len(set(asked)) == sum(s is not None for s in scores)
     assert all(scores[i] is not None for i in (top - 1, top, top + 1) if 0 <= i < count)
     assert climbed(grid, lambda point: 0.0, start)[0] == grid[0]  # the smallest of equal ones
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_svc_divides_by_how_often_a_direction_is_counted(kinds: Any, alike: bool) -> None:
+    """Three equal tasks count thrice in their sum; orthogonal ones once, and their sum stays."""
+    names, shape = ("a", "b", "c"), (9, 7)
+    torch.manual_seed(0)
+    q, r = torch.linalg.qr(torch.randn(9, 9))[0], torch.linalg.qr(torch.randn(7, 7))[0]
+    parts = [slice(0, 2)] * 3 if alike else [slice(0, 2), slice(2, 4), slice(4, 6)]
+    found = {n: {"x.w": q[:, p] @ torch.diag(torch.tensor([3.0, 1.0])) @ r[:, p].T,
+                 "norm": torch.ones(2)} for n, p in zip(names, parts, strict=True)}  # fmt: skip
+    run = SimpleNamespace(tasks=names, task_vector=found.__getitem__)
+    total = {n: sum(each[n] for each in found.values()) for n in ("x.w", "norm")}
+    made = kinds.matrices._calibrated(run, total)
+    assert made["x.w"].shape == shape and torch.equal(made["norm"], total["norm"])
+    torch.testing.assert_close(made["x.w"], found["a"]["x.w"] if alike else total["x.w"])
