@@ -35,8 +35,16 @@ def decoded(blocks: Tensor, width: Width, unit: float, numel: int) -> np.ndarray
 
 
 def encoded(x: Tensor, width: Width, unit: float) -> Tensor:
+    """The blocks; the errors that `encode` returns are those of decoding."""
     blocks = torch.full((quantize.block_bytes(len(x), width),), 255, dtype=torch.uint8)
-    codes.encode(x / unit, width, torch.empty_like(x), blocks)
+    rest = torch.empty_like(x)
+    square, error = codes.encode(x / unit, width, rest, blocks)
+    missed = x.double() / unit - quantize.decode(blocks, width, 1.0, len(x))
+    size = float((x.double() / unit).norm())
+    near = np.allclose(
+        [square, error], [size**2, float(missed.square().sum())], atol=1e-5 * size**2
+    )
+    assert near and np.allclose(rest, missed, atol=1e-5 * size)
     return blocks
 
 
@@ -70,7 +78,7 @@ def test_codes_mean_what_the_format_says(
     kind: str, numel: int, width: Width, size: float, seed: int, data: st.DataObject
 ) -> None:
     x = elements(kind, numel, size, seed)
-    unit = quantize.unit_of(float(x.norm()), numel)
+    unit = quantize.unit_of(float(x.double().norm()), numel)
     blocks = encoded(x, width, unit)
     assert len(blocks) == 2 * -(-numel // GROUP) + -(-numel * width.bits // 8)
     expected = decoded(blocks, width, unit, numel)

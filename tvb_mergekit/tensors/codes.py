@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import GROUP, Width
@@ -43,45 +40,18 @@ def encode(values: Tensor, width: Width, rest: Tensor, blocks: Tensor) -> tuple[
     Returns:
         The squared norm of the values, and the squared error.
     """
-    bits, size = width.bits, width.block
-    least = -float(1 << (bits - 1))
+    least = -float(1 << (width.bits - 1))
     offsets = np.array([0, 0.5], np.float32)  # the longer side to the larger elements; symmetric
-    inverses = (least + offsets) / np.array(GUESSES[bits], np.float32)[:, None]
-    ragged = len(values) % GROUP
-    whole = len(values) - ragged
-    codes = blocks[: whole // GROUP * size]
-    # The compiled loop gets complete groups: choosing between two arrays in it, and counting their
-    # references, would take as long as all the rest.
-    encode_groups = functools.partial(_encode, bits, inverses)
-    square, error = encode_groups(values[:whole].numpy(), 0, codes.numpy(), rest.numpy())
-    if not ragged:
-        return square, error
-    last, left, block = torch.zeros(GROUP), torch.empty(GROUP), torch.empty(size, dtype=torch.uint8)
-    last[:ragged] = values[whole:]
-    encode_groups(last.numpy(), GROUP - ragged, block.numpy(), left.numpy())
-    more = [float(part[:ragged].double().square().sum()) for part in (last, left)]
-    rest[whole:] = left[:ragged]
-    blocks[len(codes) :] = block[: len(blocks) - len(codes)]
-    return square + more[0], error + more[1]
+    inverses = (least + offsets) / np.array(GUESSES[width.bits], np.float32)[:, None]
+    return _encode(width.bits, inverses, values.numpy(), blocks.numpy(), rest.numpy())
 
 
 def decode(blocks: Tensor, width: Width, unit: float, start: int, stop: int, out: Tensor) -> None:
     """Fill `out` [stop - start] float32 with elements `start` to `stop` of the blocks."""
-    group, size, decode_groups = GROUP, width.block, _decoder(width.bits)
-    # Complete groups are decoded in place; a part of a group may come before them and after them.
-    cuts = {start, min(-(-start // group) * group, stop), max(stop // group * group, start), stop}
-    for low, high in itertools.pairwise(sorted(cuts)):
-        first, made = low // group, out[low - start : high - start]
-        if low % group == high % group == 0:
-            decode_groups(blocks[first * size : high // group * size].numpy(), unit, made.numpy())
-        else:
-            block, elements = blocks[first * size : (first + 1) * size], torch.empty(group)
-            padded = torch.nn.functional.pad(block, (0, size - len(block)))
-            decode_groups(padded.numpy(), unit, elements.numpy())
-            made.copy_(elements[low - first * group : high - first * group])
+    _decode(blocks.numpy(), width.bits, unit, start, out[: stop - start].numpy())
 
 
-# Adds finite numbers in any order: a loop of GROUP steps becomes vector instructions only.
+# Adds finite numbers in any order, which makes vector instructions possible.
 _reordered = numba.njit(nogil=True, error_model="numpy", fastmath=True, forceinline=True)
 
 
@@ -92,7 +62,7 @@ def _largest(x: Any) -> Any:
     Compares bits, with the sign as the lowest: integers are compared in vectors, floats are not.
     """
     most = np.uint32(0)
-    for k in range(GROUP):
+    for k in range(len(x)):
         bits = bits_of(x[k])
         most = max(most, np.uint32(bits << np.uint32(1) | bits >> np.uint32(31)))
     return float_of(np.uint32(most >> np.uint32(1) | most << np.uint32(31)))
@@ -106,7 +76,7 @@ def _fit(x: Any, one: Any, two: Any, least: Any) -> Any:
     """
     half, most = np.float32(0.5), -least - np.float32(1)
     product = square = products = squares = np.float32(0)
-    for k in range(GROUP):
+    for k in range(len(x)):
         level = min(max(np.rint(x[k] * one), least), most)
         product += x[k] * level
         square += level * level
@@ -116,15 +86,8 @@ def _fit(x: Any, one: Any, two: Any, least: Any) -> Any:
     return product, square, products, squares
 
 
-@_reordered
-def _round(x: Any, inverse: Any, offset: Any, least: Any, levels: Any) -> None:
-    most = -least - np.float32(1)
-    for k in range(GROUP):
-        levels[k] = np.int8(min(max(np.rint(x[k] * inverse - offset), least), most))
-
-
 @inlined
-def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
+def _scale_of(x: Any, least: Any, inverses: Any) -> Any:
     """The scale of one group as the bits of a float16; the lowest bit chooses the levels.
 
     Levels l with the scale sum x l / sum l l lower the squared error by (sum x l)^2 / sum l l.
@@ -136,7 +99,6 @@ def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
     for k in range(len(inverses)):
         one, two = inverses[k, 0] * inverse, inverses[k, 1] * inverse
         product, square, products, squares = _fit(x, one, two, least)
-        squares -= padding * np.float32(0.25)  # of zeros at the end
         fit = product / square if square > 0 else np.float32(0)
         if product * fit > gain:
             gain, scale, odd = product * fit, fit, np.uint16(0)
@@ -149,99 +111,46 @@ def _scale_of(x: Any, padding: Any, least: Any, inverses: Any) -> Any:
     return np.uint16(size | odd | np.uint16(0x8000) * np.uint16(scale < 0))
 
 
-@inlined
-def _masks(bits: int) -> Any:
-    """Masks of fields of `bits`, 2 `bits` and 4 `bits` in every 8, 16 and 32."""
-    one = np.uint64((1 << bits) - 1) * np.uint64(0x0101010101010101)
-    two = np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)
-    return one, two, np.uint64((1 << 4 * bits) - 1) * np.uint64(0x0000000100000001)
-
-
-@inlined
-def _pack(words: Any, bits: int, codes: Any) -> None:
-    """Pack eight codes, the lowest bits of each byte of a word, into `bits` bytes."""
-    one, two, four = _masks(bits)
-    first, second, third = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
-    for eight in range(8):
-        word = words[eight] & one
-        word = (word | word >> first) & two
-        word = (word | word >> second) & four
-        word |= word >> third
-        for byte in range(bits):
-            codes[eight * bits + byte] = word >> np.uint64(8 * byte) & np.uint64(255)
-
-
-@inlined
-def _unpack(codes: Any, bits: int, turned: Any, words: Any) -> None:
-    """Undo `_pack`, and flip the bits of `turned`."""
-    one, two, four = _masks(bits)
-    first, second, third = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
-    for eight in range(8):
-        word = np.uint64(0)
-        for byte in range(bits):
-            word |= np.uint64(codes[eight * bits + byte]) << np.uint64(8 * byte)
-        if bits < 8:
-            word = (word | word << third) & four
-            word = (word | word << second) & two
-            word = (word | word << first) & one
-        words[eight] = word ^ turned
-
-
-@_reordered
-def _errors_of(x: Any, levels: Any, scale: Any, offset: Any, rest: Any) -> Any:
-    """Put the errors of a run into `rest`; return the squared norms of x and of the errors."""
-    square = error = np.float32(0)
-    for k in range(GROUP):
-        square += x[k] * x[k]
-        rest[k] = x[k] - scale * (np.float32(levels[k]) + offset)
-        error += rest[k] * rest[k]
-    return square, error
-
-
 @compiled
-def _encode(
-    bits: int, inverses: Any, values: Any, padding: int, blocks: Any, rest: Any
-) -> Any:  # fmt: skip
+def _encode(bits: int, inverses: Any, values: Any, blocks: Any, rest: Any) -> Any:
     least, square, error, place = -np.float32(1 << (bits - 1)), 0.0, 0.0, 0
-    levels, zeros = np.empty(GROUP, np.int8), np.float32(padding)
-    words = levels.view(np.uint64)
+    mask = np.uint32((1 << bits) - 1)
     for first in range(0, len(values), GROUP):
         x = values[first : first + GROUP]
-        word = _scale_of(x, zeros, least, inverses)
+        word = _scale_of(x, least, inverses)
         scale, offset = from_float16(word), np.float32(word & 1) / np.float32(2)
         inverse = np.float32(1) / scale if scale else np.float32(0)
         blocks[place], blocks[place + 1] = word & 255, word >> 8
-        _round(x, inverse, offset, least, levels)
-        norm, lost = _errors_of(x, levels, scale, offset, rest[first : first + GROUP])
-        square, error = square + norm, error + lost
-        _pack(words, bits, blocks[place + 2 : place + 2 + 8 * bits])
-        place += 2 + 8 * bits
+        place += 2
+        held, count = np.uint32(0), np.uint32(0)  # bits that are not yet a byte
+        for k in range(len(x)):
+            value = x[k]
+            level = min(max(np.rint(value * inverse - offset), least), -least - np.float32(1))
+            missed = value - scale * (level + offset)
+            square, error = square + value * value, error + missed * missed
+            rest[first + k] = missed
+            held |= (np.uint32(np.int32(level)) & mask) << count
+            count += np.uint32(bits)
+            if count >= 8:
+                blocks[place], held = held & np.uint32(255), held >> np.uint32(8)
+                place, count = place + 1, count - np.uint32(8)
+        if count:  # the last group may end within a byte
+            blocks[place] = held
     return square, error
 
 
-@inlined  # not reordered: the same to the bit as `core.quantize.decode`
-def _elements(levels: Any, step: Any, zero: Any, made: Any) -> None:
-    for k in range(GROUP):
-        made[k] = step * (np.float32(levels[k]) - zero)
-
-
-@functools.cache
-def _decoder(bits: int) -> Any:
-    """Decoding, compiled for one width: known shifts take half the time."""
-    half = 1 << (bits - 1)
-    # With its highest bit turned a code is its integer and `half` more, and not negative.
-    turned = np.uint64(half * 0x0101010101010101)
-
-    @compiled
-    def decode(blocks: Any, unit: float, out: Any) -> None:
-        levels = np.empty(GROUP, np.uint8)
-        words, place = levels.view(np.uint64), 0
-        for first in range(0, len(out), GROUP):
-            word = np.uint16(blocks[place]) | np.uint16(blocks[place + 1]) << np.uint16(8)
-            zero = np.float32(half) - np.float32(word & 1) / np.float32(2)
-            step = from_float16(word) * np.float32(unit)
-            _unpack(blocks[place + 2 : place + 2 + 8 * bits], bits, turned, words)
-            _elements(levels, step, zero, out[first : first + GROUP])
-            place += 2 + 8 * bits
-
-    return decode
+@compiled  # not reordered: the same to the bit as `core.quantize.decode`
+def _decode(blocks: Any, bits: int, unit: float, start: int, out: Any) -> None:
+    half, size, stop = 1 << (bits - 1), 2 + GROUP * bits // 8, start + len(out)
+    for first in range(start // GROUP * GROUP, stop, GROUP):
+        place = first // GROUP * size
+        word = np.uint16(blocks[place]) | np.uint16(blocks[place + 1]) << np.uint16(8)
+        zero = np.float32(half) - np.float32(word & 1) / np.float32(2)
+        step = from_float16(word) * np.float32(unit)
+        for k in range(max(start - first, 0), min(stop - first, GROUP)):
+            at, shift = place + 2 + (k * bits >> 3), k * bits & 7
+            code = np.uint32(blocks[at]) >> np.uint32(shift)
+            if shift + bits > 8:
+                code |= np.uint32(blocks[at + 1]) << np.uint32(8 - shift)
+            level = code & np.uint32(2 * half - 1) ^ np.uint32(half)
+            out[first + k - start] = step * (np.float32(level) - zero)
