@@ -39,13 +39,6 @@ TITLES: dict[str, str] = {  # of the methods, in model cards
 OUTPUT_LAYER = r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b"
 EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
 EXPERTS = r"expert|moe"  # stacked to three dimensions
-# Model type -> weights that transformers stores as [inputs, outputs], and not [outputs, inputs].
-TRANSPOSED = dict.fromkeys(
-    ("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), r"\bc_(attn|proj|fc)\.|\bq_attn\."
-) | dict.fromkeys(
-    ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "qwen3_vl_moe"),
-    r"experts\.(gate_up|down)_proj$",
-)
 LARGEST = 1e30  # coefficient; its products with weights fit in float32
 # An int within the floats, or else a finite float; both may be text.
 Whole = Annotated[int, Field(gt=-(10**300), lt=10**300)]
@@ -105,7 +98,6 @@ Ties = partial(Key, methods=("basis_ties",))
 Negate = partial(Key, methods=("basis_negate",))
 Wudi = partial(Key, methods=("basis_wudi",), low=0, above=True)
 Matrix = partial(Key, methods=MATRIX_METHODS)
-Turned = partial(Key, methods=("basis_wudi",))
 
 
 class Settings(BaseModel):
@@ -138,7 +130,7 @@ class Settings(BaseModel):
     flow_time: Annotated[float | Literal["exact"], Wudi("end of the flow", word="exact")] = 300.0
     rank_share: Annotated[float | Literal["auto"], Wudi("of directions", word="auto", high=1)] = 1.0
     matrices: Annotated[str | None, Matrix("regular expression of matrices; others: mean")] = None
-    transposed: Annotated[str | None, Turned("regular expression of [inputs, outputs]")] = None
+    transposed: Annotated[str | None, Key("inputs are rows", methods=("basis_wudi",))] = None
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
 
     @property
@@ -170,8 +162,7 @@ class Settings(BaseModel):
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the method merges this tensor as one matrix, or as several (three dimensions).
 
-        By default it merges stacked experts and all tensors of two dimensions, except embeddings
-        and the output layer.
+        By default: stacked experts, and two dimensions except embeddings and the output layer.
         """
         if self.method not in MATRIX_METHODS or len(shape) not in (2, 3) or 0 in shape:
             return False
@@ -180,13 +171,6 @@ class Settings(BaseModel):
         if len(shape) == 3 and not re.search(EXPERTS, name, re.IGNORECASE):
             return False
         return not re.search(f"{EMBEDDINGS}|{OUTPUT_LAYER}", name, re.IGNORECASE)
-
-    def of_model(self, model_type: str | None) -> Settings:
-        """The settings with the default of `transposed` for a `model_type` of transformers."""
-        pattern = TRANSPOSED.get(model_type or "")
-        if self.method != "basis_wudi" or self.transposed is not None or pattern is None:
-            return self
-        return self.model_copy(update={"transposed": pattern})
 
     def is_transposed(self, name: str) -> bool:
         """Whether the inputs of a matrix are its rows; WUDI treats both sides differently."""

@@ -30,6 +30,7 @@ from tvb_mergekit.settings import (
 from tvb_mergekit.store import store
 from tvb_mergekit.store.facts import FACTS
 from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.matrices import settings_over
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -103,7 +104,7 @@ class Recipe:
 
     def over(self, base: Weights) -> Recipe:
         """The recipe with the defaults of its settings for this base."""
-        settings = self.settings.of_model(base.model_type)
+        settings = settings_over(base, self.settings)
         return self if settings is self.settings else replace(self, settings=settings)
 
     def check_base(self, opened: Weights) -> None:

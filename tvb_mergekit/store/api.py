@@ -32,7 +32,7 @@ from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import device_of
-from tvb_mergekit.tensors.matrices import check_matrices
+from tvb_mergekit.tensors.matrices import check_matrices, settings_over
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.taskset import TaskSet, match
@@ -274,7 +274,7 @@ def merge(
     chosen = {key: check_value(key, given[key]) for key in defaults if key in given}
     tunables = Tunables.of({**defaults, **chosen})
     found = base_of(bases, base, dtype)
-    settings = settings.of_model(found.model_type)
+    settings = settings_over(found, settings)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
     items = [
         replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)

@@ -22,12 +22,28 @@ from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
+# Model type -> weights that transformers stores as [inputs, outputs], and not [outputs, inputs].
+TRANSPOSED = dict.fromkeys(
+    ("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), r"\bc_(attn|proj|fc)\.|\bq_attn\."
+) | dict.fromkeys(
+    ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "qwen3_vl_moe"),
+    r"experts\.(gate_up|down)_proj$",
+)
 FAR = 3  # a merge this many times as long as its bases together gets a warning
+
+
+def settings_over(base: Weights, settings: Settings) -> Settings:
+    """The settings with the default of `transposed` for this base."""
+    pattern = TRANSPOSED.get(base.model_type or "")
+    if settings.method != "basis_wudi" or settings.transposed is not None or pattern is None:
+        return settings
+    return settings.model_copy(update={"transposed": pattern})
 
 
 class Largest(NamedTuple):
