@@ -222,7 +222,9 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/layout.py", "computed = workers * 4 * held", "computed = 4 * held"),
     ],
     "test_encoders.py -k groups": [
-        ("core/encoders/groups.py", "gains[i, j] <= least", "True"),
+        ("core/encoders/groups.py", "(most := gains.max()) <= least", "True"),
+        ("core/encoders/groups.py", " * float(encoder.max()) ** 2", ""),
+        ("core/encoders/groups.py", "> most - least / 2", "== most"),
         ("core/encoders/groups.py", "0.0) * num_bases", "0.0) * 2"),
     ],
     "test_one_pass.py": [

@@ -152,6 +152,23 @@ def test_groups_are_those_with_the_longest_means() -> None:
     np.testing.assert_array_equal(encoder, np.tile(np.eye(4), (3, 1)) / 3)
 
 
+def test_groups_are_found_among_many_tasks_with_small_cosines() -> None:
+    kinds = np.tile(np.eye(2), (20, 1))
+    gram = np.eye(40) + 0.0002 * kinds @ kinds.T
+    encoder = solve(gram, basis="groups", num_bases=2).encoder.numpy()
+    np.testing.assert_array_equal(encoder, kinds / 20)
+
+
+def test_last_digits_do_not_choose_between_equal_groups() -> None:
+    """Two kinds of tasks in three groups: many exchanges gain the same."""
+    kinds, found = np.tile(np.eye(2), (3, 1)), set()
+    for seed in range(10):
+        noise = 1e-12 * np.random.default_rng(seed).standard_normal((6, 6))
+        gram = np.eye(6) + kinds @ kinds.T + noise + noise.T
+        found.add(solve(gram, basis="groups", num_bases=3).encoder.numpy().tobytes())
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_last_digits_do_not_choose_the_balanced_bases(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -7,7 +7,6 @@ Matrix merges keep more of bases in which few tasks meet.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram, one_thread
 
@@ -32,14 +31,12 @@ def groups(gram: Gram, num_bases: int) -> Encoding:
     """
     runs = _runs(gram.size, num_bases)
     random = np.random.default_rng(0)
-    starts = [np.arange(gram.size), *(random.permutation(gram.size) for _ in range(STARTS))]
     best, longest = runs, -1.0
-    for start in starts:
-        order = _exchanged(gram.matrix, runs, start)
-        placed = runs[np.argsort(order)]
-        length = float(np.square(gram.root @ placed).sum())
+    for start in (runs, *(random.permutation(runs) for _ in range(STARTS))):
+        found = _exchanged(gram.matrix, start)
+        length = float(np.square(gram.root @ found).sum())
         if length > longest * (1 + CLEARLY):
-            best, longest = placed, length
+            best, longest = found, length
     # The bases in the order of their first tasks: the order of equal groups does not count
     encoder = best[:, np.argsort((best > 0).argmax(axis=0), kind="stable")]
     return gram.encoding("groups", encoder)
@@ -54,24 +51,22 @@ def _runs(tasks: int, num_bases: int) -> Array:
     return found
 
 
-def _exchanged(gram: Array, runs: Array, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """An order in which no exchange of two tasks makes the bases longer.
+def _exchanged(gram: Array, encoder: Array) -> Array:
+    """The encoder after exchanges of two tasks, until none makes the bases longer.
 
-    The exchange of i and j adds d c^T to the bases, d = x_j - x_i and c = runs_i - runs_j. Their
-    squared norm grows by 2 d^T B c + |d|^2 |c|^2.
+    The exchange of i and j adds d c^T to the bases, d = x_j - x_i and c = w_i - w_j, the rows of
+    the encoder. Their squared norm grows by 2 d^T B c + |d|^2 |c|^2.
     """
-    order, least = order.copy(), CLEARLY * float(np.trace(gram))
-    shared = runs @ runs.T
-    apart = _distances(shared)
+    found, apart = encoder.copy(), _distances(gram)
+    least = CLEARLY * float(np.trace(gram)) * float(encoder.max()) ** 2
     while True:
-        own = gram[np.ix_(order, order)]
-        crossed = own @ shared
+        crossed = gram @ found @ found.T
         inner = crossed + crossed.T - np.add.outer(crossed.diagonal(), crossed.diagonal())
-        gains = 2 * inner + _distances(own) * apart
-        i, j = np.unravel_index(gains.argmax(), gains.shape)
-        if gains[i, j] <= least:
-            return order
-        order[[i, j]] = order[[j, i]]
+        gains = 2 * inner + apart * _distances(found @ found.T)
+        if (most := gains.max()) <= least:
+            return found
+        i, j = np.unravel_index((gains > most - least / 2).argmax(), gains.shape)
+        found[[i, j]] = found[[j, i]]
 
 
 def _distances(gram: Array) -> Array:
