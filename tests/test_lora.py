@@ -454,6 +454,9 @@ def test_adapters_of_another_base(adapters: Models, tmp_path: Path) -> None:
     ):
         file = commands.write(recipe("basis_ta", base, models), tmp_path / "r")
         assert said in refused("check", file)
+    file = commands.write(recipe("basis_ta", "./nowhere", ["./nowhere+./here"]), tmp_path / "r")
+    for words in (("check", file), ("build", file, tmp_path / "out")):
+        assert "model ./nowhere: no such folder (from " in refused(*words)
 
 
 def test_add_an_adapter(adapters: Models, tmp_path: Path) -> None:

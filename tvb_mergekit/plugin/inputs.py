@@ -17,7 +17,13 @@ from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import check_adapter_place, may_be_on_the_hub, open_file, plan_only
+from tvb_mergekit.plugin.planner import (
+    check_adapter_place,
+    check_model_place,
+    may_be_on_the_hub,
+    open_file,
+    plan_only,
+)
 from tvb_mergekit.plugin.recipe import refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense
@@ -136,6 +142,8 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
 
 def _local(model: ModelReference, options: Options) -> Checkpoint:
     """Open a model, downloading it if it is a name on the Hub."""
+    if not os.path.exists(model.model.path):
+        check_model_place(model.model.path)
     return Checkpoint.open(model.local_path(options.transformers_cache))
 
 

@@ -237,11 +237,8 @@ def check_model(
         raise UserError(f"model {path} is a file (for mergekit-pytorch); expected a model folder")
     if os.path.isdir(path):
         _check_config(path, base.model.path, options.allow_crimes)
-    elif not may_be_on_the_hub(path):
-        raise UserError(
-            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor "
-            "`$`, and those of a store are run where they lie, as STORE/recipes/NAME.yml"
-        )
+    else:
+        check_model_place(path)
     try:
         model.config(trust_remote_code=options.trust_remote_code)  # which planning needs anyway
     except (ValueError, KeyError, OSError) as error:
@@ -274,6 +271,15 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
 
 def may_be_on_the_hub(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
+
+
+def check_model_place(path: str) -> None:
+    """Raise UserError if a model that is not a folder cannot be on the Hub."""
+    if not may_be_on_the_hub(path):
+        raise UserError(
+            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor "
+            "`$`, and those of a store are run where they lie, as STORE/recipes/NAME.yml"
+        )
 
 
 def _check_config(path: str, base: str, any_architecture: bool) -> None:
