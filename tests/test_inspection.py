@@ -422,14 +422,14 @@ def test_losses_of_a_store_against_its_decoded_vectors(
     assert bits == pytest.approx(bases.facts["bits"])
 
 
-def test_a_zoo_is_told_as_one(weighted: Models, tmp_path: Path) -> None:
+def test_a_store_of_task_vectors_is_told_as_one(weighted: Models, tmp_path: Path) -> None:
     store = tmp_path / "zoo"
     file = write(weighted.recipe(tasks=THREE), store)
     said = tvb("build", file, store, "--bits", "2", "--quiet").stdout
     assert "3 task vectors: " in said and " in 2 bits, " in said
     assert "; largest relative error of a task: 0.33" in said and "energy" not in said
     text = tvb("inspect", store).stdout
-    assert text.startswith("Zoo: T = 3 task vectors at 2 bits, base ")
+    assert text.startswith("Task-vector store: T = 3 task vectors at 2 bits, base ")
     for gone in ("none basis", "Retained energy", "The sum of all", "Encoder", "row sum", "> 3"):
         assert gone not in text
     assert "the codes change the sum that" in text and "Codes by kind of tensor" in text
@@ -439,7 +439,7 @@ def test_a_zoo_is_told_as_one(weighted: Models, tmp_path: Path) -> None:
         told = json.loads(tvb("inspect", store, "--json").stdout)
         assert told["codes"]["sum"] is None and len(told["codes"]["vectors"]) == told["num_tasks"]
         text = tvb("inspect", store).stdout
-        assert text.startswith("Zoo: T = ") and "the codes change" not in text
+        assert text.startswith("Task-vector store: T = ") and "the codes change" not in text
     assert "1 task added online\n" in text
 
     weighted.build(tmp_path / "bases", "--bits", 2, tasks=THREE, basis="balanced", num_bases=2)

@@ -361,3 +361,12 @@ def test_the_default_of_a_store_of_all_tasks(family: Models, tmp_path: Path) -> 
     ):
         out = tmp_path / f"{codec}-{len(words)}-{models is full}"
         assert models.build(out, *words, basis="none").facts.store.codec == codec
+
+
+def test_a_size_and_an_inspection_say_that_nothing_is_lost(
+    family: Models, built: Bases, tmp_path: Path
+) -> None:
+    file = write(family.recipe(), tmp_path / "r")
+    said = tvb("build", file, tmp_path / "store", "--size", "50MB", "--quiet").stdout
+    assert "; every bit comes back\n" in said
+    assert "\nEvery bit comes back\n" in tvb("inspect", built.path).stdout

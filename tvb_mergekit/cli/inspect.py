@@ -51,7 +51,7 @@ def headline(inspection: Inspection) -> str:
     facts, tasks = inspection.facts, counted(len(inspection.tasks), "task vector")
     dtype = facts.dtype if facts.store is None else _stored_as(facts)
     if inspection.keeps_tasks:
-        return f"Zoo: T = {tasks} at {dtype}, base {facts.base_model}"
+        return f"Task-vector store: T = {tasks} at {dtype}, base {facts.base_model}"
     kinds = {"store": "Basis store", "merge": f"Merge by {facts.method}"}
     kind = kinds.get(inspection.what, f"Recipe for {facts.method}, not built")
     bases = counted(inspection.num_bases, f"{inspection.basis} basis vector")
@@ -103,7 +103,9 @@ def store_line(bases: Bases) -> str:
 
 
 def error_line(facts: Facts) -> str:
-    """The largest relative error of a task in a store that loses some, with the task's name."""
+    """The largest relative error of a task in a store, with the task's name."""
+    if facts.store is not None and facts.store.codec == "lossless":
+        return "every bit comes back"
     worst = max(facts.relative_error, key=lambda task: facts.relative_error[task])
     if facts.density is not None:
         size = facts.relative_error[worst]

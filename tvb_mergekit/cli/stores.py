@@ -98,9 +98,7 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
-    if share == 1:
-        kept = "; every bit comes back"
-    if quantize or 0 < share < 1:
+    if bases.facts.store.codec != "dense":
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")

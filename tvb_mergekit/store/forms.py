@@ -182,8 +182,8 @@ class Form(NamedTuple):
 def form_of(inputs: TaskSet, wanted: Quantize) -> Form:
     """The form for a number of bits or a size.
 
-    Task vectors in fewer than LEAST bits are a sample. For a size it is the form that loses least:
-    all entries of 16-bit models, or the widest codes, or else a sample.
+    Task vectors in fewer than LEAST bits are a sample. For a size, 16-bit models are kept without
+    loss or sampled. Other vectors get the widest codes, and task vectors otherwise a sample.
 
     Raises:
         UserError: the vectors have no such form, or a size is too small.
