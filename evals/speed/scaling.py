@@ -13,7 +13,7 @@ WRITE = 4e9  # bytes/s of one drive, writing (assumed)
 PCIE = 55e9  # bytes/s of a GPU's PCIe 5 x16, usable
 HBM = 3.35e12  # bytes/s of an H100 SXM
 FP32 = 67e12  # flop/s of an H100 SXM, float32 without tensor cores
-FORM, PRODUCT, COMBINE = 0.97e-9, 20.6e-12, 1.30e-9  # s on one CPU core: see "Memory over T"
+FORM, PRODUCT, COMBINE = 1.58e-9, 11.3e-12, 2.14e-9  # s on one CPU core: see "Memory over T"
 CORES = 16
 THEIRS = 5.51 / 2.25e9  # s a parameter and model of mergekit's task_arithmetic, two cores, net
 

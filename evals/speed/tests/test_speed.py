@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,16 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert "| addition | cold | `basis_ta` |" in shown
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {".gitignore", "models-2x2MB-seed0-v1", "results.json", "results.md"}
+
+
+def test_the_table_on_paper_is_that_of_its_model() -> None:
+    scaling, text = module("scaling"), (SPEED / "SCALING.md").read_text()
+    rows = text[text.index("| machine | one pass, s") :].splitlines()[2:7]
+    for machine, row in zip(scaling.MACHINES, rows, strict=True):
+        found = [
+            scaling.row(machine, [scaling.read_pass(machine, *kind) for kind in kinds])
+            for kinds in ([(True, True)], [(True, False), (False, True)])
+        ]
+        assert [each.split(" | ")[1] for each in found] == row.split(" | ")[1:3]
+        for name, seconds in re.findall(r"(CPU|PCIe|NVMe write)s?, (\d+)", row):
+            assert f"{name} {seconds}" in found[0]
