@@ -142,8 +142,7 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
 
 def _local(model: ModelReference, options: Options) -> Checkpoint:
     """Open a model, downloading it if it is a name on the Hub."""
-    if not os.path.exists(model.model.path):
-        check_model_place(model.model.path)
+    check_model_place(model.model.path)
     return Checkpoint.open(model.local_path(options.transformers_cache))
 
 

@@ -235,10 +235,9 @@ def check_model(
         _check_adapter(model, options.lora_merge_cache)
     if os.path.isfile(path):
         raise UserError(f"model {path} is a file (for mergekit-pytorch); expected a model folder")
+    check_model_place(path)
     if os.path.isdir(path):
         _check_config(path, base.model.path, options.allow_crimes)
-    else:
-        check_model_place(path)
     try:
         model.config(trust_remote_code=options.trust_remote_code)  # which planning needs anyway
     except (ValueError, KeyError, OSError) as error:
@@ -274,8 +273,8 @@ def may_be_on_the_hub(path: str) -> bool:
 
 
 def check_model_place(path: str) -> None:
-    """Raise UserError if a model that is not a folder cannot be on the Hub."""
-    if not may_be_on_the_hub(path):
+    """Raise UserError if a model can be neither in its folder nor on the Hub."""
+    if not os.path.exists(path) and not may_be_on_the_hub(path):
         raise UserError(
             f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor "
             "`$`, and those of a store are run where they lie, as STORE/recipes/NAME.yml"

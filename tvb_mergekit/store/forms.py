@@ -245,7 +245,10 @@ def _bits_at(inputs: TaskSet, share: float) -> float:
     for item, part, first in places[step // 2 :: step]:
         length = min(BLOCK, item.numel - first)
         assert item.base is not None
-        base, theta = (_block(each, first, length) for each in (item.base, part))
+        base, theta = (
+            each.read(first, first + length, torch.empty(length, dtype=each.dtype)).cpu()
+            for each in (item.base, part)
+        )
         draw = Draw(0, share)
         if draw.of(item.shape) < 1:
             drawn = draw.places(item.name, first // BLOCK, length)
@@ -254,10 +257,6 @@ def _bits_at(inputs: TaskSet, share: float) -> float:
         size += INDEX.itemsize + len(encode(theta, base if fits else None)[1])
         numel += length
     return 8 * size / numel
-
-
-def _block(part: Part, first: int, length: int) -> torch.Tensor:
-    return part.read(first, first + length, torch.empty(length, dtype=part.dtype)).cpu()
 
 
 def kept_share(lossless: bool, keep: float | None, other: object) -> float:
