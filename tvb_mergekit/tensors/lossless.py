@@ -107,11 +107,9 @@ class Lossless(Decoded):
             first, last = block * BLOCK, min((block + 1) * BLOCK, numel)
             low, high = max(first, start), min(last, stop)
             part = chunk[low - start : high - start]
-            if high - low == last - first:
-                self._decode(name, block, part)
-            else:
-                whole = part.new_empty(last - first)
-                self._decode(name, block, whole)
+            whole = part if len(part) == last - first else part.new_empty(last - first)
+            self._decode(name, block, whole)
+            if whole is not part:
                 part.copy_(whole[low - first : high - first])
         return chunk
 
@@ -273,12 +271,8 @@ class Keeping(Coding):
     def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
         sample, dtypes = self.samples[output], self._dtypes
         said = {"seed": sample.seed, "share": sample.share} if sample.share < 1 else {}
-        return {
-            **said,
-            "tensors": {
-                item.name: [NAMES[dtypes[item.name][output]], list(item.shape)] for item in items
-            },
-        }
+        tensors = {i.name: [NAMES[dtypes[i.name][output]], list(i.shape)] for i in items}
+        return {**said, "tensors": tensors}
 
     def encode(self, item: Item, start: int, values: Sequence[Tensor], out: Tensor) -> None:
         """Code a piece, which begins with a block: base and models."""
