@@ -16,13 +16,13 @@ from study.cells import Cell
 from study.run import Run, Weights, built, difference, norm
 
 STEP = 4e-2  # of finite differences, as a length in weight space; task vectors are about 5 long
+TOGETHER = 4  # examples whose activations are in memory
 
 
 def theory(run: Any, cell: Cell) -> dict[str, Any]:
     """Constants, and for each task the losses of addition, of an unseen task and of negation."""
-    bases = built(run, cell)
-    every = tvb_mergekit.build(run.base, run.models, basis="none")
-    gram = every.tensors["gram"]
+    every = tvb_mergekit.build(run.base, run.models, basis="none").tensors  # without the vectors
+    gram = every["gram"]
     lengths = gram.diagonal().sqrt()
     cosines = (gram / torch.outer(lengths, lengths)).fill_diagonal_(0)
     total, count = run.total(run.tasks), len(run.tasks)
@@ -44,15 +44,14 @@ def theory(run: Any, cell: Cell) -> dict[str, Any]:
             "added": added,
         }
         tasks[task] |= {"unseen": _unseen(run, cell, task, least), "row": place}
-    negated = _negated(run, cell, bases)
-    facts = bases.facts
+    bases = built(run, cell)
     return {
         "C": float(gram.diagonal().max()),
         "epsilon": float(cosines.abs().max()),
-        "eigenvalues": every.tensors["eigenvalues"].tolist(),
-        "loss": facts["loss"],
+        "eigenvalues": every["eigenvalues"].tolist(),
+        "loss": bases.facts["loss"],
         "tasks": tasks,
-        "negated": negated,
+        "negated": _negated(run, cell, bases),
     }
 
 
@@ -115,7 +114,9 @@ def smoothness(run: Run, weights: Weights, task: str, examples: int, steps: int)
         ends = []
         for sign in (1, -1):
             at = {n: (t + sign * STEP * direction[n]).requires_grad_() for n, t in weights.items()}
-            ends.append(torch.autograd.grad(run.loss(at, docs, exact=True), [*at.values()]))
+            for some in (docs[k : k + TOGETHER] for k in range(0, len(docs), TOGETHER)):
+                (run.loss(at, some, exact=True) * len(some) / len(docs)).backward()
+            ends.append([tensor.grad for tensor in at.values()])
         product = {
             name: (one - other) / (2 * STEP)
             for name, one, other in zip(weights, *ends, strict=True)
