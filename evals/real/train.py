@@ -247,7 +247,7 @@ def train(run: Run, device: str) -> Iterator[dict[str, Any]]:
         "batch": run.batch,
         "tokens": work(batches[:step], validation, len(curve)),
         "seconds": round(seconds(), 1), "validation_items": len(validation),
-        "base": curve[0], "specialist": curve[-1],
+        "begun": curve[0], "specialist": curve[-1],
         "threads": torch.get_num_threads(), "device": str(model.device),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
     }  # fmt: skip

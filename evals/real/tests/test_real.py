@@ -82,7 +82,7 @@ def test_the_command_trains_every_kind_once_and_resumes(real, world, monkeypatch
         steps = 1 if kind == "full" else 4
         assert (facts["examples"], facts["steps"], facts["kind"]) == (16, steps, kind)
         lines = (folder / "curve.jsonl").read_text().splitlines()
-        assert [json.loads(line) for line in lines] == [facts["base"], facts["specialist"]]
+        assert [json.loads(line) for line in lines] == [facts["begun"], facts["specialist"]]
     assert call(real, world, *words).output == "0 of 3 runs, about 0.0 h\n"
     alone = call(real, world, "--only", "seed0/lora4/sst2")
     assert alone.exit_code == 1 and "seed0/full/sst2 comes first" in alone.output
