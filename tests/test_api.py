@@ -119,6 +119,9 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
         "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),
         "no task 'z'": lambda: tvb.reconstruct(bases, base, "z"),
         "expected one of torch.float32": lambda: tvb.build(base, models, dtype=torch.int8),
+        "choose one of --lossless, --keep": lambda: tvb.build(
+            base, models, "s", keep=0.5, dtype=torch.bfloat16
+        ),
         "`dtype` is of type str: expected a torch.dtype": lambda: tvb.build(
             base, models, dtype="float32"
         ),
@@ -194,7 +197,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         **{(name, "exclude"): [3, "no\nwhere"] for name in ("build", "merge")},
         **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
         **{("build", key): [3] for key in ("num_bases", "steps")},
-        **{(name, "dtype"): [None] for name in ("reconstruct", "merge")},
+        **{(name, "dtype"): [None] for name in ("build", "reconstruct", "merge")},
         ("add", "bases"): [None, place],
         ("add", "budget"): [None, 3],
         ("add", "compress"): [None],

@@ -360,7 +360,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 6KB", "6,000 bytes: the other files"),
     "a sample joins": ("add {z} {m} --task new --bits 0.5", "a sample does not join the codes"),
-    "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "do not go with --dtype"),
+    "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "choose one of --lossless, --keep"),
     "compress alone": (
         "add {z} {m} --task new --compress ae",
         "keeps all tasks; --budget M",

@@ -65,7 +65,7 @@ def build(
     out: str | os.PathLike[str] | None = None,
     *,
     weights: Mapping[str, float] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     bits: float | None = None,
     size: int | None = None,
     lossless: bool = False,
@@ -80,7 +80,7 @@ def build(
         models: Task -> its fine-tuned model, T of them, in the order of the tasks.
         out: The path of the store to write. Without it the bases are state dicts in memory.
         weights: Task -> scale of its task vector; 1 by default.
-        dtype: float32, bfloat16 or float16, of the bases.
+        dtype: float32 (default), bfloat16 or float16, of the bases.
         bits: Bits of an element in the store `out`, instead of `dtype`: 8, 4, 3, 2, 1, or a mean.
             Unless `settings` name a basis, the store keeps all task vectors.
         size: The most bytes of the store, instead of `bits`.
@@ -114,7 +114,7 @@ def build(
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     quantize = None if bits is None and size is None else Quantize(bits, size)
-    share = kept_share(lossless, keep, quantize)
+    share, dtype = kept_share(lossless, keep, quantize, dtype), dtype or torch.float32
     if (quantize or share) and not inputs.settings.names_a_basis:
         inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
     if out is not None:

@@ -259,16 +259,16 @@ def _bits_at(inputs: TaskSet, share: float) -> float:
     return 8 * size / numel
 
 
-def kept_share(lossless: bool, keep: float | None, other: object) -> float:
+def kept_share(lossless: bool, keep: float | None, *others: object) -> float:
     """The share of the entries that a store keeps exact; 0 for other forms.
 
     Args:
-        other: another form that the user chose, which excludes these.
+        others: other forms, of which the user may choose one instead.
 
     Raises:
         UserError: no such share, or more than one choice.
     """
-    if bool(lossless) + (keep is not None) + bool(other) > 1:
+    if lossless + (keep is not None) + sum(map(bool, others)) > 1:
         raise UserError("choose one of --lossless, --keep, --bits, --size and --dtype")
     if keep is None:
         return float(lossless)
