@@ -1,6 +1,5 @@
 """WEMoE over bases: routed models against dense ones that merge the weights of each sequence."""
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from tvb_mergekit.learn.data import Batch, Example, entropy, response_loss
 from tvb_mergekit.learn.descent import Descent, Schedule
 from tvb_mergekit.learn.wemoe import Routers
 from tvb_mergekit.store import routing
-from tvb_mergekit.store.routing import Routed, RoutedProduct, routed_layers
+from tvb_mergekit.store.live import Live
+from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
 
@@ -35,17 +35,12 @@ def made(make: Any, depth: int = 1, bases: int = 3) -> Routed:
     model = make().double().eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
     moved, routers = {}, {}
-    for name, mlp in routed_layers(model).items():
-        for each in (name, f"{name[:-6]}bias"):
-            if each in parameters:
-                p = parameters[each]
-                p += 0.1 * torch.randn_like(p)
-                moved[each] = 0.1 * torch.randn(bases, *p.shape, dtype=p.dtype)
+    for name, mlp in routed_parameters(model).items():
+        p = parameters[name]
+        p += 0.1 * torch.randn_like(p)
+        moved[name] = 0.1 * torch.randn(bases, *p.shape, dtype=p.dtype)
         sizes = [32, 32, bases] if depth == 2 else [32, bases]
-        routers[mlp] = [
-            (torch.randn(b, a, dtype=p.dtype) / a**0.5, torch.randn(b, dtype=p.dtype))
-            for a, b in itertools.pairwise(sizes)
-        ]
+        routers[mlp] = router_of(sizes).double().requires_grad_(False)
     return Routed(model, routers, moved)
 
 
@@ -68,8 +63,8 @@ def dense(made: Routed, prompt: Sequence[int]) -> dict[str, Tensor]:
         torch.func.functional_call(model, theta, kwargs={"input_ids": torch.tensor([prompt])})
         hook.remove()
         r = seen[0][0].mean(0)
-        for k, (weight, bias) in enumerate(layers):
-            r = weight @ (r.clamp(min=0) if k else r) + bias
+        for k in range(0, len(layers), 2):
+            r = layers[k].weight @ (r.clamp(min=0) if k else r) + layers[k].bias
         for name, each in made.bases.items():
             if name.startswith(f"{mlp}."):
                 theta[name] = theta[name] + sum(float(c) * b for c, b in zip(r, each, strict=True))
@@ -92,7 +87,7 @@ def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> 
     there = made(make, depth)
     model, before = there.model, {n: p.clone() for n, p in there.model.named_parameters()}
     plain = model(input_ids=torch.tensor([PROMPTS[0]])).logits
-    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     wanted: list[tuple[Tensor, dict[int, list[int]]]] = []
     for prompt in PROMPTS:
         with_own = AutoModelForCausalLM.from_config(model.config).double().eval()
@@ -127,7 +122,7 @@ def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
         for block in (1, 2**28):
             monkeypatch.setattr(routing, "BLOCK", block)
             given = x.requires_grad_(), r.requires_grad_(), w, b, turned
-            assert torch.autograd.gradcheck(RoutedProduct.apply, given)
+            assert torch.autograd.gradcheck(routing.product, given)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -256,7 +251,7 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     less = case.learn(source, "wemoe", "less", *words, "--unlabeled", *short, "--checkpointing")
     stored = case.learn(tmp_path / "store", "wemoe", "stored", *words, "--unlabeled", *short)
     want = held_in(plain.folder)
-    assert want["model.layers.0.mlp.router.1.weight"].any()
+    assert want["model.layers.0.mlp.router.2.weight"].any()
     for other in (less, stored):
         found = held_in(other.folder)
         assert found.keys() == want.keys()
@@ -298,8 +293,12 @@ def test_models_and_files_that_do_not_fit(case: Case, tmp_path: Path) -> None:
     held = held_in(merged.folder)
     name = "model.layers.0.mlp.up_proj.weight"
     for told, metadata, tensors in (
-        ("a later tvb-mergekit", {"tvb_learned": '{"version": 9}'}, held),
-        (f"no tensor `{name}` of this shape", {}, {**held, name: held[name][:, 1:].contiguous()}),
+        ("by a later tvb-mergekit", {"tvb_learned": '{"version": 9}'}, held),
+        (
+            f"no tensor `{name}` of this shape",
+            {"tvb_learned": '{"version": 1}'},
+            {**held, name: held[name][:, 1:].contiguous()},
+        ),
     ):
         save_file(tensors, place, metadata)
         with pytest.raises(UserError, match=told):
@@ -317,3 +316,50 @@ def test_models_and_files_that_do_not_fit(case: Case, tmp_path: Path) -> None:
     with safe_open(merged.folder / "basis" / "learned" / "routers.safetensors", "pt") as file:
         assert json.loads(file.metadata()["tvb_learned"])["method"] == "wemoe"
     assert set(TASKS) == {each["task"] for each in facts(merged.folder)["tasks"]}
+
+
+def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) -> None:
+    """Prompts that end in a token of their own; the reference is the distance in float64."""
+    store, file = tmp_path / "store", tmp_path / "tasks.safetensors"
+    tvb("build", case.recipe("chosen", basis="none"), store, "--bits", 4, "--quiet")
+    draw = torch.Generator().manual_seed(0)
+
+    def prompts(k: int, count: int) -> list[list[int]]:
+        return [
+            [*torch.randint(40, (3 + n,), generator=draw).tolist(), 60 + k] for n in range(count)
+        ]
+
+    given = {task: prompts(k, 6) for k, task in enumerate(TASKS)}
+    records = {
+        task: [{"prompt": " ".join(f"t{i}" for i in ids)} for ids in some]
+        for task, some in given.items()
+    }
+    words = data_words(tmp_path, records)
+    tvb("learn", store, "route", *words, "--out", file, "--quiet")
+    model = loaded(case.base)
+
+    def states(some: Sequence[Sequence[int]]) -> Tensor:
+        with torch.no_grad():
+            every = [model(torch.tensor([ids]), output_hidden_states=True) for ids in some]
+        return torch.stack([each.hidden_states[1][0, -1] for each in every]).double()
+
+    means = torch.stack([states(some).mean(0) for some in given.values()])
+    assert torch.allclose(load_file(file)["centroids"].double(), means, atol=1e-5)
+    asked = [ids for k in range(3) for ids in prompts(k, 5)]
+    away = (states(asked)[:, None] - means).norm(dim=2)
+    live = library.attach(model, store)
+    assert isinstance(live, Live)
+    for left in (True, False):
+        live.use("code")
+        batch = padded(asked, left)
+        found = live.choose(file, batch["input_ids"], batch["attention_mask"])
+        assert found == [TASKS[int(k)] for k in away.argmin(1)]
+        assert found == [task for task in TASKS for _ in range(5)] and live.current == {}
+    assert "already there" in refused("learn", store, "route", *words, "--out", file)
+    assert "no data for chat" in refused(
+        "learn", store, "route", *words[:4], "--out", tmp_path / "n"
+    )
+    assert "is not a basis store" in refused("learn", case.base, "route", "--out", tmp_path / "n")
+    save_file({"centroids": means.float()}, file)
+    with pytest.raises(UserError, match="write it by `tvb learn STORE route`"):
+        live.choose(file, batch["input_ids"])

@@ -26,7 +26,7 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
 from tvb_mergekit.store.forms import slugs
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.checkpoint import Checkpoint, facts_in
 from tvb_mergekit.tensors.engine import block_budget
 from tvb_mergekit.tensors.matrices import merge_one
 from tvb_mergekit.tensors.passes import combine_pass
@@ -104,7 +104,7 @@ class StatisticsMethod(Work):
             raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
         check_files(self.place, found.files, LEARNED, "restore it, or learn again", checksums=True)
         for task, file in zip(self.tasks, self.outputs, strict=True):
-            if not (facts := kept.facts_in(file, kept.STATISTICS)):
+            if not (facts := facts_in(file, kept.STATISTICS)):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")
             if facts["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import beside
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.tensors.checkpoint import metadata_of
+from tvb_mergekit.store import routing
+from tvb_mergekit.tensors.checkpoint import FACTS_VERSION, facts_in, metadata_of
 from tvb_mergekit.tensors.writing import HASH, content_hash
 
-VERSION = 1
-STATISTICS, LEARNED = "tvb_statistics", "tvb_learned"  # keys of metadata
+STATISTICS, LEARNED = "tvb_statistics", routing.LEARNED  # keys of metadata
 
 
 def save(file: Path, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -31,19 +31,7 @@ def save(file: Path, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str
 
 
 def described(facts: Mapping[str, Any]) -> str:
-    return json.dumps({"version": VERSION, **facts})
-
-
-def facts_in(file: Path, key: str) -> dict[str, Any]:
-    """The facts in a file; empty if there are none.
-
-    Raises:
-        UserError: a later version wrote it.
-    """
-    facts: dict[str, Any] = json.loads(metadata_of(file).get(key, "{}"))
-    if facts.pop("version", VERSION) > VERSION:
-        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
-    return facts
+    return json.dumps({"version": FACTS_VERSION, **facts})
 
 
 def is_ours(file: Path) -> bool:

@@ -66,10 +66,7 @@ class TaskModels:
 
     def limits(self, task: str | None) -> tuple[int, int]:
         """The longest input of a model in tokens, and the size of its vocabulary."""
-        config = _config(self.folder(task), self.trust).get_text_config()
-        names = ("max_position_embeddings", "vocab_size")
-        context, vocabulary = (int(getattr(config, name, None) or 2**31) for name in names)
-        return context, vocabulary
+        return limits(self.folder(task), self.trust)
 
     def load(self, task: str) -> nn.Module:
         """The model of a task, instead of the previous one."""
@@ -163,6 +160,14 @@ def refused(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{folder}: not a causal language model: {one_line(error)}") from error
+
+
+def limits(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
+    """As `TaskModels.limits`, of the model in a folder."""
+    config = _config(folder, trust_remote_code).get_text_config()
+    names = ("max_position_embeddings", "vocab_size")
+    context, vocabulary = (int(getattr(config, name, None) or 2**31) for name in names)
+    return context, vocabulary
 
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:

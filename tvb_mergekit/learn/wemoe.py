@@ -6,15 +6,13 @@ routers see the mean over tokens of their output; with one layer that is the out
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import kept
@@ -25,7 +23,7 @@ from tvb_mergekit.learn.models import bases_of
 from tvb_mergekit.learn.work import CostEstimate
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import LiveSink
-from tvb_mergekit.store.routing import BLOCK, ROUTERS, Routed, routed_layers
+from tvb_mergekit.store.routing import BLOCK, ROUTERS, Routed, routed_parameters, router_of
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -36,8 +34,7 @@ class Routers(Moving):
     def __init__(self, routed: Routed) -> None:
         super().__init__({}, {})
         self.routed = routed
-        layers = (layer for layers in routed.routers.values() for layer in layers)
-        self.variables = [tensor for layer in layers for tensor in layer]
+        self.variables = [p for router in routed.routers.values() for p in router.parameters()]
 
     def begin(self, batch: Batch) -> None:
         """Note the tokens of the prompts: those up to the first one whose successor counts."""
@@ -60,11 +57,8 @@ class Wemoe(GradientMethod):
         Raises:
             UserError: there are none.
         """
-        empty = self.models.empty
-        moved, layers = self.models.named(empty), routed_layers(empty)
-        weights = {name: mlp for name, mlp in layers.items() if name in moved}
-        biases = {f"{name[:-6]}bias": mlp for name, mlp in weights.items()}
-        found = weights | {name: mlp for name, mlp in biases.items() if name in moved}
+        model, every = self.models.empty, routed_parameters(self.models.empty)
+        found = {name: every[name] for name in self.models.named(model) if name in every}
         if not found:
             raise UserError(
                 "wemoe routes the linear layers in modules named mlp, ffn or feed_forward, and the "
@@ -72,19 +66,16 @@ class Wemoe(GradientMethod):
             )
         return found
 
-    @property
-    def _width(self) -> int:
-        """n, the size of a token in front of an MLP."""
+    def _sizes(self, bases: int) -> list[int]:
+        """The sizes of a router's layers, from that of a token in front of an MLP."""
         config: Any = self.models.empty.config
-        return int(config.get_text_config().hidden_size)
+        return [int(config.get_text_config().hidden_size)] * self.request.depth + [bases]
 
     def costs(self) -> CostEstimate:
         bases, routed = self.most_bases, self.routed
         items = [item for item in self.plan.tasks.items if item.name in routed]
-        size = self._width + 1
-        routers = (
-            len(set(routed.values())) * size * (bases + (self.request.depth - 1) * self._width)
-        )
+        each = sum(p.numel() for p in router_of(self._sizes(bases)).parameters())
+        routers = each * len(set(routed.values()))
         # Variables, their gradients, moments and best values; combined weights and their gradients.
         largest = max(BLOCK, *(4 * item.numel for item in items))
         memory = 4 * bases * sum(item.numel for item in items) + 20 * routers + 3 * largest
@@ -96,53 +87,42 @@ class Wemoe(GradientMethod):
         return [self.place / ROUTERS]
 
     def _own_facts(self) -> dict[str, Any]:
-        basis = self.plan.basis
-        assert basis is not None
-        lambdas = [item.tunables and item.tunables.lambda_ for item in self.plan.items()]
-        addition = hashlib.sha256(json.dumps([basis.scale, lambdas]).encode()).hexdigest()
-        request = self.request
-        return {"unlabeled": request.unlabeled, "depth": request.depth, "addition": addition}
+        lambdas = {item.tunables.lambda_: 0 for item in self.plan.items() if item.tunables}
+        own = {key: getattr(self.request, key) for key in ("unlabeled", "depth")}
+        return {**own, "lambda": list(lambdas)}
 
-    def _start(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    def _routers(self) -> dict[str, nn.Sequential]:
         """Routers whose outputs are 0, so that the model is the one merged by addition."""
-        n, bases = self._width, bases_of(self.plan).shape[1]
-        generator = torch.Generator().manual_seed(self.request.seed)
-
-        def layer(outputs: int, last: bool) -> tuple[Tensor, Tensor]:
-            # The authors draw all weights so. A last layer of 0 begins at lambda exactly.
-            weight = torch.randn(outputs, n, generator=generator) * (0.0 if last else 0.01)
-            both = weight.to(self.device), torch.zeros(outputs, device=self.device)
-            return both[0].requires_grad_(), both[1].requires_grad_()
-
-        hidden = self.request.depth - 1
-        return {
-            mlp: [*(layer(n, False) for _ in range(hidden)), layer(bases, True)]
-            for mlp in dict.fromkeys(self.routed.values())
-        }
+        sizes = self._sizes(bases_of(self.plan).shape[1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.request.seed)
+            found = {mlp: router_of(sizes) for mlp in dict.fromkeys(self.routed.values())}
+        for router in found.values():
+            for parameter in router.to(self.device)[-1].parameters():
+                nn.init.zeros_(parameter)
+        return found
 
     def learn(self) -> None:
-        request, wanted, file = self.request, self._wanted(), self.outputs[0]
+        file, seed, basis = self.outputs[0], self.request.seed, self.plan.basis
+        assert basis is not None
+        wanted = self._wanted(basis.scale)
         if self._is_finished(file, wanted):
             return
         self._prepare(1, moves=False)
         held = {name: p.detach() for name, p in self._parameters.items()}
         items = [replace(i, out=torch.float32) for i in self.plan.items() if i.name in held]
         self.merge_into(self.plan, LiveSink(held), items)
-        shapes = {name: tensor.shape for name, tensor in held.items()}
         stacked = self.models.stacked(bases_of(self.plan), self.routed)
-        bases = {name: each.view(-1, *shapes[name]) for name, each in stacked.items()}
-        routed = Routed(self._model, self._start(), bases)
+        bases = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
+        routed = Routed(self._model, self._routers(), bases)
         train = [split.train for split in self.splits]
         apart = [example for split in self.splits for example in split.held]
-        seed = request.seed
         routed.route()
         moving = Routers(routed)
         history = self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), apart)
-        found = {i.name: bases[i.name].to(i.out) for i in self.plan.tasks.items if i.name in bases}
-        for mlp, layers in routed.routers.items():
-            for number, (weight, bias) in enumerate(layers):
-                found[f"{mlp}.router.{number}.weight"] = weight.detach()
-                found[f"{mlp}.router.{number}.bias"] = bias.detach()
+        found = {item.name: bases[item.name].to(item.out) for item in items if item.name in bases}
+        for mlp, router in routed.routers.items():
+            found |= {f"{mlp}.router.{key}": each for key, each in router.state_dict().items()}
         self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, found, facts))
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:

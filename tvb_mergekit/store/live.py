@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Rational, Real
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store.export import combine, items_of, task_column
+from tvb_mergekit.store.routing import LEARNED, prompt_states
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import facts_in
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item
 
@@ -65,6 +70,30 @@ class Live:
                 meanwhile, the message says which weights the model has.
         """
         return self._change(_scales(tasks))
+
+    def choose(
+        self, file: str | os.PathLike[str], ids: Tensor, mask: Tensor | None = None
+    ) -> list[str]:
+        """The task of each prompt, the one with the nearest centroid; the model becomes the base.
+
+        Args:
+            file: of `tvb learn STORE route`.
+            ids, mask: [sequences, tokens], `input_ids` and `attention_mask` of the prompts.
+
+        Raises:
+            UserError: the file is not for this store's base and tasks.
+        """
+        facts = facts_in(Path(file), LEARNED)
+        tasks: list[str] = facts.get("tasks", [])
+        if facts.get("base") != self._base.fingerprint() or set(tasks) - set(self.tasks):
+            raise UserError(
+                f"{file}: its base or its tasks are not those of {self.bases.place}; write it by "
+                "`tvb learn STORE route`"
+            )
+        with self._lock:
+            states = prompt_states(self.reset(), ids, mask)
+        places = torch.cdist(states, load_file(file)["centroids"]).argmin(1)
+        return [tasks[place] for place in places.tolist()]
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit."""

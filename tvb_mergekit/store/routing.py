@@ -7,7 +7,7 @@ prompt). So r is the difference of the coefficients from lambda. Generated token
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,39 +19,41 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import FOLDER
-from tvb_mergekit.tensors.checkpoint import metadata_of
+from tvb_mergekit.tensors.checkpoint import facts_in
 
 ROUTERS = "routers.safetensors"
-VERSION = 1  # of this file
+LEARNED = "tvb_learned"  # key of the metadata of `tvb learn`
 MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
-LAYER = re.compile(r"^(.*)\.router\.(\d+\.(?:weight|bias))$")
+LAYER = re.compile(r"^(.*)\.router\.(.*)$")
 BLOCK = 2**28  # bytes of combined weights at a time
 
-Layers = Sequence[tuple[Tensor, Tensor]]
+
+def routed_parameters(model: nn.Module) -> dict[str, str]:
+    """The parameters of the linear layers in MLPs -> the name of the MLP."""
+    return {
+        f"{name}.{kind}": mlp[0]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if (mlp := MLP.match(name))
+        for kind, parameter in module.named_parameters()
+    }
 
 
-def routed_layers(model: nn.Module) -> dict[str, str]:
-    """The weights of the linear layers in MLPs -> the name of the MLP."""
-    found = {}
-    for name, module in model.named_modules():
-        if (mlp := MLP.match(name)) and _is_linear(module):
-            found[f"{name}.weight"] = mlp[0]
-    return found
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def router_of(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers of these sizes, with ReLU between them."""
+    layers = ((nn.ReLU(), nn.Linear(*each)) for each in itertools.pairwise(sizes))
+    return nn.Sequential(*[module for pair in layers for module in pair][1:])
 
 
 class Routed:
     """A model with routers and bases for its MLPs; see `attach`.
 
     Attributes:
-        routers: MLP -> the weight [k, n] and bias [k] of each layer of R_l, with ReLU between them.
+        routers: MLP -> R_l.
         bases: parameter of the model -> B_m in its shape, [M, ...].
         prompts: [sequences, tokens], 1 for each token of a prompt. By default None: all tokens that
             the attention mask keeps, in passes without earlier tokens in the cache.
@@ -59,7 +61,7 @@ class Routed:
     """
 
     def __init__(
-        self, model: nn.Module, routers: Mapping[str, Layers], bases: Mapping[str, Tensor]
+        self, model: nn.Module, routers: Mapping[str, nn.Module], bases: Mapping[str, Tensor]
     ) -> None:
         self.model, self.routers, self.bases = model, routers, bases
         self.prompts: Tensor | None = None
@@ -79,8 +81,8 @@ class Routed:
             module = self.model.get_submodule(name)
             hook = module.register_forward_pre_hook(partial(self._choose, name))
             self._stack.callback(hook.remove)
-        for name, mlp in routed_layers(self.model).items():
-            if name in self.bases:
+        for name, mlp in routed_parameters(self.model).items():
+            if name in self.bases and name.endswith(".weight"):
                 layer = self.model.get_submodule(name.removesuffix(".weight"))
                 self._stack.callback(_restore, layer, vars(layer).get("forward"))
                 layer.forward = partial(self._linear, name, mlp, layer)
@@ -107,12 +109,10 @@ class Routed:
                 f"`{name}`: inputs {list(given.shape)} and a mask {list(mask.shape)} of tokens; "
                 "routers need [sequences, tokens, n] and a mask [sequences, tokens]"
             )
-        mean = (mask / mask.sum(1, keepdim=True).clamp(min=1))[:, None] @ given
-        for number, (weight, bias) in enumerate(self.routers[name]):
-            mean = mean.relu() if number else mean[:, 0].to(weight)
-            mean = linear(mean, weight, bias)
-        self.coefficients[name] = mean
-        self._alike[name] = not mean.requires_grad and bool((mean == mean[:1]).all())
+        mean = ((mask / mask.sum(1, keepdim=True).clamp(min=1))[:, None] @ given)[:, 0]
+        router = self.routers[name]
+        self.coefficients[name] = r = router(mean.to(next(router.parameters()).dtype))
+        self._alike[name] = not r.requires_grad and bool((r == r[:1]).all())
         self._merged.pop(name, None)
 
     def _linear(self, name: str, mlp: str, layer: Any, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Routed:
             terms = r.T.to(x)[:, :, None] * x[:, 0]
             y = y + torch.bmm(terms, bases.mT if turned else bases).sum(0)[:, None]
         else:
-            y = RoutedProduct.apply(x, r, layer.weight, bases, turned)  # type: ignore[no-untyped-call]
+            y = product(x, r, layer.weight, bases, turned)
         if layer.bias is not None:
             y = y + layer.bias
         return y + (r.to(x) @ self.bases[bias])[:, None] if bias in self.bases else y
@@ -155,39 +155,19 @@ def combined(r: Tensor, weight: Tensor, bases: Tensor) -> Tensor:
     return moved.view(-1, *weight.shape)
 
 
-class RoutedProduct(torch.autograd.Function):
-    """The products of x [sequences, tokens, n] with `combined` weights.
+def product(x: Tensor, r: Tensor, weight: Tensor, bases: Tensor, turned: bool) -> Tensor:
+    """x [sequences, tokens, n] times the `combined` weights, a few sequences at a time.
 
-    Keeps no weights for the backward pass, which combines them again. Only x and r have gradients.
+    Keeps no combined weights for the backward pass, which combines them again.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, r: Tensor, weight: Tensor, bases: Tensor, turned: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, r, weight, bases)
-        ctx.turned = turned
-        made = (combined(some, weight, bases) for some in r.split(_count(weight)))
-        pairs = zip(x.split(_count(weight)), made, strict=True)
-        return torch.cat([rows @ (w.mT if turned else w) for rows, w in pairs])
+    def some(x: Tensor, r: Tensor) -> Tensor:
+        made = combined(r, weight, bases)
+        return x @ (made.mT if turned else made)
 
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        x, r, weight, bases = ctx.saved_tensors
-        count, of_x, of_r = _count(weight), [], []
-        (outer,) = given
-        for rows, some, g in zip(x.split(count), r.split(count), outer.split(count), strict=True):
-            made = combined(some, weight, bases).to(g)
-            of_x.append((g @ (made if ctx.turned else made.mT)).to(x))
-            rows = rows.to(g)
-            of_weight = g.mT @ rows if ctx.turned else rows.mT @ g
-            of_r.append(of_weight.flatten(1).to(bases) @ bases.flatten(1).T)
-        return torch.cat(of_x), torch.cat(of_r).to(r), None, None, None
-
-
-def _count(weight: Tensor) -> int:
-    """The number of sequences whose weights are combined at a time."""
-    return max(1, BLOCK // (weight.numel() * weight.itemsize))
+    count = max(1, BLOCK // (weight.numel() * weight.itemsize))
+    parts = zip(x.split(count), r.split(count), strict=True)
+    return torch.cat([checkpoint(some, *each, use_reentrant=False) for each in parts])
 
 
 def routers_in(folder: str | os.PathLike[str]) -> Path | None:
@@ -196,22 +176,40 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
     return file if file.is_file() else None
 
 
+def prompt_states(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """The hidden state at the last token of each prompt after half of the layers.
+
+    Args:
+        model: a language model of transformers.
+        ids, mask: [sequences, tokens], tokens and 1 for each one that counts; None: all do.
+
+    Returns:
+        [sequences, n] float32 on the CPU.
+    """
+    body: Any = model.base_model
+    with torch.no_grad():
+        passed = body(ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
+    states = passed.hidden_states[len(passed.hidden_states) // 2]
+    places = torch.arange(ids.shape[1], device=ids.device)
+    last = places.expand_as(ids) if mask is None else places * mask
+    found: Tensor = states[torch.arange(len(ids), device=ids.device), last.argmax(1)]
+    return found.float().cpu()
+
+
 def routed_model(model: nn.Module, file: Path) -> Routed:
     """A model with the routers and bases in a file; bases get the model's dtype.
 
     Raises:
         UserError: a later version wrote the file, or the model has other parameters.
     """
-    told = json.loads(metadata_of(file).get("tvb_learned", "{}"))
-    if told.get("version", VERSION) > VERSION:
-        raise UserError(f"{file}: written by a later tvb-mergekit; upgrade this one")
+    facts_in(file, LEARNED)
     parameters, bases = dict(model.named_parameters()), dict[str, Tensor]()
-    layers: dict[str, dict[str, Tensor]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
     with safe_open(file, "pt") as held:
         for name in held.keys():
             own = parameters.get(name)
             if found := LAYER.match(name):
-                layers.setdefault(found[1], {})[found[2]] = held.get_tensor(name)
+                states.setdefault(found[1], {})[found[2]] = held.get_tensor(name)
             elif own is None or list(own.shape) != held.get_slice(name).get_shape()[1:]:
                 raise UserError(
                     f"{file}: the model has no tensor `{name}` of this shape; load it from "
@@ -219,10 +217,10 @@ def routed_model(model: nn.Module, file: Path) -> Routed:
                 )
             else:
                 bases[name] = held.get_tensor(name).to(own.detach())
-    device = next(iter(bases.values())).device
-    routers = {
-        mlp: [(each[f"{k}.weight"].to(device), each[f"{k}.bias"].to(device))
-              for k in range(len(each) // 2)]
-        for mlp, each in layers.items()
-    }  # fmt: skip
+    device, routers = next(iter(bases.values())).device, dict[str, nn.Module]()
+    for mlp, state in states.items():
+        weights = [tensor for _, tensor in sorted(state.items()) if tensor.dim() == 2]
+        router = router_of([weights[0].shape[1], *map(len, weights)])
+        router.load_state_dict(state)
+        routers[mlp] = router.requires_grad_(False).to(device)
     return Routed(model, routers, bases)

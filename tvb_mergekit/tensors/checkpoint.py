@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
+FACTS_VERSION = 1  # of facts in metadata
 RESTORE = "restore it, or build the store anew"
 # transformers 5 writes experts as its older versions did, unless it is asked for its own names.
 SAVE_AGAIN = (
@@ -198,6 +199,18 @@ def metadata_of(path: Path) -> dict[str, str]:
             return dict(file.metadata() or {})
     except (OSError, safetensors.SafetensorError):
         return {}
+
+
+def facts_in(path: Path, key: str) -> dict[str, Any]:
+    """The facts under a key of a safetensors file's metadata; empty if there are none.
+
+    Raises:
+        UserError: a later version wrote it.
+    """
+    facts: dict[str, Any] = json.loads(metadata_of(path).get(key, "{}"))
+    if facts.pop("version", FACTS_VERSION) > FACTS_VERSION:
+        raise UserError(f"{path}: written by a later tvb-mergekit; upgrade this one")
+    return facts
 
 
 def _identity(path: Path) -> object:
