@@ -19,7 +19,7 @@ from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import check, export, merge
 from tvb_mergekit.cli.options import Commands, command
 from tvb_mergekit.cli.score import score, tune
-from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
+from tvb_mergekit.cli.stores import add, build, inspect, push, remove, undo
 from tvb_mergekit.errors import listed
 
 
@@ -97,5 +97,7 @@ def clear_entries() -> None:
     click.echo(f"Deleted {cache.clear()} Gram matrices.")
 
 
-for each in (build, inspect, add, undo, remove, export, merge, check, score, learn, tune, cache):
+for each in (
+    build, inspect, add, undo, remove, export, push, merge, check, score, learn, tune, cache
+):  # fmt: skip
     main.add_command(each)

@@ -20,6 +20,7 @@ from tvb_mergekit.cli.options import (
     Body,
     Commands,
     Range,
+    Readable,
     base_of,
     choice,
     command,
@@ -36,7 +37,7 @@ from tvb_mergekit.errors import UserError
 
 
 @click.group(cls=Commands, subcommand_metavar="METHOD [OPTIONS]", options_metavar="")
-@argument("recipe", metavar="RECIPE", type=PLACE)
+@argument("recipe", metavar="RECIPE", type=Readable())
 def learn(recipe: str) -> None:
     """Merge the models of RECIPE by examples of their tasks.
 

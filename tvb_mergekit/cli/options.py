@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tvb_mergekit_hook
+from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.progress import bars, logging_above_bars, phase
@@ -46,6 +47,17 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Readable(Place):
+    """A path, or the name of a store on the Hub, which is downloaded."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            value = hub.local(value, hub.STORE)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class Range(click.FloatRange):
     """Numbers, not NaN or infinity."""
 
@@ -56,7 +68,7 @@ class Range(click.FloatRange):
         return found
 
 
-PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
+PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Readable(exists=True)
 POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
 COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
 flag = functools.partial(click.option, is_flag=True)

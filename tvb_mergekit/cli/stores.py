@@ -16,6 +16,7 @@ from tvb_mergekit.cli.options import (
     MODELS,
     PLACE,
     RECIPE,
+    Readable,
     base_of,
     choice,
     command,
@@ -112,7 +113,7 @@ def _quantize(bits: float | None, size: str | None) -> Quantize | None:
 
 
 @command("device", "memory", *MODELS, "quiet", writes="plot")
-@argument("path", type=PLACE)
+@argument("path", type=Readable())
 @flag("--json", "as_text", help="JSON on standard output.")
 @place("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
 def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
@@ -277,3 +278,31 @@ def remove(store: str, task: str) -> None:
     from tvb_mergekit.store.addition import remove_task
 
     click.echo(store_line(remove_task(store, task)))
+
+
+@command()
+@argument("store", type=PLACE)
+@argument("name", metavar="USER/NAME[@REVISION]")
+@flag("--private", help="If the repository does not exist: make a private one.")
+def push(store: str, name: str, private: bool) -> None:
+    """Upload STORE with a model card to the repository USER/NAME of the Hugging Face Hub.
+
+    The token is that of `hf auth login`, or HF_TOKEN. basis.json names the models and the base as
+    the recipe did, with their paths. All commands that read a STORE also accept USER/NAME.
+
+    \b
+    Example:
+      tvb push ./store user/store
+      tvb export user/store ./math --task math
+    """
+    from tvb_mergekit.cli.inspect import store_line
+    from tvb_mergekit.hub import may_be_on_the_hub
+    from tvb_mergekit.hub import push as upload
+    from tvb_mergekit.store.export import card_of
+
+    if "/" not in name or not may_be_on_the_hub(name.partition("@")[0]):
+        raise UserError(f"{name}: expected a repository of the Hub, USER/NAME")
+    bases = load_store(store, checksums=True)
+    assert bases.path is not None
+    card = card_of(bases, f"{name.partition('@')[0]}: {counted(len(bases.tasks), 'task')}")
+    click.echo(f"{store_line(bases)}\nUploaded: {upload(bases.path, name, card, private)}")

@@ -15,12 +15,12 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import (
     check_adapter_place,
     check_model_place,
-    may_be_on_the_hub,
     open_file,
     plan_only,
 )

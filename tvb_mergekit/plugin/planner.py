@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 
 from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.names import replaced
@@ -266,10 +266,6 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
                 )
         elif not may_be_on_the_hub(path):
             raise UserError(f"`tokenizer_source` {source}: no folder {path} (from {os.getcwd()})")
-
-
-def may_be_on_the_hub(path: str) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 
 def check_model_place(path: str) -> None:

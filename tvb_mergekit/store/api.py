@@ -1,8 +1,8 @@
 """The library: build, load, add, reconstruct and merge, on state dicts or paths.
 
-A model is a state dict (name -> tensor), a folder in Hugging Face's layout, or a weight file. All
-models must name their tensors alike. The CPU or `device` does all work. Weights are read in pieces,
-so memory does not grow with the models on disk.
+A model is a state dict (name -> tensor), a folder in Hugging Face's layout, a weight file, or a
+name on the Hub. All models must name their tensors alike. The CPU or `device` does all work.
+Weights are read in pieces, so memory does not grow with the models on disk.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
 from tvb_mergekit.errors import UserError, check_names, listed
 from tvb_mergekit.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings, shown
@@ -358,7 +358,8 @@ def _inputs(
         warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     made.base_model, made.models, made.varying = name_of(base, "base"), names, varying
-    made.folder = None if isinstance(base, Mapping) or not os.path.isdir(base) else Path(base)
+    if isinstance(found, Checkpoint) and not os.path.isfile(name_of(base)):
+        made.folder = found.folder
     return made
 
 
@@ -381,11 +382,12 @@ def open_model(model: Model) -> Weights:
                 "names and tensors"
             )
         return found
+    model = hub.local(model, hub.MODEL)
     if not os.path.exists(model):
-        raise UserError(f"model {os.fspath(model)}: no such folder or file (from {os.getcwd()})")
+        raise UserError(f"model {model}: no such folder or file (from {os.getcwd()})")
     if store.is_basis(model):
         raise UserError(
-            f"model {os.fspath(model)} is a basis vector of a store, a difference from its base, "
+            f"model {model} is a basis vector of a store, a difference from its base, "
             "and no model: `load` the store"
         )
     return Checkpoint.open(model)

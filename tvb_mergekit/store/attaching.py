@@ -6,6 +6,7 @@ import os
 
 from torch import nn
 
+from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, base_of, check_types, open_model
@@ -28,8 +29,8 @@ def attach(
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder, or bases in memory. Or the folder of a model merged by
-            `tvb learn wemoe`, which `model` was loaded from.
+        store: a store's folder or its name on the Hub, or bases in memory. Or the folder of a model
+            merged by `tvb learn wemoe`, which `model` was loaded from.
         base: theta_0; by default where the store says that it is.
 
     Returns:
@@ -58,10 +59,11 @@ def attach(
         check_weights(live_tensors(model, files)[0], files)
         return routed_model(model, file)
     bases = store if isinstance(store, Bases) else stores.load(store)
-    given: Model = bases.base_name if base is None else base
-    if base is None and not os.path.exists(bases.base_name):
+    place = hub.local(bases.base_name, hub.MODEL) if base is None else ""
+    given: Model = place if base is None else base
+    if base is None and not os.path.exists(place):
         raise UserError(
-            f"base {given}: no such file or folder (from {os.getcwd()}); say with `base` where the "
+            f"base {place}: no such file or folder (from {os.getcwd()}); say with `base` where the "
             f"base of {bases.place} is"
         )
     return Live(model, bases, base_of(bases, given))

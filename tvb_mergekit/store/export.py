@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.store.facts import FileRecord, record_of
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases, dtype_name
@@ -126,7 +127,7 @@ def export(
             if model is not None:
                 restore(bases, model, base, base_folder, place, engine, dtype)
         for place, line in zip(places, what, strict=True):
-            _write_card(place, bases, line)
+            (place / "README.md").write_text(card_of(bases, line), encoding="utf-8")
         stage.publish()
     finally:
         stage.discard()
@@ -185,12 +186,12 @@ def _whole(sources: Sequence[Weights], column: Tensor) -> int | None:
     return used[0] if one and sources[used[0]].holds == "weight" else None
 
 
-def _write_card(folder: Path, bases: Bases, what: str) -> None:
-    head = (
-        f"---\nbase_model: {json.dumps(bases.facts.base_model)}\ntags: [merge, tvb-mergekit]\n---\n"
-    )
-    section = card_section(bases.facts, bases.tensors)
-    (folder / "README.md").write_text(f"{head}# {what}\n\n{section}", encoding="utf-8")
+def card_of(bases: Bases, title: str) -> str:
+    """A model card. Its metadata name the base, which the Hub must know."""
+    name = bases.facts.base_model
+    known = may_be_on_the_hub(name) and not os.path.exists(name)
+    head = f"base_model: {json.dumps(name)}\n" * known + "tags: [merge, tvb-mergekit]\n"
+    return f"---\n{head}---\n# {title}\n\n{card_section(bases.facts, bases.tensors)}"
 
 
 def write_originals(

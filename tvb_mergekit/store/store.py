@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
@@ -235,13 +236,14 @@ def load(path: str | os.PathLike[str], without: str = "") -> Bases:
     """Open a store. Files of the recorded size are trusted; `check` compares their checksums.
 
     Args:
+        path: a folder, or a name on the Hub: USER/NAME or USER/NAME@REVISION.
         without: the folder of a vector to leave out of the `vectors` and of all checks.
 
     Raises:
         UserError: no store, a newer format, a file that is missing or of another size, or a
             damaged header.
     """
-    folder = Path(path)
+    folder = Path(hub.local(path, hub.STORE))
     for wait in (0.1, 0.5):
         try:
             return _load(folder, without)
@@ -277,6 +279,7 @@ def _load(folder: Path, without: str) -> Bases:
 
 def check(path: str | os.PathLike[str]) -> Bases:
     """Open a store as `load`, and compare the checksums of all its files."""
+    path = hub.local(path, hub.STORE)
     facts = read_store_facts(Path(path))
     check_files(Path(path), facts.store.files, FACTS, _mending(facts), checksums=True)
     return load(path)

@@ -1,0 +1,271 @@
+"""Names on the Hub in place of folders, and uploads, against a local server that plays the Hub."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import torch
+from commands import contents, recipe, write
+from tiny import TASKS, family, load
+
+TOKEN = "hf_" + "x" * 34
+Files = dict[str, bytes]
+
+
+class HubServer(ThreadingHTTPServer):
+    """Repositories in memory: a history of files for each, by their revisions."""
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Answers)
+        self.repositories: dict[str, dict[str, Files]] = {}
+        self.blobs: Files = {}
+        self.sent: list[str] = []  # files that were downloaded
+        self.private: set[str] = set()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def commit(self, name: str, files: Files) -> str:
+        history = self.repositories.setdefault(name, {})
+        kept = {**history.get("main", {}), **files}
+        sha = hashlib.sha1(json.dumps(sorted(kept)).encode() + b"".join(kept.values())).hexdigest()
+        history["main"] = history[sha] = kept
+        return sha
+
+    def sha(self, name: str, revision: str) -> str:
+        history = self.repositories[name]
+        return next(k for k, v in history.items() if v is history[revision] and len(k) == 40)
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def answer(self, body: Any = b"", code: int = 200, **headers: str) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def missing(self, kind: str) -> None:
+        self.answer({"error": "not found"}, 404, X_Error_Code=kind)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def allowed(self, name: str) -> bool:
+        given = self.headers.get("Authorization")
+        there = name in self.server.repositories
+        return there and (name not in self.server.private or given == f"Bearer {TOKEN}")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self.about("/".join(parts[2:4]), parts[4:])
+        elif parts[2:3] == ["resolve"]:
+            self.file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        else:
+            self.missing("EntryNotFound")
+
+    def about(self, name: str, rest: list[str]) -> None:
+        revision = rest[1] if len(rest) > 1 else "main"
+        if not self.allowed(name):
+            return self.missing("RepoNotFound")
+        if revision not in self.server.repositories[name]:
+            return self.missing("RevisionNotFound")
+        files = self.server.repositories[name][revision]
+        if rest[:1] == ["tree"]:
+            tree = [{"type": "file", "path": p, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
+                    for p, d in files.items()]  # fmt: skip
+            return self.answer(tree, Content_Type="application/json")
+        facts = {"id": name, "modelId": name, "sha": self.server.sha(name, revision)}
+        facts |= {"siblings": [{"rfilename": path} for path in files], "private": False, "tags": []}
+        return self.answer(facts, Content_Type="application/json")
+
+    def file(self, name: str, revision: str, path: str) -> None:
+        if not self.allowed(name):
+            return self.missing("RepoNotFound")
+        data = self.server.repositories[name].get(revision, {}).get(path)
+        if data is None:
+            return self.missing("EntryNotFound")
+        if self.command == "GET":
+            self.server.sent.append(path)
+        sha = self.server.sha(name, revision)
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        return self.answer(data, ETag=etag, X_Repo_Commit=sha)
+
+    def do_PUT(self) -> None:
+        self.server.blobs[self.path.rpartition("/")[2]] = self.body()
+        self.answer()
+
+    def do_POST(self) -> None:
+        text = self.body()
+        if self.headers.get("Authorization") not in (f"Bearer {TOKEN}", None):
+            return self.answer({"error": "Invalid token"}, 401)
+        if self.path == "/api/repos/create":
+            asked = json.loads(text)
+            name = f"{asked['organization']}/{asked['name']}"
+            self.server.repositories.setdefault(name, {"main": {}})
+            self.server.private |= {name} if asked.get("private") else set()
+            return self.answer({"url": f"{self.server.address}/{name}", "name": name, "id": name})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        name = "/".join(
+            self.path.strip("/").removesuffix("/info/lfs/objects/batch").split("/")[2:4]
+        )
+        if "/preupload/" in self.path:
+            made = [{"path": f["path"], "shouldIgnore": False, "uploadMode": "lfs" if
+                     f["path"].endswith(".safetensors") else "regular"}
+                    for f in json.loads(text)["files"]]  # fmt: skip
+            return self.answer({"files": made})
+        if self.path.endswith("/info/lfs/objects/batch"):
+            objects = [{"oid": o["oid"], "size": o["size"], "actions": {"upload": {
+                "href": f"{self.server.address}/lfs/{o['oid']}"}}}
+                for o in json.loads(text)["objects"]]  # fmt: skip
+            return self.answer({"transfer": "basic", "objects": objects})
+        assert "/commit/" in self.path, self.path
+        files: Files = {}
+        for line in map(json.loads, text.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.blobs[value["oid"]]
+        sha = self.server.commit(name, files)
+        url = f"{self.server.address}/{name}/commit/{sha}"
+        return self.answer({"success": True, "commitUrl": url, "commitOid": sha})
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    server = HubServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+DRIVER = """
+import json, sys
+from click.testing import CliRunner
+from tvb_mergekit.cli import commands
+for words in json.load(sys.stdin):
+    if words[0] == "-c":
+        exec(words[1])
+        continue
+    done = CliRunner().invoke(commands.main, words)
+    print(json.dumps([done.exit_code, done.output]))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run commands, or Python code after `-c`, in one process, with the Hub at the server.
+
+    Returns the exit code and the output of each, or the line that the code prints.
+    """
+    home = tmp_path_factory.mktemp("home")
+
+    def run(*commands: Sequence[object], token: str | None = TOKEN, offline: int = 0) -> list[Any]:
+        env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "NO_PROXY": "*",
+               "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off", "HF_TOKEN": token or "",
+               "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": str(offline)}  # fmt: skip
+        given = json.dumps([[str(word) for word in words] for words in commands])
+        how: dict[str, Any] = {"env": env, "cwd": home, "capture_output": True, "text": True}
+        done = subprocess.run([sys.executable, "-c", DRIVER], input=given, **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pushed(hub: HubServer, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base on the Hub, and a private store of its models, which `tvb push` uploads."""
+    folder = tmp_path_factory.mktemp("made")
+    how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
+    base, models = family(folder, tasks=TASKS[:2], **how)
+    hub.commit("org/base", contents(base) | {"pytorch_model.bin": b"not read", "notes.md": b""})
+    plan = write(recipe("basis_ta", Path("org/base"), models, basis="none"), folder)
+    store = folder / "store"
+    built, sent = run(("build", plan, store, "--quiet"), ("push", store, "me/store", "--private"))
+    assert built[0] == sent[0] == 0, (built, sent)
+    assert f"Uploaded: {hub.address}/me/store/commit/" in sent[1]
+    return {"base": base, "store": store, **dict(zip(TASKS, models, strict=False))}
+
+
+def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[str, Path]) -> None:
+    files = dict(hub.repositories["me/store"]["main"])
+    card = files.pop("README.md").decode()
+    assert card.startswith('---\nbase_model: "org/base"\ntags: [merge, tvb-mergekit]\n---\n')
+    assert "me/store: 2 tasks" in card and "math" in card
+    assert files == contents(pushed["store"])
+
+
+def test_commands_read_the_hub_and_only_what_they_need(
+    hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path
+) -> None:
+    files = {name for name in contents(pushed["base"]) if name.startswith("model")}
+    assert {"config.json", *files} <= set(hub.sent)
+    sha = hub.sha("me/store", "main")
+    hub.commit("me/store", {"basis.json": b"{}"})  # later: the revision counts
+    store, here, there = f"me/store@{sha}", tmp_path / "here", tmp_path / "there"
+    code = (
+        "import transformers, tvb_mergekit as t; "
+        "m = transformers.AutoModelForCausalLM.from_pretrained('org/base'); "
+        f"live = t.attach(m, {store!r}); live.use('math'); live.verify(); "
+        "print(json.dumps([0, str(live.tasks)]))"
+    )
+    found = run(
+        ("export", store, tmp_path / "math", "--task", "math"),
+        ("inspect", store),
+        ("export", "--model", pushed["math"], "--base", "org/base", tmp_path / "lora", "--lora",
+         "--rank", 2),
+        ("-c", code),
+        ("merge", pushed["store"], here, "--method", "add", "--quiet"),
+    )  # fmt: skip
+    (offline,) = run(("merge", store, there, "--method", "add", "--quiet"), token=None, offline=1)
+    assert [code for code, _ in (*found, offline)] == [0] * 6, found
+    assert "T = 2 task vectors" in found[1][1] and found[3][1] == str([*TASKS[:2]])
+    for one, other in ((tmp_path / "math", pushed["math"]), (here, there)):
+        states = load(one), load(other)
+        assert states[0].keys() == states[1].keys()
+        assert all(value.equal(states[1][name]) for name, value in states[0].items())
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/base"
+    assert not {"README.md", "pytorch_model.bin", "notes.md"} & set(hub.sent)
+
+
+def test_mistakes(hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path) -> None:
+    said = {
+        ("inspect", "me/nothing"): "me/nothing: no such folder",
+        ("inspect", "me/store@none"): "me/store@none: no such folder",
+        ("push", pushed["store"], "store"): "expected a repository of the Hub, USER/NAME",
+        ("push", tmp_path, "me/new"): "is not a basis store",
+    }
+    found = [*zip(said.values(), run(*said), strict=True)]
+    found += zip(["Invalid"], run(("push", pushed["store"], "me/new"), token="wrong"), strict=True)
+    for expected, (code, told) in found:
+        assert code == 1 and expected in told and len(told.splitlines()) == 1, told
+    assert "me/new" not in hub.repositories
