@@ -38,7 +38,7 @@ from tvb_mergekit.progress import bars
 from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
-COMMANDS = "build inspect add undo remove export merge check score learn tune cache".split()
+COMMANDS = "build inspect add undo remove export push merge check score learn tune cache".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -152,6 +152,7 @@ def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_tasks(here, monkeypatch)
+    monkeypatch.setattr("tvb_mergekit.hub.push", lambda *given: "an address")
     (here / "store").rename(here / "built")
     for recipe_of, basis in (("two", "none"), ("other", "ae")):
         made = recipe("basis_ta", Path("base"), [Path("math"), Path("code")], basis=basis)
@@ -169,7 +170,7 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if "learn" in name:
             for folder in ("two", "other", "law"):
                 shutil.rmtree(here / folder, ignore_errors=True)
-        if name in ("inspect", "add", "undo", "export", "learn", "tune"):
+        if name in ("inspect", "add", "undo", "export", "push", "learn", "tune"):
             shutil.copytree(here / "built", here / "store")
         if name in ("add", "build", "remove"):
             made = yaml.safe_load((here / "recipe.yml").read_text())

@@ -110,7 +110,7 @@ def merge(
     \b
     Example:
       tvb merge recipe.yml ./merged --memory 2GB
-      tvb merge adapters.yml ./merged-lora --lora
+      tvb merge recipe.yml ./merged-lora --lora --rank 16
       torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
     """
     from tvb_mergekit.tensors import ranks

@@ -291,9 +291,7 @@ def push(store: str, name: str, private: bool) -> None:
     the recipe did, with their paths. All commands that read a STORE also accept USER/NAME.
 
     \b
-    Example:
-      tvb push ./store user/store
-      tvb export user/store ./math --task math
+    Example: tvb push ./store user/store
     """
     from tvb_mergekit.cli.inspect import store_line
     from tvb_mergekit.hub import may_be_on_the_hub
