@@ -412,3 +412,20 @@ def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
     ):
         assert said in refused("merge", write(plan, tmp_path / "r"), tmp_path / "out", *more)
     assert not (tmp_path / "out").exists()
+
+
+def test_errors_over_rank(models, stores, tmp_path):
+    picture = tmp_path / "ranks.svg"
+    done = tvb("inspect", stores["lossless"], "--lora", "--json", "--plot", picture, "--quiet")
+    said = json.loads(done.stdout)
+    assert said["ranks"][:2] == [4, 8] and picture.read_text().count("<svg") == 1
+    for task in TASKS[:3]:
+        tau = tau_of(models["base"], models[task])
+        matrices = [t for name, t in tau.items() if t.ndim == 2 and "embed" not in name]
+        for rank, error in zip(said["ranks"], said["errors"][task], strict=True):
+            spectra = [torch.linalg.svdvals(each)[:rank] for each in matrices]
+            kept = norm({str(k): each for k, each in enumerate(spectra)}) / norm(tau)
+            assert error == pytest.approx(math.sqrt(max(0.0, 1 - kept**2)), rel=1e-4, abs=1e-5)
+    sizes = [rank * sum(sum(m.shape) for m in matrices) * 4 for rank in (4, 8)]
+    assert said["bytes"][:2] == sizes
+    assert "rank 16" in tvb("inspect", stores["dense"], "--lora", "--quiet").stdout

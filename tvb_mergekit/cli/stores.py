@@ -29,7 +29,7 @@ from tvb_mergekit.cli.options import (
     place,
     read_recipe,
 )
-from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.errors import UserError, counted, megabytes
 
 if TYPE_CHECKING:
     from tvb_mergekit.store.facts import DtypeName
@@ -74,7 +74,9 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(values["bits"], values["size"])
-    share = kept_share(values["lossless"], values["keep"], quantize, dtype)
+    if quantize and dtype:
+        raise UserError("--bits and --size do not go with --dtype")
+    share = kept_share(values["lossless"], values["keep"], quantize or dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
@@ -97,7 +99,9 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     )
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
-    if bases.facts.store.codec != "dense":
+    if share == 1:
+        kept = "; every bit comes back"
+    if quantize or 0 < share < 1:
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")
@@ -112,15 +116,20 @@ def _quantize(bits: float | None, size: str | None) -> Quantize | None:
     return Quantize(bits, parse_memory(size) if size else None)
 
 
-@command("device", "memory", *MODELS, "quiet", writes="plot")
+@command("base", "device", "memory", *MODELS, "quiet", writes="plot")
 @argument("path", type=Readable())
 @flag("--json", "as_text", help="JSON on standard output.")
+@flag("--lora", help="Show the error of LoRA adapters of a store over their rank.")
 @place("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
-def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
+def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
 
+    --lora shows instead how near adapters of `tvb export --lora` would come to a store's vectors.
+
     \b
-    Example: tvb inspect ./store --plot store.png
+    Example:
+      tvb inspect ./store --plot store.png
+      tvb inspect ./store --lora --plot ranks.png
     """
     from rich.console import Console
 
@@ -131,6 +140,9 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
         from tvb_mergekit.cli import plot as plots
 
         plots.check_plot(plot)
+    if lora:
+        _inspect_lora(path, as_text, plot, values)
+        return
     found = _inspection(path, values)
     if plot is not None:
         plots.plot(found, plot)
@@ -138,6 +150,33 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
         click.echo(json.dumps(as_json(found), indent=2))
     else:
         print_inspection(found, Console(highlight=False))
+
+
+def _inspect_lora(path: str, as_text: bool, plot: str | None, values: dict[str, Any]) -> None:
+    import torch
+    from rich.console import Console
+
+    from tvb_mergekit.store.lora import RANKS, AdapterExport, adapters_of, items_of_store
+    from tvb_mergekit.tables import Sheet, show
+    from tvb_mergekit.tensors.factoring import Truncation
+
+    bases, engine = load_store(path), engine_of(values)
+    name, weights, folder = base_of(bases, values["base"])
+    every = items_of_store(bases, weights), bases.labels, weights, name, folder
+    export, errors = AdapterExport(*every, Truncation(), torch.float32, engine), {}
+    for label, adapter in zip(bases.labels, adapters_of(bases, False)[0], strict=True):
+        errors[label], sizes = export.errors(adapter)
+    if plot is not None:
+        from tvb_mergekit.cli.plot import plot_errors
+
+        plot_errors(errors, plot)
+    if as_text:
+        click.echo(json.dumps({"ranks": RANKS, "bytes": sizes, "errors": errors}, indent=2))
+        return
+    rows = [(label, *(f"{each:.3f}" for each in of)) for label, of in errors.items()]
+    rows.append(("bytes", *map(megabytes, sizes)))
+    head = ("", *(f"rank {rank}" for rank in RANKS))
+    show([Sheet("Error of LoRA adapters", head, rows)], Console(highlight=False))
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:

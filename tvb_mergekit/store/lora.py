@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -34,6 +35,7 @@ from tvb_mergekit.tensors.taskset import match
 
 REPORT, TASKS = "lora.json", "tasks.json"
 HEAD = ("", "tensors", "rank", "norm^2 %", "energy %", "error", "bytes")
+RANKS = (4, 8, 16, 32, 64, 128, 256)  # of `tvb inspect --lora`
 Scales = Mapping[str, Sequence[Mapping[str, Any]]]  # the content of tasks.json
 
 
@@ -131,8 +133,20 @@ class AdapterExport:
             stage.discard()
         return reports
 
-    def _write(self, adapter: NewAdapter, place: Path) -> AdapterReport:
-        folder, used = place / adapter.folder, adapter.column.nonzero()[:, 0].tolist()
+    def errors(self, adapter: NewAdapter) -> tuple[list[float], list[int]]:
+        """The error of an adapter of each of RANKS, and its bytes without the header."""
+        items, change = self._change(adapter, Path())
+        shapes = [target.item.shape for target in change.targets]
+        values = change.values([min(*shape, RANKS[-1]) for shape in shapes])
+        total = sum(change.left_out(item, "").square for item in items)
+        kept = [sum(float(each[:rank].square().sum()) for each in values) for rank in RANKS]
+        sizes = [
+            self.dtype.itemsize * sum(min(*s, rank) * sum(s) for s in shapes) for rank in RANKS
+        ]
+        return [math.sqrt(max(0.0, 1 - each / (total or 1.0))) for each in kept], sizes
+
+    def _change(self, adapter: NewAdapter, place: Path) -> tuple[list[Item], Change]:
+        used = adapter.column.nonzero()[:, 0].tolist()
         items = [replace(i, inputs=tuple(i.inputs[k] for k in used)) for i in self.items]
         targets = [self._target(item) for item in items if not self._why_not(item)]
         if not targets or not used:
@@ -140,11 +154,15 @@ class AdapterExport:
         names = [self.inputs[k] for k in used]
         parts = [(scale, Checkpoint.open(place / of / WEIGHTS)) for scale, of in adapter.parts]
         known = partial(joined, parts) if parts else self._known if not any(self.size) else None
-        change = Change(adapter.column[used], names, targets, known, self.dtype, self.engine)
+        column = adapter.column[used]
+        return items, Change(column, names, targets, known, self.dtype, self.engine)
+
+    def _write(self, adapter: NewAdapter, place: Path) -> AdapterReport:
+        folder, (items, change) = place / adapter.folder, self._change(adapter, place)
         ranks = change.ranks(self.size)
         folder.mkdir(parents=True, exist_ok=True)
         found = change.write(folder / WEIGHTS, ranks)
-        kept = [(t, each.rank) for t, each in zip(targets, found, strict=True) if each.rank]
+        kept = [(t, each.rank) for t, each in zip(change.targets, found, strict=True) if each.rank]
         if not kept:
             raise UserError(f"{adapter.title}: no matrix differs from the base's; nothing to write")
         found += [change.left_out(i, why) for i in items if (why := self._why_not(i))]

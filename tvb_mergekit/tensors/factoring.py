@@ -154,8 +154,7 @@ class Change:
         if size.nbytes is not None:
             room = max(0, size.nbytes - header)
             sides = [min(side, room // cost) for side, cost in zip(sides, costs, strict=True)]
-        matrices = self._matrices(sides, "Singular values")
-        values = [leading_values(m, r) for m, r in zip(matrices, sides, strict=True)]
+        values = self.values(sides)
         if size.nbytes is None:
             return share_ranks(values, costs, energy=size.energy or 1.0)
         ranks = share_ranks(values, costs, budget=size.nbytes - header)
@@ -166,6 +165,11 @@ class Change:
                 f"{megabytes(max(costs))}"
             )
         return ranks
+
+    def values(self, counts: Sequence[int]) -> list[Tensor]:
+        """The largest singular values of each matrix, as many as counted and perhaps more."""
+        matrices = self._matrices(counts, "Singular values")
+        return [leading_values(m, count) for m, count in zip(matrices, counts, strict=True)]
 
     def write(self, path: Path, ranks: Sequence[int]) -> list[Factored]:
         """Write the factors of all matrices, and return their errors, rounding included.
