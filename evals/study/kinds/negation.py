@@ -12,6 +12,7 @@ import torch
 import tvb_mergekit
 from study.cells import Cell
 from study.kinds.addition import GRID, mean_score
+from study.kinds.matrices import direction
 from study.run import Run, Weights, built, difference, norm
 from tvb_mergekit.tune import search
 
@@ -27,10 +28,16 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     """Forget each task, by gradient ascent or a vector to subtract.
 
     The paper forgets from the pretrained model, and asks a control task to keep 95 %. This base
-    answers wrong to begin with, so a task is forgotten from the base and all task vectors. The
-    other tasks are the control.
+    answers wrong to begin with, so a task is forgotten from the base and all task vectors, summed
+    or merged as `from` says. The other tasks are the control.
     """
-    shipped = run.shifted((cell["lambda"], run.total(run.tasks)))
+    if how := cell.get("from"):
+        all_vectors = tvb_mergekit.build(run.base, run.models, basis="none")
+        merged = direction(run, all_vectors, how)
+        del all_vectors
+    else:
+        merged = run.total(run.tasks)
+    shipped = run.shifted((cell["lambda"], merged))
     start = run.accuracy(shipped, "test", run.tasks, cell["tested"])
     tasks = {}
     for task in run.tasks:
