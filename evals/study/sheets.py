@@ -265,7 +265,7 @@ def negation(runs: Runs) -> list[Sheet]:
         "text loss after": Column(forgotten(runs, "own")),
     }
     caption = (
-        "Each task forgotten from the sum, with 95 % of the others kept: scores, and error of "
+        "Each task forgotten from a merge, with 95 % of the others kept: scores, and error of "
     )
     caption += "the task's vector; means over the tasks"
     if any(map(columns["text loss before"].value, runs.find("negation"))):
