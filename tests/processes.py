@@ -192,5 +192,6 @@ def little_disk() -> None:
 
 
 def sees_nothing() -> None:
-    """As on a machine without the file system of the others."""
-    os.path.exists = lambda path: False
+    """As on a machine that has the models, but does not see what the others write."""
+    exists = os.path.exists
+    os.path.exists = lambda path: not os.path.basename(path).startswith("tmp") and exists(path)

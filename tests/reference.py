@@ -340,8 +340,10 @@ def by_matrices(
             wanted = False
         if wanted and len(shape) in (2, 3) and piece.size:
             slices = np.moveaxis(piece.T.reshape(count, -1, *shape[-2:]), 1, 0)
-            merged = [OF_MATRICES[method](each, **keys) for each in slices]
-            parts.append(by * np.stack(merged).ravel())
+            turned = "transposed" in parameters and re.search(str(parameters["transposed"]), name)
+            slices = slices.swapaxes(-2, -1) if turned else slices
+            merged = np.stack([OF_MATRICES[method](each, **keys) for each in slices])
+            parts.append(by * (merged.swapaxes(-2, -1) if turned else merged).ravel())
         else:
             parts.append(by / factor * piece.mean(1))
     return dense.theta + np.concatenate(parts)

@@ -247,7 +247,7 @@ def test_bases_that_do_not_fit(codes: Stored, tmp_path: Path) -> None:
     record = lost.facts.store.model_copy(update={"base_path": None, "base_beside": None})
     facts = lost.facts.model_copy(update={"base_model": "org/name", "store": record})
     object.__setattr__(lost, "facts", facts)
-    refused("base org/name: no such file or folder", lambda: attach(model, lost))
+    refused("org/name: no such folder", lambda: attach(model, lost))
 
 
 def test_uses_that_are_refused_leave_right_weights(codes, monkeypatch):

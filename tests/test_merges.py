@@ -281,6 +281,8 @@ def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> 
     dense = dense_of(case, models)
     key, _, of_tensor = case.varying or ("", [], float)
     keys = {**models.keys, **case.keys}
+    if case.models == "gpt2":  # by its config.json
+        keys["transposed"] = r"c_(attn|proj|fc)\."
     varying = {key: of_tensor} if key else None
     if models.vectors:  # as the files of the store hold them
         count = len(models.decoder)
@@ -304,7 +306,9 @@ def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> 
         assert not key or facts["parameters"][key] == sorted({of_tensor(n) for n in dense.names})
         if models.loader:
             tensors = loaded(models.loader, result)
-    assert_close(tensors, want.tensors, dense.base, want.boundary)
+    flows = case.method == WUDI and keys.get("flow_time") != "exact"  # in float32
+    strict = 2e-5 if flows else 2e-6
+    assert_close(tensors, want.tensors, dense.base, want.boundary, strict)
     for name in left:
         assert torch.equal(tensors[name].double(), dense.base[name].double()), name
     for name in set(models.same) & set(tensors):

@@ -197,7 +197,7 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
 
     \b
     Example:
-      tvb learn ./store route --data math=m.jsonl --data code=c.jsonl --out tasks.safetensors
+      tvb learn ./store route --data math=m.jsonl --data code=c.jsonl --out means
     """
     context = click.get_current_context()
     assert context.parent is not None

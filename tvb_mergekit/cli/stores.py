@@ -74,9 +74,7 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     from tvb_mergekit.tensors import ranks
 
     quantize = _quantize(values["bits"], values["size"])
-    if quantize and dtype:
-        raise UserError("--bits and --size do not go with --dtype")
-    share = kept_share(values["lossless"], values["keep"], quantize or dtype)
+    share = kept_share(values["lossless"], values["keep"], quantize, dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
