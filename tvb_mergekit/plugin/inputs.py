@@ -105,6 +105,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
         except NotPlainLora as error:
             raise UserError(str(error).replace(FUSE_INSTEAD, FUSE)) from error
     every = {name for adapter in adapters for name in adapter.factors}.union(names)
+    recipe = recipe.over(base)
     settings = recipe.settings
     left_out = {
         name: "excluded by the recipe" if settings.excludes(name) else "no adapter targets it"

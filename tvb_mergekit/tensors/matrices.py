@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,10 +171,15 @@ def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) ->
     squares = encoder.square()
     each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
     shares = (each @ squares / squares.sum(0)).tolist()
-    noise = input_noise(matrix, encoder, bases)
-    if settings.is_transposed(matrix.name):
-        return merge_matrix(settings, bases.mT, noise, shares).T
-    return merge_matrix(settings, bases, noise, shares)
+    return _by_inputs(settings, matrix, bases, input_noise(matrix, encoder, bases), shares)
+
+
+def _by_inputs(settings: Settings, item: Item, bases: Tensor, *more: Any) -> Tensor:
+    """`merge_matrix` of bases whose inputs are their columns, or their rows if `transposed`."""
+    sides = item.shape[-2], item.shape[-1]
+    if settings.is_transposed(item.name):
+        return merge_matrix(settings, bases.mT, *more, shape=sides[::-1]).T
+    return merge_matrix(settings, bases, *more, shape=sides)
 
 
 def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -> Factors:
@@ -199,8 +204,7 @@ def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -
     if count_matrices(settings, item, basis.num_bases):
         encoder = merged_encoder(basis)
         bases = torch.einsum("tm,tab->mab", encoder, cores).float()
-        shape = item.shape[0], item.shape[1]
-        core = merge_matrix(settings, bases, shape=shape).mul_(values.lambda_ * basis.scale)
+        core = _by_inputs(settings, item, bases) * (values.lambda_ * basis.scale)
     else:
         core = torch.zeros_like(cores[0])
         for scale, weights in basis.terms(values.lambda_, values.alpha):
