@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,12 +174,18 @@ def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) ->
     return _by_inputs(settings, matrix, bases, input_noise(matrix, encoder, bases), shares)
 
 
-def _by_inputs(settings: Settings, item: Item, bases: Tensor, *more: Any) -> Tensor:
+def _by_inputs(
+    settings: Settings,
+    item: Item,
+    bases: Tensor,
+    noise: Sequence[float] | None = None,
+    shares: Sequence[float] | None = None,
+) -> Tensor:
     """`merge_matrix` of bases whose inputs are their columns, or their rows if `transposed`."""
     sides = item.shape[-2], item.shape[-1]
     if settings.is_transposed(item.name):
-        return merge_matrix(settings, bases.mT, *more, shape=sides[::-1]).T
-    return merge_matrix(settings, bases, *more, shape=sides)
+        return merge_matrix(settings, bases.mT, noise, shares, sides[::-1]).T
+    return merge_matrix(settings, bases, noise, shares, sides)
 
 
 def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -> Factors:
