@@ -28,7 +28,7 @@ def learn_centroids(
     Raises:
         UserError: a mistake in the data.
     """
-    files = read_data(data, bases.tasks, unlabeled=True)
+    files = read_data(data, bases.tasks, unlabeled=True, texts=False)
     tokenizer = open_tokenizer([base], trust)
     encoded = [encode(file, tokenizer, *limits(base, trust)) for file in files]
     model, means = load_model(base, device, trust), []

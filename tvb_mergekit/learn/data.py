@@ -65,13 +65,14 @@ class Example:
 
 
 def read_data(
-    given: Sequence[str], tasks: Sequence[str] | None, unlabeled: bool = False
+    given: Sequence[str], tasks: Sequence[str] | None, unlabeled: bool = False, texts: bool = True
 ) -> list[DataFile]:
     """The files of `TASK=FILE` words, in the order of the tasks.
 
     Args:
         tasks: each needs one file. None accepts any names, in the given order.
         unlabeled: accept lines with a `prompt` alone.
+        texts: accept lines with a `text`, which has no prompt.
 
     Raises:
         UserError: a task has no data, or data no task, or a line is not an example.
@@ -94,10 +95,10 @@ def read_data(
         raise UserError(f"no data for {listed(missing)}: give --data {missing[0]}=FILE")
     if not wanted:
         raise UserError("no data: give --data NAME=FILE")
-    return [_read(task, paths[task], unlabeled) for task in wanted]
+    return [_read(task, paths[task], unlabeled, texts) for task in wanted]
 
 
-def _read(task: str, path: str, unlabeled: bool) -> DataFile:
+def _read(task: str, path: str, unlabeled: bool, texts: bool) -> DataFile:
     try:
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
@@ -109,7 +110,7 @@ def _read(task: str, path: str, unlabeled: bool) -> DataFile:
             try:
                 record = json.loads(line.decode("utf-8"))
                 json.dumps(record, ensure_ascii=False).encode()  # raises ValueError at surrogates
-                _check(record, unlabeled)
+                _check(record, unlabeled, texts)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
             records.append((number, record))
@@ -118,12 +119,12 @@ def _read(task: str, path: str, unlabeled: bool) -> DataFile:
     return DataFile(task, path, records, hashlib.sha256(data).hexdigest())
 
 
-def _check(record: Any, unlabeled: bool) -> None:
+def _check(record: Any, unlabeled: bool, texts: bool) -> None:
     """Raise ValueError unless a record has one of FORMS, or with `unlabeled` a prompt alone."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
-    forms = [keys for keys in FORMS if all(key in record for key in keys)]
-    expected = "`prompt` and `response`, `messages`, or `text`"
+    forms = [keys for keys in FORMS[: 2 + texts] if all(key in record for key in keys)]
+    expected = "`prompt` and `response`, " + ("`messages`, or `text`" if texts else "or `messages`")
     if unlabeled and not forms and "prompt" in record:
         forms, expected = [("prompt",)], f"`prompt`, {expected}"
     if len(forms) != 1:

@@ -152,7 +152,7 @@ class Work(ABC):
         self.files: list[DataFile] = []
         if source is None and not request.dataless:
             names = None if self.method == "atlas" else self.tasks
-            self.files = read_data(request.data, names, self.unlabeled)
+            self.files = read_data(request.data, names, self.unlabeled, self.method != "wemoe")
         self.encoded = {file.task: self._encoded(file) for file in self.files}
         self.seconds = 0.0
         self.passes = (0, 0)
