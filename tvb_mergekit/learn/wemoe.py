@@ -78,7 +78,8 @@ class Wemoe(GradientMethod):
         routers = each * len(set(routed.values()))
         # Variables, their gradients, moments and best values; combined weights and their gradients.
         largest = max(BLOCK, *(4 * item.numel for item in items))
-        memory = 4 * bases * sum(item.numel for item in items) + 20 * routers + 3 * largest
+        # At the start all sequences have one r, and the combined weights of all MLPs are kept.
+        memory = 4 * (bases + 1) * sum(item.numel for item in items) + 20 * routers + 3 * largest
         disk = 4 * routers + bases * sum(item.numel * item.out.itemsize for item in items)
         return self.estimate(*self._passes(1), memory + self.model_bytes * bool(self.files), disk)
 
@@ -110,8 +111,8 @@ class Wemoe(GradientMethod):
             return
         self._prepare(1, moves=False)
         held = {name: p.detach() for name, p in self._parameters.items()}
-        items = [replace(i, out=torch.float32) for i in self.plan.items() if i.name in held]
-        self.merge_into(self.plan, LiveSink(held), items)
+        items = [item for item in self.plan.items() if item.name in held]
+        self.merge_into(self.plan, LiveSink(held), [replace(i, out=torch.float32) for i in items])
         stacked = self.models.stacked(bases_of(self.plan), self.routed)
         bases = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
         routed = Routed(self._model, self._routers(), bases)
