@@ -1,11 +1,13 @@
 """WEMoE over bases: routed models against dense ones that merge the weights of each sequence."""
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from commands import refused, tvb
@@ -15,7 +17,7 @@ from test_learn import TASKS, Case, data_words
 from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import tvb_mergekit as library
 from tvb_mergekit.errors import UserError
@@ -102,13 +104,45 @@ def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> 
             assert (row[: len(logits)] - logits).abs().max() < 1e-6 * logits.abs().max()
         for some in ([0, 1, 2], [1], [2, 2]):
             batch = padded([PROMPTS[k] for k in some], left=True)
-            for beams in (1, 2):
-                told = model.generate(**batch, **how, num_beams=beams)
+            for beams, cache in ((1, None), (2, None), (1, "static")):
+                told = model.generate(**batch, **how, num_beams=beams, cache_implementation=cache)
                 ends = told[:, batch["input_ids"].shape[1] :].tolist()
                 assert ends == [wanted[k][1][beams] for k in some]
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     assert torch.equal(plain, model(input_ids=torch.tensor([PROMPTS[0]])).logits)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_caches_masks_casts_and_wrappers() -> None:
+    there = made(llama)
+    model, batch = there.model, padded(PROMPTS, left=False)
+    ids, mask, token = batch["input_ids"], batch["attention_mask"], torch.tensor([[1]])
+    own = [torch.tensor([prompt]) for prompt in PROMPTS[:2]]
+    before = model(own[0]).past_key_values
+    with routing_of(there):
+        with pytest.raises(UserError, match="after prompts of 0 sequences"):
+            model(token, past_key_values=before)
+        wanted = model(**batch).logits
+        assert torch.equal(model(ids, mask).logits, wanted)
+        caches = [DynamicCache(config=model.config) for _ in own]
+        for some, cache in zip(own, caches, strict=True):
+            model(some, past_key_values=cache)
+        with pytest.raises(UserError, match="of other prompts than the last"):
+            model(token, past_key_values=caches[0])
+        kept = copy.deepcopy(caches[1])
+        assert torch.equal(*(model(token, past_key_values=c).logits for c in (caches[1], kept)))
+    again = Routed(model, there.routers, there.bases)
+    there.route()
+    assert torch.equal(again.route()(**batch).logits, wanted)
+    again.reset()
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert "tvb_routed" not in vars(model)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj", "q_proj"]))
+    again.route()
+    assert torch.allclose(tuned(**batch).logits, wanted)
+    model.float()
+    assert torch.allclose(tuned(**batch).logits, wanted.float(), atol=1e-4)
+    again.reset()
 
 
 def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +279,10 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     tvb("build", source, tmp_path / "store", "--quiet")
     short = ("--epochs", 2, "--learning-rate", 0.01, "--held-out", 0, "--depth", 2)
     assert "`prompt` and `response`" in refused("learn", source, "wemoe", *words, "--out", tmp_path)
+    (tmp_path / "texts").mkdir()
+    texts = data_words(tmp_path / "texts", {task: [{"text": "t1 t2"}] for task in prompts})
+    told = refused("learn", tmp_path / "store", "wemoe", *texts, "--out", tmp_path)
+    assert "line 1: expected `prompt` and `response`, or `messages`; found text" in told
     plain = case.learn(source, "wemoe", "plain", *words, "--unlabeled", *short)
     told = facts(plain.folder)
     assert told["unlabeled"] and told["depth"] == 2 and told["schedule"]["rate"] == 0.01
@@ -263,7 +301,10 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
 def test_finished_routers_are_merged_by_resume(case: Case, monkeypatch: Any) -> None:
     from tvb_mergekit.learn import running, wemoe
 
-    source, out = case.recipe("resumed", basis="none"), case.folder / "resumed-out"
+    source, out = (
+        case.recipe("resumed", basis="none", dtype="bfloat16"),
+        case.folder / "resumed-out",
+    )
     words = ["learn", source, "wemoe", *case.words, "--epochs", 1, "--out", out, "--quiet"]
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -276,7 +317,7 @@ def test_finished_routers_are_merged_by_resume(case: Case, monkeypatch: Any) -> 
     assert "differs from this command in depth" in other
     monkeypatch.setattr(wemoe, "Routed", None)
     tvb(*words, "--resume")
-    assert held_in(out)
+    assert {t.dtype for n, t in held_in(out).items() if ".router." not in n} == {torch.bfloat16}
 
 
 def test_models_and_files_that_do_not_fit(case: Case, tmp_path: Path) -> None:
@@ -296,13 +337,16 @@ def test_models_and_files_that_do_not_fit(case: Case, tmp_path: Path) -> None:
         ("by a later tvb-mergekit", {"tvb_learned": '{"version": 9}'}, held),
         (
             f"no tensor `{name}` of this shape",
-            {"tvb_learned": '{"version": 1}'},
+            {"tvb_learned": '{"version": 1, "method": "wemoe"}'},
             {**held, name: held[name][:, 1:].contiguous()},
         ),
     ):
         save_file(tensors, place, metadata)
         with pytest.raises(UserError, match=told):
             library.attach(loaded(folder), folder)
+    place.write_bytes(place.read_bytes()[:-1])
+    with pytest.raises(UserError, match="damaged; copy it again"):
+        library.attach(loaded(folder), folder)
     live = attached(merged.folder)
     model = live.route()
     cache = model(torch.tensor([PROMPTS[0]] * 2)).past_key_values
@@ -331,7 +375,7 @@ def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) 
 
     given = {task: prompts(k, 6) for k, task in enumerate(TASKS)}
     records = {
-        task: [{"prompt": " ".join(f"t{i}" for i in ids)} for ids in some]
+        task: [{"prompt": " ".join(f"t{i}" for i in ids), "response": " t5 t6"} for ids in some]
         for task, some in given.items()
     }
     words = data_words(tmp_path, records)
@@ -355,6 +399,9 @@ def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) 
         found = live.choose(file, batch["input_ids"], batch["attention_mask"])
         assert found == [TASKS[int(k)] for k in away.argmin(1)]
         assert found == [task for task in TASKS for _ in range(5)] and live.current == {}
+    texts = data_words(tmp_path, {**records, "chat": [{"text": "t1 t2"}]})
+    told = refused("learn", store, "route", *texts, "--out", tmp_path / "n")
+    assert "or `messages`; found text" in told
     assert "already there" in refused("learn", store, "route", *words, "--out", file)
     assert "no data for chat" in refused(
         "learn", store, "route", *words[:4], "--out", tmp_path / "n"

@@ -50,11 +50,12 @@ def router_of(sizes: Sequence[int]) -> nn.Sequential:
 
 
 class Routed:
-    """A model with routers and bases for its MLPs; see `attach`.
+    """A model with routers and bases for its MLPs; see `attach`. One thread at a time may run it.
 
     Attributes:
         routers: MLP -> R_l.
-        bases: parameter of the model -> B_m in its shape, [M, ...].
+        bases: parameter of the model -> B_m in its shape, [M, ...]. They follow the model to
+            another device or dtype.
         prompts: [sequences, tokens], 1 for each token of a prompt. By default None: all tokens that
             the attention mask keeps, in passes without earlier tokens in the cache.
         coefficients: MLP -> r [sequences, M] of the last prompts.
@@ -63,65 +64,91 @@ class Routed:
     def __init__(
         self, model: nn.Module, routers: Mapping[str, nn.Module], bases: Mapping[str, Tensor]
     ) -> None:
-        self.model, self.routers, self.bases = model, routers, bases
+        self.model, self.routers, self.bases = model, routers, dict(bases)
+        self._layers: dict[str, dict[str, Any]] = {mlp: {} for mlp in routers}
+        for name, mlp in routed_parameters(model).items():
+            if name in bases and name.endswith(".weight"):
+                self._layers[mlp][name] = model.get_submodule(name.removesuffix(".weight"))
         self.prompts: Tensor | None = None
         self.coefficients: dict[str, Tensor] = {}
         self._stack = ExitStack()
-        self._mask: Tensor | None = None
-        self._begins = False
+        self._mask: Any = None
+        self._begins, self._count = False, 0  # whether a pass is one of prompts; such passes so far
         # MLP -> whether all sequences have one r, and then the combined weights of its layers
         self._alike, self._merged = dict[str, bool](), dict[str, dict[str, Tensor]]()
 
     def route(self) -> nn.Module:
         """The model, whose MLPs combine the bases for each sequence from now on."""
-        self.reset()
-        hook = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        vars(self.model).get("tvb_routed", self).reset()  # of an earlier `attach`, perhaps
+        vars(self.model)["tvb_routed"] = self
+        self._stack.callback(vars(self.model).pop, "tvb_routed")
+        body: Any = getattr(self.model, "base_model", self.model)  # PEFT never calls the model
+        hook = body.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._stack.callback(hook.remove)
-        for name in self.routers:
-            module = self.model.get_submodule(name)
-            hook = module.register_forward_pre_hook(partial(self._choose, name))
+        for mlp, layers in self._layers.items():
+            module = self.model.get_submodule(mlp)
+            hook = module.register_forward_pre_hook(partial(self._choose, mlp))
             self._stack.callback(hook.remove)
-        for name, mlp in routed_parameters(self.model).items():
-            if name in self.bases and name.endswith(".weight"):
-                layer = self.model.get_submodule(name.removesuffix(".weight"))
-                self._stack.callback(_restore, layer, vars(layer).get("forward"))
+            for name, layer in layers.items():
+                own = {key: value for key, value in vars(layer).items() if key == "forward"}
+                self._stack.callback(vars(layer).update, own)
+                self._stack.callback(vars(layer).pop, "forward")
                 layer.forward = partial(self._linear, name, mlp, layer)
         return self.model
 
     def reset(self) -> nn.Module:
         """The model without routers, as it was loaded. Its weights have never changed."""
         self._stack.close()
+        self._merged.clear()
         return self.model
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
         self._begins = cache is None or not cache.get_seq_length()
+        self._count += self._begins
+        if cache is not None:
+            if self._begins:
+                cache.tvb_prompts = self._count
+            elif getattr(cache, "tvb_prompts", self._count) != self._count:
+                raise UserError(
+                    "the cache is of other prompts than the last, whose coefficients are known; "
+                    "give the complete prompts again"
+                )
         self._mask = kwargs.get("attention_mask") if self.prompts is None else self.prompts
 
     def _choose(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Compute r for new prompts."""
-        given = args[0]
+        given, mask = args[0], self._mask
         if not self._begins:
             return
-        mask = given.new_ones(given.shape[:2]) if self._mask is None else self._mask.to(given)
+        mask = given.new_ones(given.shape[:2]) if mask is None else mask.to(given.device)
+        if mask.dim() == 4:  # of a static cache: the tokens that the last one sees
+            mask = mask[:, 0, -1, : given.shape[1]]
+            mask = mask if mask.dtype == torch.bool else mask == 0
         if given.dim() != 3 or mask.shape != given.shape[:2]:
             raise UserError(
                 f"`{name}`: inputs {list(given.shape)} and a mask {list(mask.shape)} of tokens; "
                 "routers need [sequences, tokens, n] and a mask [sequences, tokens]"
             )
-        mean = ((mask / mask.sum(1, keepdim=True).clamp(min=1))[:, None] @ given)[:, 0]
-        router = self.routers[name]
-        self.coefficients[name] = r = router(mean.to(next(router.parameters()).dtype))
+        for key, layer in self._layers[name].items():
+            for held, own in ((key, layer.weight), (f"{key[:-6]}bias", layer.bias)):
+                if held in self.bases:
+                    self.bases[held] = self.bases[held].to(own.detach())
+        router = self.routers[name].to(given.device)
+        kind = next(router.parameters()).dtype
+        total = (given * mask[..., None]).sum(1, dtype=kind)
+        self.coefficients[name] = r = router(total / mask.sum(1, True, dtype=kind).clamp(min=1))
         self._alike[name] = not r.requires_grad and bool((r == r[:1]).all())
         self._merged.pop(name, None)
 
     def _linear(self, name: str, mlp: str, layer: Any, x: Tensor) -> Tensor:
         """The layer's outputs, with the coefficients of each sequence."""
-        r, bases, bias = self.coefficients[mlp], self.bases[name], f"{name[:-6]}bias"
-        if x.dim() != 3 or len(x) != len(r):
+        r, bases, bias = self.coefficients.get(mlp), self.bases[name], f"{name[:-6]}bias"
+        if r is None or x.dim() != 3 or len(x) != len(r):
             raise UserError(
-                f"`{name}`: inputs {list(x.shape)} after prompts of {len(r)} sequences; begin with "
-                "the prompts of all, and leave experts out of the bases (`exclude`)"
+                f"`{name}`: inputs {list(x.shape)} after prompts of {0 if r is None else len(r)} "
+                "sequences; begin with the prompts of all, and leave experts out of the bases "
+                "(`exclude`)"
             )
         turned = isinstance(layer, nn.Linear)
         if self._alike[mlp]:
@@ -139,13 +166,6 @@ class Routed:
         if layer.bias is not None:
             y = y + layer.bias
         return y + (r.to(x) @ self.bases[bias])[:, None] if bias in self.bases else y
-
-
-def _restore(layer: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del layer.forward  # of the object; the class has its own
-    else:
-        layer.forward = forward
 
 
 def combined(r: Tensor, weight: Tensor, bases: Tensor) -> Tensor:
@@ -197,12 +217,13 @@ def prompt_states(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def routed_model(model: nn.Module, file: Path) -> Routed:
-    """A model with the routers and bases in a file; bases get the model's dtype.
+    """A model with the routers and bases in a file.
 
     Raises:
-        UserError: a later version wrote the file, or the model has other parameters.
+        UserError: the file is damaged, a later version wrote it, or the model has other parameters.
     """
-    facts_in(file, LEARNED)
+    if not facts_in(file, LEARNED):
+        raise UserError(f"{file}: damaged; copy it again, or repeat `tvb learn`")
     parameters, bases = dict(model.named_parameters()), dict[str, Tensor]()
     states: dict[str, dict[str, Tensor]] = {}
     with safe_open(file, "pt") as held:
@@ -210,17 +231,21 @@ def routed_model(model: nn.Module, file: Path) -> Routed:
             own = parameters.get(name)
             if found := LAYER.match(name):
                 states.setdefault(found[1], {})[found[2]] = held.get_tensor(name)
-            elif own is None or list(own.shape) != held.get_slice(name).get_shape()[1:]:
+            elif (
+                own is None or own.is_meta or own.dtype.itemsize == 1
+                or list(own.shape) != held.get_slice(name).get_shape()[1:]
+            ):  # fmt: skip
                 raise UserError(
-                    f"{file}: the model has no tensor `{name}` of this shape; load it from "
-                    f"{file.parents[2]}, by the class that its config.json names"
+                    f"{file}: the model has no tensor `{name}` of this shape, in memory and not "
+                    f"quantized; load it from {file.parents[2]}, by the class that its "
+                    "config.json names"
                 )
             else:
-                bases[name] = held.get_tensor(name).to(own.detach())
-    device, routers = next(iter(bases.values())).device, dict[str, nn.Module]()
+                bases[name] = held.get_tensor(name)
+    routers = dict[str, nn.Module]()
     for mlp, state in states.items():
         weights = [tensor for _, tensor in sorted(state.items()) if tensor.dim() == 2]
         router = router_of([weights[0].shape[1], *map(len, weights)])
         router.load_state_dict(state)
-        routers[mlp] = router.requires_grad_(False).to(device)
+        routers[mlp] = router.requires_grad_(False)
     return Routed(model, routers, bases)
