@@ -2,12 +2,15 @@
 
 The model has the sizes of SmolLM2-135M and random weights, bases and routers, on which the speed
 does not depend. Every sequence of a batch has its own prompt, so its own coefficients. Both take
-turns in one process.
+turns in one process. Peak memory is that of a process for each, which generates once.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 import time
+from typing import Any
 
 import click
 import torch
@@ -19,7 +22,14 @@ from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
 SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
          "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}  # fmt: skip
-HEAD = ["sequences", "bases", "plain, CPU s", "routed, CPU s", "ratio, CPU"]
+HEAD = ["sequences", "bases", "plain, CPU s", "routed, CPU s", "ratio, CPU",
+        "plain, peak MB", "routed, peak MB"]  # fmt: skip
+
+
+def model_of(layers: int, threads: int) -> Any:
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).eval()
 
 
 def routed_with(model: nn.Module, count: int) -> Routed:
@@ -29,37 +39,51 @@ def routed_with(model: nn.Module, count: int) -> Routed:
     return Routed(model, routers, bases)
 
 
+def seconds(model: Any, batch: int, prompt: int, tokens: int) -> float:
+    ids = torch.randint(3, 49152, (batch, prompt))
+    how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    started = time.process_time()
+    model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **how)
+    return time.process_time() - started
+
+
+def peak(layers: int, threads: int, batch: int, prompt: int, tokens: int, count: int) -> str:
+    """The most MB that this process had in memory after one generation; 0 bases: not routed."""
+    model = model_of(layers, threads)
+    if count:
+        routed_with(model, count).route()
+    seconds(model, batch, prompt, tokens)
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:.0f}"
+
+
 @click.command(epilog="Example: python evals/speed/route.py --layers 2 --tokens 4 --rounds 1")
 @click.option("--layers", default=30, show_default=True)
 @click.option("--prompt", default=32, show_default=True, help="Tokens of a prompt.")
 @click.option("--tokens", default=32, show_default=True, help="Generated tokens.")
-@click.option("--rounds", default=3, show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="0: memory alone.")
 @click.option("--threads", default=1, show_default=True)
 def main(layers: int, prompt: int, tokens: int, rounds: int, threads: int) -> None:
-    """Seconds of processors for a prompt and its answer, with and without routers."""
-    torch.manual_seed(0)
-    torch.set_num_threads(threads)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).eval()
-
-    def seconds(batch: int) -> float:
-        ids = torch.randint(3, 49152, (batch, prompt))
-        how = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-        started = time.process_time()
-        model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **how)
-        return time.process_time() - started
-
+    """Seconds of processors and memory for a prompt and its answer, with and without routers."""
+    alone = multiprocessing.get_context("spawn")
     rows = []
     for batch, count in ((1, 4), (1, 8), (8, 4)):
+        peaks = []
+        for bases in (0, count):
+            with alone.Pool(1) as pool:
+                peaks.append(pool.apply(peak, (layers, threads, batch, prompt, tokens, bases)))
+        model = model_of(layers, threads)
         routed = routed_with(model, count)
         plain, other = list[float](), list[float]()
-        seconds(batch)  # the first run is slower
-        for _ in range(rounds):
-            plain.append(seconds(batch))
+        for number in range(rounds):
+            if not number:
+                seconds(model, batch, prompt, tokens)  # the first run is slower
+            plain.append(seconds(model, batch, prompt, tokens))
             routed.route()
-            other.append(seconds(batch))
+            other.append(seconds(model, batch, prompt, tokens))
             routed.reset()
         ratios = [b / a for a, b in zip(plain, other, strict=True)]
-        rows.append([str(batch), str(count), *(between(spread(v)) for v in (plain, other, ratios))])
+        times = [between(spread(v)) for v in (plain, other, ratios)]
+        rows.append([str(batch), str(count), *times, *peaks])
     click.echo(table(HEAD, rows))
 
 
