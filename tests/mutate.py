@@ -276,6 +276,17 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("plugin/names.py", "if parameter in expected] == expected", "if parameter in expected]"),
         ("plugin/__init__.py", "        names.withdraw()", "        pass"),
     ],
+    "test_wemoe.py -k 'dense_models or finite or resume or chosen'": [
+        ("store/routing.py", "bool((r == r[:1]).all())", "bool((r == r[:1]).any())"),
+        ("store/routing.py", "self._merged.pop(name, None)", "pass"),
+        ("store/routing.py", "cache is None or not cache.get_seq_length()", "True"),
+        ("store/routing.py", "/ mask.sum(1, True", "/ (0 * mask + 1).sum(1, True"),
+        ("store/routing.py", "return y + (r.to(x)", "return y + 0 * (r.to(x)"),
+        ("store/routing.py", "len(passed.hidden_states) // 2", "-1"),
+        ("learn/wemoe.py", "(counted.cumsum(1) == counted) & batch", "batch"),
+        ("learn/wemoe.py", "bases[item.name].to(item.out)", "bases[item.name]"),
+        ("learn/centroids.py", "example.ids[: example.start]", "example.ids"),
+    ],
     "test_recipe.py": [
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
         ("settings.py", "if self.above else self.low <= number", "if self.above else True"),
