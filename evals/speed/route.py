@@ -34,7 +34,7 @@ def model_of(layers: int, threads: int) -> Any:
 
 def routed_with(model: nn.Module, count: int) -> Routed:
     parameters, mlps = dict(model.named_parameters()), routed_parameters(model)
-    bases = {n: 0.01 * torch.randn(count, *parameters[n].shape) for n in mlps}
+    bases = {n: torch.randn(count, *parameters[n].shape).mul_(0.01) for n in mlps}
     routers = {mlp: router_of([576, count]).requires_grad_(False) for mlp in mlps.values()}
     return Routed(model, routers, bases)
 
