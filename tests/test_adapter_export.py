@@ -255,6 +255,40 @@ def test_a_tied_output_layer_is_left_out(tmp_path, tied):
     assert len(found) == MODULES + (not tied)
 
 
+WIDE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 1}
+
+
+def places(values: Tensor) -> Tensor:
+    """The places of bfloat16 numbers in their order: neighbours differ by 1."""
+    bits = values.view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_adapter_of_rank_16_comes_back(tmp_path, dtype):
+    """In matrices of SmolLM2-135M's size, 1 % of whose norm is the adapter's."""
+    make = lambda: llama(**WIDE, num_attention_heads=9, num_key_value_heads=3)  # noqa: E731
+    base, [model] = family(tmp_path, make, ["math"], dtypes=(torch.bfloat16,), tokenizer=False)
+    state, tau = load(base), {}
+    for name in [name for name in state if "proj" in name]:
+        rows, columns = state[name].shape
+        change = torch.randn(rows, 16).double() @ torch.randn(16, columns).double()
+        tau[name] = 0.01 * state[name].double().norm() / change.norm() * change
+    fused = {name: (value.double() + tau.get(name, 0)).to(dtype) for name, value in state.items()}
+    save_file(fused, model / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "out"
+    tvb("export", "--model", model, "--base", base, out, "--lora", "--rank", 16, "--quiet")
+    _, [found] = by_peft(base, out)
+    if dtype == torch.float32:
+        assert off(found, tau) <= 1e-6
+        return
+    pairs = [((state[n].double() + found[n]).to(dtype), fused[n]) for n in found]
+    steps = torch.cat([(places(a) - places(b)).abs().view(-1) for a, b in pairs])
+    assert (steps == 0).double().mean() >= 0.85 and (steps <= 1).double().mean() >= 0.96
+    rounding = {name: fused[name].double() - state[name].double() - tau[name] for name in tau}
+    assert off(found, tau) <= 0.25 * norm(rounding) / norm(tau)  # most of it is left out
+
+
 def test_a_model_with_nan_is_named(tmp_path):
     for place in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
         base, [model] = family(tmp_path / place, llama, ["math"], tokenizer=False)
@@ -318,12 +352,13 @@ def test_options_of_adapters_need_lora(stores, tmp_path):
 
 
 FILTERS = [{"filter": "mlp", "value": 0.2}, {"value": 0.7}]
+UNEVEN = {0: {"weight": 2.5}, 2: {"weight": -0.5}}
 MERGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "addition": ("basis_ta", {"basis": "none", "lambda": 0.6}),
+    "addition": ("basis_ta", {"basis": "none", "lambda": 0.6, "own": UNEVEN}),
     "filters": ("basis_ta", {"basis": "pca", "num_bases": 2, "lambda": FILTERS}),
     "negation": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 0.5}),
     "iso": ("basis_iso", {"basis": "none"}),
-    "iso-cts": ("basis_iso", {"basis": "none", "common": 0.8, "lambda": 1.5}),
+    "iso-cts": ("basis_iso", {"basis": "none", "common": 0.8, "lambda": 1.5, "own": UNEVEN}),
     "tsvm": ("basis_tsvm", {"basis": "none"}),
     "tsvm of bases": ("basis_tsvm", {"basis": "pca", "num_bases": 2}),
     "wudi": ("basis_wudi", {"basis": "none", "flow_time": 3}),
@@ -347,7 +382,9 @@ def test_adapters_merge_to_an_adapter_without_loss(world, tmp_path, case, family
         {n: t + (dense_of(of[n]) if n in of else 0) for n, t in base.items()} for of in adapters
     ]
     names = [name for name in base if any(name in of for of in adapters)]
-    dense = Dense(base, tuned, names)
+    own = keys.get("own", {})
+    weights = [own.get(number, {}).get("weight", 1.0) for number in range(3)]
+    dense = Dense(base, tuned, names, weights)
     varying: Any = (
         {"lambda": lambda name: 0.2 if "mlp" in name else 0.7}
         if keys.get("lambda") is FILTERS
@@ -405,7 +442,12 @@ def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
         (two, ("--rank", 2), "--rank is for adapters: add --lora"),
         (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),
         (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
-        (made.recipe(**{"lambda": [0.1, 0.9]}), words, "no layer gradient; merge the adapters"),
+        (made.recipe(**{"lambda": [0.1, 0.1, 0.9]}), words, "no layer gradient; merge the"),
+        (
+            made.recipe("basis_ties", density=[{"filter": "mlp", "value": [0.1, 0.1, 1]}]),
+            (*words, "--rank", 2),
+            "no layer gradient",
+        ),
         (
             made.recipe("basis_negate", forget="math", alpha=[{"filter": "mlp", "value": 1}]),
             words,

@@ -82,6 +82,9 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts == ["emptied"]:
+            self.server.sent.append("|")
+            return self.answer()
         if parts[:2] == ["api", "models"]:
             self.about("/".join(parts[2:4]), parts[4:])
         elif parts[2:3] == ["resolve"]:
@@ -187,8 +190,13 @@ def run(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """
     home = tmp_path_factory.mktemp("home")
 
-    def run(*commands: Sequence[object], token: str | None = TOKEN, offline: int = 0) -> list[Any]:
-        env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "NO_PROXY": "*",
+    def run(
+        *commands: Sequence[object],
+        token: str | None = TOKEN,
+        offline: int = 0,
+        cache: Path = home,
+    ) -> list[Any]:
+        env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "NO_PROXY": "*",
                "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off", "HF_TOKEN": token or "",
                "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": str(offline)}  # fmt: skip
         given = json.dumps([[str(word) for word in words] for words in commands])
@@ -207,11 +215,15 @@ def pushed(hub: HubServer, run: Any, tmp_path_factory: pytest.TempPathFactory) -
     how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
     base, models = family(folder, tasks=TASKS[:2], **how)
     hub.commit("org/base", contents(base) | {"pytorch_model.bin": b"not read", "notes.md": b""})
-    plan = write(recipe("basis_ta", Path("org/base"), models, basis="none"), folder)
     store = folder / "store"
-    built, sent = run(("build", plan, store, "--quiet"), ("push", store, "me/store", "--private"))
-    assert built[0] == sent[0] == 0, (built, sent)
-    assert f"Uploaded: {hub.address}/me/store/commit/" in sent[1]
+    for name, place, keys in (("store", store, {}), ("bases", folder / "bases", {"num_bases": 1})):
+        basis = "pca" if keys else "none"
+        plan = write(recipe("basis_ta", Path("org/base"), models, basis=basis, **keys), folder)
+        built, sent = run(
+            ("build", plan, place, "--quiet"), ("push", place, f"me/{name}", "--private")
+        )
+        assert built[0] == sent[0] == 0, (built, sent)
+        assert f"Uploaded: {hub.address}/me/{name}/commit/" in sent[1]
     return {"base": base, "store": store, **dict(zip(TASKS, models, strict=False))}
 
 
@@ -221,6 +233,37 @@ def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[st
     assert card.startswith('---\nbase_model: "org/base"\ntags: [merge, tvb-mergekit]\n---\n')
     assert "me/store: 2 tasks" in card and "math" in card
     assert files == contents(pushed["store"])
+
+
+# Empties the cache, and lets the server note it.
+EMPTIED = ("-c", "import os, shutil, urllib.request as r; shutil.rmtree(os.environ['HF_HOME'] + "
+           "'/hub', True); r.urlopen(os.environ['HF_ENDPOINT'] + '/emptied')")  # fmt: skip
+NEEDED: dict[str, tuple[str, list[str], str]] = {
+    "a task": ("export STORE OUT --task math --base BASE", ["math"], "Written to"),
+    "an adapter": ("export STORE OUT --task math --lora --rank 2 --base BASE", ["math"], "rank"),
+    "no such task": ("export STORE OUT --task maht", [], "did you mean `math`?"),
+    "task vectors": ("inspect STORE", ["math", "code"], "T = 2 task vectors"),
+    "bases": ("inspect me/bases", [], "T = 2 task vectors"),
+    "a model": ("inspect org/base", [], "the repository has no basis.json"),
+}
+
+
+def test_only_what_a_command_needs_is_downloaded(
+    hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path
+) -> None:
+    places = {"STORE": "me/store", "BASE": pushed["base"]}
+    commands = [
+        [tmp_path / str(k) if word == "OUT" else places.get(word, word) for word in line.split()]
+        for k, (line, _, _) in enumerate(NEEDED.values())
+    ]
+    before = len(hub.sent)
+    found = run(*(each for command in commands for each in (command, EMPTIED)), cache=tmp_path)
+    downloads = " ".join(hub.sent[before:]).split("|")[:-1]
+    for (_, folders, said), (_, told), sent in zip(NEEDED.values(), found, downloads, strict=True):
+        assert said in told
+        assert {name.partition("/")[0] for name in sent.split() if "/" in name} == {*folders}
+        basis = {name for name in sent.split() if "/" not in name}
+        assert basis == ({"basis.json", "basis.safetensors"} if "repository" not in said else set())
 
 
 def test_commands_read_the_hub_and_only_what_they_need(

@@ -11,54 +11,66 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.errors import UserError, listed, one_line
 
-STORE = ("basis.json", "basis.safetensors", "*/*")  # no model card
+FACTS = ("basis.json", "basis.safetensors", "basis/basis.*")  # of a store, or in a merged model
 MODEL = ("*.json", "tokenizer.model", "*.safetensors")
+ELSE = ("*/*", "consolidated*")  # other copies of a model
 
 
 def may_be_on_the_hub(path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) is not None
 
 
-def local(path: str | os.PathLike[str], patterns: Sequence[str]) -> str:
+def parsed(text: str) -> tuple[str, str | None] | None:
+    """The repository and the revision of USER/NAME or USER/NAME@REVISION; None for other texts."""
+    name, _, revision = text.partition("@")
+    found = "/" in name and not name.endswith((".yml", ".yaml")) and may_be_on_the_hub(name)
+    return (name, revision or None) if found else None
+
+
+def local(path: str | os.PathLike[str], patterns: Sequence[str], but: Sequence[str] = ()) -> str:
     """The path itself, or the folder of the snapshot of USER/NAME or USER/NAME@REVISION.
 
-    Files that match the patterns are downloaded unless they are in the cache.
+    Files that match the patterns, and none of `but`, are downloaded unless they are in the cache.
 
     Raises:
-        UserError: neither a path nor a repository that can be read.
+        UserError: neither a path nor a repository with such files that can be read.
     """
     text = os.fspath(path)
-    name, _, revision = text.partition("@")
-    if os.path.exists(text) or "/" not in name or not may_be_on_the_hub(name):
+    if os.path.exists(text) or (found := parsed(text)) is None:
         return text
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, revision=revision or None, allow_patterns=[*patterns])
+        folder = snapshot_download(
+            found[0], revision=found[1], allow_patterns=[*patterns], ignore_patterns=[*but]
+        )
     except Exception as error:  # also of an HTTP library, which depends on the Hub's version
         raise UserError(
             f"{text}: no such folder (from {os.getcwd()}), nor to be had from the Hugging Face "
             f"Hub: {one_line(error)}"
         ) from error
+    if not os.path.isdir(folder):
+        raise UserError(f"{text}: the repository has no {listed(patterns)}")
+    return folder
 
 
-def push(folder: Path, name: str, card: str, private: bool) -> str:
+def push(
+    folder: Path, repository: str, revision: str | None, card: str, private: bool = False
+) -> str:
     """Upload all files of a folder and a model card in one commit; returns its address.
 
     The repository is made if it does not exist.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    repository, _, revision = name.partition("@")
     files = sorted(each for each in folder.rglob("*") if each.is_file())
-    operations = [CommitOperationAdd(each.relative_to(folder).as_posix(), each) for each in files]
-    operations.append(CommitOperationAdd("README.md", card.encode()))
+    content: dict[str, Path | bytes] = {"README.md": card.encode()}
+    content |= {each.relative_to(folder).as_posix(): each for each in files}
+    operations = [CommitOperationAdd(*each) for each in content.items()]
     api = HfApi(library_name="tvb-mergekit")
     api.create_repo(repository, private=private, exist_ok=True)
     message = "Upload a store of task vector bases"
-    done = api.create_commit(
-        repository, operations, commit_message=message, revision=revision or None
-    )
+    done = api.create_commit(repository, operations, commit_message=message, revision=revision)
     return str(done.commit_url)

@@ -212,7 +212,7 @@ def export(store: str, out: str | None, lora: bool, **values: Any) -> None:
 def _write_models(store: str, out: Any, base: str | None, **values: Any) -> str:
     from tvb_mergekit.store.export import export
 
-    engine, bases = engine_of(values), load_store(store)
+    engine, bases = engine_of(values), load_store(store, task=values["task"])
     folders, what, matrix = _chosen(bases, values)
     _, weights, folder = base_of(bases, base)
     dtype = dtype_of(values["dtype"])
@@ -269,7 +269,7 @@ def _write_adapters(
         one = torch.ones(1, dtype=torch.float64)
         inputs, adapters = [model], [lora.NewAdapter("", f"{model} minus {name}", one)]
     else:
-        bases = load_store(store)
+        bases = load_store(store, task=values["task"])
         if every is not None:
             adapters, scales = lora.adapters_of(bases, values["sums"])
         else:

@@ -51,10 +51,13 @@ class Readable(Place):
     """A path, or the name of a store on the Hub, which is downloaded."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        try:
-            value = hub.local(value, hub.STORE)
-        except UserError as error:
-            self.fail(str(error), param, ctx)
+        if not os.path.exists(value) and hub.parsed(value) is not None:
+            from tvb_mergekit.store.store import fetch
+
+            try:
+                value = str(fetch(value))
+            except UserError as error:
+                self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -271,8 +274,8 @@ def open_models(document: Document, values: dict[str, Any], names: Sequence[str]
         return read_inputs(document, model_options(values), names)
 
 
-def load_store(path: str, checksums: bool = False) -> Bases:
-    """The bases of a store; `checksums` compares the checksums of all files."""
+def load_store(path: str, checksums: bool = False, task: str | None = None) -> Bases:
+    """The bases of a store, or only what a task needs; `checksums` compares those of all files."""
     from tvb_mergekit.store.store import check, is_basis, load
 
     if os.path.isfile(path):
@@ -280,7 +283,7 @@ def load_store(path: str, checksums: bool = False) -> Bases:
     if is_basis(path):
         raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
     with phase("Opening the store"):
-        return (check if checksums else load)(path)
+        return check(path) if checksums else load(path, task=task or "")
 
 
 def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:

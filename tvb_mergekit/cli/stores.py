@@ -6,17 +6,18 @@ import json
 import logging
 import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
 
+from tvb_mergekit import hub
 from tvb_mergekit.cli.options import (
     DTYPES,
     MODELS,
     PLACE,
     RECIPE,
-    Readable,
     base_of,
     choice,
     command,
@@ -115,7 +116,7 @@ def _quantize(bits: float | None, size: str | None) -> Quantize | None:
 
 
 @command("base", "device", "memory", *MODELS, "quiet", writes="plot")
-@argument("path", type=Readable())
+@argument("path", type=PLACE)
 @flag("--json", "as_text", help="JSON on standard output.")
 @flag("--lora", help="Show the error of LoRA adapters of a store over their rank.")
 @place("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
@@ -178,8 +179,9 @@ def _inspect_lora(path: str, as_text: bool, plot: str | None, values: dict[str, 
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
+    from tvb_mergekit.store.facts import FOLDER
     from tvb_mergekit.store.inspection import Inspection
-    from tvb_mergekit.store.store import is_output, read_output
+    from tvb_mergekit.store.store import is_output, read_output, read_store_facts
 
     if os.path.isfile(path):
         document = read_recipe(path)
@@ -190,7 +192,12 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             facts, tensors = inspect_inputs(open_models(document, values), engine)
             return Inspection(facts, tensors, built=False)
         path = str(document.recipe.store.path)
-    return Inspection(*read_output(path)) if is_output(path) else Inspection.of(load_store(path))
+    place = Path(hub.local(path, hub.FACTS))
+    if is_output(place):
+        return Inspection(*read_output(place / FOLDER))
+    if place != Path(path) and read_store_facts(place).store.codec == "dense":
+        return Inspection(*read_output(place))  # without its vectors, which are on the Hub
+    return Inspection.of(load_store(path))
 
 
 @command("base", "device", "memory", *MODELS, "quiet", writes="store")
@@ -331,13 +338,11 @@ def push(store: str, name: str, private: bool) -> None:
     Example: tvb push ./store user/store
     """
     from tvb_mergekit.cli.inspect import store_line
-    from tvb_mergekit.hub import may_be_on_the_hub
-    from tvb_mergekit.hub import push as upload
     from tvb_mergekit.store.export import card_of
 
-    if "/" not in name or not may_be_on_the_hub(name.partition("@")[0]):
+    if (place := hub.parsed(name)) is None:
         raise UserError(f"{name}: expected a repository of the Hub, USER/NAME")
     bases = load_store(store, checksums=True)
     assert bases.path is not None
-    card = card_of(bases, f"{name.partition('@')[0]}: {counted(len(bases.tasks), 'task')}")
-    click.echo(f"{store_line(bases)}\nUploaded: {upload(bases.path, name, card, private)}")
+    card = card_of(bases, f"{place[0]}: {counted(len(bases.tasks), 'task')}")
+    click.echo(f"{store_line(bases)}\nUploaded: {hub.push(bases.path, *place, card, private)}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 from mergekit import merge_methods
 from mergekit.parameter_resolver import resolve_parameters
-from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination, Tunables
 from tvb_mergekit.core.lora import Factors
@@ -30,10 +28,10 @@ from tvb_mergekit.tensors.factoring import Truncation
 from tvb_mergekit.tensors.matrices import check_matrices, merged_factors
 from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables
 from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.stream import Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
-GRADIENT = "`lambda` and `alpha` of adapters may have filters, but no layer gradient"
+GRADIENT = "`lambda`, `alpha` and `density` of adapters may have filters, but no layer gradient"
 NEEDS_SIZE = "the merge has no exact factors ({}): give --rank R, --energy SHARE or --size SIZE"
 
 
@@ -78,23 +76,15 @@ def merge_to_adapter(
         with planned(document, options, engine.memory) as plan:
             tasks, basis = tasks_for_store(document, plan), plan.build()
 
-    by_name = {item.name: item for item in tasks.items}
-
-    @cache
-    def known(name: str) -> Factors:
-        rows, columns = by_name[name].shape
-        none = Factors(torch.empty(rows, 0), torch.empty(0, columns))
-        updates = [adapter.factors.get(name, none) for adapter in tasks.adapters]
-        return merged_factors(basis, by_name[name], updates)
-
-    def product(item: Item) -> Tensor:
-        return known(item.name).left @ known(item.name).right
-
-    exact = None if any(size) else product
+    items, known = changes_of(basis, tasks.items, engine), dict[str, Factors]()
+    if not any(size):
+        known |= {item.name: merged_factors(basis, item, tasks.adapters) for item in tasks.items}
+        merged = replace(tasks.adapters[0], factors=known)
+        items = [replace(i, inputs=(Part.of(merged, i.name, "delta"),)) for i in items]
     title = f"{settings.method} of {counted(len(tasks.tasks), 'model')}: {listed(tasks.tasks)}"
     one = NewAdapter("", title, torch.ones(1, dtype=torch.float64))
     exporter = AdapterExport(
-        changes_of(basis, tasks.items, engine, exact),
+        items,
         ["the merge"],
         tasks.base,
         tasks.base_model,
@@ -102,7 +92,7 @@ def merge_to_adapter(
         size,
         dtype,
         engine,
-        known=lambda item: known(item.name),
+        known=known,
     )
     return exporter.write([one], out, folders, {})
 
@@ -113,18 +103,24 @@ def _with_tunables(document: Document, tasks: TaskSet) -> TaskSet:
     Raises:
         UserError: no value for a tensor, or a layer gradient, which needs mergekit's plan.
     """
+    if any(map(_is_graded, document.varying.values())):
+        raise UserError(f"{GRADIENT}; {FUSE}")
     spec, given = merge_methods.get(document.config.merge_method).spec, document.config.parameters
     items = []
     for item in tasks.items:
-        first, last = (
-            resolve_parameters(
-                spec, tensor_name=item.name, inputs={}, sources=lambda _: [given], t=t
-            )
-            for t in (0.0, 0.37)  # layers at both ends, and in the middle, of any gradient
+        values, _ = resolve_parameters(
+            spec, tensor_name=item.name, inputs={}, sources=lambda _: [given]
         )
-        if first != last:
-            raise UserError(f"{GRADIENT}; {FUSE}")
-        if any(first[0].get(key) is None for key in document.varying):
+        if any(values.get(key) is None for key in document.varying):
             raise UserError(f"{', '.join(document.varying)}: no value for tensor `{item.name}`")
-        items.append(replace(item, tunables=Tunables.of(first[0])))
+        items.append(replace(item, tunables=Tunables.of(values)))
     return replace(tasks, items=items)
+
+
+def _is_graded(setting: object) -> bool:
+    """Whether a setting is a list of values for layers, also as the value of a filter."""
+    if isinstance(setting, Mapping):
+        return _is_graded(setting.get("value"))
+    if not isinstance(setting, list):
+        return False
+    return not any(isinstance(each, Mapping) for each in setting) or any(map(_is_graded, setting))

@@ -59,7 +59,7 @@ def attach(
         check_weights(live_tensors(model, files)[0], files)
         return routed_model(model, file)
     bases = store if isinstance(store, Bases) else stores.load(store)
-    place = hub.local(bases.base_name, hub.MODEL) if base is None else ""
+    place = hub.local(bases.base_name, hub.MODEL, hub.ELSE) if base is None else ""
     given: Model = place if base is None else base
     if base is None and not os.path.exists(place):
         raise UserError(

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tvb_mergekit import hub
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.store.facts import FileRecord, record_of
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases, dtype_name
@@ -188,9 +188,9 @@ def _whole(sources: Sequence[Weights], column: Tensor) -> int | None:
 
 def card_of(bases: Bases, title: str) -> str:
     """A model card. Its metadata name the base, which the Hub must know."""
-    name = bases.facts.base_model
-    known = may_be_on_the_hub(name) and not os.path.exists(name)
-    head = f"base_model: {json.dumps(name)}\n" * known + "tags: [merge, tvb-mergekit]\n"
+    head, found = "tags: [merge, tvb-mergekit]\n", hub.parsed(bases.facts.base_model)
+    if found and not bases.facts.store.base_path and not os.path.exists(bases.facts.base_model):
+        head = f"base_model: {json.dumps(found[0])}\n{head}"
     return f"---\n{head}---\n# {title}\n\n{card_section(bases.facts, bases.tensors)}"
 
 

@@ -8,7 +8,7 @@ edit because no result depends on them. `docs/files.md` explains each key.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -94,9 +94,9 @@ class StoreRecord(Record):
     base_beside: str | None = None
     previous: str | None = None
 
-    def without(self, folder: str) -> dict[str, FileRecord]:
-        """The files, except those in a folder."""
-        return {name: of for name, of in self.files.items() if name.partition("/")[0] != folder}
+    def within(self, folders: Sequence[str]) -> dict[str, FileRecord]:
+        """The files, without those in other folders."""
+        return {n: of for n, of in self.files.items() if n.partition("/")[0] in (n, *folders)}
 
 
 class Facts(Record):
@@ -149,6 +149,12 @@ class StoreFacts(Facts):
     def keeps_tasks(self) -> bool:
         """Whether each vector is a task vector, in a folder of the task's name."""
         return self.store.codec in OF_TASKS and self.parameters["basis"] == "none"
+
+    def folders_of(self, task: str = "") -> list[str]:
+        """The folders of the vectors that a task needs; of all without a task."""
+        if not task or not self.keeps_tasks:
+            return self.store.folders
+        return [f for f, t in zip(self.store.folders, self.tasks, strict=True) if t == task]
 
     def of_merge(self) -> Facts:
         """The facts without those that a store alone has."""

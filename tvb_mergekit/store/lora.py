@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,9 +96,8 @@ class AdapterExport:
         items: The tensors of the task vectors, each once, under the base's names.
         inputs: Names of the inputs of each item, for messages.
         base_name, base_folder: The base in the adapters' configurations, and its folder.
-        size: With no rank, energy or bytes, adapters without parts get the factors `known`.
         dtype: The dtype of the factors.
-        known: Gives the factors of an item, as the base stores its matrix.
+        known: The factors of each matrix, as the base stores it, if they need no truncation.
     """
 
     items: Sequence[Item]
@@ -109,7 +108,7 @@ class AdapterExport:
     size: Truncation
     dtype: torch.dtype = torch.float32
     engine: Engine = Engine()
-    known: Callable[[Item], Factors] | None = None
+    known: Mapping[str, Factors] = field(default_factory=dict)
 
     def write(
         self, adapters: Sequence[NewAdapter], out: str, sources: Sequence[str], tasks: Scales
@@ -153,7 +152,7 @@ class AdapterExport:
             raise UserError(f"{adapter.title}: no tensor is a matrix of a module; nothing to write")
         names = [self.inputs[k] for k in used]
         parts = [(scale, Checkpoint.open(place / of / WEIGHTS)) for scale, of in adapter.parts]
-        known = partial(joined, parts) if parts else self._known if not any(self.size) else None
+        known = partial(joined, parts) if parts else self._known if self.known else None
         column = adapter.column[used]
         return items, Change(column, names, targets, known, self.dtype, self.engine)
 
@@ -174,8 +173,7 @@ class AdapterExport:
         return AdapterReport(adapter.title, found)
 
     def _known(self, target: Target) -> Factors:
-        assert self.known is not None
-        both = self.known(target.item)
+        both = self.known[target.item.name]
         if target.transposed:
             return Factors(both.right.T.contiguous(), both.left.T.contiguous())
         return both

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
 from tvb_mergekit.tensors.quantized import Codes, Decoded
-from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER
 
@@ -232,38 +233,59 @@ class Bases:
             vector.base = base
 
 
-def load(path: str | os.PathLike[str], without: str = "") -> Bases:
+class Absent(Weights):
+    """A vector that is never read: its tensors are those of another."""
+
+    def __init__(self, other: Weights) -> None:
+        self.tensors, self.holds = other.tensors, other.holds
+
+
+def fetch(path: str | os.PathLike[str], task: str = "") -> Path:
+    """The folder of a store. Of a store on the Hub, the files that `task` needs are downloaded."""
+    folder = Path(hub.local(path, hub.FACTS))
+    if folder == Path(path):
+        return folder
+    facts, (name, _, _) = read_store_facts(folder), os.fspath(path).partition("@")
+    files = map(glob.escape, facts.store.within(facts.folders_of(task)))
+    return Path(hub.local(f"{name}@{folder.name}", [*files]))  # of the same commit
+
+
+def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bases:
     """Open a store. Files of the recorded size are trusted; `check` compares their checksums.
 
     Args:
         path: a folder, or a name on the Hub: USER/NAME or USER/NAME@REVISION.
         without: the folder of a vector to leave out of the `vectors` and of all checks.
+        task: the only task that is needed. Other task vectors are not there, and not read.
 
     Raises:
         UserError: no store, a newer format, a file that is missing or of another size, or a
             damaged header.
     """
-    folder = Path(hub.local(path, hub.STORE))
+    folder = fetch(path, task)
     for wait in (0.1, 0.5):
         try:
-            return _load(folder, without)
+            return _load(folder, without, task)
         except UserError:
             if not next_to(folder, "previous").is_dir():
                 raise
         time.sleep(wait)  # `tvb add` may have been between its two renames
-    return _load(folder, without)
+    return _load(folder, without, task)
 
 
-def _load(folder: Path, without: str) -> Bases:
+def _load(folder: Path, without: str, task: str) -> Bases:
     facts = read_store_facts(folder)
+    names = [name for name in facts.store.folders if name != without]
+    needed = [name for name in facts.folders_of(task) if name != without]
     try:
-        check_files(folder, facts.store.without(without), FACTS, _mending(facts))
+        check_files(folder, facts.store.within(needed), FACTS, _mending(facts))
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
-        names = [name for name in facts.store.folders if name != without]
-        vectors = [open_vector(folder / name, facts.store.codec) for name in names]
+        opened = {name: open_vector(folder / name, facts.store.codec) for name in needed}
+        absent = Absent(next(iter(opened.values()), StateDict({})))
+        vectors = [opened.get(name, absent) for name in names]
         shapes = [{n: info.shape for n, info in each.tensors.items()} for each in vectors]
         if shapes.count(shapes[0]) < len(shapes):
             raise KeyError("its vectors have different tensors")
@@ -279,10 +301,10 @@ def _load(folder: Path, without: str) -> Bases:
 
 def check(path: str | os.PathLike[str]) -> Bases:
     """Open a store as `load`, and compare the checksums of all its files."""
-    path = hub.local(path, hub.STORE)
-    facts = read_store_facts(Path(path))
-    check_files(Path(path), facts.store.files, FACTS, _mending(facts), checksums=True)
-    return load(path)
+    folder = fetch(path)
+    facts = read_store_facts(folder)
+    check_files(folder, facts.store.files, FACTS, _mending(facts), checksums=True)
+    return load(folder)
 
 
 def _mending(facts: StoreFacts) -> str:
@@ -346,9 +368,8 @@ def open_vector(folder: Path, codec: Codec) -> Checkpoint | Decoded:
     return opened if codec == "dense" else CODECS[codec](opened)
 
 
-def read_output(path: str | os.PathLike[str]) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of a merged model. Raise UserError if one is damaged."""
-    folder = Path(path) / MERGED
+def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
+    """basis.json and basis.safetensors in a folder. Raise UserError if one is damaged."""
     try:
         return read_facts(folder / FACTS), load_file(folder / TENSORS)
     except safetensors.SafetensorError as error:

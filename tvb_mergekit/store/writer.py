@@ -58,7 +58,8 @@ class StoreWriter:
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
         """Link the present vectors, except one, into the next state; returns their records."""
         assert bases.path is not None
-        files = bases.facts.store.without(without)
+        store = bases.facts.store
+        files = store.within([name for name in store.folders if name != without])
         files.pop(TENSORS, None)
         for name in files:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import Settings
+from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
 from tvb_mergekit.tensors.source import Weights
@@ -188,7 +189,7 @@ def _by_inputs(
     return merge_matrix(settings, bases, noise, shares, sides)
 
 
-def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -> Factors:
+def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) -> Factors:
     """The factors of a merged matrix from those of its updates, without loss: no larger matrix.
 
     Orthonormal P and Q (QR) span the columns of all `left` and the rows of all `right`. Each update
@@ -196,14 +197,16 @@ def merged_factors(basis: Combination, item: Item, updates: Sequence[Factors]) -
     methods except TIES commute with P and Q, so the cores are merged instead of the matrices.
 
     Args:
-        item: with `tunables`.
-        updates: [T], of rank 0 for a matrix that an adapter does not change.
+        item: with `tunables`, a matrix that one of the adapters changes.
+        adapters: [T].
 
     Returns:
         Factors as `truncate` makes them. Their rank is the number of directions that are not zero.
     """
-    settings, values = basis.settings, item.tunables
+    settings, values, (rows, columns) = basis.settings, item.tunables, item.shape
     assert values is not None
+    none = Factors(torch.empty(rows, 0), torch.empty(0, columns))
+    updates = [adapter.factors.get(item.name, none) for adapter in adapters]
     left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double()).Q
     right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double()).Q
     cores = torch.stack([(left.T @ u.left.double()) @ (u.right.double() @ right) for u in updates])

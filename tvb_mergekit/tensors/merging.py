@@ -273,19 +273,15 @@ def changes_of(
     basis: Combination,
     items: Sequence[Item],
     engine: Engine,
-    known: Callable[[Item], Tensor] | None = None,
 ) -> list[Item]:
     """Items with one input, the change of theta_0 by the merge, which is computed when it is read.
 
     Args:
         items: as for `merge_items`, all with `tunables`.
-        known: gives the changes another way.
     """
     quiet = replace(engine, progress=silent)
 
     def change(item: Item) -> Sequence[Tensor]:
-        if known is not None:
-            return [known(item)]
         sink = MemorySink(1)
         merge_items(basis, [item], sink, quiet, add_base=False)
         return list(sink.states[0].values())
