@@ -179,9 +179,9 @@ def _inspect_lora(path: str, as_text: bool, plot: str | None, values: dict[str, 
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
-    from tvb_mergekit.store.facts import FOLDER
+    from tvb_mergekit.store.facts import FOLDER, is_output, read_output
     from tvb_mergekit.store.inspection import Inspection
-    from tvb_mergekit.store.store import is_output, read_output, read_store_facts
+    from tvb_mergekit.store.store import read_store_facts
 
     if os.path.isfile(path):
         document = read_recipe(path)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
+import safetensors
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
@@ -220,6 +222,19 @@ def read_facts(file: Path) -> Facts:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise UserError(f"{file} is not complete: `{place}`: {first['msg']}; {remedy}") from error
+
+
+def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
+    """basis.json and basis.safetensors in a folder. Raise UserError if one is damaged."""
+    try:
+        return read_facts(folder / FACTS), load_file(folder / TENSORS)
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
+
+
+def is_output(path: Path) -> bool:
+    """Whether a folder is a merged model with our report."""
+    return (path / FOLDER / FACTS).is_file()
 
 
 def record_of(path: Path) -> FileRecord:

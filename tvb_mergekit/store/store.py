@@ -29,18 +29,16 @@ from tvb_mergekit.store.facts import (
     TENSORS,
     Codec,
     DtypeName,
-    Facts,
     StoreFacts,
     StoreRecord,
     check_files,
     check_shapes,
     read_facts,
 )
-from tvb_mergekit.store.facts import FOLDER as MERGED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
 from tvb_mergekit.tensors.quantized import Codes, Decoded
-from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.source import Absent, StateDict, Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER
 
@@ -233,13 +231,6 @@ class Bases:
             vector.base = base
 
 
-class Absent(Weights):
-    """A vector that is never read: its tensors are those of another."""
-
-    def __init__(self, other: Weights) -> None:
-        self.tensors, self.holds = other.tensors, other.holds
-
-
 def fetch(path: str | os.PathLike[str], task: str = "") -> Path:
     """The folder of a store. Of a store on the Hub, the files that `task` needs are downloaded."""
     folder = Path(hub.local(path, hub.FACTS))
@@ -366,19 +357,6 @@ def open_vector(folder: Path, codec: Codec) -> Checkpoint | Decoded:
     """One vector of a store as named tensors."""
     opened = Checkpoint.open(folder)
     return opened if codec == "dense" else CODECS[codec](opened)
-
-
-def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors in a folder. Raise UserError if one is damaged."""
-    try:
-        return read_facts(folder / FACTS), load_file(folder / TENSORS)
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
-
-
-def is_output(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a merged model with our report."""
-    return (Path(path) / MERGED / FACTS).is_file()
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
