@@ -24,7 +24,7 @@ from tvb_mergekit.settings import Settings
 BLOCK = 512  # columns in float64 at a time
 NULL = 1e-6  # of the largest singular value
 FLOAT32 = 2.0**-24  # its unit roundoff
-ROUGH = 1e-3  # bound of the errors that float32 may make in WUDI
+ROUGH = 3e-3  # of t M^2 2^-24, up to which WUDI computes in float32
 Noise = Sequence[float] | None
 
 
@@ -194,10 +194,7 @@ def interference_free(
 
 
 def _flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
-    """float32 if its errors are small.
-
-    They are up to about 10 t M 2^-24 of the sum, and D is M times shorter if bases are aligned.
-    """
+    """float32 if its errors are small; `docs/mathematics.md` has them."""
     rough = flow_time == "exact" or float(flow_time) * count**2 * FLOAT32 > ROUGH
     return torch.float64 if rough else torch.float32
 
