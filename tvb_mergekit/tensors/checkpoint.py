@@ -191,9 +191,7 @@ def stamp_of(folder: Path, names: Iterable[str]) -> list[list[int | str]]:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; empty if there is none or the file is damaged."""
-    if not path.name.endswith(".safetensors"):
-        return {}
+    """The metadata of a safetensors file of any name; empty for other and damaged files."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
