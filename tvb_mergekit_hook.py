@@ -1,4 +1,4 @@
-"""Makes the stock mergekit commands know tvb-mergekit's merge methods.
+"""Makes the stock mergekit commands know tvb-mergekit's merge methods, and lm-eval a model type.
 
 mergekit has no entry points. So `tvb_mergekit.pth` (from Python 3.15 on `tvb_mergekit.start`)
 calls `install()` when Python starts. A finder on `sys.meta_path` then waits for the imports of
@@ -34,6 +34,7 @@ MODULES = (
     "mergekit.scripts.run_yaml",
     "mergekit.scripts.multimerge",
 )
+LM_EVAL = "lm_eval.models"  # gets the model type `tvb`
 
 
 def install() -> None:
@@ -69,7 +70,7 @@ class TvbMergekitFinder:
         self.told = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
-        if name not in MODULES or self.stopped:
+        if (name not in MODULES and name != LM_EVAL) or self.stopped:
             return None
         finders = list(sys.meta_path)
         first = finders.index(self) + 1 if self in finders else 0
@@ -102,6 +103,11 @@ class TvbMergekitFinder:
             self.stopped = True
             return
         try:
+            if module.__name__ == LM_EVAL:
+                registry = sys.modules.get("lm_eval.api.registry")
+                if register := getattr(getattr(registry, "model_registry", None), "register", None):
+                    register("tvb", target="tvb_mergekit.tune.served:Served")
+                return
             from tvb_mergekit.plugin import on_import
 
             problem = on_import(module)

@@ -16,10 +16,15 @@ import yaml
 from commands import merge, recipe, refused, tvb
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny import load
+from transformers import AutoModelForCausalLM
 
+import tvb_mergekit as library
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.score.results import Origin, Results, TaskResult
 from tvb_mergekit.tune import harness, search
@@ -409,6 +414,47 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path) -> None:
     path = write(tmp_path, document | {"parameters": parameters})
     assert said in refused(*words(path, tmp_path / "out", "--limit", 2, *more))
     assert not (tmp_path / "out" / "tune.json").exists()
+
+
+def test_the_model_type_tvb(tmp_path: Path) -> None:
+    """A task of a store, and routers, by lm-eval's own loader of models; beside the type `hf`."""
+    base, store, out = QUICK / "models" / "base", tmp_path / "store", tmp_path / "out"
+    folders = [QUICK / "models" / task for task in ("copy", "sum")]
+    path = write(tmp_path, recipe("basis_ta", base, folders, {}, basis="none"))
+    tvb("build", path, store, "--quiet")
+    given = []
+    for task in ("copy", "sum"):
+        lines = (EVAL / "data" / f"{task}.val.jsonl").read_text().splitlines()[:8]
+        file = tmp_path / f"{task}.jsonl"
+        file.write_text("\n".join(lines).replace('"answer"', '"response"'))
+        given += ["--data", f"{task}={file}"]
+    tvb("learn", path, "wemoe", *given, "--epochs", 1, "--out", out, "--quiet")
+    file = out / "basis" / "learned" / "routers.safetensors"
+    with safe_open(file, "pt") as held:  # coefficients that change answers
+        routers = {name: held.get_tensor(name) for name in held.keys()}
+        facts = held.metadata()
+    save_file({k: v + 0.5 * ("router" in k) for k, v in routers.items()}, file, facts)
+
+    def answers(model: Any, args: str = "") -> list[str]:
+        found = lm_eval.simple_evaluate(
+            model=model, model_args=f"{args},dtype=float32" if args else None, limit=8,
+            tasks=PAIR.split(","), batch_size=8, device="cpu",
+            task_manager=TaskManager(include_path=str(EVAL), include_defaults=False),
+        )  # fmt: skip
+        return [str(each["resps"]) for some in found["samples"].values() for each in some]
+
+    task = answers("tvb", f"pretrained={base},store={store},task=sum")
+    assert task == answers("hf", f"pretrained={folders[1]}")
+    assert task != answers("hf", f"pretrained={base}")
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    routed = HFLM(library.attach(model, out).route(), tokenizer=str(out), batch_size=8)
+    found = answers("tvb", f"pretrained={out}")
+    assert found == answers(routed)
+    assert found != answers("hf", f"pretrained={out}")
+    says = {f",store={store}": r"`task` is missing; \S+ has copy, sum$", "": "not a basis store"}
+    for more, said in says.items():
+        with pytest.raises(SystemExit, match=said):
+            answers("tvb", f"pretrained={base}{more}")
 
 
 def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
