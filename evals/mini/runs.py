@@ -46,7 +46,7 @@ class Run(run.Run):
         return score.pack(self.tokenizer, docs, self.device)
 
     def ask(self, packed: score.Questions) -> Scores:
-        return score.ask(self.model, self.tokenizer, packed)
+        return score.ask(self.model, self.tokenizer, packed, self.begin)
 
     def loss(
         self, weights: Mapping[str, Tensor], docs: Sequence[Doc], exact: bool = True

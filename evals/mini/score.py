@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,10 @@ def pack(
 
 @torch.inference_mode()
 def ask(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Questions
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Questions,
+    begin: Callable[[Tensor | None], None] = lambda prompts: None,
 ) -> dict[str, list[float]]:
     """task -> 1 for each right answer, 0 for each other.
 
@@ -118,19 +121,25 @@ def ask(
     it, so one forward pass suffices. Only `coding_complete` has other right answers. They all leave
     the expected one with a comma; those are generated, and run. (A padding token in an answer is
     wrong here, and is dropped by lm_eval.)
+
+    Args:
+        begin: called before each pass with the tokens of the prompts, [n, tokens]; None: all are.
     """
     right = [False] * len(questions.docs)
     other = []
     comma = tokenizer.convert_tokens_to_ids(",")
     for rows, ids, follows in questions.batches:
+        counted = follows != IGNORED
+        begin(counted.cumsum(1) == counted.long())
         said = model(input_ids=ids, use_cache=False).logits.argmax(-1)
-        wrong = (said != follows) & (follows != IGNORED)
+        wrong = (said != follows) & counted
         leaves = said.gather(1, wrong.int().argmax(1, keepdim=True)).squeeze(1) == comma
         for i, failed, left in zip(rows, wrong.any(1).tolist(), leaves.tolist(), strict=True):
             right[i] = not failed
             if failed and left and questions.docs[i]["task"] == "coding_complete":
                 other.append(i)
     prompts = [questions.docs[i]["prompt"] for i in other]
+    begin(None)
     for i, answer in zip(other, answers(model, tokenizer, prompts), strict=True):
         right[i] = data.correct(questions.docs[i], answer)
     found: dict[str, list[float]] = {}

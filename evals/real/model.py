@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -58,16 +58,23 @@ def autocast(device: torch.device, exact: bool = False) -> AbstractContextManage
     return torch.autocast(device.type, torch.bfloat16, fast and not exact)
 
 
-def predict(model: Any, batch: Sequence[Example], device: Any) -> tuple[Tensor, Tensor]:
+def predict(
+    model: Any, batch: Sequence[Example], device: Any, begin: Callable[[Tensor], None] | None = None
+) -> tuple[Tensor, Tensor]:
     """Logits of the tokens of all responses [n, vocabulary], and the tokens [n].
 
     Examples are padded on the right. Causal attention never sees padding and needs no mask.
+
+    Args:
+        begin: called before the pass with the tokens of the prompts, [n, tokens] of 0 and 1.
     """
     length, first = max(len(e.ids) for e in batch), min(e.start for e in batch)
     ids = torch.tensor([e.ids + [0] * (length - len(e.ids)) for e in batch])
     places = torch.arange(first, length)
     said = torch.stack([(places >= e.start) & (places < len(e.ids)) for e in batch])
     ids, said = ids.to(device), said.to(device)
+    if begin is not None:
+        begin((torch.arange(length) < torch.tensor([[e.start] for e in batch])).to(device))
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=length - first + 1).logits
     return logits[:, :-1][said], ids[:, first:][said]
 
@@ -108,7 +115,12 @@ def answers(
 
 
 @torch.inference_mode()
-def evaluate(model: Any, examples: Sequence[Example], ends: Tensor) -> tuple[list[float], float]:
+def evaluate(
+    model: Any,
+    examples: Sequence[Example],
+    ends: Tensor,
+    begin: Callable[[Tensor], None] | None = None,
+) -> tuple[list[float], float]:
     """The share of right tokens of each response, and the mean loss of a token.
 
     A token is right if it is the most probable one after the expected tokens before it. The end of
@@ -121,7 +133,7 @@ def evaluate(model: Any, examples: Sequence[Example], ends: Tensor) -> tuple[lis
     for places in cut(order, 32):
         batch = [examples[i] for i in places]
         with autocast(model.device):
-            logits, tokens = predict(model, batch, model.device)
+            logits, tokens = predict(model, batch, model.device, begin)
         total += cross_entropy(logits.float(), tokens, reduction="sum").item()
         count += len(tokens)
         best = logits.argmax(-1).cpu()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from study.cells import Cell
 from study.kinds import learned
@@ -21,11 +21,14 @@ SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
 ZOOS = (4, 2)
+RANKS = (4, 8, 16, 32, 64)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
 MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")  # the most telling first
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
+ROUTED_BASES = ("balanced", "ae_exact", "pca")
+ROUTED = 8  # examples of a task for routers, which take a second or two each in an epoch
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,15 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "theirs": [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS],
         "learned": [learn(plan, how, *each) for how in LEARNED
                     for each in few[: 2 if how in SLOW else 3]],
+        "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
+        + [learn(replace(plan, shots=ROUTED), "wemoe", *each) for each in
+           (("none", every), *((label, count) for count in (half, quarter)
+                              for label in ROUTED_BASES))],
         "bytes": [stored | {"how": how} for how in
                   ("all", "lossless", *(f"keep_{share}" for share in SHARES),
                    *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
                    *(f"merged_{how}" for how in RIVALS))],
+        "adapters": [stored | {"how": f"rank_{rank}", "merges": []} for rank in RANKS],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),
                                           ("pca", half), ("rand_proj", half))]

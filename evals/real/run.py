@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -50,16 +51,14 @@ class Run(run.Run):
         loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         super().__init__(loaded.eval(), device)
         folders = {task: out / f"seed{seed}" / kind / task for task in tasks}
-        self.models = folders
-        self.places = {"base": str(base.resolve())}
-        for task, place in folders.items():
-            adapted = "" if full else self.places["base"] + "+"
-            self.places |= {task: adapted + str(place.resolve())}
-        if not full:
-            self.fused = tempfile.TemporaryDirectory()  # too many for the memory
-            self.models = {task: self._adapted(base, place) for task, place in folders.items()}
         files = (file for place in folders.values() for file in place.glob("*.safetensors"))
         self.held = sum(file.stat().st_size for file in files)
+        self.places = {"base": str(base.resolve())}
+        if not full:
+            self.fused = tempfile.TemporaryDirectory()  # too many for the memory
+            folders = {task: self._adapted(base, place) for task, place in folders.items()}
+        self.models = folders
+        self.places |= {task: str(place.resolve()) for task, place in folders.items()}
         self.splits = lru_cache(lambda task: read(data, task))
 
     def _adapted(self, base: Path, adapter: Path) -> Path:
@@ -67,6 +66,7 @@ class Run(run.Run):
         weights = self.weights(PeftModel.from_pretrained(model, adapter).merge_and_unload())
         folder = Path(self.fused.name) / adapter.name
         folder.mkdir()
+        shutil.copy(base / "config.json", folder)
         save_file(weights, folder / "model.safetensors")
         return folder
 
@@ -98,7 +98,8 @@ class Run(run.Run):
         spoken = [task for task in GENERATED
                   if any((d["task"], d["split"]) == (task, "test") for d, _ in packed)]  # fmt: skip
         once = [(doc, e) for doc, e in packed if doc["task"] not in spoken]
-        shares, _ = evaluate(self.model, [e for _, e in once], self.ends)
+        shares, _ = evaluate(self.model, [e for _, e in once], self.ends, self.begin)
+        self.begin(None)  # generation passes prompts alone
         for (doc, _), share in zip(once, shares, strict=True):
             graded = doc["task"] in GRADED
             found[doc["task"]].append(share if graded else float(share == 1))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tvb_mergekit
 from study.cells import Cell
+from tvb_mergekit.store.routing import Routed
 
 Weights = dict[str, Tensor]
 Doc = dict[str, Any]  # task, prompt and answer of an item
@@ -31,6 +32,7 @@ class Run(ABC):
         places: the paths that a recipe names, of `base` and of each task.
         unseen: tasks without a specialist.
         held: bytes on disk of the specialists, T models or T adapters.
+        routed: the model with the routers that are scored.
     """
 
     model: Any
@@ -39,6 +41,7 @@ class Run(ABC):
     places: Mapping[str, str]
     unseen: tuple[str, ...] = ()
     held: int
+    routed: Routed | None = None
 
     def __init__(self, model: Any, device: str) -> None:
         self.model, self.device = model.to(device), device
@@ -56,6 +59,11 @@ class Run(ABC):
     @abstractmethod
     def ask(self, packed: Any) -> Scores:
         """The scores of the present weights."""
+
+    def begin(self, prompts: Tensor | None) -> None:
+        """Show routers the tokens of the prompts in the next pass, and not the answers."""
+        if self.routed is not None:
+            self.routed.prompts = prompts
 
     @abstractmethod
     def loss(

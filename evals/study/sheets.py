@@ -215,6 +215,35 @@ def learned(runs: Runs) -> list[Sheet]:
     return over_bases(runs, caption, "learned", {how: way.title for how, way in WAYS.items()})
 
 
+def routers(runs: Runs) -> list[Sheet]:
+    """The tasks that centroids choose, and scores of tasks without a specialist under routers."""
+    found = [r["result"]["chosen"] for r in runs.find("route")]
+
+    def right(task: str) -> Spread | None:
+        return spread(each[task].get(task, 0) / sum(each[task].values()) for each in found)
+
+    rows = {f"`{task}`": [right(task)] for task in runs.tasks}
+    rows["mean"] = [spread(over({t: each[t].get(t, 0) / sum(each[t].values()) for t in runs.tasks},
+                                runs.tasks) for each in found)]  # fmt: skip
+    note = "; ".join(
+        f"`{task}`: " + ", ".join(f"{count} to `{name}`" for name, count in each[task].items())
+        for each in found[:1]
+        for task in runs.unseen
+    )
+    caption = "Test prompts whose nearest centroid is that of their task"
+    made = sheet(runs, caption, "route", {"share": Column()}, rows, corner="task", note=note)
+
+    def score(task: str) -> Value:
+        where = {"learned": "unseen", "reference": "base"}
+        return lambda r: dig(r, "result", where[r["cell"]["kind"]], task)
+
+    columns = {f"`{task}`": Column(score(task)) for task in runs.unseen}
+    routed = by_basis(runs, "learned", BASES, how="wemoe")
+    rows_ = {"base": runs.find("reference")} if any(routed.values()) else {}
+    caption = "Tasks without a specialist under WEMoE: test scores"
+    return made + grid(runs, caption, "learned", columns, rows_ | routed, corner="bases")
+
+
 def stored(how: str) -> tuple[tuple[int, float, str], str]:
     """The place of a way to store in a table, and its title."""
     if how == "all":
@@ -227,9 +256,12 @@ def stored(how: str) -> tuple[tuple[int, float, str], str]:
     if how.startswith("keep_"):
         share = float(how.removeprefix("keep_"))
         return (1, -share, ""), f"sample, {100 * share:g} %"
+    if how.startswith("rank_"):
+        rank = int(how.removeprefix("rank_"))
+        return (4, rank, ""), f"LoRA adapters of rank {rank}, bfloat16"
     if found := basis_of(how):
         return (3, found[1], found[0]), f"{name(*found)}, bfloat16"
-    return (4, 0, how), name(how.removeprefix("merged_"))
+    return (5, 0, how), name(how.removeprefix("merged_"))
 
 
 def stores(runs: Runs) -> list[Sheet]:
@@ -309,7 +341,7 @@ def transfer(runs: Runs) -> list[Sheet]:
 
 Sheets = dict[str, Callable[[Runs], list[Sheet]]]
 SHEETS: Sheets = {"specialists": specialists, "merges": merges, "learned": learned,
-                  "bytes": stores, "negation": negation, "online": online,
+                  "routers": routers, "bytes": stores, "negation": negation, "online": online,
                   "transfer": transfer}  # fmt: skip
 
 # ---------------------------------------------------------------------------------------- pictures
@@ -366,6 +398,7 @@ def bits_picture(runs: Runs) -> bytes | None:
             1: "exact entries, all or a sample",
             2: "codes",
             3: f"bases: {name(label)}",
+            4: "adapters",
         }
         families.setdefault(family.get(kind, title.partition(",")[0]), []).append(record)
     families.pop("", None)
@@ -377,7 +410,7 @@ def bits_picture(runs: Runs) -> bytes | None:
                 some = having(records, how=how)
                 if size := spread(map(value_of("bits"), some)):
                     points.append((size.mean, spread(map(runs.normal("specialists"), some))))
-            ours = stored(records[0]["cell"]["how"])[0][0] < 4
+            ours = stored(records[0]["cell"]["how"])[0][0] < 5
             for part in [sorted(points)] if ours else [[point] for point in points]:
                 pictures.line(axes, pictures.look(k), part, title)
         axes.set(xscale="log", xlabel="bits a parameter", ylabel="kept of the specialists")

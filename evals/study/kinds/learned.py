@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,15 @@ from study.kinds.addition import climbed, itemized, mean_score, start_of
 from study.kinds.matrices import LAMBDAS
 from study.run import Doc, Run, Weights, built, difference, means, settings
 from tvb_mergekit.learn import gradients
+from tvb_mergekit.learn.centroids import learn_centroids
 from tvb_mergekit.learn.data import DataFile, read_data
 from tvb_mergekit.learn.running import learn
 from tvb_mergekit.learn.work import Request
 from tvb_mergekit.plugin.document import from_mapping
+from tvb_mergekit.progress import silent
+from tvb_mergekit.store.api import open_model
+from tvb_mergekit.store.live import Live
+from tvb_mergekit.store.routing import routed_model, routers_in
 from tvb_mergekit.tune import search
 
 SHOTS = 64  # of the paper's experiments with language models
@@ -58,8 +65,10 @@ WAYS = {
     "dataless": Way("Localize-and-Stitch, dataless", "localize", {"dataless": True}, "bases"),
     "adamerging": Way("AdaMerging", "adamerging"),
     "atlas": Way("aTLAS", "atlas"),
+    "wemoe": Way("WEMoE", "wemoe"),
 }
 BY_MIXTURES = ("fisher", "regmean", "localize")
+TUNED = ("ta", "adamerging", "wemoe")  # begin at the best lambda
 
 
 def cell_of(how: str, label: str, count: int, shots: int, tested: int, seed: int = 0) -> Cell:
@@ -78,7 +87,7 @@ def defaults(method: str) -> dict[str, Any]:
     told: dict[str, Any] = {"method": method}
     if schedule is not None:
         told["schedule"] = {key: str(value) for key, value in asdict(schedule).items()}
-    return told | ({"lambdas": [*LAMBDAS]} if method in ("ta", "adamerging") else {})
+    return told | ({"lambdas": [*LAMBDAS]} if method in TUNED else {})
 
 
 class Data:
@@ -152,8 +161,8 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         method = cell["method"]
         files = Data(run, Path(folder), cell["shots"], method == "adamerging")
-        docs, by = files.drawn(share), UNTUNED
-        if method in ("ta", "adamerging"):
+        docs, by, file = files.drawn(share), UNTUNED, None
+        if method in TUNED:
             by, vector = best_of(run, cell, docs)
         if method == "ta":
             count = len(cell["lambdas"]) * len(docs)
@@ -164,9 +173,48 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
             out = Path(folder) / "out"
             weights, told = learned(run, cell, out, given, by, **options)
             found = {key: told[key] for key in ("passes", "seconds")}
-        scores = run.scores(weights, "test", run.tasks, cell["tested"])
+            file = routers_in(out)
+        with routed(run, file):
+            scores = run.scores(weights, "test", run.tasks, cell["tested"])
+            if run.routed:
+                found["unseen"] = run.accuracy(weights, "test", run.unseen, cell["tested"])
         found |= {"each": each} if (each := itemized(cell, scores)) else {}
     return {"items": len(docs), "lambda": by, "test": means(scores), **found}
+
+
+@contextmanager
+def routed(run: Run, file: Path | None) -> Iterator[None]:
+    """Score with the routers of a file, if there is one."""
+    run.routed = routed_model(run.model, file) if file else None
+    try:
+        if run.routed:
+            run.routed.route()
+        yield
+    finally:
+        if run.routed:
+            run.routed.reset()
+        run.routed = None
+
+
+def choose(run: Run, cell: Cell) -> dict[str, Any]:
+    """The task that the nearest centroid names, for test prompts of each task."""
+    bases = built(run, cell | {"basis": "balanced", "num_bases": 1})  # only names of tasks count
+    with tempfile.TemporaryDirectory() as folder:
+        files, file = Data(run, Path(folder), cell["shots"], prompts=True), Path(folder) / "means"
+        device = torch.device(run.device)
+        base = Path(run.places["base"])
+        learn_centroids(bases, base, files.given, file, device, False, silent)
+        run.set(run.base)
+        live, chosen = Live(run.model, bases, open_model(run.base)), dict[str, dict[str, int]]()
+        for task in (*run.tasks, *run.unseen):
+            found: Counter[str] = Counter()
+            prompts = [doc["prompt"] for doc in run.items(task, "test")[: cell["tested"]]]
+            for k in range(0, len(prompts), 25):
+                some = run.tokenizer(prompts[k : k + 25], padding=True, return_tensors="pt")
+                ids, mask = some["input_ids"].to(device), some["attention_mask"].to(device)
+                found.update(live.choose(file, ids, mask))
+            chosen[task] = dict(found.most_common())
+    return {"chosen": chosen}
 
 
 def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
@@ -184,4 +232,4 @@ def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
 _found: dict[str, float] = {}
 
 
-KINDS = {"learned": measure}
+KINDS = {"learned": measure, "route": choose}
