@@ -403,6 +403,7 @@ def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) 
     told = refused("learn", store, "route", *texts, "--out", tmp_path / "n")
     assert "or `messages`; found text" in told
     assert "already there" in refused("learn", store, "route", *words, "--out", file)
+    assert "no such folder" in refused("learn", store, "route", *words, "--out", file / "n")
     assert "no data for chat" in refused(
         "learn", store, "route", *words[:4], "--out", tmp_path / "n"
     )

@@ -206,6 +206,8 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
     if folder is None or os.path.lexists(out):
         why = f"--out {out}: already there" if folder else "the base is a weight file, no folder"
         raise UserError(f"{why}; name another")
+    if not Path(out).absolute().parent.is_dir():
+        raise UserError(f"--out {out}: no such folder {Path(out).absolute().parent}; make it first")
     from tvb_mergekit.learn.centroids import learn_centroids
 
     engine, trust = engine_of(values), values["trust_remote_code"]
