@@ -37,13 +37,15 @@ METHODS = {"full": ("full", TASKS), "full-8": ("full", SHIPPED), "lora16": ("lor
 @click.command(epilog="Example: python evals/real/study.py --data DATA --seeds 0 --part paper")
 @study_options(PLANS, "full", "real-runs", METHODS, PARTS)
 @click.option("--data", type=FOLDER, required=True, help="The folder that get_data.py made.")
-def main(asked: Asked, data: Path) -> None:
+@click.option("--tasks", metavar="TASK,...", help="Only these of the method's tasks.")
+def main(asked: Asked, data: Path, tasks: str | None) -> None:
     """Measure merges, bases and stores of real specialists, and report it."""
 
     def records(method: str, seed: int) -> list[Record]:
-        kind, tasks = METHODS[method]
-        plan = replace(PLANS[asked.preset], tasks=len(tasks))
-        source = trained(asked.out, data, seed, kind, asked.device, tasks)
+        kind, every = METHODS[method]
+        some = tuple(task for task in every if tasks is None or task in tasks.split(","))
+        plan = replace(PLANS[asked.preset], tasks=len(some))
+        source = trained(asked.out, data, seed, kind, asked.device, some)
         return asked.measured(source, reference(plan), lambda shipped: parts(plan, shipped))
 
     asked.finish(records, write)
