@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,9 +39,10 @@ class HubServer(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def commit(self, name: str, files: Files) -> str:
+    def commit(self, name: str, files: Files, deleted: Sequence[str] = ()) -> str:
         history = self.repositories.setdefault(name, {})
         kept = {**history.get("main", {}), **files}
+        kept = {path: data for path, data in kept.items() if path not in deleted}
         sha = hashlib.sha1(json.dumps(sorted(kept)).encode() + b"".join(kept.values())).hexdigest()
         history["main"] = history[sha] = kept
         return sha
@@ -150,13 +152,16 @@ class Answers(BaseHTTPRequestHandler):
             return self.answer({"transfer": "basic", "objects": objects})
         assert "/commit/" in self.path, self.path
         files: Files = {}
+        deleted = []
         for line in map(json.loads, text.splitlines()):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.blobs[value["oid"]]
-        sha = self.server.commit(name, files)
+            elif line["key"] == "deletedFile":
+                deleted.append(value["path"])
+        sha = self.server.commit(name, files, deleted)
         url = f"{self.server.address}/{name}/commit/{sha}"
         return self.answer({"success": True, "commitUrl": url, "commitOid": sha})
 
@@ -307,9 +312,24 @@ def test_mistakes(hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: P
         ("inspect", "me/store@none"): "me/store@none: no such folder",
         ("push", pushed["store"], "store"): "expected a repository of the Hub, USER/NAME",
         ("push", tmp_path, "me/new"): "is not a basis store",
+        ("remove", tmp_path / "me/store", "--task", "math"): "no such folder",
+        ("undo", tmp_path / "me/store"): "no such folder",
     }
     found = [*zip(said.values(), run(*said), strict=True)]
     found += zip(["Invalid"], run(("push", pushed["store"], "me/new"), token="wrong"), strict=True)
     for expected, (code, told) in found:
         assert code == 1 and expected in told and len(told.splitlines()) == 1, told
-    assert "me/new" not in hub.repositories
+    assert "me/new" not in hub.repositories and not (tmp_path / "me").exists()
+
+
+def test_a_push_deletes_files_of_removed_tasks_and_no_others(
+    hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path
+) -> None:
+    store, push = tmp_path / "store", ("push", tmp_path / "store", "me/less")
+    shutil.copytree(pushed["store"], store)
+    hub.commit("me/less", {"LICENSE": b"mine"})
+    found = run(push, ("remove", store, "--task", "code"), push)
+    assert [code for code, _ in found] == [0] * 3, found
+    files = dict(hub.repositories["me/less"]["main"])
+    assert "1 task" in files.pop("README.md").decode() and files.pop("LICENSE") == b"mine"
+    assert files == contents(store)

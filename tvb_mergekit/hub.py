@@ -6,10 +6,12 @@ or `hf auth login`, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tvb_mergekit.errors import UserError, listed, one_line
 
@@ -61,16 +63,22 @@ def push(
 ) -> str:
     """Upload all files of a folder and a model card in one commit; returns its address.
 
-    The repository is made if it does not exist.
+    The repository is made if it does not exist. Files of an earlier store are deleted.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     files = sorted(each for each in folder.rglob("*") if each.is_file())
     content: dict[str, Path | bytes] = {"README.md": card.encode()}
     content |= {each.relative_to(folder).as_posix(): each for each in files}
-    operations = [CommitOperationAdd(*each) for each in content.items()]
+    operations: list[Any] = [CommitOperationAdd(*each) for each in content.items()]
     api = HfApi(library_name="tvb-mergekit")
     api.create_repo(repository, private=private, exist_ok=True)
+    there = {*api.list_repo_files(repository, revision=revision)}
+    if FACTS[0] in there:  # an earlier store, whose other files go
+        facts = Path(api.hf_hub_download(repository, FACTS[0], revision=revision)).read_bytes()
+        record = json.loads(facts).get("store", {}).get("files", ())
+        old = {name for name in there if name in record or name.startswith("recipes/")}
+        operations += map(CommitOperationDelete, sorted(old - {*content}))
     message = "Upload a store of task vector bases"
     done = api.create_commit(repository, operations, commit_message=message, revision=revision)
     return str(done.commit_url)

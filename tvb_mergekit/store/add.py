@@ -40,7 +40,7 @@ def add_to_store(
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
-    with changing(path) as writer:
+    with changing(path, new=True) as writer:
         if is_store(writer.store):
             bases = load(writer.store)
         else:

@@ -95,14 +95,16 @@ class StoreWriter:
 
 
 @contextmanager
-def changing(path: str | os.PathLike[str]) -> Iterator[StoreWriter]:
-    """A writer of the next state of a store, under the lock of the store.
+def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreWriter]:
+    """A writer of the next state of a store, or of a `new` one, under the lock of the store.
 
     Raises:
         UserError: an earlier change was interrupted, the store holds a user's file, or a file
             cannot be written. The store stays as it was.
     """
     writer = StoreWriter(path)
+    if not new and not writer.store.parent.is_dir():
+        read_store_facts(writer.store)  # raises: a lock would make the folder
     store, held = writer.store, lock(path, LOG.warning)
     try:
         previous = next_to(store, "previous")
