@@ -1,6 +1,6 @@
 """lm-eval 0.4.13: tasks by name, the items that choose a coefficient, a model and its scores.
 
-Nothing else in the package depends on lm-eval. lm-eval scores the test split of a task, or the
+Only this module and `served.py` depend on lm-eval. lm-eval scores the test split of a task, or the
 validation split if there is no test split. To choose by items that are scored later would flatter
 the result. So a task with both splits is scored on its validation split here. For other tasks a
 seeded part of the scored split is used, and the rest is recorded for the test.
