@@ -281,7 +281,7 @@ def stores(runs: Runs) -> list[Sheet]:
     }
     caption = "Kept task vectors: bytes, bits a parameter, relative error, normalized score of "
     caption += "specialists and merges, and score of a forgotten task (low is good)"
-    note = "Bytes of codes and bases are those of the files, headers included. Bytes of others are "
+    note = "Bytes of codes, bases and adapters are those of the files, headers included. Bytes of others are "
     note += "codes and scales alone."
     return grid(runs, caption, "bits", columns, rows, corner="kept as", note=note)
 
