@@ -109,6 +109,7 @@ def parts(plan: Plan, shipped: float, train_seed: int) -> dict[str, list[Cell]]:
                                     train_seed * (label == "rand_select"))
                     for how in learned.WAYS
                     for label, m in [("none", T), *product(LEARNED, (HALF, 3))]],
+        "routers": [{"kind": "route", "shots": plan.learned, "tested": plan.tested, "seed": 0}],
         "bytes": [store(plan, how, shipped) for how in
                   ("all", *(f"zoo_{bits}" for bits in ZOOS), *STORED,
                    *(f"merged_{how}" for how in OTHERS))],

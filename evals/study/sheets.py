@@ -281,8 +281,8 @@ def stores(runs: Runs) -> list[Sheet]:
     }
     caption = "Kept task vectors: bytes, bits a parameter, relative error, normalized score of "
     caption += "specialists and merges, and score of a forgotten task (low is good)"
-    note = "Bytes of codes, bases and adapters are those of the files, headers included. Bytes of others are "
-    note += "codes and scales alone."
+    note = "Bytes of codes, bases and adapters are those of the files, headers included. "
+    note += "Bytes of others are codes and scales alone."
     return grid(runs, caption, "bits", columns, rows, corner="kept as", note=note)
 
 
