@@ -64,13 +64,13 @@ def peak(layers: int, threads: int, batch: int, prompt: int, tokens: int, count:
 @click.option("--threads", default=1, show_default=True)
 def main(layers: int, prompt: int, tokens: int, rounds: int, threads: int) -> None:
     """Seconds of processors and memory for a prompt and its answer, with and without routers."""
-    alone = multiprocessing.get_context("spawn")
-    rows = []
-    for batch, count in ((1, 4), (1, 8), (8, 4)):
-        peaks = []
+    cases, alone = ((1, 4), (1, 8), (8, 4)), multiprocessing.get_context("spawn")
+    peaks, rows = [], []
+    for batch, count in cases:  # before this process grows: a fork counts its parent's memory
         for bases in (0, count):
             with alone.Pool(1) as pool:
                 peaks.append(pool.apply(peak, (layers, threads, batch, prompt, tokens, bases)))
+    for batch, count in cases:
         model = model_of(layers, threads)
         routed = routed_with(model, count)
         plain, other = list[float](), list[float]()
@@ -83,7 +83,8 @@ def main(layers: int, prompt: int, tokens: int, rounds: int, threads: int) -> No
             routed.reset()
         ratios = [b / a for a, b in zip(plain, other, strict=True)]
         times = [between(spread(v)) for v in (plain, other, ratios)]
-        rows.append([str(batch), str(count), *times, *peaks])
+        rows.append([str(batch), str(count), *times, *peaks[:2]])
+        del peaks[:2]
     click.echo(table(HEAD, rows))
 
 
