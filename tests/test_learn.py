@@ -221,8 +221,8 @@ class Case:
         self.data = {task: tokens(each) for task, each in self.records.items()}
         self.words = data_words(folder, self.records)
 
-    def recipe(self, name: str, **parameters: Any) -> Path:
-        made = recipe("basis_ta", self.base, self.models, **parameters)
+    def recipe(self, name: str, method: str = "basis_ta", **parameters: Any) -> Path:
+        made = recipe(method, self.base, self.models, **parameters)
         return write(made, self.folder / name)
 
     def learn(self, source: Path, method: str, name: str, *more: object) -> Result:

@@ -243,14 +243,17 @@ def loss_of(model: nn.Module, data: Mapping[str, Any], live: Routed | None = Non
     return sum(total) / len(total)
 
 
-@pytest.mark.parametrize("basis", ["none", "balanced"])
-def test_routers_lower_the_loss_of_the_addition(case: Case, basis: str) -> None:
+@pytest.mark.parametrize(
+    ("basis", "method"), [("none", "basis_ta"), ("balanced", "basis_ta"), ("none", "basis_wudi")]
+)
+def test_routers_lower_the_loss_of_the_merge(case: Case, basis: str, method: str) -> None:
     size = {} if basis == "none" else {"num_bases": 2}
-    source = case.recipe(f"{basis}-recipe", basis=basis, lambda_=0.4, **size)
+    source = case.recipe(f"{basis}-recipe", method, basis=basis, lambda_=0.4, **size)
     words = (*case.words, "--no-subsample", "--held-out", 0, "--learning-rate", 0.01)
-    merged = case.learn(source, "wemoe", basis, *words, "--epochs", 6, "--batch-size", 4)
-    tvb("merge", source, case.folder / f"{basis}-added", "--quiet")
-    added = load(case.folder / f"{basis}-added")
+    name = f"{basis}-{method}"
+    merged = case.learn(source, "wemoe", name, *words, "--epochs", 6, "--batch-size", 4)
+    tvb("merge", source, case.folder / f"{name}-merged", "--quiet")
+    added = load(case.folder / f"{name}-merged")
     assert all(torch.equal(t, added[n]) for n, t in merged.tensors.items())
     held, encoder = held_in(merged.folder), merged.basis["encoder"]
     base, models = load(case.base), [load(path) for path in case.models]
@@ -266,6 +269,7 @@ def test_routers_lower_the_loss_of_the_addition(case: Case, basis: str) -> None:
     after = loss_of(model, case.data, live)
     assert after < before - 0.01
     (history,) = facts(merged.folder)["history"]
+    assert facts(merged.folder)["merge"]["merge_method"] == method
     assert history["losses"][1] == pytest.approx(before, abs=0.05)
     assert set(live.coefficients) == {"model.layers.0.mlp", "model.layers.1.mlp"}
     assert loss_of(live.reset(), case.data) == before

@@ -115,9 +115,12 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "learned": [learn(plan, how, *each) for how in LEARNED
                     for each in few[: 2 if how in SLOW else 3]],
         "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
-        + [learn(replace(plan, shots=ROUTED), "wemoe", *each) for each in
-           (("none", every), *((label, count) for count in (half, quarter)
-                              for label in ROUTED_BASES))],
+        + [learn(replace(plan, shots=ROUTED), how, *each)
+           for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
+                             ("wemoe", ("none", every)),
+                             *(("wemoe_wudi_30", each) for each in few[:2]),
+                             *(("wemoe", (label, count)) for count in (half, quarter)
+                               for label in ROUTED_BASES))],
         "bytes": [stored | {"how": how} for how in
                   ("all", "lossless", *(f"keep_{share}" for share in SHARES),
                    *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",

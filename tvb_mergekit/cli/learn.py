@@ -41,8 +41,9 @@ from tvb_mergekit.errors import UserError
 def learn(recipe: str) -> None:
     """Merge the models of RECIPE by examples of their tasks.
 
-    RECIPE is a recipe of `basis_ta`, or a store. adamerging and wemoe begin at the recipe's
-    lambda, which the other methods do not use. A store is merged over its bases, or its tasks.
+    RECIPE is a recipe of `basis_ta`, or a store. wemoe also accepts iso, tsvm and wudi. adamerging
+    and wemoe begin at the recipe's merge; the others do not use its lambda. A store is merged over
+    its bases, or its tasks.
 
     A file of --data holds one example a line: {"prompt", "response"}, {"messages": [...]},
     {"text"}, or for adamerging and wemoe --unlabeled {"prompt"} alone.

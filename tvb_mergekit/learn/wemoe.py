@@ -46,9 +46,9 @@ class Routers(Moving):
 
 
 class Wemoe(GradientMethod):
-    """Learns R_l for the linear layers in MLPs. All tensors are merged by the recipe's addition."""
+    """Learns R_l for the linear layers in MLPs. All tensors are merged by the recipe."""
 
-    how = "merged by addition, and have routers for the MLPs"
+    how = "merged by the recipe, and have routers for the MLPs"
 
     @property
     def routed(self) -> dict[str, str]:
@@ -90,10 +90,12 @@ class Wemoe(GradientMethod):
     def _own_facts(self) -> dict[str, Any]:
         lambdas = {item.tunables.lambda_: 0 for item in self.plan.items() if item.tunables}
         own = {key: getattr(self.request, key) for key in ("unlabeled", "depth")}
-        return {**own, "lambda": list(lambdas)}
+        settings = self.plan.recipe.settings
+        merge = {"merge_method": settings.method, **settings.in_force()}
+        return {**own, "lambda": list(lambdas), "merge": merge}
 
     def _routers(self) -> dict[str, nn.Sequential]:
-        """Routers whose outputs are 0, so that the model is the one merged by addition."""
+        """Routers whose outputs are 0, so that the model is the one merged by the recipe."""
         sizes = self._sizes(bases_of(self.plan).shape[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.request.seed)

@@ -26,6 +26,7 @@ from tvb_mergekit.learn.models import Mixture, TaskModels
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.store.writer import link
 from tvb_mergekit.tensors import ranks
@@ -90,8 +91,10 @@ class Request:
             UserError: a mistake that shows without the models.
         """
         recipe = self.document.recipe
-        if recipe.settings.method != "basis_ta":
-            raise UserError(f"`merge_method` is {recipe.settings.method}: expected basis_ta")
+        known = ["basis_ta", *(MATRIX_METHODS if self.method == "wemoe" else ())]
+        if recipe.settings.method not in known:
+            found = f"`merge_method` is {recipe.settings.method}"
+            raise UserError(f"{found}: {self.method} needs {' or '.join(known)}")
         if self.document.raw:
             raise UserError("the models are weight files, which cannot run: list folders")
         if self.store is not None:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-import tvb_mergekit
 from study.cells import Cell
 from study.kinds.addition import climbed, itemized, mean_score, start_of
-from study.kinds.matrices import LAMBDAS
-from study.run import Doc, Run, Weights, built, difference, means, settings
+from study.kinds.matrices import LAMBDAS, MERGES, direction
+from study.run import Doc, Run, Scores, Weights, built, means, settings
 from tvb_mergekit.learn import gradients
 from tvb_mergekit.learn.centroids import learn_centroids
 from tvb_mergekit.learn.data import DataFile, read_data
@@ -32,7 +31,7 @@ from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.progress import silent
 from tvb_mergekit.store.api import open_model
 from tvb_mergekit.store.live import Live
-from tvb_mergekit.store.routing import routed_model, routers_in
+from tvb_mergekit.store.routing import routed_model, routed_parameters, routers_in
 from tvb_mergekit.tune import search
 
 SHOTS = 64  # of the paper's experiments with language models
@@ -45,15 +44,18 @@ class Way:
     """A method with its options.
 
     Attributes:
-        method: of `tvb learn`, or `ta`.
+        method: of `tvb learn`, or `ta`, or `oracle`: the recipe's merge with the MLPs of the right
+            specialist, which routers would at best choose.
         options: of the request.
         scale: the recipe's `lambda_scale`.
+        merge: the recipe's method, of `matrices.MERGES`.
     """
 
     title: str
     method: str
     options: dict[str, Any] = field(default_factory=dict)
     scale: str = "tasks"
+    merge: str = "ta"
 
 
 WAYS = {
@@ -66,9 +68,12 @@ WAYS = {
     "adamerging": Way("AdaMerging", "adamerging"),
     "atlas": Way("aTLAS", "atlas"),
     "wemoe": Way("WEMoE", "wemoe"),
+    "wemoe_wudi_30": Way("WEMoE on WUDI, t = 30", "wemoe", merge="wudi_30"),
+    "oracle": Way("MLPs of the right specialist", "oracle"),
+    "oracle_wudi_30": Way("MLPs of the right specialist, WUDI", "oracle", merge="wudi_30"),
 }
 BY_MIXTURES = ("fisher", "regmean", "localize")
-TUNED = ("ta", "adamerging", "wemoe")  # begin at the best lambda
+TUNED = ("ta", "adamerging", "wemoe", "oracle")  # begin at the best lambda
 
 
 def cell_of(how: str, label: str, count: int, shots: int, tested: int, seed: int = 0) -> Cell:
@@ -132,11 +137,12 @@ def recipe(run: Run, cell: Cell, by: float) -> dict[str, Any]:
     label = cell["basis"]
     size = {} if label == "none" else {"num_bases": cell["num_bases"], "seed": cell["seed"]}
     scale = {"lambda": by, "lambda_scale": cell["scale"]}
+    merge = MERGES[WAYS[cell["how"]].merge]
     return {
-        "merge_method": "basis_ta",
+        "merge_method": merge.method,
         "base_model": run.places["base"],
         "models": [{"model": run.places[task], "parameters": {"task": task}} for task in run.tasks],
-        "parameters": settings(label) | size | scale,
+        "parameters": settings(label) | size | scale | merge.settings,
         "dtype": "float32",
     }
 
@@ -164,7 +170,7 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
         docs, by, file = files.drawn(share), UNTUNED, None
         if method in TUNED:
             by, vector = best_of(run, cell, docs)
-        if method == "ta":
+        if method in ("ta", "oracle"):
             count = len(cell["lambdas"]) * len(docs)
             found: dict[str, Any] = {"passes": {"forward": count, "backward": 0}}
             weights = run.shifted((by, vector))
@@ -175,11 +181,22 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
             found = {key: told[key] for key in ("passes", "seconds")}
             file = routers_in(out)
         with routed(run, file):
-            scores = run.scores(weights, "test", run.tasks, cell["tested"])
+            asked = [(weights, run.tasks)]
+            if method == "oracle":
+                asked = [(with_mlps(run, weights, task), (task,)) for task in run.tasks]
+            scores: Scores = {}
+            for each, some in asked:
+                scores |= run.scores(each, "test", some, cell["tested"])
             if run.routed:
                 found["unseen"] = run.accuracy(weights, "test", run.unseen, cell["tested"])
         found |= {"each": each} if (each := itemized(cell, scores)) else {}
     return {"items": len(docs), "lambda": by, "test": means(scores), **found}
+
+
+def with_mlps(run: Run, weights: Weights, task: str) -> Weights:
+    """The weights with the MLPs of a specialist."""
+    mlps, own = routed_parameters(run.model), run.task_vector(task)
+    return {n: run.base[n] + own[n] if n in mlps else each for n, each in weights.items()}
 
 
 @contextmanager
@@ -218,11 +235,10 @@ def choose(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
-    """The best lambda of task arithmetic over the cell's bases, and its vector."""
-    moved = tvb_mergekit.merge(built(run, cell), run.base, "basis_ta", lambda_=1.0,
-                               lambda_scale="tasks", dtype=torch.float32)  # fmt: skip
-    vector = difference(moved, run.base)
-    about = [cell[key] for key in ("basis", "num_bases", "seed", "lambdas")]
+    """The best lambda of the recipe's merge over the cell's bases, and its vector."""
+    how = WAYS[cell["how"]].merge
+    vector = direction(run, built(run, cell), how)
+    about = [how, *(cell[key] for key in ("basis", "num_bases", "seed", "lambdas"))]
     key = json.dumps([sorted(run.places.items()), about, docs])
     if key not in _found:
         _found[key] = tuned(run, vector, docs, cell)
