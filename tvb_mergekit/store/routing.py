@@ -1,8 +1,8 @@
 """Routed MLPs: each sequence combines the bases in the MLPs of a model by coefficients of its own.
 
-WEMoE over bases (Tang et al., ICML 2024; the paper's table 1). W is the weight merged by the recipe.
-A linear layer in MLP l computes (W + sum_m r_m B_m) x, and r = R_l(mean input of MLP l over the
-prompt). So r is the difference of the coefficients from lambda. Generated tokens keep r.
+WEMoE over bases (Tang et al., ICML 2024; the paper's table 1). W is the merged weight. A linear
+layer in MLP l computes (W + sum_m r_m B_m) x, and r = R_l(mean input of MLP l over the prompt). So
+r is the difference from the recipe's merge. Generated tokens keep r.
 """
 
 from __future__ import annotations
