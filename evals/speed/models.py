@@ -67,16 +67,16 @@ def layer(hidden: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def architecture(megabytes: int, itemsize: int = 2) -> tuple[int, int, int]:
+def architecture(megabytes: int, itemsize: int = 2, least: int = 8) -> tuple[int, int, int]:
     """Hidden size, vocabulary and layers of a model of about `megabytes`: the widest that still has
-    eight layers."""
+    `least` layers."""
     parameters = megabytes * 10**6 // itemsize
     choices = []
     for hidden in (64, 128, 256, 512, 1024, 2048, 4096):
         vocabulary = min(16 * hidden, 32000)
         each = sum(rows * columns for rows, columns in layer(hidden).values()) + 2 * hidden
         layers = round((parameters - 2 * vocabulary * hidden) / each)
-        if layers >= 8 or not choices:
+        if layers >= least or not choices:
             choices.append((hidden, vocabulary, max(1, layers)))
     return choices[-1]
 
@@ -92,13 +92,15 @@ def shapes(hidden: int, vocabulary: int, layers: int) -> Iterator[tuple[str, tup
     yield "lm_head.weight", (vocabulary, hidden)
 
 
-def generate(folder: Path, tasks: int, megabytes: int, seed: int, dtype: str = "bfloat16") -> None:
+def generate(
+    folder: Path, tasks: int, megabytes: int, seed: int, dtype: str = "bfloat16", layers: int = 8
+) -> None:
     """Write `folder`/base, `folder`/task-0 ... next to their place, then rename."""
     import torch
     from safetensors.torch import save_file
 
     kind: torch.dtype = getattr(torch, dtype)
-    size = architecture(megabytes, kind.itemsize)
+    size = architecture(megabytes, kind.itemsize, layers)
     tensors = dict(shapes(*size))
     random = torch.Generator().manual_seed(seed)
     largest = max(math.prod(shape) for shape in tensors.values())
@@ -160,10 +162,11 @@ def configuration(hidden: int, vocabulary: int, layers: int, dtype: str) -> dict
 @click.option("--megabytes", default=500, show_default=True, help="Size of each, about.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
-def main(folder: Path, tasks: int, megabytes: int, seed: int, dtype: str) -> None:
+@click.option("--layers", default=8, show_default=True, help="At least so many layers.")
+def main(folder: Path, tasks: int, megabytes: int, seed: int, dtype: str, layers: int) -> None:
     """Write a base and models of noise to FOLDER, unless it holds a complete set."""
     if not whole(folder):
-        generate(folder, tasks, megabytes, seed, dtype)
+        generate(folder, tasks, megabytes, seed, dtype, layers)
 
 
 if __name__ == "__main__":
