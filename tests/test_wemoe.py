@@ -324,11 +324,18 @@ def test_finished_routers_are_merged_by_resume(case: Case, monkeypatch: Any) -> 
     assert {t.dtype for n, t in held_in(out).items() if ".router." not in n} == {torch.bfloat16}
 
 
-def test_models_and_files_that_do_not_fit(case: Case, tmp_path: Path) -> None:
+def test_models_and_files_that_do_not_fit(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = case.recipe("fit", basis="none")
     merged = case.learn(source, "wemoe", "fit-out", *case.words, "--epochs", 1)
     with pytest.raises(UserError, match="the model's weights are not the base's"):
         library.attach(loaded(case.base), merged.folder)
+    with pytest.raises(UserError, match="leave out `base`"):
+        library.attach(loaded(merged.folder), merged.folder, case.base)
+    there = {"me/routed": str(merged.folder)}  # on the Hub
+    monkeypatch.setattr("tvb_mergekit.hub.local", lambda path, *_: there.get(str(path), str(path)))
+    assert isinstance(library.attach(loaded(merged.folder), "me/routed"), Routed)
     folder = tmp_path / "other"
     folder.mkdir()
     for file in (*merged.folder.glob("*.json"), *merged.folder.glob("*.safetensors")):

@@ -29,18 +29,18 @@ def attach(
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder or its name on the Hub, or bases in memory. Or the folder of a model
-            merged by `tvb learn wemoe`, which `model` was loaded from.
-        base: theta_0; by default where the store says that it is.
+        store: a store's folder or its name on the Hub, or bases in memory. Or the model merged by
+            `tvb learn wemoe` that `model` was loaded from, a folder or a name on the Hub.
+        base: theta_0 of a store; by default where the store says that it is.
 
     Returns:
         An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`; for routers one
         with `route`, `reset`, `prompts` and `coefficients`.
 
     Raises:
-        UserError: The base is not the store's. The model has other names, shapes or weights. A
-            parameter to be moved is quantized, on the meta device, in the memory of `base`, copied
-            by PEFT, or tied to one that moves otherwise.
+        UserError: The base is not the store's, or `base` is given for routers. The model has other
+            names, shapes or weights. A parameter to be moved is quantized, on the meta device, in
+            the memory of `base`, copied by PEFT, or tied to one that moves otherwise.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}
@@ -54,7 +54,11 @@ def attach(
     [[0.0, 0.0]]
     """
     check_types(attach, locals())
-    if not isinstance(store, Bases) and (file := routers_in(store)):
+    if not isinstance(store, Bases) and (
+        file := routers_in(hub.local(store, (*hub.FACTS, "basis/learned/*")))
+    ):
+        if base is not None:
+            raise UserError(f"{store} has routers of its own weights: leave out `base`")
         files = open_model(store)
         check_weights(live_tensors(model, files)[0], files)
         return routed_model(model, file)

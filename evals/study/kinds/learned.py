@@ -185,8 +185,8 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
             if method == "oracle":
                 asked = [(with_mlps(run, weights, task), (task,)) for task in run.tasks]
             scores: Scores = {}
-            for each, some in asked:
-                scores |= run.scores(each, "test", some, cell["tested"])
+            for put, some in asked:
+                scores |= run.scores(put, "test", some, cell["tested"])
             if run.routed:
                 found["unseen"] = run.accuracy(weights, "test", run.unseen, cell["tested"])
         found |= {"each": each} if (each := itemized(cell, scores)) else {}
