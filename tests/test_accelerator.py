@@ -7,11 +7,12 @@ still read, and a copy that converts on the host.
 
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import layout, passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
-from tvb_mergekit.tensors.merging import build_basis, merge_items
+from tvb_mergekit.tensors.merging import basis_of, build_basis, merge_items, one_pass
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 
@@ -77,11 +78,12 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        self.reading: list[tuple[Tensor, Tensor]] = []  # memory, and its content
+        # Thread -> memory that its copies read, and the content. A thread waits for its own.
+        self.reading: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def synchronize(self) -> None:
-        while self.reading:
-            assert torch.equal(*self.reading.pop()), "changed while a copy reads it"
+        for each in self.reading.pop(get_ident(), ()):
+            assert torch.equal(*each), "changed while a copy reads it"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -100,7 +102,7 @@ class Device(TorchDispatchMode):
                 same = source.dtype == kwargs.get("dtype", args[0].dtype)
                 assert same or source.numel() < 16, "the host converts"
                 if there and kwargs.get("non_blocking"):
-                    self.reading.append((source, source.clone()))
+                    self.reading[get_ident()].append((source, source.clone()))
         elif here:
             mixed = [t for t in tensors if t.dim() and not isinstance(t, Hidden)]
             assert not mixed, f"{name}: two devices"
@@ -226,11 +228,17 @@ def test_gram(sketch: Sketch | None, folder: Path, device: Device) -> None:
     assert found == (GRAM[0] + drawn, GRAM[1] + 2 * drawn)
 
 
-def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tensor]:
-    settings, sink = resolve_settings(method, keys, TASKS), MemorySink(1)
-    basis = build_basis(TaskSet(settings, TASKS, [1.0] * T, items), engine)
-    merge_items(basis, items, sink, engine)
-    return sink.states[0]
+def merged(
+    method: str, items: Any, engine: Engine, keys: Any, late: bool = False
+) -> dict[str, Tensor]:
+    """The merged tensors and G, which `late` sums on the way if it decides nothing."""
+    sink = MemorySink(1)
+    tasks = TaskSet(resolve_settings(method, keys, TASKS), TASKS, [1.0] * T, items)
+    found = one_pass(tasks, engine) if late else None
+    basis, summing = found or (build_basis(tasks, engine), None)
+    merge_items(basis, items, sink, engine, summing=summing)
+    basis = basis if summing is None else basis_of(tasks, summing)
+    return {"G": basis.sums.gram, **sink.states[0]}
 
 
 @pytest.mark.parametrize(
@@ -248,10 +256,13 @@ def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tens
         ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 11)]),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("folder", [False, True], indirect=True)
-def test_merges(method: str, keys: Any, passes: Any, folder: Path, device: Device) -> None:
+@pytest.mark.parametrize(("folder", "late"), [(False, False), (True, True)], indirect=["folder"])
+def test_merges(
+    method: str, keys: Any, passes: Any, late: bool, folder: Path, device: Device
+) -> None:
     items = items_in(folder)
-    found = copies(device, lambda d: merged(method, items, Engine([d]), keys))
+    found = copies(device, lambda d: merged(method, items, Engine([d]), keys, late))
+    passes = [(0, GRAM[1]) if late and each == GRAM else each for each in passes]
     assert found == tuple(map(sum, zip(*passes, strict=True)))
 
 
@@ -284,7 +295,9 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
     path, store = stored
     base, states = Checkpoint.open(path), []
     for on in (CPU, CUDA):
-        model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES}).to(on)
+        model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES})
+        model["other"].data = model["other"].data.T.contiguous().T  # other strides
+        model = model.to(on)
         monkeypatch.setattr(live, "Tensor", Hidden if on == CUDA else Tensor)
         counts = []
         for act in ("attach", "use", "verify"):
