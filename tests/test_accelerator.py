@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tvb_mergekit import Bases, attach, build
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import BLOCK, Sketch
+from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.store import live
 from tvb_mergekit.store.api import base_of
@@ -35,6 +36,7 @@ from tvb_mergekit.tensors import layout, passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.merging import basis_of, build_basis, merge_items, one_pass
+from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 
@@ -264,6 +266,31 @@ def test_merges(
     found = copies(device, lambda d: merged(method, items, Engine([d]), keys, late))
     passes = [(0, GRAM[1]) if late and each == GRAM else each for each in passes]
     assert found == tuple(map(sum, zip(*passes, strict=True)))
+
+
+@pytest.mark.parametrize("step", [FisherMean(torch.eye(2), torch.ones(1, 2)), Stitch(T)])
+def test_learned_steps(step: Any, folder: Path, device: Device) -> None:
+    items = items_in(folder)
+
+    def run(on: torch.device) -> Mapping[str, Tensor]:
+        sink = MemorySink(1)
+        combine_pass(items, dict.fromkeys(SHAPES, step), sink, Engine([on]))
+        return sink.states[0]
+
+    weights = 2 if isinstance(step, FisherMean) else 0
+    assert copies(device, run) == (PIECES * (1 + T) + weights, PIECES)
+
+
+def test_regression_mean(device: Device) -> None:
+    x = torch.randn(T, 20, 8, generator=torch.Generator().manual_seed(0))
+
+    def run(on: torch.device) -> Mapping[str, Tensor]:
+        grams = iter(x.mT @ x)
+        made = regression_mean("x", x[:2].to(on), grams, torch.ones(T, 2), 0.9)
+        return {"made": made.cpu()}
+
+    # Down: which inputs are unseen, two checks of the factor, and the result.
+    assert copies(device, run) == (1 + T, 1 + 2 + 1)
 
 
 def test_two_devices_share_a_merge(folder: Path, device: Device) -> None:

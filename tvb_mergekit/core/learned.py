@@ -97,9 +97,9 @@ def regression_mean(
     normal = bases.new_zeros(inputs, inputs, dtype=torch.float64)
     right = bases.new_zeros(outputs, inputs, dtype=torch.float64)
     for gram, weights in zip(grams, encoder.tolist(), strict=True):
-        one = gram.to(bases.device, torch.float64)
+        one = gram.to(bases.device).to(torch.float64, copy=True)  # widened on the device
         diagonal = one.diagonal().clone()
-        one = one.mul_(off_diagonal) if one is not gram else one * off_diagonal
+        one.mul_(off_diagonal)
         one.diagonal().copy_(diagonal)
         normal.add_(one, alpha=sum(weights))
         # sum_m B_m G~_m = sum_i (sum_m W_e[i, m] B_m) X_i^T X_i
