@@ -13,7 +13,8 @@ WRITE = 4e9  # bytes/s of one drive, writing (assumed)
 PCIE = 55e9  # bytes/s of a GPU's PCIe 5 x16, usable
 HBM = 3.35e12  # bytes/s of an H100 SXM
 FP32 = 67e12  # flop/s of an H100 SXM, float32 without tensor cores
-FORM, PRODUCT, COMBINE = 1.58e-9, 11.3e-12, 2.14e-9  # s on one CPU core: see "Memory over T"
+# s on one CPU core, from "Memory over T". To combine an element includes to form it.
+FORM, PRODUCT, COMBINE = 1.58e-9, 11.3e-12, 2.14e-9
 CORES = 16
 THEIRS = 5.51 / 2.25e9  # s a parameter and model of mergekit's task_arithmetic, two cores, net
 
@@ -48,7 +49,7 @@ def read_pass(machine: Machine, gram: bool, combine: bool) -> dict[str, float]:
         took["NVMe write"] = output / (machine.drives * WRITE)
     if not machine.gpus:
         products = PRODUCT * T * T * mine * gram
-        took["CPU"] = (FORM * elements + products + COMBINE * elements * combine) / CORES
+        took["CPU"] = ((COMBINE if combine else FORM) * elements + products) / CORES
         return took
     took["PCIe"] = (stored + output * combine) / (machine.gpus * PCIE)
     # Each stored element is read once, written and read twice as float32 rows.
