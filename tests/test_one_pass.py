@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from commands import Result, assert_same, merge, recipe, refused, write
+from commands import Result, assert_same, merge, recipe, refused, tvb, write
 from reference import Dense
 from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
@@ -41,6 +41,7 @@ READS: list[tuple[str, dict[str, Any], int, int]] = [
     ("basis_negate", {"basis": "none", **FORGET}, 1, 1),
     ("basis_negate", {**DRAWN, **FORGET}, 2, 1),
     ("basis_negate", {**HALF, **FORGET}, 2, 1),
+    ("basis_negate", {"basis": "rand_proj", **FORGET}, 1, 0),
     ("basis_ties", {"basis": "none"}, 2, 2),
     ("basis_ties", {**DRAWN, "merge_func": "mean"}, 2, 2),
     ("basis_ties", HALF, 3, 2),
@@ -97,7 +98,7 @@ def two_passes() -> Any:
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [*((n, "16 bits") for n in range(len(READS))), (0, "64 bits"), (6, "64 bits"), (14, "64 bits")],
+    [*((n, "16 bits") for n in range(len(READS))), (0, "64 bits"), (6, "64 bits"), (15, "64 bits")],
 )
 def test_reads_and_bits(
     case: int, kind: str, inputs: dict[str, Inputs], read: Counter[str], tmp_path: Path
@@ -109,6 +110,7 @@ def test_reads_and_bits(
     cache = tmp_path / "cache"
     found = merge(document, tmp_path / "out", cache=cache)
     assert [read[m] / size for m, size in sizes.items()] == [times] * len(models)
+    assert f"that of reading {times} x" in tvb("check", write(document, tmp_path / "out")).output
     read.clear()
     again = merge(document, tmp_path / "again", cache=cache)
     assert [read[m] / size for m, size in sizes.items()] == [cached] * len(models)

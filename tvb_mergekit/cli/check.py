@@ -10,6 +10,7 @@ from pathlib import Path
 from mergekit.common import dtype_from_name
 
 from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.encoders import known_before
 from tvb_mergekit.core.gram import count_not_finite, not_finite
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
@@ -118,14 +119,22 @@ def _costs(tasks: TaskSet, merged: int, out: str | None, store: str = "") -> Ite
         check_disk(out, merged)
     free = megabytes(shutil.disk_usage(where).free)
     yield f"Disk: a merged model {megabytes(merged)}{store}; {free} are free in {where}"
-    passes = 3 if settings.method == "basis_ties" and settings.trim == "model" else 2
-    if store and settings.basis == "rand_proj":
-        passes = 1
     yield (
-        f"Time: that of reading {passes} x {megabytes(tasks.nbytes)}, and of writing. Memory: at "
-        f"most {megabytes(PROCESS + MEMORY)} in tvb's commands, unless --memory says otherwise"
+        f"Time of a merge: that of reading {_passes(tasks)} x {megabytes(tasks.nbytes)}, and of "
+        f"writing. Memory: at most {megabytes(PROCESS + MEMORY)} in tvb's commands, unless "
+        "--memory says otherwise"
     )
     yield from _matrices(settings, items, most_bases(settings, len(tasks.tasks)))
+
+
+def _passes(tasks: TaskSet) -> int:
+    """How often a merge without a cached Gram matrix reads the models."""
+    settings = tasks.settings
+    if settings.basis == "rand_proj":
+        return 1  # merges random directions, which are not read
+    gram = tasks.sums is None and not known_before(settings)
+    trim = {"model": 1, "tensor": 2}[settings.trim] if settings.method == "basis_ties" else 0
+    return 1 + gram + trim
 
 
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:

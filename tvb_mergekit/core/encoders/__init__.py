@@ -27,6 +27,7 @@ __all__ = [
     "balanced",
     "encode",
     "encode_before",
+    "known_before",
     "projection",
     "sum_alone",
 ]
