@@ -157,6 +157,8 @@ def test_what_the_gram_matrix_says_of_the_models() -> None:
     gram[0, 1] = gram[1, 0] = 1 - 1e-7
     (one,) = told(gram, 10.0, [1.0, 3.0, 1.0], [10, 1, 1, 1])
     assert "tasks `a` and `b` have the same task vector up to scale" in one
+    found = told(np.full((3, 3), 1.0), 10.0, [1.0, -3.0, 1.0], [10, 1, 1, 1])
+    assert [line[:17] for line in found] == ["tasks `a` and `b`", "tasks `a` and `c`"]
     with pytest.raises(UserError, match="task `b`: its task vector is zero in every tensor"):
         told(np.diag([1.0, 0.0, 1.0]), 10.0, [1.0, 1.0, 1.0], [10, 1, 1, 1])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -271,18 +270,19 @@ def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     base_size, *scaled = basis.sums.sizes
     sizes = [size / scale for size, scale in zip(scaled, scales, strict=True)]
     base_norm = basis.sums.base_norm_squared**0.5
-    norms: list[float] = basis.sums.gram.diagonal().sqrt().tolist()
+    norms = basis.sums.gram.diagonal().sqrt()
     for index, task in enumerate(basis.tasks):
         others = sizes[:index] + sizes[index + 1 :]
         reason = unlike(sizes[index], base_size, others, UNRELATED_RATIO)
-        if reason := reason or unlike(norms[index] / scales[index], base_norm):
+        if reason := reason or unlike(float(norms[index]) / scales[index], base_norm):
             lines.append(
                 f"task `{task}` ({models[task]}): {reason}: is it fine-tuned from this base?"
             )
-    for i, j in itertools.combinations(range(len(basis.tasks)), 2):
-        if float(basis.sums.gram[i, j]) > (1 - 1e-6) * norms[i] * norms[j]:
+    alike = basis.sums.gram.abs() > (1 - 1e-6) * torch.outer(norms, norms)
+    for index, row in enumerate(alike.tolist()):
+        if True in row[:index]:
             lines.append(
-                f"tasks `{basis.tasks[i]}` and `{basis.tasks[j]}` have the same task vector up to "
-                "scale: one model under two names?"
+                f"tasks `{basis.tasks[row.index(True)]}` and `{basis.tasks[index]}` have the same "
+                "task vector up to scale: one model under two names?"
             )
     return lines
