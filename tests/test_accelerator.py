@@ -247,6 +247,9 @@ def merged(
     ("method", "keys", "passes"),
     [
         ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR]),
+        ("basis_negate", {"basis": "rand_proj", "forget": "a", "alpha": 1},
+         # Omega for G, then Omega, and weights and scales of two terms.
+         [(GRAM[0] + PIECES, GRAM[1] + 2 * PIECES), (2 * PIECES + 4, PIECES)]),
         ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM]),  # G on the way
         # Two sweeps for each tensor. The second needs two sizes for each piece and basis.
         ("basis_ties", {**ALL, "trim": "tensor"},
