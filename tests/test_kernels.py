@@ -1,6 +1,7 @@
 """The compiled loops against dense float64, and against PyTorch's own roundings."""
 
 import os
+import runpy
 import struct
 import subprocess
 import sys
@@ -20,12 +21,29 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.kernels import KINDS, Combining
+from tvb_mergekit.tensors.kernels import KINDS, Combining, compiled
 from tvb_mergekit.tensors.stream import Item, Part, Piece, PieceBuffer, held_item
 from tvb_mergekit.tensors.writing import MemorySink
 
 DTYPES = list(KINDS)
+SOURCE = "def added(x):\n    return x + %d\n"
 quick = settings(max_examples=60, deadline=None)
+
+
+def test_environments_share_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three environments, one of them with another source; then a folder that the user names."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    found = []
+    for number, place in [(1, "one"), (1, "two"), (2, "three"), (1, "four")]:
+        if place == "four":
+            monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "own"))
+        file = tmp_path / place / "module.py"
+        file.parent.mkdir()
+        file.write_text(SOURCE % number)
+        added = compiled(runpy.run_path(str(file))["added"])
+        found.append((added(1), sum(added.stats.cache_hits.values())))
+    assert found == [(2, 0), (2, 1), (3, 0), (2, 0)]
+    assert len([*tmp_path.glob("own/*/module.added-*.nbi")]) == 1
 
 
 @st.composite

@@ -8,12 +8,15 @@ PyTorch for other devices and dtypes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core.caching import UserWideCacheLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -118,12 +121,27 @@ class Combining:
         return not bad, _sums_of(sums, norms, self._tasks)
 
 
+class SharedLocator(UserWideCacheLocator):
+    """The folder of compiled code of all environments of a user with this source and numba."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return f"tvb-mergekit-{numba.__version__}-{source[:16]}"
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call, and keep the code on disk if a folder can be written."""
+    config: Any = numba.config
+    own = config.CACHE_LOCATOR_CLASSES
+    if not (config.CACHE_DIR or own):  # of the user
+        config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SharedLocator.__name__},InTreeCacheLocator"
     try:
         return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:
         return numba.njit(nogil=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_LOCATOR_CLASSES = own
 
 
 inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
