@@ -329,6 +329,8 @@ def test_models_and_files_that_do_not_fit(
 ) -> None:
     source = case.recipe("fit", basis="none")
     merged = case.learn(source, "wemoe", "fit-out", *case.words, "--epochs", 1)
+    width = loaded(case.base).config.hidden_size
+    assert facts(merged.folder)["schedule"]["rate"] == 1 / width
     with pytest.raises(UserError, match="the model's weights are not the base's"):
         library.attach(loaded(case.base), merged.folder)
     with pytest.raises(UserError, match="leave out `base`"):

@@ -46,7 +46,7 @@ LOG = logging.getLogger(__name__)
 SCHEDULES = {
     "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
     "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
-    "wemoe": Schedule(epochs=10, rate=0.01, batch=16),
+    "wemoe": Schedule(epochs=10, rate=1.0, batch=16),  # over the size of a hidden state
     "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
 }
 PER = Literal["layer", "tensor"]

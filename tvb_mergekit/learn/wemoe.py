@@ -20,7 +20,7 @@ from tvb_mergekit.learn.data import Batch, shuffled
 from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import bases_of
-from tvb_mergekit.learn.work import CostEstimate
+from tvb_mergekit.learn.work import CostEstimate, Request
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import LiveSink
 from tvb_mergekit.store.routing import BLOCK, ROUTERS, Routed, routed_parameters, router_of
@@ -50,6 +50,13 @@ class Wemoe(GradientMethod):
 
     how = "merged by the recipe, and have routers for the MLPs"
 
+    def __init__(self, request: Request, plan: Plan) -> None:
+        super().__init__(request, plan)
+        config: Any = self.models.empty.config
+        self.width = int(config.get_text_config().hidden_size)
+        if request.learning_rate is None:  # a step moves r by the rate times the sum of |inputs|
+            self.schedule = replace(self.schedule, rate=self.schedule.rate / self.width)
+
     @property
     def routed(self) -> dict[str, str]:
         """The tensors to route -> the name of the MLP.
@@ -68,8 +75,7 @@ class Wemoe(GradientMethod):
 
     def _sizes(self, bases: int) -> list[int]:
         """The sizes of a router's layers, from that of a token in front of an MLP."""
-        config: Any = self.models.empty.config
-        return [int(config.get_text_config().hidden_size)] * self.request.depth + [bases]
+        return [self.width] * self.request.depth + [bases]
 
     def costs(self) -> CostEstimate:
         bases, routed = self.most_bases, self.routed
