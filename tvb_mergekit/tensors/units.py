@@ -127,13 +127,12 @@ def pack(base: Any, theta: Any, shift: Any, made: Any, cuts: Any) -> Any:
 
 
 @inlined
-def _move(base: Any, k: int, shift: Any, mask: Any, places: Any, symbols: Any, theta: Any) -> None:
-    """Element k: the base's, moved by the next symbol of its exponent."""
+def _take(base: Any, k: int, shift: Any, mask: Any, places: Any, symbols: Any, theta: Any) -> None:
+    """The next symbol of the exponent of element k."""
     exponent = base[k] >> shift & mask
     place = places[exponent]
-    places[exponent] = place + 1
-    symbol = np.int32(symbols[place])
-    theta[k] = np.uint16(_order(_order(base[k]) + ((symbol >> 1) ^ -(symbol & 1))))
+    places[exponent] = place + np.uint32(1)
+    theta[k] = symbols[place]
 
 
 @compiled
@@ -141,6 +140,7 @@ def unpack(stored: Any, base: Any, shift: Any, theta: Any) -> bool:
     """Fill `theta` from a block and its base; False if the block does not fit the base."""
     shift, mask = np.uint16(shift), np.uint16((1 << (15 - shift)) - 1)
     counts, symbols, first = _counts(base, shift, mask), np.empty(len(base), np.uint16), 0
+    places = np.empty(counts.shape, np.uint32)  # of the next symbol of each part
     rest = HEAD + np.int64(mask) + 1
     if rest > len(stored):
         return False
@@ -174,14 +174,17 @@ def unpack(stored: Any, base: Any, shift: Any, theta: Any) -> bool:
                     high += 1
                 rest += 1
         place += size
-        for row in range(4):  # now the place of the first symbol of each part
-            counts[row, exponent], first = first, first + counts[row, exponent]
-    part, one, two, three, four = len(base) // 4, counts[0], counts[1], counts[2], counts[3]
+        for row in range(4):
+            places[row, exponent], first = first, first + counts[row, exponent]
+    part, one, two, three, four = len(base) // 4, places[0], places[1], places[2], places[3]
     for k in range(part):  # an element waits for the previous one of its exponent and part
-        _move(base, k, shift, mask, one, symbols, theta)
-        _move(base, k + part, shift, mask, two, symbols, theta)
-        _move(base, k + 2 * part, shift, mask, three, symbols, theta)
-        _move(base, k + 3 * part, shift, mask, four, symbols, theta)
+        _take(base, k, shift, mask, one, symbols, theta)
+        _take(base, k + part, shift, mask, two, symbols, theta)
+        _take(base, k + 2 * part, shift, mask, three, symbols, theta)
+        _take(base, k + 3 * part, shift, mask, four, symbols, theta)
     for k in range(4 * part, len(base)):
-        _move(base, k, shift, mask, four, symbols, theta)
+        _take(base, k, shift, mask, four, symbols, theta)
+    for k in range(len(base)):  # a loop of its own is vectorized
+        symbol = np.int32(theta[k])
+        theta[k] = np.uint16(_order(_order(base[k]) + ((symbol >> 1) ^ -(symbol & 1))))
     return place == len(stored) and rest == most_rest and high == most_high
