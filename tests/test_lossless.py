@@ -21,6 +21,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import lossless
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import BLOCK, Keeping, Lossless, keep_pass
+from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
@@ -241,3 +242,27 @@ def test_a_section_gets_a_code_of_its_own(monkeypatch, tmp_path: Path) -> None:
     content = zstandard.ZstdDecompressor().decompress(made)
     assert form == lossless.UNITS
     assert len(made) < 0.95 * len(zstandard.ZstdCompressor(level=3).compress(content))
+
+
+def test_a_pass_decodes_each_block_once(monkeypatch, tmp_path: Path) -> None:
+    """For a number of models at which pieces were not multiples of a block."""
+    base, theta = tuned(np.random.default_rng(4), (5 * BLOCK + 3,), torch.bfloat16)
+    other = theta.clone()
+    other[-1] += 1
+    found, decoded = keep(tmp_path, {"w": base}, *[{"w": theta}] * 11, {"w": other}), []
+
+    def counted(*args: Any) -> bool:
+        decoded.append(args)
+        return decode(*args)
+
+    decode = lossless.decode
+    monkeypatch.setattr(lossless, "decode", counted)
+    prints = {model.fingerprint() for model in found}
+    assert not decoded and len(prints) == 2
+    parts = [Part.of(model, "w") for model in found]
+    items = [Item("w", (len(base),), Part.of(StateDict({"w": base}), "w"), tuple(parts))]
+    rest = Item("v", (1,), None, tuple(Part.of(StateDict({"v": theta[:1]}), "v") for _ in found))
+    sums = gram_pass([*items, rest], [str(k) for k in range(12)])
+    assert len(decoded) == 12 * 6
+    tau = theta.double() - base.double()
+    assert sums.gram[0, 1] == pytest.approx(float(tau @ tau + theta[0].double() ** 2), rel=1e-6)

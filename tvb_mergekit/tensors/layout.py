@@ -108,7 +108,7 @@ class Layout:
 
 
 def chunk_length(rows: int, kind: str) -> int:
-    """Elements of a chunk of `rows` task vectors on a device of this kind; a multiple of BLOCK."""
+    """Elements of a chunk of `rows` task vectors on a device of this kind; a power of two."""
     if kind == "cpu":
         return _blocks(min(CPU_ROW, CPU_TAU // max(1, rows)))
     return _blocks(DEVICE_TAU // max(1, rows))
@@ -160,6 +160,7 @@ def plan_layout(
     workers: int | None = None,
     longest: int = LONGEST,
     block: int = 0,
+    grain: int = 1,
 ) -> Layout:
     """The longest pieces and the most threads that the engine's memory holds.
 
@@ -170,6 +171,8 @@ def plan_layout(
         workers: the most threads; None: as many as the devices can use.
         longest: the longest piece, in elements.
         block: the elements that every chunk must have; 0: as many as are useful.
+        grain: elements that are decoded together, a power of two. Pieces begin at its multiples,
+            if memory holds such pieces.
 
     Raises:
         UserError: the budget does not hold the smallest pieces.
@@ -198,9 +201,12 @@ def plan_layout(
     # memory is the same for few models and for many.
     more = replace(least, piece=2 * chunk).nbytes - least.nbytes
     fitting = least.piece + (budget - least.nbytes) // max(1, more) * chunk
-    useful = min(longest, READ // max(1, needs.inputs), WRITTEN // max(1, needs.outputs))
-    return replace(least, piece=max(1, min(fitting, useful) // chunk) * chunk)
+    useful = min(READ // max(1, needs.inputs), WRITTEN // max(1, needs.outputs))
+    most = min(longest, fitting, max(useful, grain))
+    step = chunk if most < grain else max(chunk, grain)
+    return replace(least, piece=max(1, most // step) * step)
 
 
 def _blocks(length: int) -> int:
-    return max(BLOCK, length // BLOCK * BLOCK)
+    """The largest power of two up to `length`, at least BLOCK."""
+    return int(max(BLOCK, 2 ** (length.bit_length() - 1)))

@@ -7,6 +7,7 @@ each block. `docs/files.md` has the formats.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ class Lossless(Decoded):
 
     key, what = "tvb_lossless", "a model without loss"
     holds: Holds | None = "weight"
-    sample = ALL
+    sample, grain = ALL, BLOCK
 
     def __init__(self, stored: Checkpoint) -> None:
         self.dtypes = dict[str, torch.dtype]()  # of the entries that were encoded
@@ -146,6 +147,17 @@ class Lossless(Decoded):
             first = start // BLOCK
             low = int(ends[first]) - int(index["bytes"][first])
             self.stored.ahead(name, low, int(ends[(stop - 1) // BLOCK]))
+
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits from the names, dtypes, shapes and checksums of all blocks.
+
+        Samples of elements, as of other weights, would decode a large part of the model.
+        """
+        digest = hashlib.sha256(f"{self.sample}".encode())
+        for name in sorted(self.tensors):
+            digest.update(f"{name}|{self.dtypes[name]}|{self.tensors[name].shape}|".encode())
+            digest.update(self._index(name)[0]["xxh3"].tobytes())
+        return digest.hexdigest()
 
     def _index(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The index of a tensor's blocks, and the place where each ends."""

@@ -76,8 +76,7 @@ def gram_layout(items: Sequence[Item], summing: RunningSums, engine: Engine) -> 
     fast = sketch is None and fused(items, engine)
     needs = summing.within(Needs(len(summing.tasks), read_width(items, fast), fused=fast))
     # Only one thread may draw Omega, which is one sequence in each tensor.
-    longest = _longest_piece(items)
-    return plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
+    return _planned(items, needs, engine, 1 if sketch else None)
 
 
 def count_pass(
@@ -103,7 +102,7 @@ def count_pass(
     needs = Needs(len(encoder), read_width(items, fast), extra=rows + COUNT_ROWS)
     needs = summing.within(needs, fast) if summing else needs
     left = replace(engine, memory=rest - (workers - 1) * table)
-    layout = plan_layout(needs, left, workers=workers, longest=_longest_piece(items))
+    layout = _planned(items, needs, left, workers)
     update = engine.progress("Trim thresholds", sum(item.nbytes for item in items))
     made: list[Histogram] = []
 
@@ -175,8 +174,7 @@ def combine_pass(
     width = read_width(items, fast or compiled) + uncoded
     needs = Needs(rows, width, written, extra, fused=fast)
     needs = summing.within(needs, compiled) if summing else needs
-    longest = _longest_piece(items)
-    layout = plan_layout(needs, engine, workers=1 if sketch else None, longest=longest)
+    layout = _planned(items, needs, engine, 1 if sketch else None)
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], Sequence[GramSums]]:
         buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
@@ -288,12 +286,14 @@ def read_width(items: Sequence[Item], held: bool = False) -> int:
     return max(map(sum, read), default=0) + 2 * coded
 
 
-def _longest_piece(items: Sequence[Item]) -> int:
-    """The most elements of a piece: a tensor's, or fewer if the threads share one tensor."""
+def _planned(items: Sequence[Item], needs: Needs, engine: Engine, workers: int | None) -> Layout:
+    """The layout of a pass. Pieces are a tensor at most; several threads share a single tensor."""
     most = max((item.numel for item in items), default=1)
     if len(items) == 1:
         most //= SPLIT * worker_count(CPU)
-    return min(LONGEST, most)
+    grain = max((part.grain for item in items for part in item.parts), default=1)
+    longest = min(LONGEST, most)
+    return plan_layout(needs, engine, workers=workers, longest=longest, grain=grain)
 
 
 def _deltas(items: Sequence[Item]) -> int:

@@ -47,6 +47,7 @@ class Weights:
     tensors: dict[str, TensorInfo]
     holds: Holds | None = None  # None: the reader knows what the elements are
     in_memory = False  # `read` returns views
+    grain = 1  # elements that are decoded together
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
     model_type: str | None = None  # as transformers calls it, if it is known
 

@@ -44,6 +44,7 @@ class Part:
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
         share: The share of the elements in a random sample, see `Weights.share`.
+        grain: Elements that are decoded together.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class Part:
     name: str | None = None
     shape: tuple[int, ...] | None = None
     share: float = 1.0
+    grain: int = 1
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -65,7 +67,8 @@ class Part:
             return replace(whole, holds=holds, name=name, shape=info.shape)
         read, ahead = partial(weights.read, name), partial(weights.ahead, name)
         held, packed, share = weights.in_memory, weights.packed(name), weights.share(name)
-        return cls(info.dtype, read, held, ahead, holds, packed, name, info.shape, share)
+        known = packed, name, info.shape, share, weights.grain
+        return cls(info.dtype, read, held, ahead, holds, *known)
 
 
 @dataclass(frozen=True)
