@@ -118,7 +118,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         + [learn(replace(plan, shots=ROUTED), how, *each)
            for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
                              ("wemoe", ("none", every)),
-                             *(("wemoe_wudi_30", each) for each in few[:2]),
+                             *(("wemoe_wudi_30", each) for each in (*few[:2], few[4])),
                              *(("wemoe", (label, count)) for count in (half, quarter)
                                for label in ROUTED_BASES))],
         "bytes": [stored | {"how": how} for how in

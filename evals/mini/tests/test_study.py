@@ -128,7 +128,11 @@ def test_directions(mini: SimpleNamespace, run: Any) -> None:
     assert torch.allclose(ratio, ratio.mean(), rtol=1e-2) and not math.isclose(ratio.mean(), 1)
     norms = [float(torch.linalg.norm(of[how][UP])) for how in ("ta_lengths", "iso")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    for how in ("iso", "tsvm", "wudi", "ta_matrices", "ta_lengths"):
+    assert torch.equal(of["wudi_30_summed"][UP], of["wudi_30"][UP])
+    assert torch.equal(of["wudi_30_summed"][EMBEDDING], of["ta"][EMBEDDING])
+    assert not of["wudi_30_left_out"][EMBEDDING].any() and of["wudi_30_left_out"][UP].any()
+    assert not torch.allclose(of["wudi_30_embedded"][EMBEDDING], mean_of(run, EMBEDDING), atol=1e-4)
+    for how in ("iso", "tsvm", "wudi", "wudi_30", "ta_matrices", "ta_lengths"):
         assert torch.allclose(of[how][EMBEDDING], mean_of(run, EMBEDDING), atol=1e-6)
 
 

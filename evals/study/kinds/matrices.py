@@ -50,16 +50,26 @@ MERGES = {
     "wudi_300": Merge("WUDI, t = 300", "basis_wudi", 1.0, {"flow_time": 300}),
     "wudi_30": Merge("WUDI, t = 30", "basis_wudi", 1.0, {"flow_time": 30}),
 }
-# What is it of Iso-C that helps? The sum's matrices as they are, or as long as Iso-C's; and of all
-# other tensors the mean, as there.
+EMBEDDED = {
+    "wudi_30_embedded": Merge(
+        "WUDI, t = 30, embeddings as matrices", "basis_wudi", 1.0,
+        {"flow_time": 30, "matrices": "."}),
+}  # fmt: skip
+# The matrices of one merge, and all other tensors of another. Matrix methods average these.
 CONTROLS = {
     "ta_matrices": Merge("task arithmetic, others averaged", "basis_ta", 0.3),
     "ta_left_out": Merge("task arithmetic, others left out", "basis_ta", 0.3),
     "ta_lengths": Merge("the same, matrices as long as Iso-C's", "basis_ta", 1.0),
+    "wudi_30_summed": Merge("WUDI, t = 30, others summed", "basis_wudi", 1.0),
+    "wudi_30_left_out": Merge("WUDI, t = 30, others left out", "basis_wudi", 1.0),
 }
+MADE_OF = {
+    "ta_matrices": ("ta", "iso"), "ta_left_out": ("ta", None), "ta_lengths": ("ta", "iso"),
+    "wudi_30_summed": ("wudi_30", "ta"), "wudi_30_left_out": ("wudi_30", None),
+}  # fmt: skip
 CALIBRATED = {f"{how}+svc": replace(MERGES[how], title=f"{MERGES[how].title}, SVC")
               for how in ("ta", "tsvm", "wudi_30")}  # fmt: skip
-ALL = MERGES | CONTROLS | CALIBRATED
+ALL = MERGES | EMBEDDED | CONTROLS | CALIBRATED
 ONLINE = ("ta", "tsvm", "iso", "wudi", "wudi_300")
 
 
@@ -78,13 +88,14 @@ def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks
 
 
 def _control(run: Run, bases: tvb_mergekit.Bases, how: str) -> Weights:
-    found, total = direction(run, bases, "iso"), direction(run, bases, "ta")
-    for tensor in found:
-        if not is_matrix(tensor, run.base[tensor].shape):
-            found[tensor] *= how != "ta_left_out"
-        else:
-            ratio = torch.linalg.norm(found[tensor]) / torch.linalg.norm(total[tensor])
-            found[tensor] = total[tensor] * (ratio if how == "ta_lengths" else 1)
+    of, others = MADE_OF[how]
+    found = direction(run, bases, of)
+    rest = direction(run, bases, others) if others else {n: 0 * v for n, v in found.items()}
+    for name, vector in found.items():
+        if not is_matrix(name, vector.shape):
+            found[name] = rest[name]
+        elif how == "ta_lengths":
+            found[name] *= torch.linalg.norm(rest[name]) / torch.linalg.norm(vector)
     return found
 
 
