@@ -48,6 +48,15 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("gradients"))
 
 
+@pytest.mark.parametrize("method", gradients.SCHEDULES)
+def test_help_shows_the_defaults(method: str) -> None:
+    shown = " ".join(tvb("learn", "recipe", method, "--help").stdout.split())
+    default = gradients.SCHEDULES[method]
+    rate = "1/n, n: the size of a hidden state" if method == "wemoe" else f"{default.rate:g}"
+    for value in (rate, str(default.batch), str(default.epochs)):
+        assert f"[default: ({value});" in shown, value
+
+
 def examples(case: Case, count: int = 3) -> list[Example]:
     every = [(ids, start) for task in TASKS for ids, start in case.data[task]]
     return [Example(ids, start, line, "data") for line, (ids, start) in enumerate(every[:count])]

@@ -48,6 +48,8 @@ def learn(recipe: str) -> None:
     A file of --data holds one example a line: {"prompt", "response"}, {"messages": [...]},
     {"text"}, or for adamerging and wemoe --unlabeled {"prompt"} alone.
 
+    `tvb learn RECIPE METHOD --help` lists the options of a method.
+
     \b
     Example:
       tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
@@ -79,12 +81,12 @@ SHAPES_MASKS = (
 )
 
 
-def by_gradient(rate: float, batch: int) -> tuple[Body, ...]:
+def by_gradient(rate: str, batch: int) -> tuple[Body, ...]:
     """The options of all gradient methods. The methods know the first three defaults."""
     below_one, positive = Range(0, 1, max_open=True), Range(0, 1e6, min_open=True)
     return (
         option("--epochs", type=COUNT, show_default="10", help="Maximum epochs."),
-        option("--learning-rate", type=positive, show_default=f"{rate:g}", help="Size of a step."),
+        option("--learning-rate", type=positive, show_default=rate, help="Size of a step."),
         option("--batch-size", type=COUNT, show_default=str(batch), help="Examples a step."),
         option("--held-out", type=below_one, default=0.2, help="Fraction to choose the epoch by."),
         option("--patience", type=COUNT, default=3, help="Epochs without gain until the end."),
@@ -137,7 +139,7 @@ def regmean() -> None:
     """
 
 
-@method(MIXTURE, *by_gradient(3, 8))
+@method(MIXTURE, *by_gradient("3", 8))
 @option("--density", type=SHARE, default=0.05, help="Fraction of a basis that its mask keeps.")
 @flag("--dataless", help="Keep the largest entries, without data.")
 @option("--penalty", type=Range(0), default=0.0, help="Factor of the masks' sum in the loss.")
@@ -152,7 +154,7 @@ def localize() -> None:
     """
 
 
-@method(*by_gradient(0.001, 16), NONNEGATIVE)
+@method(*by_gradient("0.001", 16), NONNEGATIVE)
 def adamerging() -> None:
     """Learn coefficients per layer that make predictions certain.
 
@@ -162,7 +164,7 @@ def adamerging() -> None:
     """
 
 
-@method(*by_gradient(0.1, 16), NONNEGATIVE)
+@method(*by_gradient("0.1", 16), NONNEGATIVE)
 @option("--blocks", type=click.IntRange(1, 1000), default=1, help="Coefficients in each tensor.")
 def atlas() -> None:
     """Learn coefficients per tensor of least loss, for any tasks.
@@ -173,7 +175,7 @@ def atlas() -> None:
     """
 
 
-@method(*by_gradient(0.0001, 16))
+@method(*by_gradient("1/n, n: the size of a hidden state", 16))
 @flag("--unlabeled", help="Learn from prompts, by the entropy of the next token.")
 @option("--depth", type=click.IntRange(1, 2), default=1, help="Layers of a router.")
 def wemoe() -> None:
