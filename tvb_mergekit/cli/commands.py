@@ -29,17 +29,17 @@ def main() -> None:
     """Task Vector Bases for mergekit: keep M vectors instead of T fine-tuned models.
 
     mergekit merges: `mergekit-yaml recipe.yml OUT` with `merge_method: basis_ta` or another of our
-    methods, over models or over the bases of a store. `tvb merge` does the same work faster and
-    in bounded memory.
+    methods, over models or over the bases of a store. `tvb merge` makes the same model in bounded
+    memory.
 
     \b
     Example:
-      tvb check recipe.yml                    look before the work
+      tvb check recipe.yml                    find mistakes before the work
       tvb build recipe.yml ./store            T models -> M bases
       tvb inspect ./store --plot store.png
-      tvb merge ./store/recipes/add.yml ./merged
+      tvb merge ./store ./merged --method add
       tvb add ./store ./new-model --task new
-      tvb export ./store ./math --task math
+      tvb export ./store ./math-again --task math
       tvb tune recipe.yml --tasks copa,rte --out tuned
       tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
 

@@ -97,7 +97,7 @@ def merge(
     memory: int,
     **values: Any,
 ) -> None:
-    """Merge the models of RECIPE into OUT, with the same bits as `mergekit-yaml`, and faster.
+    """Merge the models of RECIPE into OUT, with the same bits as `mergekit-yaml`.
 
     RECIPE uses one of our methods, over models or over the bases of a store. A STORE needs no
     recipe: `tvb merge STORE OUT --method add`. Tensors are streamed. They use at most --memory,

@@ -56,13 +56,13 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     RECIPE is a recipe for `mergekit-yaml` (or, for weight files, `mergekit-pytorch`). Afterwards
     you may delete the models, but not the base.
 
-    With --bits or --size every number is kept in a few bits. Unless RECIPE names a basis, STORE
-    then holds all task vectors, and recipes over it list tasks: `- model: ./store/math`. Task
-    vectors below two bits are a sample, as with --keep.
+    The next options keep all task vectors, if RECIPE names no basis. Recipes over STORE then list
+    tasks: `- model: ./store/math`. With a basis, --bits and --size keep its bases as codes.
 
-    With --lossless STORE holds the models in bfloat16 or float16 to the bit. This is the default of
-    a recipe with `basis: none`. With --keep it holds a random sample of the entries of each task
-    vector, scaled up: unbiased, in few bytes.
+    --lossless keeps models in bfloat16 or float16 to the bit. It is the default of a recipe with
+    `basis: none`. --keep keeps a random sample of the entries of each task vector, scaled up:
+    unbiased, in few bytes. --bits keeps every number in a few bits; task vectors below two bits are
+    a sample. --size chooses the one of these forms that loses least.
 
     \b
     Example:
@@ -213,9 +213,9 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
-    If STORE keeps all tasks at a few bits (`tvb build --bits`), MODEL joins them. Otherwise, and
-    with --budget, STORE holds at most M bases. Below the budget the new task vector becomes a
-    basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
+    If STORE keeps all task vectors (`tvb build --lossless`, --keep or --bits), MODEL joins them.
+    Otherwise, and with --budget, STORE holds at most M bases. Below the budget the new task vector
+    becomes a basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
 
     An addition needs the base and MODEL, but no earlier model. If STORE does not exist, give
     --base, and --bits or --budget. `tvb undo STORE` undoes the last addition.
@@ -311,7 +311,7 @@ def undo(store: str) -> None:
 @argument("store", type=PLACE)
 @option("--task", required=True, help="The task's name.")
 def remove(store: str, task: str) -> None:
-    """Remove a task from a STORE that keeps all of them (`tvb build --bits`).
+    """Remove a task from a STORE that keeps all task vectors, as of `tvb build --lossless`.
 
     The previous store is kept until the next change: `tvb undo STORE` restores it.
 
