@@ -432,7 +432,7 @@ def test_a_store_of_task_vectors_is_told_as_one(weighted: Models, tmp_path: Path
     assert text.startswith("Task-vector store: T = 3 task vectors at 2 bits, base ")
     for gone in ("none basis", "Retained energy", "The sum of all", "Encoder", "row sum", "> 3"):
         assert gone not in text
-    assert "the codes change the sum that" in text and "Codes by kind of tensor" in text
+    assert "storing changes the sum that" in text and "Stored vectors by kind of tensor" in text
 
     for words in (["remove", store], ["add", store, weighted.models["math"]]):
         tvb(*words, "--task", "math")

@@ -206,7 +206,7 @@ def test_a_weighted_vector_is_not_its_model(family: Models, built: Bases, tmp_pa
 
 def test_what_inspect_says(built: Bases, tmp_path: Path) -> None:
     said = tvb("inspect", built.path, "--plot", tmp_path / "s.html").output
-    assert "Codes by kind of tensor" in said and "embeddings" in said
+    assert "Stored vectors by kind of tensor" in said and "embeddings" in said
     found = json.loads(tvb("inspect", built.path, "--json").output)
     assert [each["relative_error"] for each in found["codes"]["vectors"]] == [0.0] * len(TASKS)
     assert sum(each["bytes"] for each in found["codes"]["vectors"]) == built.facts.bytes

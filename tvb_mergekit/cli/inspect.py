@@ -75,7 +75,7 @@ def remarks(inspection: Inspection) -> list[str]:
     if facts.relative_error:
         line = error_line(facts)
         if codes is not None and codes.sum is not None:
-            line += f"; the codes change the sum that addition adds by {codes.sum:.3g} of its norm"
+            line += f"; storing changes the sum that addition adds by {codes.sum:.3g} of its norm"
         lines.append(line[0].upper() + line[1:])
     lines.append(f"{facts.num_parameters:,} parameters in each task vector")
     lines += [] if inspection.keeps_tasks else measures(facts)
@@ -130,7 +130,7 @@ def _code_parts(inspection: Inspection) -> list[list[Sheet | str]]:
         return []
     every = sum(group.bytes for group in codes.groups) or 1
     shares = [(g.name, f"{100 * g.bytes / every:.1f}", *_kept(g)[2:]) for g in codes.groups]
-    groups = Sheet("Codes by kind of tensor", ("", "bytes %", "bits", "error"), shares)
+    groups = Sheet("Stored vectors by kind of tensor", ("", "bytes %", "bits", "error"), shares)
     if inspection.keeps_tasks:  # the table of tasks has them
         return [[groups]]
     rows = [_kept(each) for each in codes.vectors]
