@@ -53,6 +53,7 @@ def test_in_memory_equals_on_disk(basis, dtype, world, tmp_path):
     )
     loaded = tvb.load(tmp_path / "store")
     assert isinstance(memory, tvb.Bases) and memory.tasks == list(TASKS)
+    assert repr(memory).startswith("Bases(") and len(repr(memory)) < 100
     assert memory.facts["left_out"] == {
         **dict.fromkeys(("ids", "steps"), "not floating point in the base (int64)"),
         "bias": "excluded by the recipe",

@@ -65,7 +65,7 @@ def basis_folder(index: int) -> str:
     return f"basis-{index:03d}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bases:
     """M basis vectors of T tasks under one base, in a store or in memory.
 
@@ -85,6 +85,10 @@ class Bases:
     vectors: Sequence[Weights]
     mean: Weights | None = None
     path: Path | None = None
+
+    def __repr__(self) -> str:
+        counts = f"M = {self.num_bases} of T = {len(self.tasks)}"
+        return f"Bases({self.basis}, {counts}, {self.facts.store.codec}, {self.path})"
 
     @property
     def tasks(self) -> list[str]:
