@@ -57,7 +57,7 @@ def paper(runs: Runs) -> list[Sheet]:
 def bounds(found: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Each theorem's bounds, and the losses that were seen, in the order of the tasks."""
     c, epsilon, tasks = found["C"], found["epsilon"], found["tasks"]
-    smooth = {task: each["smoothness"] for task, each in tasks.items()}
+    smooth = {task: abs(each["smoothness"]) for task, each in tasks.items()}
     beyond = math.sqrt(found["eigenvalues"][found["num_bases"]])
     made: dict[str, list[tuple[float, float]]] = {
         "addition": [(smooth[t] * c * (1 + epsilon), next(iter(each["added"].values())))
@@ -87,7 +87,7 @@ def theory(runs: Runs) -> list[Sheet]:
             spread(each["norm"] for each in found),
             spread(100 * each["ratio"] for each in found),
             spread(each["largest cosine"] for each in found),
-            spread(each["smoothness"] for each in found),
+            spread(abs(each["smoothness"]) for each in found),
             spread([*each["added"].values()][-1] for each in found),
         ] + [spread(pair[k] for pair in some) for some in seen for k in (1, 0)]  # fmt: skip
     forms = {"norm": ".2f", "ratio, %": ".2f", "largest cosine": ".2f", "L": ".1f",

@@ -97,7 +97,7 @@ def _negated(run: Any, cell: Cell, bases: tvb_mergekit.Bases) -> dict[str, Any]:
 
 
 def smoothness(run: Run, weights: Weights, task: str, examples: int, steps: int) -> float:
-    """The largest eigenvalue of the Hessian of a task's loss, by power iteration.
+    """The eigenvalue of largest size of the Hessian of a task's loss, by power iteration.
 
     A product with the Hessian is a difference of two gradients.
     """
