@@ -314,7 +314,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "with a basis": ("build {b} {o} --lossless", "keeps all tasks: leave out the keys of a basis"),
     "over itself": ("build {l} {o} --lossless", "is a vector of a store: list the model"),
-    "float32": ("build {f} {o} --lossless", "`math` has float32. Save all in bfloat16, or use"),
+    "float32": ("build {f} {o} --lossless", "`math` has float32, the base float32. Save all"),
+    "a wide base": ("build {w} {o} --lossless", "`math` has bfloat16, the base float32. Save all"),
     "bits of a new task": (
         "add {s} {m} --task new --bits 2",
         "is lossless, and keeps the new task",
@@ -330,6 +331,7 @@ def test_mistakes_are_one_line(case, world, family, built, tmp_path):
         "r": write(family.recipe(), tmp_path / "r"),
         "b": write(family.recipe(basis="balanced"), tmp_path / "b"),
         "f": write(wide.recipe(), tmp_path / "f"),
+        "w": write(family.recipe() | {"base_model": str(wide.base)}, tmp_path / "w"),
         "l": write(
             family.recipe() | {"models": [{"model": str(built.path / "code")}]}, tmp_path / "l"
         ),

@@ -302,11 +302,13 @@ def check_kept(inputs: TaskSet, share: float) -> None:
         near = [item for item, part in parts if item.base and part.dtype == item.base.dtype]
         fits = sum(item.numel for item in near if item.base and item.base.dtype in MANTISSA)
         if 2 * fits < sum(item.numel for item in inputs.items):
-            dtypes = {str(info.dtype) for info in source.tensors.values()}
-            found = sorted(name.removeprefix("torch.") for name in dtypes)
+            found, base = (
+                listed(sorted({str(i.dtype).removeprefix("torch.") for i in w.tensors.values()}))
+                for w in (source, inputs.base)
+            )
             raise UserError(
                 f"--lossless needs a base and models in bfloat16, or all in float16; the model of "
-                f"task `{task}` has {listed(found)}. Save all in bfloat16, or use --bits 8"
+                f"task `{task}` has {found}, the base {base}. Save all in bfloat16, or use --bits 8"
             )
 
 
