@@ -150,5 +150,5 @@ def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
         return
     raise UserError(
         f"tensor `{name}`: values overflow {str(dtype).removeprefix('torch.')} in the output; "
-        "take a wider `dtype` (bfloat16, float32), or smaller coefficients (lambda, alpha, scales)"
+        "take smaller coefficients (lambda, alpha, scales), or for float16 `dtype: bfloat16`"
     )
