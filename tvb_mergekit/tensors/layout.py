@@ -183,7 +183,7 @@ def plan_layout(
     threads = [d for d in chain.from_iterable(zip_longest(*groups)) if d is not None][:workers]
     chunk = block or chunk_length(needs.rows, devices[0].type)
     if devices[0].type != "cpu":  # a piece is copied there at once
-        longest = chunk
+        longest = max(chunk, grain)
     least = Layout(needs, chunk, chunk, tuple(threads))
     while least.nbytes > budget:
         if len(least.workers) > 1:
@@ -197,8 +197,8 @@ def plan_layout(
                 f"{megabytes(least.nbytes + 10**5)} are needed; raise --memory (mergekit's "
                 "commands: TVB_MERGEKIT_BLOCK_MB)"
             )
-    # Memory grows linearly with a piece. Pieces longer than READ and WRITTEN would save no time, so
-    # memory is the same for few models and for many.
+    # Memory grows linearly with a piece. Pieces longer than READ and WRITTEN save time only if an
+    # input is decoded in blocks. So memory is else the same for few models and for many.
     more = replace(least, piece=2 * chunk).nbytes - least.nbytes
     fitting = least.piece + (budget - least.nbytes) // max(1, more) * chunk
     useful = min(READ // max(1, needs.inputs), WRITTEN // max(1, needs.outputs))
