@@ -27,7 +27,6 @@ STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
 MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")  # the most telling first
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
-ROUTED_BASES = ("balanced", "ae_exact", "pca")
 ROUTED = 8  # examples of a task for routers, which take a second or two each in an epoch
 
 
@@ -117,10 +116,8 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
         + [learn(replace(plan, shots=ROUTED), how, *each)
            for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
-                             ("wemoe", ("none", every)),
-                             *(("wemoe_wudi_30", each) for each in (*few[:2], few[4])),
-                             *(("wemoe", (label, count)) for count in (half, quarter)
-                               for label in ROUTED_BASES))],
+                             *(("wemoe", each) for each in (*few[:2], ("pca", half))),
+                             *(("wemoe_wudi_30", each) for each in few))],
         "bytes": [stored | {"how": how} for how in
                   ("all", "lossless", *(f"keep_{share}" for share in SHARES),
                    *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",

@@ -131,8 +131,8 @@ def test_the_study(real, world, monkeypatch, tmp_path):
     """Every part, on a few cells of each: done once, resumed, and all tables."""
     few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0), "ZOOS": (2,),
            "BASES": ("rand_select",), "RIVALS": ("svd_1",), "STITCHED": ("dataless",),
-           "LEARNED": ("fisher",), "METHODS": ("ties",), "SINGLE": ("opcm",), "RANKS": (2,),
-           "ROUTED_BASES": ("balanced",)}  # fmt: skip
+           "LEARNED": ("fisher",), "METHODS": ("ties",), "SINGLE": ("opcm", "nufilt"),
+           "RANKS": (2,)}  # fmt: skip
     for name, value in few.items():
         monkeypatch.setattr(real.plan, name, value)
     monkeypatch.setattr(real.run, "LONGEST", 2)
@@ -155,7 +155,7 @@ def test_the_study(real, world, monkeypatch, tmp_path):
     pictures = [f"real-full-{name}.svg" for name in ("kept", "online", "bits", "theory")]
     assert [Path(line).name for line in report] == ["real.json", *pictures, "real.md"]
     tables = Path(report[-1]).read_text()
-    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "2 bits", "OPCM",
+    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "2 bits", "OPCM", "NUFILT",
                   "rand_proj, M = 6", "fine-tuned on the examples", "its bound",
                   "under WEMoE", "nearest centroid", "adapters of rank 2"):  # fmt: skip
         assert title in tables, title

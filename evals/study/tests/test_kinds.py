@@ -110,8 +110,8 @@ def test_a_climb_ends_at_the_maximum_and_asks_once(kinds, data, count):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_svc_divides_by_how_often_a_direction_is_counted(kinds: Any, alike: bool) -> None:
-    """Three equal tasks count thrice in their sum; orthogonal ones once, and their sum stays."""
+def test_equal_tasks_count_once_and_orthogonal_ones_all(kinds: Any, alike: bool) -> None:
+    """After SVC of the sum, and after NUFILT's steps."""
     names, shape = ("a", "b", "c"), (9, 7)
     torch.manual_seed(0)
     q, r = torch.linalg.qr(torch.randn(9, 9))[0], torch.linalg.qr(torch.randn(7, 7))[0]
@@ -123,3 +123,7 @@ def test_svc_divides_by_how_often_a_direction_is_counted(kinds: Any, alike: bool
     made = kinds.matrices._calibrated(run, total)
     assert made["x.w"].shape == shape and torch.equal(made["norm"], total["norm"])
     torch.testing.assert_close(made["x.w"], found["a"]["x.w"] if alike else total["x.w"])
+    run.base = {n: torch.zeros_like(each) for n, each in total.items()}
+    streamed, _ = kinds.matrices._nufilt(run, names, share=2 / 7)
+    torch.testing.assert_close(streamed["x.w"], made["x.w"], atol=1e-5, rtol=1e-5)
+    assert not streamed["norm"].any()
