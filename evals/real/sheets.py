@@ -54,9 +54,9 @@ def paper(runs: Runs) -> list[Sheet]:
 # ------------------------------------------------------------------------------------------ theory
 
 
-def bounds(found: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+def bounds(found: dict[str, Any], order: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
     """Each theorem's bounds, and the losses that were seen, in the order of the tasks."""
-    c, epsilon, tasks = found["C"], found["epsilon"], found["tasks"]
+    c, epsilon, tasks = found["C"], found["epsilon"], {t: found["tasks"][t] for t in order}
     smooth = {task: abs(each["smoothness"]) for task, each in tasks.items()}
     beyond = math.sqrt(found["eigenvalues"][found["num_bases"]])
     made: dict[str, list[tuple[float, float]]] = {
@@ -71,7 +71,7 @@ def bounds(found: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
                                ("negation over bases", "rebuilt", 2.5 + 2 * epsilon)):  # fmt: skip
         more = largest * beyond**2 if how == "rebuilt" else 0.0
         made[title] = [(largest * c * factor + more, each[how])
-                       for each in found["negated"].values()]  # fmt: skip
+                       for each in map(found["negated"].get, order)]  # fmt: skip
     return made
 
 
@@ -81,7 +81,7 @@ def theory(runs: Runs) -> list[Sheet]:
     for task in runs.tasks if every else ():
         found = [each["tasks"][task] for each in every]
         place = [*runs.tasks].index(task)
-        seen = [[each[how][place] for each in map(bounds, every)]
+        seen = [[bounds(each, runs.tasks)[how][place] for each in every]
                 for how in ("addition", "an unseen task")]  # fmt: skip
         rows[f"`{task}`"] = [
             spread(each["norm"] for each in found),
@@ -102,7 +102,7 @@ def theory(runs: Runs) -> list[Sheet]:
             facts[key] = value.mean
     for each in every[:1]:
         facts["lambda_{M+1}"] = each["eigenvalues"][each["num_bases"]]
-        for title, points in bounds(each).items():
+        for title, points in bounds(each, runs.tasks).items():
             facts[f"{title}: seen"] = max(seen for _, seen in points)
             facts[f"{title}: bound"] = max(bound for bound, _ in points)
     note = "; ".join(f"{key} {value:.3g}" for key, value in facts.items())
@@ -117,7 +117,7 @@ def bounded(runs: Runs) -> bytes | None:
         figure, (axes,) = pictures.page(1, 1, 4.2)
         for record in runs.find("theory"):
             found = record["result"] | {"num_bases": record["cell"]["num_bases"]}
-            for k, (title, points) in enumerate(bounds(found).items()):
+            for k, (title, points) in enumerate(bounds(found, runs.tasks).items()):
                 x, y = zip(*((max(s, 1e-3), b) for b, s in points if known(s)), strict=True)
                 axes.scatter(x, y, color=f"C{k}", marker="osD^"[k], label=title)
         axes.plot([1e-3, 1e2], [1e-3, 1e2], color="#888888", linestyle="--", label="equal")

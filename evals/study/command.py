@@ -15,7 +15,7 @@ from transformers.utils import logging
 from study.cells import Cell, Record, Source, bill, measured, works
 from study.kinds import KINDS
 from study.kinds.rivals import Missing
-from study.report import reported
+from study.report import as_written, reported
 
 Command = Callable[..., None]
 
@@ -74,7 +74,7 @@ class Asked:
             )
         report = self.report or self.out / f"report-{self.preset}"
         before = reported(report) if self.keep else []
-        for path in write([*before, *found], report, self.page):
+        for path in write([*before, *as_written(found)], report, self.page):
             click.echo(path)
 
 

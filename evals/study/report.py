@@ -33,21 +33,24 @@ def pairs(records: Iterable[Record]) -> list[tuple[str, str]]:
 def listing(every: Iterable[Runs]) -> list[str]:
     """The cells of the tables, one a line."""
     return [
-        json.dumps(_bare({key: value for key, value in record.items() if key != "seconds"}))
+        json.dumps(as_written({key: value for key, value in record.items() if key != "seconds"}))
         for runs in every
         for record in runs.records
     ]
 
 
-def _bare(found: Any) -> Any:
-    """Keep only the best score of a search, and null instead of infinities and NaN."""
+def as_written(found: Any) -> Any:
+    """Records as a report holds them: six digits, keys in order, null instead of infinity and NaN.
+
+    Of a search only the best score stays.
+    """
     if isinstance(found, dict):
         if isinstance(found.get("validation"), list):
             known = [score for score in found["validation"] if score is not None]
             found = {**found, "validation": max(known)}
-        return {key: _bare(value) for key, value in sorted(found.items()) if key != "grid"}
+        return {key: as_written(value) for key, value in sorted(found.items()) if key != "grid"}
     if isinstance(found, (list, tuple)):
-        return [_bare(value) for value in found]
+        return [as_written(value) for value in found]
     if isinstance(found, float):
         return float(f"{found:.6g}") if math.isfinite(found) else None
     return found

@@ -5,6 +5,7 @@ A table without records is an empty list, and a column without numbers is left o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,8 @@ def routers(runs: Runs) -> list[Sheet]:
     rows["mean"] = [spread(over({t: each[t].get(t, 0) / sum(each[t].values()) for t in runs.tasks},
                                 runs.tasks) for each in found)]  # fmt: skip
     note = "; ".join(
-        f"`{task}`: " + ", ".join(f"{count} to `{name}`" for name, count in each[task].items())
+        f"`{task}`: "
+        + ", ".join(f"{count} to `{name}`" for name, count in Counter(each[task]).most_common())
         for each in found[:1]
         for task in runs.unseen
     )

@@ -159,6 +159,8 @@ def test_the_study(real, world, monkeypatch, tmp_path):
                   "rand_proj, M = 6", "fine-tuned on the examples", "its bound",
                   "under WEMoE", "nearest centroid", "adapters of rank 2"):  # fmt: skip
         assert title in tables, title
+    study("--as-is", "--keep")  # from the records of the report, whose tasks are sorted
+    assert Path(report[-1]).read_text() == tables
     assert " 0 of " in study("--bill") and ", unknown time" not in study("--bill")
     cells = {path: path.stat().st_mtime_ns for path in (world / "out").glob("seed0/cells/*/*")}
     study("--as-is", "--part", "paper")
