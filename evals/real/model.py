@@ -103,11 +103,10 @@ def answers(
     for places in cut(order, BATCH):
         batch = tokenizer([prompts[i] for i in places], padding=True, padding_side="left",
                           return_tensors="pt").to(model.device)  # fmt: skip
-        with autocast(model.device):
-            found = model.generate(
-                **batch, max_new_tokens=most, do_sample=False, eos_token_id=ends.tolist(),
-                pad_token_id=tokenizer.eos_token_id,
-            )  # fmt: skip
+        found = model.generate(
+            **batch, max_new_tokens=most, do_sample=False, eos_token_id=ends.tolist(),
+            pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
         texts = tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], True)
         for i, text in zip(places, texts, strict=True):
             said[i] = text.split("\n")[0]
@@ -123,6 +122,8 @@ def evaluate(
 ) -> tuple[list[float], float]:
     """The share of right tokens of each response, and the mean loss of a token.
 
+    The computation is in float32 on every device: bfloat16 would round adapters away.
+
     A token is right if it is the most probable one after the expected tokens before it. The end of
     a response is right if the answer ends there or begins a new line. One pass decides whether
     greedy decoding gives a response: a share of 1 means that it does, since decoded and expected
@@ -132,8 +133,7 @@ def evaluate(
     shares, total, count = [0.0] * len(examples), 0.0, 0
     for places in cut(order, 32):
         batch = [examples[i] for i in places]
-        with autocast(model.device):
-            logits, tokens = predict(model, batch, model.device, begin)
+        logits, tokens = predict(model, batch, model.device, begin)
         total += cross_entropy(logits.float(), tokens, reduction="sum").item()
         count += len(tokens)
         best = logits.argmax(-1).cpu()

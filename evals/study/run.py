@@ -189,4 +189,6 @@ def used(run: Run, cell: Cell) -> int:
 def built(run: Run, cell: Cell) -> tvb_mergekit.Bases:
     label = cell["basis"].removesuffix("_turned")
     size = {} if label == "none" else {"num_bases": cell["num_bases"], "seed": cell["seed"]}
-    return tvb_mergekit.build(run.base, run.models, dtype=torch.float32, **settings(label), **size)
+    return tvb_mergekit.build(
+        run.base, run.models, dtype=torch.float32, device=run.device, **settings(label), **size
+    )

@@ -133,7 +133,7 @@ def merged(
         keys["basis"] = "none"
     moved = tvb_mergekit.merge(
         bases, run.base if base is None else base, f"basis_{method}", lambda_=1.0,
-        dtype=torch.float32, **keys,
+        dtype=torch.float32, device=run.device, **keys,
     )  # fmt: skip
     moving = Direction(run, difference(moved, run.base))
     directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}

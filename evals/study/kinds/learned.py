@@ -28,6 +28,7 @@ from tvb_mergekit.learn.data import DataFile, read_data
 from tvb_mergekit.learn.running import learn
 from tvb_mergekit.learn.work import Request
 from tvb_mergekit.plugin.document import from_mapping
+from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import silent
 from tvb_mergekit.store.api import open_model
 from tvb_mergekit.store.live import Live
@@ -154,7 +155,8 @@ def learned(
     written = recipe(run, cell, by)
     learn(
         Request(document=from_mapping(written), out=str(out),
-                method=cell["method"], data=given, memory=MEMORY, **options)
+                method=cell["method"], data=given, memory=MEMORY,
+                options=Options(device=run.device), **options)
     )  # fmt: skip
     weights = load_file(out / "model.safetensors", run.device)
     return weights, json.loads((out / "basis" / "learned.json").read_text())

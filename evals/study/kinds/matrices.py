@@ -82,7 +82,7 @@ def direction(run: Run, bases: tvb_mergekit.Bases, how: str, scale: str = "tasks
     merge = ALL[how]
     moved = tvb_mergekit.merge(
         bases, run.base, merge.method, lambda_=1.0, lambda_scale=scale, dtype=torch.float32,
-        **merge.settings,
+        device=run.device, **merge.settings,
     )  # fmt: skip
     return difference(moved, run.base)
 
@@ -170,7 +170,8 @@ def held(run: Run, cell: Cell, order: Sequence[str]) -> tvb_mergekit.Bases:
     """The bases, or the task vectors, that a buffer holds in the end."""
     if cell["how"] == "rand_select":
         *_, kept = kept_tasks(cell, order)
-        return tvb_mergekit.build(run.base, {t: run.models[t] for t in kept}, basis="none")
+        models = {task: run.models[task] for task in kept}
+        return tvb_mergekit.build(run.base, models, basis="none", device=run.device)
     annealed = {"anneal_every": 500, "anneal_factor": 0.8} if cell["annealed"] else {}
     *_, bases = algorithm_1(run, cell, order, **annealed)
     return bases
@@ -198,7 +199,8 @@ def _ties(run: Run, order: Sequence[str], added: bool) -> tuple[Weights, Sequenc
     vector = {n: by * tensor for n, tensor in run.task_vector(order[0]).items()}
     for task in order[1:]:
         pair = {"before": run.shifted((1.0, vector)), "new": run.models[task]}
-        both = direction(run, tvb_mergekit.build(run.base, pair, basis="none"), "ties")
+        bases = tvb_mergekit.build(run.base, pair, basis="none", device=run.device)
+        both = direction(run, bases, "ties")
         vector = {n: by * both[n] + (vector[n] if added else 0) for n in both}
     return vector, (1.0 if added else PAPERS_LAMBDA,)
 

@@ -32,7 +32,7 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     or merged as `from` says. The other tasks are the control.
     """
     if how := cell.get("from"):
-        all_vectors = tvb_mergekit.build(run.base, run.models, basis="none")
+        all_vectors = tvb_mergekit.build(run.base, run.models, basis="none", device=run.device)
         merged = direction(run, all_vectors, how)
         del all_vectors
     else:

@@ -51,6 +51,7 @@ def algorithm_1(
     for task in order:
         bases = tvb_mergekit.add(
             bases, run.base, run.models[task], task, budget=cell["budget"], compress=cell["how"],
+            device=run.device,
             **({} if bases else first),
         )  # fmt: skip
         yield bases
@@ -58,7 +59,7 @@ def algorithm_1(
 
 def _bases_buffer(run: Run, cell: Cell, order: Sequence[str]) -> Iterator[tuple[Weights, int]]:
     for bases in algorithm_1(run, cell, order):
-        moved = tvb_mergekit.merge(bases, run.base, "basis_ta", lambda_=1.0)
+        moved = tvb_mergekit.merge(bases, run.base, "basis_ta", lambda_=1.0, device=run.device)
         yield difference(moved, run.base), bases.num_bases
 
 

@@ -80,12 +80,13 @@ def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     groups = [run.tasks] if together else [(task,) for task in run.tasks]
     models, nbytes = dict[str, Path](), 0
     for tasks in groups:
-        kept = RIVALS[how]([run.task_vector(task) for task in tasks])
+        vectors = [run.task_vector(task) for task in tasks]
+        kept = RIVALS[how]([{n: each.cpu() for n, each in v.items()} for v in vectors])
         nbytes += kept.nbytes
         for task, vector in zip(tasks, kept.vectors, strict=True):
             models[task] = place / f"{task}.safetensors"
             save_file(run.shifted((1.0, vector)), models[task])
-    return tvb_mergekit.build(run.base, models, basis="none"), nbytes
+    return tvb_mergekit.build(run.base, models, basis="none", device=run.device), nbytes
 
 
 def _adapters(run: Run, rank: int, place: Path) -> tuple[tvb_mergekit.Bases, int]:
@@ -107,25 +108,32 @@ def _adapters(run: Run, rank: int, place: Path) -> tuple[tvb_mergekit.Bases, int
                 )
         models[task] = place / f"{task}.safetensors"
         save_file(run.shifted((1.0, vector)), models[task])
-    return tvb_mergekit.build(run.base, models, basis="none"), nbytes
+    return tvb_mergekit.build(run.base, models, basis="none", device=run.device), nbytes
 
 
 def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     if how == "all":
-        return tvb_mergekit.build(run.base, run.models, basis="none"), 4 * elements(run)
+        bases = tvb_mergekit.build(run.base, run.models, basis="none", device=run.device)
+        return bases, 4 * elements(run)
     if found := basis_of(how):
         label, count = found
         bases = tvb_mergekit.build(
-            run.base, run.models, place, dtype=torch.bfloat16, num_bases=count, **settings(label)
+            run.base,
+            run.models,
+            place,
+            dtype=torch.bfloat16,
+            num_bases=count,
+            device=run.device,
+            **settings(label),
         )
     elif how.startswith("zoo_"):
         bits = float(how.removeprefix("zoo_"))
-        bases = tvb_mergekit.build(run.base, run.models, place, bits=bits)
+        bases = tvb_mergekit.build(run.base, run.models, place, bits=bits, device=run.device)
     else:
         share = float(how.removeprefix("keep_")) if how != "lossless" else None
         models = {task: run.places[task] for task in run.tasks}
         bases = tvb_mergekit.build(
-            run.places["base"], models, place, keep=share, lossless=share is None
+            run.places["base"], models, place, keep=share, lossless=share is None, device=run.device
         )
     return bases, sum(file.stat().st_size for file in place.glob("*/*.safetensors"))
 

@@ -39,7 +39,8 @@ def theirs(run: Run, cell: Cell) -> dict[str, Any]:
         recipe["base_model"] = run.places["base"]
     with tempfile.TemporaryDirectory() as folder:
         config = MergeConfiguration.model_validate(recipe)
-        run_merge(config, folder, MergeOptions(quiet=True, random_seed=0, copy_tokenizer=False))
+        options = MergeOptions(quiet=True, random_seed=0, copy_tokenizer=False, device=run.device)
+        run_merge(config, folder, options)
         found: Weights = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
             found |= load_file(file)

@@ -21,7 +21,8 @@ TOGETHER = 4  # examples whose activations are in memory
 
 def theory(run: Any, cell: Cell) -> dict[str, Any]:
     """Constants, and for each task the losses of addition, of an unseen task and of negation."""
-    every = tvb_mergekit.build(run.base, run.models, basis="none").tensors  # without the vectors
+    found = tvb_mergekit.build(run.base, run.models, basis="none", device=run.device)
+    every = found.tensors  # without the vectors
     gram = every["gram"]
     lengths = gram.diagonal().sqrt()
     cosines = (gram / torch.outer(lengths, lengths)).fill_diagonal_(0)
@@ -58,7 +59,9 @@ def theory(run: Any, cell: Cell) -> dict[str, Any]:
 def _unseen(run: Any, cell: Cell, target: str, least: float) -> dict[str, float]:
     """A task through the bases of the others: the basis with most of its nearest neighbour."""
     others = {task: model for task, model in run.models.items() if task != target}
-    bases = tvb_mergekit.build(run.base, others, basis="ae", num_bases=cell["num_bases"])
+    bases = tvb_mergekit.build(
+        run.base, others, basis="ae", num_bases=cell["num_bases"], device=run.device
+    )
     true = run.task_vector(target)
     products = {task: _inner(true, run.task_vector(task)) for task in others}
     nearest = max(products, key=lambda task: products[task])
