@@ -15,6 +15,7 @@ BASES = ("ae_adam_5", "rand_select", "pca", "balanced")  # of the paper's table,
 LAMBDAS = (0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0)
 START = 0.65  # of these, where the search begins
 LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
+LARGER = (5.6, 8.0, 11.0, 16.0, 22.0, 32.0)  # and of Iso-C, which is short over adapters
 # Of bases that are as long as task vectors; others are shorter, as means of several.
 SMALLER = (0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4)
 SHORTER = 0.3
@@ -40,6 +41,7 @@ class Plan:
     orders: int = 3
     shots: int = learned.SHOTS
     tasks: int = len(TASKS)
+    adapters: bool = False  # merged into models of float32, which no lossless store takes
 
     @property
     def half(self) -> int:
@@ -62,9 +64,10 @@ def reference(plan: Plan) -> list[Cell]:
 def merge(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
     long = label in ("rand_select", "pca")
     start = SHORTER if long else LONGER if how in MATRIX else START
+    lambdas = SMALLER if long else LAMBDAS + LARGER * how.startswith("iso")
     return {"kind": "matrices", "basis": label, "num_bases": count, "seed": seed, "how": how,
             "items": plan.items, "tested": plan.tested, "start": start,
-            "lambdas": [*(SMALLER if long else LAMBDAS)],
+            "lambdas": [*lambdas],
             "merges": [how], "equal": True, "itemized": True}  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                              *(("wemoe", each) for each in (*few[:2], ("pca", half))),
                              *(("wemoe_wudi_30", each) for each in few))],
         "bytes": [stored | {"how": how} for how in
-                  ("all", "lossless", *(f"keep_{share}" for share in SHARES),
+                  ("all", *["lossless"][plan.adapters :], *(f"keep_{share}" for share in SHARES),
                    *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
                    *(f"merged_{how}" for how in RIVALS))],
         "adapters": [stored | {"how": f"rank_{rank}", "merges": []} for rank in RANKS],

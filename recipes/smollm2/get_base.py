@@ -62,6 +62,9 @@ def from_wheel(folder: Path) -> tuple[Any, Any]:
         place, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **given
     )
     model.config.__dict__.pop("quantization_config", None)
+    # Some versions of transformers (5.17) read another end from the file.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 

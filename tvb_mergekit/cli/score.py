@@ -101,7 +101,7 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
 @folder("--write", help="Also merge with the best coefficient, into this folder.")
 @option(
     "--grid",
-    show_default="0:1:0.05; of basis_iso, basis_tsvm and basis_wudi 0 and 0.1 to 4, by factors",
+    show_default="0:1:0.05; of basis_tsvm and basis_wudi 0 and 0.1 to 4, of basis_iso to 22",
     help="START:STOP:STEP, or numbers with commas.",
 )
 @choice("--search", "grid golden", default="grid", help="golden: golden section, 9 points.")

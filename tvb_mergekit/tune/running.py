@@ -38,6 +38,8 @@ POINTS_VERSION = 2  # 1 had a weight for each basis
 WORK = ".work"  # below OUT, for the loaded model and the line
 # The best lambda of merges of matrices was 0.2 to 2.8 in our benchmarks; a step costs few percent.
 WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
+# Iso-C over adapters wanted 16: it spreads the mean of r values over the few directions they have.
+GRIDS: dict[Any, str] = {m: WIDE for m in MATRIX_METHODS} | {"basis_iso": f"{WIDE},5.6,8,11,16,22"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,8 @@ def tune(request: TuneRequest) -> Tuned:
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
     if request.grid is None:
-        matrices = recipe.document.get("merge_method") in MATRIX_METHODS
-        request = replace(request, grid=WIDE if matrices else "0:1:0.05")
+        method = recipe.document.get("merge_method")
+        request = replace(request, grid=GRIDS.get(method, "0:1:0.05"))
     points = search.grid_points(str(request.grid))
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)

@@ -159,6 +159,9 @@ def test_the_study(real, world, monkeypatch, tmp_path):
                   "rand_proj, M = 6", "fine-tuned on the examples", "its bound",
                   "under WEMoE", "nearest centroid", "adapters of rank 2"):  # fmt: skip
         assert title in tables, title
+    found = json.loads(Path(report[-1]).with_name("real.json").read_text())["cells"]
+    (errors,) = [c["result"]["errors"] for c in found if c["cell"].get("how") == "lossless"]
+    assert max(errors.values()) < 1e-3  # rounding of float32 weights alone
     study("--as-is", "--keep")  # from the records of the report, whose tasks are sorted
     assert Path(report[-1]).read_text() == tables
     assert " 0 of " in study("--bill") and ", unknown time" not in study("--bill")

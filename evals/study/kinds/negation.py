@@ -69,7 +69,7 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
 
 
 def _without(start: Weights, vector: Weights, alpha: float) -> Weights:
-    return {name: tensor - alpha * vector[name] for name, tensor in start.items()}
+    return {name: tensor - alpha * vector[name].to(tensor.device) for name, tensor in start.items()}
 
 
 def _most_forgotten(

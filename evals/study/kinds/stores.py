@@ -63,15 +63,16 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
             bases, nbytes = _ours(run, how, place / "store")
         if kept:
             bases.check_base(open_model(base), "the base")
-        result = facts(run, bases, nbytes)
+        decoded = partial(_decoded, run, bases, base)
+        result = facts(run, decoded, nbytes)
         result["specialists"] = {
             task: run.accuracy(model, "test", [task], cell["tested"])[task]
             for task in run.tasks
-            for model in [run.shifted((1.0, decoded(bases, task)))]
+            for model in [run.shifted((1.0, decoded(task)))]
         }
         result["merges"] = {m: merged(run, cell, bases, m, base) for m in cell["merges"]}
         forgetting = cell.get("alphas", GRID)
-        return result | (forget(run, cell, partial(decoded, bases)) if forgetting else {})
+        return result | (forget(run, cell, decoded) if forgetting else {})
 
 
 def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
@@ -138,16 +139,10 @@ def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     return bases, sum(file.stat().st_size for file in place.glob("*/*.safetensors"))
 
 
-def decoded(bases: tvb_mergekit.Bases, task: str) -> Weights:
+def _decoded(run: Run, bases: tvb_mergekit.Bases, base: Any, task: str) -> Weights:
     """The task vector as the bases, or the codes, give it; float32."""
-    column = bases.reconstruction([task])[:, 0].tolist()
-    total: Weights = {}
-    for by, vector in zip(column, bases.sources, strict=True):
-        if by:
-            for each in vector.tensors:
-                term = by * vector.tensor(each).double()
-                total[each] = total[each] + term if each in total else term
-    return {each: tensor.float() for each, tensor in total.items()}
+    rebuilt = tvb_mergekit.reconstruct(bases, base, task, dtype=torch.float32)
+    return difference(rebuilt, run.base)
 
 
 def elements(run: Run) -> int:
@@ -155,12 +150,12 @@ def elements(run: Run) -> int:
     return len(run.tasks) * sum(tensor.numel() for tensor in run.base.values())
 
 
-def facts(run: Run, bases: tvb_mergekit.Bases, nbytes: int) -> dict[str, Any]:
+def facts(run: Run, decoded: Callable[[str], Weights], nbytes: int) -> dict[str, Any]:
     """Bytes and errors of a way, for each task vector and for all together."""
     errors, lost, whole = {}, 0.0, 0.0
     for task in run.tasks:
         true = run.task_vector(task)
-        off, size = norm(difference(decoded(bases, task), true)), norm(true)
+        off, size = norm(difference(decoded(task), true)), norm(true)
         errors[task] = off / size
         lost, whole = lost + off**2, whole + size**2
     return {
