@@ -167,7 +167,7 @@ def merges(runs: Runs) -> list[Sheet]:
     kinds += [("theirs", how, f"mergekit's `{how}`") for how in METHODS]
     every = len(runs.tasks)
     sums = runs.find("matrices", how="ta", basis="none")
-    sizes = spread(dig(outcome(r), "length") for r in sums)
+    sizes = {r["train_seed"]: outcome(r)["length"] for r in sums if "length" in outcome(r)}
 
     def share(record: Record) -> float | None:
         found: float | None = outcome(record).get("fixed_share")
@@ -179,8 +179,8 @@ def merges(runs: Runs) -> list[Sheet]:
         "lambda": Column(lambda r: outcome(r).get("lambda"), ".2f"),
         "default lambda": Column(scored(runs, "fixed")),
         "default over best": Column(share),
-        "length": Column(lambda r: outcome(r).get("length", 0) / sizes.mean or None
-                         if sizes else None, ".2f"),
+        "length": Column(lambda r: outcome(r).get("length", 0) / sizes[r["train_seed"]] or None
+                         if r["train_seed"] in sizes else None, ".2f"),
     }  # fmt: skip
     rows = {title: runs.find(kind, how=how, basis="none", num_bases=every)
             for kind, how, title in kinds}  # fmt: skip

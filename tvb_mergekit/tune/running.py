@@ -39,7 +39,7 @@ WORK = ".work"  # below OUT, for the loaded model and the line
 # The best lambda of merges of matrices was 0.2 to 2.8 in our benchmarks; a step costs few percent.
 WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
 # Iso-C over adapters wanted 16: it spreads the mean of r values over the few directions they have.
-GRIDS: dict[Any, str] = {m: WIDE for m in MATRIX_METHODS} | {"basis_iso": f"{WIDE},5.6,8,11,16,22"}
+WIDER = f"{WIDE},5.6,8,11,16,22"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,20 @@ class Tuned:
     facts: Mapping[str, Any]  # facts that decide the scores
 
 
+def _grid(method: str | None, search: str) -> str:
+    if method not in MATRIX_METHODS:
+        return "0:1:0.05"
+    if search == "golden":  # which needs the limits and a precision alone
+        return "0:4:0.2"
+    return WIDER if method == "basis_iso" else WIDE
+
+
 def tune(request: TuneRequest) -> Tuned:
     """Find the coefficient. The only file that stays is OUT/points.jsonl."""
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
     if request.grid is None:
-        method = recipe.document.get("merge_method")
-        request = replace(request, grid=GRIDS.get(method, "0:1:0.05"))
+        request = replace(request, grid=_grid(recipe.document.get("merge_method"), request.search))
     points = search.grid_points(str(request.grid))
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)

@@ -137,9 +137,11 @@ def merged(
     )  # fmt: skip
     moving = Direction(run, difference(moved, run.base))
     directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}
-    if merge == "ta":
+    if merge == "ta" and bases.basis == "none":
+        directions["decoder"] = (1.0, moving)
+    elif merge == "ta" and "decoder" in cell.get("scales", ["decoder"]):
         rebuilt = combined(run, bases.reconstruction(run.tasks).sum(1), bases.sources)
-        directions["decoder"] = (1.0, moving if bases.basis == "none" else Direction(run, rebuilt))
+        directions["decoder"] = (1.0, Direction(run, rebuilt))
     scales = {}
     for scale in cell.get("scales", directions):
         factor, direction = directions[scale]
