@@ -495,6 +495,11 @@ def test_grids() -> None:
     assert search.grid_points("0.5, 0,0.5") == (0.0, 0.5)
     assert search.grid_points("-0.2:0.2:0.1") == (-0.2, -0.1, 0.0, 0.1, 0.2)
     assert search.grid_points("0:1:0.3") == (0.0, 0.3, 0.6, 0.9)
+    for method, how, count, last in (("ties", "grid", 21, 1), ("basis_ta", "golden", 21, 1),
+                                     ("basis_wudi", "grid", 12, 4), ("basis_iso", "grid", 17, 22),
+                                     ("basis_iso", "golden", 21, 4)):  # fmt: skip
+        points = search.grid_points(search.default_grid(method, how))
+        assert (len(points), points[-1]) == (count, last), method
 
 
 @pytest.mark.parametrize(

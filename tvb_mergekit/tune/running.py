@@ -20,7 +20,6 @@ from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
-from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder
@@ -36,10 +35,6 @@ DECIDING = ("device", "batch_size", "model_args", "chat_template")  # lm-eval's 
 POINTS = "points.jsonl"
 POINTS_VERSION = 2  # 1 had a weight for each basis
 WORK = ".work"  # below OUT, for the loaded model and the line
-# The best lambda of merges of matrices was 0.2 to 2.8 in our benchmarks; a step costs few percent.
-WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
-# Iso-C over adapters wanted 16: it spreads the mean of r values over the few directions they have.
-WIDER = f"{WIDE},5.6,8,11,16,22"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +84,13 @@ class Tuned:
     facts: Mapping[str, Any]  # facts that decide the scores
 
 
-def _grid(method: str | None, search: str) -> str:
-    if method not in MATRIX_METHODS:
-        return "0:1:0.05"
-    if search == "golden":  # which needs the limits and a precision alone
-        return "0:4:0.2"
-    return WIDER if method == "basis_iso" else WIDE
-
-
 def tune(request: TuneRequest) -> Tuned:
     """Find the coefficient. The only file that stays is OUT/points.jsonl."""
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
     if request.grid is None:
-        request = replace(request, grid=_grid(recipe.document.get("merge_method"), request.search))
+        method = recipe.document.get("merge_method")
+        request = replace(request, grid=search.default_grid(method, request.search))
     points = search.grid_points(str(request.grid))
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)
