@@ -119,14 +119,9 @@ def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     if found := basis_of(how):
         label, count = found
         bases = tvb_mergekit.build(
-            run.base,
-            run.models,
-            place,
-            dtype=torch.bfloat16,
-            num_bases=count,
-            device=run.device,
+            run.base, run.models, place, dtype=torch.bfloat16, num_bases=count, device=run.device,
             **settings(label),
-        )
+        )  # fmt: skip
     elif how.startswith("zoo_"):
         bits = float(how.removeprefix("zoo_"))
         bases = tvb_mergekit.build(run.base, run.models, place, bits=bits, device=run.device)
