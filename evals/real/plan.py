@@ -96,6 +96,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         ("groups", half),
         ("groups", quarter),
     ]
+    routed = [*few, ("ae_exact", quarter), ("pca", half), ("pca", quarter)]
     counts = {"items": plan.items // 2, "tested": plan.tested // 2}
     # The sum of all does four of eight tasks not at all, and nothing can be forgotten of them.
     forgotten: Cell = {"lambda": 1.0, "from": "wudi_30", "alphas": [*ALPHAS], "seed": 0} | counts
@@ -119,8 +120,8 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
         + [learn(replace(plan, shots=ROUTED), how, *each)
            for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
-                             *(("wemoe", each) for each in (*few[:2], ("pca", half))),
-                             *(("wemoe_wudi_30", each) for each in few))],
+                             *((how, each) for how in ("wemoe", "wemoe_wudi_30")
+                               for each in routed))],
         "bytes": [stored | {"how": how} for how in
                   ("all", *["lossless"][plan.adapters :], *(f"keep_{share}" for share in SHARES),
                    *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",

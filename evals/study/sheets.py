@@ -266,10 +266,16 @@ def stored(how: str) -> tuple[tuple[int, float, str], str]:
     return (5, 0, how), name(how.removeprefix("merged_"))
 
 
-def stores(runs: Runs) -> list[Sheet]:
+def kept_as(runs: Runs, *, to_forget: bool = False) -> Rows:
+    """A row for each way to store; or those that are measured for forgetting alone."""
     rows: Rows = {}
     for record in sorted(runs.find("bits"), key=lambda r: stored(r["cell"]["how"])):
-        rows.setdefault(stored(record["cell"]["how"])[1], []).append(record)
+        if to_forget == (not record["cell"]["merges"] and "tasks" in record["result"]):
+            rows.setdefault(stored(record["cell"]["how"])[1], []).append(record)
+    return rows
+
+
+def stores(runs: Runs) -> list[Sheet]:
     columns = {
         "MB": Column(value_of("bytes", per=1e6), ".2f", sd=False),
         "of bfloat16": Column(value_of("share"), ".1%", sd=False),
@@ -285,7 +291,7 @@ def stores(runs: Runs) -> list[Sheet]:
     caption += "specialists and merges, and score of a forgotten task (low is good)"
     note = "Bytes of codes, bases and adapters are those of the files, headers included. "
     note += "Bytes of others are codes and scales alone."
-    return grid(runs, caption, "bits", columns, rows, corner="kept as", note=note)
+    return grid(runs, caption, "bits", columns, kept_as(runs), corner="kept as", note=note)
 
 
 def negation(runs: Runs) -> list[Sheet]:
@@ -304,7 +310,8 @@ def negation(runs: Runs) -> list[Sheet]:
     caption += "the task's vector; means over the tasks"
     if any(map(columns["text loss before"].value, runs.find("negation"))):
         caption += "; loss of a token of plain sentences"
-    return grid(runs, caption, "negation", columns, by_basis(runs, "negation", NEGATION))
+    rows = by_basis(runs, "negation", NEGATION) | kept_as(runs, to_forget=True)
+    return grid(runs, caption, "negation", columns, rows)
 
 
 def streams(runs: Runs) -> dict[str, tuple[Value, list[Record]]]:
@@ -392,9 +399,8 @@ def online_picture(runs: Runs) -> bytes | None:
 def bits_picture(runs: Runs) -> bytes | None:
     """Specialists against bits a parameter: a line for each family of ours, points for others."""
     families: dict[str, list[Record]] = {}
-    for record in sorted(runs.find("bits"), key=lambda r: stored(r["cell"]["how"])):
-        how = record["cell"]["how"]
-        (kind, _, label), title = stored(how)
+    for title, records in kept_as(runs).items():
+        kind, _, label = stored(records[0]["cell"]["how"])[0]
         family = {
             0: "",
             1: "exact entries, all or a sample",
@@ -402,7 +408,7 @@ def bits_picture(runs: Runs) -> bytes | None:
             3: f"bases: {name(label)}",
             4: "adapters",
         }
-        families.setdefault(family.get(kind, title.partition(",")[0]), []).append(record)
+        families.setdefault(family.get(kind, title.partition(",")[0]), []).extend(records)
     families.pop("", None)
     with pictures.styled():
         figure, (axes,) = pictures.page(1, 1, 4.6)
