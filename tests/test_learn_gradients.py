@@ -239,6 +239,17 @@ def test_coefficients_make_the_model(case: Case, method: str, more: tuple[object
     assert values.min() >= 0 or "--nonnegative" not in more
 
 
+@pytest.mark.parametrize(("lambda_scale", "step"), [("bases", 0.05), ("tasks", 0.075)])
+def test_steps_of_atlas_go_as_far_as_over_all_vectors(
+    case: Case, lambda_scale: str, step: float
+) -> None:
+    """The first step of AdamW is the rate, whatever the gradient: here times T/M = 1.5."""
+    source = case.recipe(lambda_scale, basis="balanced", num_bases=2, lambda_scale=lambda_scale)
+    words = (*case.words, "--epochs", 1, "--batch-size", 99, "--learning-rate", 0.05)
+    merged = case.learn(source, "atlas", f"step-{lambda_scale}", *words, "--held-out", 0)
+    assert coefficients(merged.folder).abs().median() == pytest.approx(step, rel=1e-3)
+
+
 def metadata(folder: Path) -> dict[str, Any]:
     """The facts in the file of coefficients."""
     with safe_open(folder / "basis" / "learned" / "coefficients.safetensors", "pt") as file:

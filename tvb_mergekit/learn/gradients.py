@@ -278,6 +278,15 @@ class CoefficientMethod(GradientMethod):
     def outputs(self) -> list[Path]:
         return [self.place / "coefficients.safetensors"]
 
+    @property
+    def _scale(self) -> float:
+        """The factor of bases while aTLAS learns: T / M under `lambda_scale: tasks`.
+
+        M/T of the examples make M/T of the steps, and each step then goes T/M times as far.
+        """
+        assert self.plan.basis is not None
+        return self.plan.basis.scale if self.method == "atlas" else 1.0
+
     def _own_facts(self) -> dict[str, Any]:
         adamerging, request = self.method == "adamerging", self.request
         facts = {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
@@ -306,17 +315,17 @@ class CoefficientMethod(GradientMethod):
         return basis.scale * torch.outer(lambdas, addition)
 
     def learn(self) -> None:
-        request, wanted, file = self.request, self._wanted(), self.outputs[0]
+        request, wanted, file = self.request, self._wanted(self._scale), self.outputs[0]
         if self._is_finished(file, wanted):
             return
         self._prepare(1)
-        bases, rows = self.models.stacked(bases_of(self.plan)), self.rows
+        bases, rows = self.models.stacked(bases_of(self.plan) * self._scale), self.rows
         moving = Coefficients(self.base, bases, rows, self._start(), request.nonnegative)
         train = [split.train for split in self.splits]
         held = [example for split in self.splits for example in split.held]
         seed = request.seed
         history = self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
-        values = {"coefficients": moving.values.detach()}
+        values = {"coefficients": moving.values.detach() * self._scale}
         wanted["rows"] = list(rows.titles)
         self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, values, facts))
 
