@@ -107,11 +107,13 @@ def dense(
     data: Mapping[str, Sequence[tuple[list[int], int]]],
     off_diagonal: float = 0.9,
     normalize: bool = False,
+    scale: float = 1.0,
 ) -> dict[str, Tensor]:
     """The merged model by the equations of the paper's table 1, in float64.
 
     Args:
         bases: B_m by tensor.
+        scale: of the bases, except in means without statistics.
         models: theta_i, whose statistics are summed.
         data: for each task in the order of `models`, tokens and the place of the response.
     """
@@ -148,10 +150,10 @@ def dense(
     merged = {}
     count = len(bases)
     for name, start_ in base.items():
-        theta = [start_.double() + each[name].double() for each in bases]
         if name not in found[0] or (name == "lm_head.weight" and name not in bases[0]):
-            merged[name] = sum(theta) / count
+            merged[name] = sum(start_.double() + each[name].double() for each in bases) / count
             continue
+        theta = [start_.double() + scale * each[name].double() for each in bases]
         mixed = [
             sum(float(encoder[i, m]) * each[name] for i, each in enumerate(found))
             for m in range(count)
@@ -248,13 +250,17 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.mark.parametrize(
     ("method", "more"), [("fisher", ()), ("fisher", ("--normalize",)), ("regmean", ())]
 )
-@pytest.mark.parametrize("basis", ["none", "balanced", "rand_select"])
-def test_merges_equal_the_equations(case, method, more, basis):
+@pytest.mark.parametrize(
+    ("basis", "lambda_scale"),
+    [("none", "tasks"), ("balanced", "bases"), ("balanced", "tasks"), ("rand_select", "bases")],
+)
+def test_merges_equal_the_equations(case, method, more, basis, lambda_scale):
     size = {} if basis == "none" else {"num_bases": 2}
-    name = f"{basis}-{method}-{len(more)}"
-    source = case.recipe(f"{name}-recipe", basis=basis, **size)
+    scale = 1.5 if size and lambda_scale == "tasks" else 1.0
+    name = f"{basis}-{lambda_scale}-{method}-{len(more)}"
+    source = case.recipe(f"{name}-recipe", basis=basis, lambda_scale=lambda_scale, **size)
     merged = case.learn(source, method, name, *case.words, *more, "--no-subsample")
-    want = case.want(method, merged.basis["encoder"], normalize=bool(more))
+    want = case.want(method, merged.basis["encoder"], normalize=bool(more), scale=scale)
     assert_near(merged.tensors, want, load(case.base))
     assert merged.facts["method"] == method and "lambda" not in merged.facts["parameters"]
     told = json.loads((merged.folder / "basis" / "learned.json").read_text())

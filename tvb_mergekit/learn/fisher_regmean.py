@@ -154,6 +154,7 @@ class StatisticsMethod(Work):
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         bases, encoder = bases_of(plan), self.mixtures
+        assert plan.basis is not None
         files = [Checkpoint.open(file) for file in self.outputs]
         held = set.intersection(*(set(file.tensors) for file in files))
         if self.request.normalize:
@@ -164,6 +165,7 @@ class StatisticsMethod(Work):
         # Tensor -> the tensor with its statistics. Without any, it is the mean of the bases.
         known = {i.name: i.counted_as for i in items if i.tunables and i.counted_as in held}
         mean: Step = Linear.of(bases.mean(1, keepdim=True), add_base=True)
+        bases = bases * plan.basis.scale  # of T/M tasks each, under `lambda_scale: tasks`
         weighted: Step = FisherMean(bases, encoder)
 
         def with_sums(item: Item) -> Item:
