@@ -170,6 +170,7 @@ def heading(table: Table) -> str:
 
 def _figure(table: Table, by: By) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     columns = [column for column in table.columns if column.kind != "specialists"]
     parts: list[Task | Category] = [*table.compared]
@@ -199,7 +200,11 @@ def _figure(table: Table, by: By) -> Figure:
     axes.set_xticks(angles, [_short(part.label) for part in parts])
     for label, across in zip(axes.get_xticklabels(), np.sin(angles), strict=True):
         label.set_ha("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
-    wedges = _draw_wedges(axes, table.compared, top, step, by)
+    colours = [WEDGES[index % len(WEDGES)] for index in range(len(table.compared))]
+    sizes = [step * (len(c.tasks) if by == "tasks" else 1) for c in table.compared]
+    axes.bar(np.cumsum([-step / 2, *sizes[:-1]]), top, sizes, align="edge", color=colours, zorder=0)
+    named = zip(colours, table.compared, strict=True)
+    wedges = [Patch(color=colour, label=_short(category.label)) for colour, category in named]
     circle = np.linspace(0, 2 * math.pi, 361), np.full(361, 100.0)
     axes.plot(*circle, color=DARK, lw=1.2, linestyle=(0, (4, 2)), label="specialists: 100")
     for index, (column, row) in enumerate(zip(columns, values, strict=True)):
@@ -221,23 +226,8 @@ def _figure(table: Table, by: By) -> Figure:
     return figure
 
 
-def _draw_wedges(
-    axes: Any, categories: tuple[Category, ...], top: int, step: float, by: By
-) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    wedges, start = [], -step / 2
-    for index, category in enumerate(categories):
-        colour = WEDGES[index % len(WEDGES)]
-        size = step * (len(category.tasks) if by == "tasks" else 1)
-        axes.bar(start, top, size, align="edge", color=colour, zorder=0)
-        wedges.append(Patch(color=colour, label=_short(category.label)))
-        start += size
-    return wedges
-
-
-def _short(text: str) -> str:
-    return shortened(printable(text), LABEL)
+def _short(text: str, most: int = LABEL) -> str:
+    return shortened(printable(text), most)
 
 
 def markdown(table: Table) -> str:
