@@ -27,7 +27,7 @@ from tvb_mergekit.score.benchmark import HERE, Category, Task
 from tvb_mergekit.score.columns import Cell, Column
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Difference, Pair
-from tvb_mergekit.score.table import Table, TableRow
+from tvb_mergekit.score.table import Table
 from tvb_mergekit.tables import Sheet, escaped, markdown_table, printable, shortened, show
 
 if TYPE_CHECKING:
@@ -253,8 +253,14 @@ def _score_lines(table: Table) -> list[list[str]]:
     lines = [["Category", "Task", *(escaped(column.head) for column in table.columns)]]
     for row in table.rows():
         texts = [cell_text(cell) for cell in row.cells]
-        for place in _best(table, row):
-            texts[place] = f"**{texts[place]}**"
+        models = {  # the best of several is bold, by printed digits
+            place: round(cell.value, 2)
+            for place, (column, cell) in enumerate(zip(table.columns, row.cells, strict=True))
+            if column.kind == "model" and cell is not None
+        }
+        for place, value in models.items():
+            if len(models) > 1 and value == max(models.values()):
+                texts[place] = f"**{texts[place]}**"
         if row.category is None:
             names = [f"*{_last(table)}*", ""]
         elif row.task is None:
@@ -263,17 +269,6 @@ def _score_lines(table: Table) -> list[list[str]]:
             names = [escaped(row.category.label), escaped(row.task.label)]
         lines.append([*names, *texts])
     return lines
-
-
-def _best(table: Table, row: TableRow) -> list[int]:
-    """Return the columns of the best of several models, by printed digits."""
-    models = {
-        place: round(cell.value, 2)
-        for place, (column, cell) in enumerate(zip(table.columns, row.cells, strict=True))
-        if column.kind == "model" and cell is not None
-    }
-    top = max(models.values(), default=0.0)
-    return [place for place, value in models.items() if len(models) > 1 and value == top]
 
 
 def print_table(table: Table, console: Console) -> None:
