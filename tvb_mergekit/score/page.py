@@ -115,15 +115,12 @@ def _models(table: Table) -> Iterator[tuple[str, list[str | Sheet], str | None]]
 def _doubt(table: Table, column: Column, model: str, found: Iterable[Path]) -> str | None:
     """Return why files in the model's folder may belong to another model than the one that ran."""
     own = {n: c for n, c in column.tasks.items() if c.origin and c.origin.model == model}
+    folder = os.path.realpath(model)
     for other in table.columns:
         for name in (name for name in own if name in other.tasks):
             rival = other.tasks[name]
             place = rival.origin.model if rival.origin else None
-            if (
-                rival.value != own[name].value
-                and place
-                and os.path.realpath(place) == os.path.realpath(model)
-            ):
+            if rival.value != own[name].value and place and os.path.realpath(place) == folder:
                 return f"{other.label} was run from the same folder, with another score of {name}"
     dates = [cell.origin.date or 0.0 for cell in own.values() if cell.origin]
     if not all(dates):
@@ -293,7 +290,7 @@ def score_sheet(table: Table) -> Sheet:
         label = row.category.label if row.category else _last(table)
         named.append((f"  {row.task.label}" if row.task else label, *map(cell_text, row.cells)))
     bold = frozenset(place for place, row in enumerate(rows) if not row.task)
-    heads = (shortened(printable(column.head), HEAD) for column in table.columns)
+    heads = (_short(column.head, HEAD) for column in table.columns)
     return Sheet(table.title, ("", *heads), named, bold=bold)
 
 
@@ -302,8 +299,7 @@ def pair_sheets(table: Table) -> list[Sheet]:
     if not table.pairs:
         return []
     labels = {task.name: task.label for task in table.benchmark.tasks}
-    ends = [(printable(pair.other), printable(pair.one)) for pair in table.pairs]
-    names = [" − ".join(shortened(label, HEAD) for label in pair) for pair in ends]
+    names = [f"{_short(pair.other, HEAD)} − {_short(pair.one, HEAD)}" for pair in table.pairs]
 
     def ahead(pair: Pair, sign: int) -> str:
         tasks = [labels[name] for name in pair.ahead(sign)]
