@@ -150,7 +150,7 @@ def _most(flags: Iterator[bool]) -> bool:
 def remark(column: Column, category: Category, task: Task, signs: Signs | None) -> Remark | None:
     """Remark on a score that looks odd. Without samples (`signs`) only other scores show it."""
     cell = column.tasks[task.name]
-    items = count_items(cell, signs)
+    items = signs.items if signs else count_items(cell)
     if items < FEWEST:
         return None
     low = category.floors and cell.value / 100 <= FLOOR
@@ -203,9 +203,7 @@ def _healthy_neighbour(column: Column, category: Category, cell: Cell, items: in
     return f"{value:.2f} of {label}" if chance < CHANCE else None
 
 
-def count_items(cell: Cell, signs: Signs | None = None) -> int:
+def count_items(cell: Cell) -> int:
     """Return the number of items of a score; 0 if unknown."""
-    if signs is not None:
-        return signs.items
     known = cell.origin.settings.get("the number of items", "") if cell.origin else ""
     return int(known) if known.isdecimal() else 0
