@@ -121,10 +121,7 @@ def sign_flip(values: Floats) -> float:
 
 
 def _drawn(sizes: Floats, counts: npt.NDArray[np.int_], total: float) -> float:
-    """Return p by draws, at least 1 / (DRAWS + 1).
-
-    Phipson and Smyth 2010, https://doi.org/10.2202/1544-6115.1585
-    """
+    """Return p by draws (Phipson and Smyth 2010, https://doi.org/10.2202/1544-6115.1585)."""
     generator = np.random.default_rng(0)
     single = counts == 1
     repeats = counts[~single]

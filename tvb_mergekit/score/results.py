@@ -83,7 +83,6 @@ class _ResultFile(pydantic.BaseModel):
 
     @property
     def model(self) -> str | None:
-        """Path or name of the model; None if lm-eval drew a random one."""
         if not self.model_name or self.model_name not in str(self.config.get("model_args")):
             return None
         return os.path.normpath(self.model_name)  # ./math and math/ are one
@@ -221,7 +220,6 @@ def samples_file(results: str, task: str) -> Path | None:
 def read_samples(path: Path, metric: str) -> Iterator[Sample]:
     """Yield the samples with their scores by `metric,filter`; one line is in memory at a time."""
     name, _, kept = metric.partition(",")
-    place = str(path)
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
