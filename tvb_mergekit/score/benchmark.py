@@ -20,7 +20,6 @@ from tvb_mergekit.settings import hint
 
 HERE = Path(__file__).parent
 SHIPPED = ("mergebench", "mergebench_keyword", "mini", "quickstart")
-FORMAT_VERSION = 1  # of benchmarks, references and scores.json
 RUN = "--model hf --model_args pretrained=MODEL --output_path OUT"
 Described = TypeVar("Described")
 

@@ -22,19 +22,13 @@ from typing import Any
 from tvb_mergekit import __version__
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import MADE
-from tvb_mergekit.score.benchmark import (
-    FORMAT_VERSION,
-    Benchmark,
-    Category,
-    Task,
-    check_known,
-    repeated,
-)
+from tvb_mergekit.score.benchmark import Benchmark, Category, Task, check_known, repeated
 from tvb_mergekit.score.columns import Cell, Column, Reference, differing, incomplete, measured
 from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Pair
 from tvb_mergekit.score.results import Results
 
+FORMAT_VERSION = 1  # of scores.json; readers accept no other
 NO_SPECIALISTS = "No specialists, so no normalized accuracy: give --specialist or --reference"
 
 
@@ -137,17 +131,16 @@ class Table:
         def mean(cell: Cell | None) -> dict[str, Any] | None:
             return None if cell is None else {"value": cell.value, "stderr": cell.stderr}
 
+        tasks, categories = self.benchmark.tasks, self.benchmark.categories
         columns = [
             {
                 "label": column.label,
                 "kind": column.kind,
                 "normalized": mean(self.normalized(column)),
-                "categories": {
-                    c.name: mean(self.score(column, c)) for c in self.benchmark.categories
-                },
+                "categories": {c.name: mean(self.score(column, c)) for c in categories},
                 "tasks": {
                     task.name: (cell := column.tasks.get(task.name)) and asdict(cell)
-                    for task in self.benchmark.tasks
+                    for task in tasks
                 },
             }
             for column in self.columns
@@ -206,14 +199,13 @@ def table(
     others: list[Column] = []
     if reference is not None:
         others = [replace(c, label=f"{c.label} ({reference.name})") for c in reference.columns]
-    if reference is not None and not specialists:
-        leading = [c for c in others if c.kind == "specialists"]
-        if not leading:
-            raise UserError(f"the reference {reference.name} has no specialists: give --specialist")
-        columns += leading
-        others = [c for c in others if c not in leading]
+    leading = [] if specialists else [c for c in others if c.kind == "specialists"]
+    if reference is not None and not specialists and not leading:
+        raise UserError(f"the reference {reference.name} has no specialists: give --specialist")
+    columns += leading
     columns += [column(name, "model", dict.fromkeys(known, m)) for name, m in models.items()]
-    columns += [replace(c, kind="reference") for c in others if show_reference]
+    shown = [c for c in others if show_reference and c not in leading]
+    columns += [replace(c, kind="reference") for c in shown]
     if twice := repeated([column.label for column in columns]):
         raise UserError(f"two columns are called {twice}: give one another label, LABEL=PATH")
     every = [*models.values(), *([base] if base else []), *specialists.values()]
