@@ -89,8 +89,7 @@ def tune(request: TuneRequest) -> Tuned:
     harness.require()
     recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
     if request.grid is None:
-        method = recipe.document.get("merge_method")
-        request = replace(request, grid=search.default_grid(method, request.search))
+        request = replace(request, grid=search.default_grid(recipe.method, request.search))
     points = search.grid_points(str(request.grid))
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)

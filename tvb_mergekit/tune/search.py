@@ -22,7 +22,6 @@ FINEST = 1e-4  # of an interval
 
 Score = Callable[[float], float]
 
-
 # The best lambda of merges of matrices was 0.2 to 2.8 in our benchmarks; a step costs few percent.
 WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
 # Iso-C over adapters wanted 16: it spreads the mean of r values over the few directions they have.
