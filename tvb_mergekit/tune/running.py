@@ -112,8 +112,18 @@ def tune(request: TuneRequest) -> Tuned:
         **{name: getattr(request, name) for name in DECIDING},
         "versions": {"tvb_mergekit": __version__, **harness.versions()},
     }
-    best, found = _searched(request, recipe, goals, points, facts)
-    return Tuned(request, recipe, goals, choice, best, found, notes, facts)
+    request.out.mkdir(parents=True, exist_ok=True)
+    begin = min((abs(value), value) for value in (*points, 1.0) if value)[1]
+    load = partial(harness.load_model, request, request.options.trust_remote_code)
+    with ExitStack() as stack:
+        stack.callback(lock(request.out, lambda text: LOG.warning("%s", text)).release)
+        file = ScoreFile(request.out / POINTS, facts)
+        model = MovingModel(recipe, request.out / WORK, load, request.quiet, begin)
+        stack.enter_context(closing(model))
+        bar = stack.enter_context(Bar(desc="Tune", unit="task", disable=request.quiet))
+        scorer = Scorer(goals, tasks, file, model, bar, request.chat_template)
+        best = scorer.point(_search(request, points, scorer))
+    return Tuned(request, recipe, goals, choice, best, list(scorer.points.values()), notes, facts)
 
 
 def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]) -> Iterator[str]:
@@ -218,15 +228,12 @@ class Scorer:
     """Scores of points, from the file or from the model."""
 
     goals: Mapping[str, Objective]
+    tasks: Sequence[EvalTask]  # of all goals
     file: ScoreFile
     model: MovingModel
     bar: Bar
     chat_template: bool
     points: dict[float, Point] = field(default_factory=dict)  # in the order of the search
-
-    @property
-    def tasks(self) -> list[EvalTask]:
-        return [task for goal in self.goals.values() for task in goal.tasks]
 
     def point(self, value: float) -> Point:
         """Return all scores of a point."""
@@ -244,28 +251,6 @@ class Scorer:
             means = {role: goal.mean(found) for role, goal in self.goals.items()}
             self.points[value] = Point(value, found, means)
         return self.points[value]
-
-
-def _searched(
-    request: TuneRequest,
-    recipe: TunedRecipe,
-    goals: Mapping[str, Objective],
-    points: Sequence[float],
-    facts: Mapping[str, Any],
-) -> tuple[Point, list[Point]]:
-    """Search with a model in OUT's work folder; return the best point, and all."""
-    request.out.mkdir(parents=True, exist_ok=True)
-    begin = min((abs(value), value) for value in (*points, 1.0) if value)[1]
-    load = partial(harness.load_model, request, request.options.trust_remote_code)
-    with ExitStack() as stack:
-        stack.callback(lock(request.out, lambda text: LOG.warning("%s", text)).release)
-        file = ScoreFile(request.out / POINTS, facts)
-        model = MovingModel(recipe, request.out / WORK, load, request.quiet, begin)
-        stack.enter_context(closing(model))
-        bar = stack.enter_context(Bar(desc="Tune", unit="task", disable=request.quiet))
-        scorer = Scorer(goals, file, model, bar, request.chat_template)
-        best = _search(request, points, scorer)
-    return scorer.point(best), list(scorer.points.values())
 
 
 def _search(request: TuneRequest, points: Sequence[float], scorer: Scorer) -> float:
