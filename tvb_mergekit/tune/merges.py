@@ -150,8 +150,7 @@ class TunedRecipe:
         with self._planned(1.0) as plan:
             if isinstance(plan, Plan):
                 return plan.output_bytes
-        folders = [self._folders(model)[0] for model in self._models()]
-        return max(Checkpoint.open(folder).nbytes for folder in folders)
+        return max(Checkpoint.open(self._folders(model)[0]).nbytes for model in self._models())
 
     def base(self) -> Path | None:
         base = MergeConfiguration.model_validate(self.document).base_model
