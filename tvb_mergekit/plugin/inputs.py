@@ -18,12 +18,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import (
-    check_adapter_place,
-    check_model_place,
-    open_file,
-    plan_only,
-)
+from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, open_file, plan_only
 from tvb_mergekit.plugin.recipe import refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense

@@ -40,13 +40,7 @@ from tvb_mergekit.tensors.output import (
     warn_of_stale_parts,
 )
 from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.writing import (
-    FoldersSink,
-    FolderWriter,
-    MemorySink,
-    plan_shards,
-    run_of,
-)
+from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, MemorySink, plan_shards, run_of
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
