@@ -165,12 +165,12 @@ def _check_left_out(inputs: TaskSet) -> None:
 def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
     recipe = document.recipe
     assert recipe.store is not None
-    bases = check_store(recipe.store.path)
+    bases = check_store(recipe.store.bases.place)
     if document.raw:
         bases.check_base(Checkpoint.open(recipe.base.model.path), str(recipe.base))
     else:
         plan = plan_only(document, options)  # compares the base
-    held = f"{counted(bases.num_bases, 'basis')} of {recipe.store.path}"
+    held = f"{counted(bases.num_bases, 'basis')} of {bases.place}"
     over = f"{recipe.settings.method} over {held} for {counted(len(bases.tasks), 'task')}"
     yield f"{over}; its files and the base are those that it was built with"
     if not document.raw:

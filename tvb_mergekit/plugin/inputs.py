@@ -53,7 +53,8 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     """
     recipe = document.recipe
     if recipe.store is not None:
-        raise UserError(f"this lists the bases of {recipe.store.path}: list the fine-tuned models")
+        place = recipe.store.bases.place
+        raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
     if document.raw:

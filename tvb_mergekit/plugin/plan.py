@@ -110,7 +110,7 @@ class Plan:
         if vectors is not None and not tensors.changed:
             # The store knows G where the same tensors count.
             held = {part.name for item in counted for part in item.inputs[:1]}
-            if vectors.keeps_tasks and held == set(vectors.bases.names):
+            if vectors.bases.keeps_tasks and held == set(vectors.bases.names):
                 tasks.sums = sums_of(vectors.bases, vectors.order)
         return tasks
 
@@ -205,7 +205,7 @@ class Plan:
             facts = report.facts_over_store(
                 store.bases.facts,
                 basis,
-                store=str(store.path),
+                store=store.bases.place,
                 basis_weights=basis.shares[torch.tensor(store.order).argsort()].tolist(),
                 left_out=self.tensors.left_out,
                 tunables=tunables,
@@ -217,7 +217,7 @@ class Plan:
             assert isinstance(basis, Basis)
             facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)
             if self.recipe.vectors is not None:
-                facts = facts.but(from_store=str(self.recipe.vectors.path))
+                facts = facts.but(from_store=self.recipe.vectors.bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors
 
 

@@ -52,15 +52,6 @@ class StoreVectors:
     bases: store.Bases
     order: tuple[int, ...]
 
-    @property
-    def path(self) -> Path:
-        assert self.bases.path is not None
-        return self.bases.path
-
-    @property
-    def keeps_tasks(self) -> bool:
-        return self.bases.keeps_tasks
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -82,7 +73,7 @@ class Recipe:
     @property
     def store(self) -> StoreVectors | None:
         """The store whose bases the models are; None for task vectors."""
-        return None if self.vectors is None or self.vectors.keeps_tasks else self.vectors
+        return None if self.vectors is None or self.vectors.bases.keeps_tasks else self.vectors
 
     @functools.cached_property
     def opened(self) -> dict[ModelReference, Any]:
@@ -124,7 +115,7 @@ class Recipe:
     ) -> TaskSet:
         """The task vectors with these tensors; see `TaskSet`."""
         built = list[float]()  # the scales that task vectors of a store have already
-        if self.vectors is not None and self.vectors.keeps_tasks:
+        if self.vectors is not None and self.vectors.bases.keeps_tasks:
             bases = self.vectors.bases
             built = (bases.weights / bases.scales)[list(self.vectors.order)].tolist()
         return TaskSet(
