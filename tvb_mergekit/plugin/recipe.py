@@ -95,8 +95,7 @@ class Recipe:
 
     def over(self, base: Weights) -> Recipe:
         """The recipe with the defaults of its settings for this base."""
-        settings = settings_over(base, self.settings)
-        return self if settings is self.settings else replace(self, settings=settings)
+        return replace(self, settings=settings_over(base, self.settings))
 
     def check_base(self, opened: Weights) -> None:
         """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""
@@ -141,10 +140,6 @@ class _Section:
     where: str
     parameters: Mapping[str, Any]
     model: ModelReference | None = None
-
-    @property
-    def list(self) -> str:
-        return self.where.rpartition("[")[0]
 
 
 def read_recipe(config: BaseModel) -> Recipe:
@@ -222,11 +217,12 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
         model, where = section.model, section.where.rstrip(".")
         if model is None:
             continue
-        listed = lists.setdefault(section.list, {})
+        its_list = where.rpartition("[")[0]
+        listed = lists.setdefault(its_list, {})
         identity = _identity(model)
         if identity in listed:
             raise UserError(f"`{where}` lists {model} twice (as {listed[identity]}): list it once")
-        if identity == its_own and not section.list.endswith("sources"):
+        if identity == its_own and not its_list.endswith("sources"):
             raise UserError(f"`{where}` is the base model {base}: list only fine-tuned models")
         if identity == its_own and model != base:
             raise UserError(f"`{where}` writes the base {base} as {model}: write both alike")
