@@ -8,7 +8,6 @@ lives as long as the process, and would show old weights of a rewritten file. me
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -175,7 +174,6 @@ class MappedLoader(LazyTensorLoader):
         safe = checkpoint.shards[0].endswith(".safetensors")
         index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
         super().__init__(index, lazy_unpickle=False)
-        self.lock = threading.Lock()
 
     def get_tensor(
         self,
@@ -191,9 +189,6 @@ class MappedLoader(LazyTensorLoader):
         if raise_on_missing:
             raise KeyError(key)
         return None
-
-    def flush(self) -> None:
-        """Nothing is held."""
 
 
 Loaders = Mapping[ModelReference, MappedLoader]  # the base's first
