@@ -65,9 +65,7 @@ def planned(document: Document, options: MergeOptions, memory: int | None = None
         UserError, MergeRefused: a reason that stops the merge before its first pass.
     """
     with fresh_loaders():
-        with refusing(planning=True):
-            plan = _plan(document, options, memory)
-        yield plan
+        yield _plan(document, options, memory)
 
 
 def plan_only(document: Document, options: MergeOptions) -> Plan:
@@ -76,40 +74,29 @@ def plan_only(document: Document, options: MergeOptions) -> Plan:
         return plan
 
 
+@refusing(planning=True)
 def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan:
-    engine, trust = engine_of(options, memory), options.trust_remote_code
-    world = ranks.world()
+    engine, world = engine_of(options, memory), ranks.world()
     loaders, planner = world.first(lambda: _opened(document, options))
     recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.share(task.execute)
-    tensors = MergedTensors(
-        recipe,
-        {model: loader.checkpoint for model, loader in loaders.items()},
-        document.dtype,
-        document.config.out_dtype,
-        options.safe_serialization,
-        tied=all(
-            getattr(model.config(trust_remote_code=trust), "tie_word_embeddings", False)
-            for model in loaders
-        ),
-    )
-    held, pairs = tensors.checkpoints, planner._tensors
-    tensors.fill(candidate(held, weight, task, tokenizer, options) for weight, task in pairs)
-    plan = Plan(recipe, options, engine, loaders, tensors)
-    plan.tokenizer = tokenizer
-    plan.architecture, plan.config = planner.arch_info, planner.out_model_config
-    return plan
+    held = {model: loader.checkpoint for model, loader in loaders.items()}
+    configs = (model.config(trust_remote_code=options.trust_remote_code) for model in loaders)
+    tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
+    dtypes = document.dtype, document.config.out_dtype
+    tensors = MergedTensors(recipe, held, *dtypes, options.safe_serialization, tied)
+    tensors.fill(candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
+    made = planner.arch_info, planner.out_model_config
+    return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
 
 
 @phase("Planning")
 def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePlanner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
-    recipe = document.recipe
-    held, opened = recipe.opened, dict[ModelReference, Any]()
-    for model in recipe.every:
-        opened[model] = check_model(model, recipe.base, options, model not in held)
+    recipe, held = document.recipe, document.recipe.opened
+    opened = {m: check_model(m, recipe.base, options, m not in held) for m in recipe.every}
     check_tokenizer_source(document.config)
     LoaderCache().setup(options=options)
     loaders = {model: install_loader(model, found) for model, found in (opened | held).items()}
