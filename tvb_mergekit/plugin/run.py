@@ -182,18 +182,15 @@ def write_tensors(plan: Plan, folder: Path) -> None:
 
 def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
     """Configuration, model card and tokenizer, as mergekit's `run_merge` writes them."""
-    from mergekit.merge import (  # an import above would call our hook, which needs this module
-        _copy_tagalong_files,
-        _copy_tokenizer,
-        _set_chat_template,
-        _update_config_vocab,
-    )
+    from mergekit import merge as stock  # above, it would call our hook, which needs this module
 
     config, options = document.config, plan.options
     tokenizer = plan.tokenizer and plan.tokenizer.tokenizer
     if tokenizer is not None:
         multiple = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
-        _update_config_vocab(plan.config, plan.architecture, tokenizer, pad_to_multiple_of=multiple)
+        stock._update_config_vocab(
+            plan.config, plan.architecture, tokenizer, pad_to_multiple_of=multiple
+        )
     plan.config.save_pretrained(folder)
     if plan.tensors.untied:  # loaders must read the model's own output embedding
         path = folder / "config.json"
@@ -204,18 +201,18 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / "mergekit_config.yml").write_text(document.text, encoding="utf-8")
     if tokenizer is not None:
-        _set_chat_template(tokenizer, config)
+        stock._set_chat_template(tokenizer, config)
         tokenizer.save_pretrained(folder)
     elif options.copy_tokenizer:
         try:
-            _copy_tokenizer(config, str(folder), options=options)
+            stock._copy_tokenizer(config, str(folder), options=options)
         except Exception as error:  # a tokenizer's own code may raise any
             told = "the tokenizer could not be copied; the merge is complete: %s"
             LOG.error(told, one_line(error))
     elif config.chat_template:
         LOG.warning("`chat_template` is not saved: the merge has no tokenizer")
     files = plan.architecture.tagalong_files or []
-    _copy_tagalong_files(config, str(folder), files=files, options=options)
+    stock._copy_tagalong_files(config, str(folder), files=files, options=options)
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
