@@ -55,7 +55,7 @@ class TaskModels:
         recipe = self.plan.recipe
         alone = task is not None and self.stored is None
         owner = recipe.models[self.tasks.index(str(task))] if alone else recipe.base
-        return Path(self.plan.checkpoints[owner].folder)
+        return Path(self.plan.tensors.checkpoints[owner].folder)
 
     def weights(self, task: str) -> list[str]:
         """Fingerprints that identify the weights of a task's model."""

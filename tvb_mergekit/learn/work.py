@@ -204,8 +204,7 @@ class Work(ABC):
     @property
     def model_bytes(self) -> int:
         """The size of a model in float32."""
-        base = self.plan.checkpoints[self.plan.recipe.base]
-        return 4 * sum(info.numel for info in base.tensors.values())
+        return 4 * sum(info.numel for info in self.plan.base.tensors.values())
 
     @property
     @abstractmethod

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 from torch import Tensor
 
@@ -79,12 +78,8 @@ class Plan:
     summing: RunningSums | None = None
 
     @property
-    def checkpoints(self) -> Mapping[ModelReference, Checkpoint]:
-        return self.tensors.checkpoints
-
-    @property
     def base(self) -> Checkpoint:
-        return self.checkpoints[self.recipe.base]
+        return self.tensors.checkpoints[self.recipe.base]
 
     def items(self) -> list[Item]:
         """The tensors of the merged model for one pass, in the order of the base's files.
@@ -102,7 +97,8 @@ class Plan:
     def tasks(self) -> TaskSet:
         """The task vectors, with the tensors that count."""
         recipe, vectors = self.recipe, self.recipe.vectors
-        tensors, sources = self.tensors, [self.checkpoints[model] for model in recipe.models]
+        tensors = self.tensors
+        sources = [tensors.checkpoints[model] for model in recipe.models]
         counted = [item for item in self.items() if item.counted_as == item.name]
         facts = (tensors.left_out, tensors.same_as, tensors.out_dtype)
         tasks = recipe.task_set(counted, self.base, sources, *facts)
@@ -114,6 +110,7 @@ class Plan:
                 tasks.sums = sums_of(vectors.bases, vectors.order)
         return tasks
 
+    @refusing()
     def build(self, late: bool = False) -> Combination:
         """Build the basis, and check the tensors that stay the base's.
 
@@ -124,23 +121,21 @@ class Plan:
         Raises:
             UserError: Too little memory, NaN or infinity, a zero task vector.
         """
-        with refusing():
-            settings, store = self.recipe.settings, self.recipe.store
-            memory = self.engine.memory
-            bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
-            if memory is not None and settings.method == "basis_ties":
-                check_tables(bases, memory)
-            check_matrices(settings, self.tasks.items, bases, memory)
-            world = ranks.world()
-            left = [item for item in self.items() if item.counted_as is None]
-            for item in left[world.rank :: world.size]:
-                assert item.base is not None
-                name = item.base.name
-                tensor = item.whole(item.base) if name is None else self.base.tensor(name)
-                if tensor.is_floating_point() and any(count_not_finite(tensor)):
-                    raise UserError(not_finite(item.name, tensor))
-            self.basis = self._combination(late)
-            return self.basis
+        settings, store = self.recipe.settings, self.recipe.store
+        memory, world = self.engine.memory, ranks.world()
+        bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
+        if memory is not None and settings.method == "basis_ties":
+            check_tables(bases, memory)
+        check_matrices(settings, self.tasks.items, bases, memory)
+        left = [item for item in self.items() if item.counted_as is None]
+        for item in left[world.rank :: world.size]:
+            assert item.base is not None
+            name = item.base.name
+            tensor = item.whole(item.base) if name is None else self.base.tensor(name)
+            if tensor.is_floating_point() and any(count_not_finite(tensor)):
+                raise UserError(not_finite(item.name, tensor))
+        self.basis = self._combination(late)
+        return self.basis
 
     def _combination(self, late: bool) -> Combination:
         recipe, store = self.recipe, self.recipe.store
@@ -186,7 +181,7 @@ class Plan:
         unread = {
             name: model
             for model in self.recipe.every
-            for name in self.checkpoints[model].tensors
+            for name in self.tensors.checkpoints[model].tensors
             if name not in read[model]
             and name not in left_out
             and (model == self.recipe.base or name not in self.base.tensors)
