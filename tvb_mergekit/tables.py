@@ -100,9 +100,6 @@ def shortened(text: str, most: int, ascii_only: bool = False) -> str:
 
 def printable(text: str, ascii_only: bool = False) -> str:
     """`text` without control characters, and on request in ASCII."""
-
-    def fits(character: str) -> bool:
-        return character.isprintable() and (character.isascii() or not ascii_only)
-
-    known = text.translate(ASCII) if ascii_only else text
-    return "".join(c if fits(c) else ascii(c)[1:-1] for c in known)
+    if ascii_only:
+        text = text.translate(ASCII).encode("ascii", "backslashreplace").decode()
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
