@@ -38,14 +38,12 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
     try:
         with closing_bars():
             yield
-    except MergeRefused:
-        raise
+    except (MergeRefused, BrokenPipeError):
+        raise  # click ends in silence when the reader has closed the pipe
     except UserError as error:
         raise MergeRefused(str(error)) from error
     except pydantic.ValidationError as error:
         raise MergeRefused(_complaints(error)) from error
-    except BrokenPipeError:
-        raise  # the reader closed the pipe: click ends in silence
     except (OSError, MemoryError, UnicodeEncodeError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out, keeps)) from error
     except (RuntimeError, ValueError) as error:
