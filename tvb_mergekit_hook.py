@@ -88,19 +88,15 @@ class TvbMergekitFinder:
         """Hand over the modules that were imported before install() was called."""
         for name in MODULES:
             module = sys.modules.get(name)
-            spec = getattr(module, "__spec__", None)
             # The loader hands over a module whose import has begun.
-            if module is None or getattr(spec, "_initializing", False):
-                continue
-            if self.handed_over.get(name) is not module:
+            begun = getattr(getattr(module, "__spec__", None), "_initializing", False)
+            if module is not None and not begun and self.handed_over.get(name) is not module:
                 self.after(module)
 
     def after(self, module: "ModuleType") -> None:
         """Hand the executed module to the plugin."""
+        self.stopped = self.stopped or _env("TVB_MERGEKIT_DISABLE")
         if self.stopped:
-            return
-        if _env("TVB_MERGEKIT_DISABLE"):
-            self.stopped = True
             return
         try:
             if module.__name__ == LM_EVAL:
