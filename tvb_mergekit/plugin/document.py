@@ -222,8 +222,7 @@ class _Loader(yaml.SafeLoader):
             twice = key is not None and key in seen and key_node.tag != "tag:yaml.org,2002:merge"
             if twice and self.repeated is None:
                 reason = f"`{key_node.value}` stands here a second time"
-                mark = key_node.start_mark
-                self.repeated = yaml.constructor.ConstructorError(None, None, reason, mark)
+                self.repeated = yaml.MarkedYAMLError(None, None, reason, key_node.start_mark)
             seen.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
