@@ -26,7 +26,7 @@ from tvb_mergekit.store.lora import AdapterExport, AdapterReport, NewAdapter
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.factoring import Truncation
 from tvb_mergekit.tensors.matrices import check_matrices, merged_factors
-from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables
+from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables, most_bases
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.stream import Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -66,7 +66,7 @@ def merge_to_adapter(
             raise UserError(NEEDS_SIZE.format(why))
     if factored:
         tasks = _with_tunables(document, read_inputs(document, options))
-        bases = settings.bases_of(len(tasks.tasks)) or len(tasks.tasks)
+        bases = most_bases(settings, len(tasks.tasks))
         if any(size):
             check_matrices(settings, tasks.items, bases, engine.memory)
         if settings.method == "basis_ties" and engine.memory is not None:
