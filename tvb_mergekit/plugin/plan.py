@@ -24,20 +24,11 @@ from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.forms import sums_of
-from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import accelerators, device_of
 from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.merging import (
-    basis_of,
-    build_basis,
-    check_tables,
-    count_if_needed,
-    merge_items,
-    most_bases,
-    one_pass,
-)
 from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -123,9 +114,10 @@ class Plan:
         """
         settings, store = self.recipe.settings, self.recipe.store
         memory, world = self.engine.memory, ranks.world()
-        bases = store.bases.num_bases if store else most_bases(settings, len(self.recipe.tasks))
+        most = merging.most_bases(settings, len(self.recipe.tasks))
+        bases = store.bases.num_bases if store else most
         if memory is not None and settings.method == "basis_ties":
-            check_tables(bases, memory)
+            merging.check_tables(bases, memory)
         check_matrices(settings, self.tasks.items, bases, memory)
         left = [item for item in self.items() if item.counted_as is None]
         for item in left[world.rank :: world.size]:
@@ -140,16 +132,16 @@ class Plan:
     def _combination(self, late: bool) -> Combination:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
-            if late and (found := one_pass(self.tasks, self.engine)) is not None:
+            if late and (found := merging.one_pass(self.tasks, self.engine)) is not None:
                 basis, self.summing = found
                 return basis
-            return self._warned(build_basis(self.tasks, self.engine))
+            return self._warned(merging.build_basis(self.tasks, self.engine))
         order = list(store.order)
         shares = store.bases.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
         mean = [] if recipe.mean is None else [len(order)]
         table = store.bases.reconstruction(store.bases.tasks)[[*order, *mean]]
         stored = StoredBases(recipe.settings, store.bases.tasks, shares, table)
-        count_if_needed(stored, self.tasks.items, self.engine)
+        merging.count_if_needed(stored, self.tasks.items, self.engine)
         return stored
 
     def _warned(self, basis: Basis) -> Basis:
@@ -167,9 +159,9 @@ class Plan:
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
             return
-        merge_items(self.basis, items, sink, self.engine, summing=self.summing)
+        merging.merge_items(self.basis, items, sink, self.engine, summing=self.summing)
         if self.summing is not None:
-            self.basis = self._warned(basis_of(self.tasks, self.summing))
+            self.basis = self._warned(merging.basis_of(self.tasks, self.summing))
 
     def note_unread(self) -> None:
         """Name the stored tensors that the merge did not need, once it is done."""
