@@ -194,9 +194,8 @@ class MappedLoader(LazyTensorLoader):
 Loaders = Mapping[ModelReference, MappedLoader]  # the base's first
 
 
-def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> MappedLoader:
+def install_loader(model: ModelReference, opened: Checkpoint | None) -> MappedLoader:
     """Map a model. Unless it is open, download it or fuse its adapter, as mergekit does."""
-    LoaderCache.loaders.pop(model, None)
     if opened is None:
         stock = LoaderCache()
         merged = model.merged(
@@ -205,8 +204,7 @@ def install_loader(model: ModelReference, opened: Checkpoint | None = None) -> M
             lora_merge_dtype=stock.lora_merge_dtype,
         )
         opened = Checkpoint.open(merged.local_path(cache_dir=stock.hf_cache_dir))
-    loader = MappedLoader(opened)
-    LoaderCache.loaders[model] = loader
+    LoaderCache.loaders[model] = loader = MappedLoader(opened)
     return loader
 
 
