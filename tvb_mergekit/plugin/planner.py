@@ -115,20 +115,13 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
     LoaderCache().setup(options=options)
     architecture = get_architecture_info(config, options)
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
-    planner = _Planner(config, architecture, options, out)
+    planner = MergePlanner(config, architecture, options, out)
+    # mergekit's own cache holds the configurations of 128 models.
+    uncached = MergePlanner._model_arch.__wrapped__
+    planner._model_arch = functools.cache(functools.partial(uncached, planner))
     with replaced("mergekit.plan:ConfigReader", lambda _original: _Reader):
         planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     return planner
-
-
-class _Planner(MergePlanner):
-    """mergekit's planner, except that it keeps the configurations of all models: mergekit's own
-    cache holds 128."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        architecture = MergePlanner._model_arch.__wrapped__
-        self._model_arch = functools.cache(functools.partial(architecture, self))
 
 
 class _Reader(ConfigReader):
