@@ -81,14 +81,13 @@ def candidate(
         parts[model] = Part(torch.float32, _unread) if able else None
         loads.append(LoadTensor(model=model, tensor=info.name, aliases=info.aliases).execute)
         converted |= able
-    values = dict(task.parameters.items())
     whole: Changed | Made | None = None
     if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
         parts = {m: part and replace(part, shape=None) for m, part in parts.items()}
         whole = Changed(weight.name, _stored_dtypes(inputs), list(parts), tokenizer, options)
     elif converted:
         whole = Made(loads, options)
-    return Candidate(weight, values, parts, whole)
+    return Candidate(weight, dict(task.parameters.items()), parts, whole)
 
 
 def _unread(start: int, stop: int, buffer: Tensor) -> Tensor:
@@ -126,9 +125,8 @@ class Changed:
         digest = hashlib.sha256(repr(sorted(info.tokenizer.get_vocab().items())).encode())
         for model in self.models:
             digest.update(repr(sorted(info.permutations[model].items())).encode())
-        rest = (self.inputs.tokens, self.inputs.pad_to_multiple_of)
-        tokens = sorted(rest[0].items()) if rest[0] else []
-        return f"{self.name}: {digest.hexdigest()} {tokens!r} {rest[1]}"
+        tokens = sorted((self.inputs.tokens or {}).items())
+        return f"{self.name}: {digest.hexdigest()} {tokens!r} {self.inputs.pad_to_multiple_of}"
 
     def load(self, base_alone: bool) -> Sequence[Tensor]:
         """The changed tensors, as `Made.load` gives them."""
