@@ -116,7 +116,8 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         + [merge(plan, how, "ae_exact", half) for how in ("ta", "ties")],
         "theirs": [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS],
         "learned": [learn(plan, how, *each) for how in LEARNED
-                    for each in (*few[: 2 if how in SLOW else 3], *few[4 : 5 if how in SLOW else 6])],
+                    for each in few
+                    if each[0] != "ae_exact" and (how not in SLOW or each[1] != quarter)],
         "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
         + [learn(replace(plan, shots=ROUTED), how, *each)
            for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
