@@ -8,6 +8,7 @@ other methods `write` merges point by point.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +26,10 @@ from mergekit.architecture import WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor, Task
-from mergekit.io.tensor_writer import TensorWriter
 from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.sparsify import SparsificationMethod
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
@@ -307,13 +308,18 @@ def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:
     merges: dict[Any, list[tuple[str, Any]]] = {}  # a layer may be there twice
     for weight, task in tasks:
         merges.setdefault(task.gather_tensors, []).append((weight.name, task))
-    # a limit of one byte: each tensor has a file, and does not wait in memory for others
-    with TensorWriter(str(start), 1) as starts, TensorWriter(str(direction), 1) as directions:
-        for gathering, tensors in Executor(list(merges), CPU, CPU).run(quiet=True):
-            for name, task in merges[gathering]:
-                if (pair := _split(task, tensors)) is not None:
-                    starts.save_tensor(name, pair[0])
-                    directions.save_tensor(name, pair[1])
+    files: dict[str, str] = {}
+    for folder in (start, direction):
+        folder.mkdir(parents=True)
+    for gathering, tensors in Executor(list(merges), CPU, CPU).run(quiet=True):
+        for name, task in merges[gathering]:
+            if (pair := _split(task, tensors)) is not None:
+                files[name] = f"{len(files)}.safetensors"
+                for folder, tensor in zip((start, direction), pair, strict=True):
+                    save_file({name: tensor.contiguous()}, folder / files[name])
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    for folder in (start, direction):
+        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
 def _split(
