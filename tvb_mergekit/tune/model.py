@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,9 @@ from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store.live import live_tensors
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tune.merges import TunedRecipe
+
+if TYPE_CHECKING:
+    from tvb_mergekit.tune.merges import TunedRecipe
 
 LOG = logging.getLogger(__name__)
 CHUNK = 2**22  # elements that are moved at a time
@@ -66,7 +67,6 @@ class Line:
                 yield name, place, value
 
 
-@dataclass
 class MovingModel:
     """An lm-eval model at any point.
 
@@ -74,16 +74,22 @@ class MovingModel:
     dtype are those of a merged model. Afterwards the weights move in place. The line must lead
     through the first point to the last bit. Otherwise, and if the recipe is not linear, every point
     is merged to a folder and loaded.
+
+    Args:
+        work: a folder for the merged model and the line; emptied here.
+        load: loads the lm-eval model in a folder; its `model` is the module.
+        begin: the coefficient to merge first; not 0, through which every line leads.
     """
 
-    recipe: TunedRecipe
-    work: Path  # a folder for the merged model and the line; emptied here
-    load: Callable[[Path], Any]  # loads the lm-eval model in a folder; its `model` is the module
-    quiet: bool
-    begin: float  # the coefficient to merge first; not 0, through which every line leads
-    line: Line | None = None
-    _lm: Any = None
-    _merged: float | None = None  # the point in the folder
+    def __init__(
+        self, recipe: TunedRecipe, work: Path, load: Callable[[Path], Any], quiet: bool,
+        begin: float,
+    ) -> None:  # fmt: skip
+        self.recipe, self.work, self.load, self.quiet = recipe, work, load, quiet
+        self.begin = begin
+        self.line: Line | None = None
+        self._lm: Any = None
+        self._merged: float | None = None  # the point in the folder
 
     def at(self, point: float) -> Any:
         """Return the lm-eval model with the weights of a point."""
@@ -115,7 +121,8 @@ class MovingModel:
         start, direction = self.work / "start", self.work / "direction"
         unit = recipe.draw(start, direction, bars(self.quiet))
         line = Line(start, direction, unit, live)
-        if differing := line.differing(recipe.coefficients(self.begin, list(line.live))):
+        differing = line.differing(recipe.coefficients(self.begin, list(line.live)))
+        if differing:
             return f"{listed(differing)}: not linear in {recipe.key} to the last bit"
         self.line = line
         return None
