@@ -248,6 +248,7 @@ def test_steps_of_atlas_go_as_far_as_over_all_vectors(
     words = (*case.words, "--epochs", 1, "--batch-size", 99, "--learning-rate", 0.05)
     merged = case.learn(source, "atlas", f"step-{lambda_scale}", *words, "--held-out", 0)
     assert coefficients(merged.folder).abs().median() == pytest.approx(step, rel=1e-3)
+    assert facts(merged.folder)["scale"] == pytest.approx(step / 0.05)
 
 
 def metadata(folder: Path) -> dict[str, Any]:

@@ -282,7 +282,8 @@ class CoefficientMethod(GradientMethod):
     def _scale(self) -> float:
         """The factor of bases while aTLAS learns: T / M under `lambda_scale: tasks`.
 
-        M/T of the examples make M/T of the steps, and each step then goes T/M times as far.
+        Without it coefficients of few bases stay too small: AdamW moves them by the rate at most,
+        means of tasks are shorter than task vectors, and M/T of the examples make fewer steps.
         """
         assert self.plan.basis is not None
         return self.plan.basis.scale if self.method == "atlas" else 1.0
@@ -290,7 +291,7 @@ class CoefficientMethod(GradientMethod):
     def _own_facts(self) -> dict[str, Any]:
         adamerging, request = self.method == "adamerging", self.request
         facts = {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
-        return {**facts, "start": self._start().tolist()} if adamerging else facts
+        return facts | ({"start": self._start().tolist()} if adamerging else {"scale": self._scale})
 
     def _start(self) -> Tensor:
         """The first coefficients, [rows, M] float64.
@@ -302,7 +303,7 @@ class CoefficientMethod(GradientMethod):
         assert basis is not None
         columns = bases_of(plan).shape[1]
         if self.method != "adamerging":  # a square has no gradient at 0
-            start = 0.1 if self.request.nonnegative else 0.0
+            start = 0.1 / self._scale if self.request.nonnegative else 0.0
             return torch.full((rows.count, columns), start).double()
         found: list[list[float]] = [[] for _ in range(rows.count)]
         for item in plan.items():
@@ -315,7 +316,7 @@ class CoefficientMethod(GradientMethod):
         return basis.scale * torch.outer(lambdas, addition)
 
     def learn(self) -> None:
-        request, wanted, file = self.request, self._wanted(self._scale), self.outputs[0]
+        request, wanted, file = self.request, self._wanted(), self.outputs[0]
         if self._is_finished(file, wanted):
             return
         self._prepare(1)
