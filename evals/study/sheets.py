@@ -212,7 +212,7 @@ def over_bases(
 
 
 def learned(runs: Runs) -> list[Sheet]:
-    """A column for each method; also for cells without the factor T/M, which most have now."""
+    """A column for each method, and one for its cells that lack the factor T/M."""
     columns = {}
     for how, way in WAYS.items():
         for scale in dict.fromkeys((way.scale, "bases")):

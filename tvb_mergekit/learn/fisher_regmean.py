@@ -165,7 +165,8 @@ class StatisticsMethod(Work):
         # Tensor -> the tensor with its statistics. Without any, it is the mean of the bases.
         known = {i.name: i.counted_as for i in items if i.tunables and i.counted_as in held}
         mean: Step = Linear.of(bases.mean(1, keepdim=True), add_base=True)
-        bases = bases * plan.basis.scale  # T/M under `lambda_scale: tasks`: means are short
+        # A mean of T/M task vectors becomes their sum under `lambda_scale: tasks`.
+        bases = bases * plan.basis.scale
         weighted: Step = FisherMean(bases, encoder)
 
         def with_sums(item: Item) -> Item:
