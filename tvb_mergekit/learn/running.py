@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from contextlib import ExitStack
@@ -22,7 +21,6 @@ from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.output import check_new_folder, check_output_folder, warn_of_stale_parts
 
-LOG = logging.getLogger(__name__)
 METHODS: dict[str, type[Work]] = {
     "fisher": StatisticsMethod,
     "regmean": StatisticsMethod,
@@ -57,7 +55,7 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
         costs = work.check()
         if world.leads:
             for path in filter(None, (request.out, request.store)):
-                stack.callback(lock(path, lambda text: LOG.warning("%s", text)).release)
+                stack.callback(lock(path).release)
             _check_places(request)  # another process may have written there
         plan.build()
         assert plan.basis is not None

@@ -93,7 +93,7 @@ def build_store(
         check_kept(inputs, form.share)
     with ExitStack() as stack:
         if world.leads:
-            stack.callback(lock(out, LOG.warning).release)
+            stack.callback(lock(out).release)
         world.agree([item.name for item in inputs.items], "tensors")
         unfinished = _Unfinished(inputs, out, dtype, form, resume)
         started = time.perf_counter()

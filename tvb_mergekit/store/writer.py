@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreW
     writer = StoreWriter(path)
     if not new and not writer.store.parent.is_dir():
         read_store_facts(writer.store)  # raises: a lock would make the folder
-    store, held = writer.store, lock(path, LOG.warning)
+    store, held = writer.store, lock(path)
     try:
         previous = next_to(store, "previous")
         if store.is_dir() and is_store(store):
@@ -147,7 +147,7 @@ def link(file: Path, target: Path) -> None:
         shutil.copy2(file, target)
 
 
-def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> filelock.FileLock:
+def lock(path: str | os.PathLike[str]) -> filelock.FileLock:
     """Acquire the lock that every writer to a store holds: the file `.NAME.lock` next to it."""
     check_names(path)
     store = Path(os.path.realpath(path))
@@ -158,7 +158,7 @@ def lock(path: str | os.PathLike[str], waiting: Callable[[str], object]) -> file
     try:
         held.acquire(timeout=0)
     except filelock.Timeout:
-        waiting(f"another process writes to {path}: waiting for it ({file})")
+        LOG.warning("another process writes to %s: waiting for it (%s)", path, file)
         held.acquire()
     return held
 

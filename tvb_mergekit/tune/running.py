@@ -116,7 +116,7 @@ def tune(request: TuneRequest) -> Tuned:
     begin = min((abs(value), value) for value in (*points, 1.0) if value)[1]
     load = partial(harness.load_model, request, request.options.trust_remote_code)
     with ExitStack() as stack:
-        stack.callback(lock(request.out, lambda text: LOG.warning("%s", text)).release)
+        stack.callback(lock(request.out).release)
         file = ScoreFile(request.out / POINTS, facts)
         model = MovingModel(recipe, request.out / WORK, load, request.quiet, begin)
         stack.enter_context(closing(model))
