@@ -49,7 +49,7 @@ def linear() -> tuple[Linear, list[Example]]:
     torch.manual_seed(0)
     model = Linear(torch.randn(6, 5), 6)
     ids = torch.randint(0, 6, (7, 4)).tolist()
-    return model, [Example(row, 1 + k % 3, k) for k, row in enumerate(ids)]
+    return model, [Example(row, 1 + k % 3, k, "data") for k, row in enumerate(ids)]
 
 
 def softmax(logits: Any) -> Any:
@@ -69,11 +69,11 @@ def test_fisher_of_a_linear_model_is_that_of_the_equation() -> None:
         # E[(sum_t (e_y - p) x_t)^2] with independent places is the sum of their variances.
         expected += ((p * (1 - p)).T @ x**2) / len(examples)
     named = {"w": model.head.weight}
-    found = statistics.fisher(model, named, examples, "data")["w"]
+    found = statistics.fisher(model, named, examples)["w"]
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5)
-    drawn = statistics.fisher(model, named, examples, "data", samples=400)["w"]
+    drawn = statistics.fisher(model, named, examples, samples=400)["w"]
     assert np.abs(drawn.numpy() - expected).max() < 0.1 * expected.max()
-    again = statistics.fisher(model, named, examples, "data", samples=400)["w"]
+    again = statistics.fisher(model, named, examples, samples=400)["w"]
     assert torch.equal(drawn, again)
 
 
@@ -515,4 +515,4 @@ def test_a_loss_that_is_not_finite_stops_it() -> None:
     with torch.no_grad():
         model.head.weight[0, 0] = float("nan")
     with pytest.raises(UserError, match="data, line 0: the loss is nan"):
-        statistics.grams(model, {"w": model.head}, examples, "data")
+        statistics.grams(model, {"w": model.head}, examples)

@@ -140,17 +140,16 @@ class StatisticsMethod(Work):
 
     def _sums(self, task: str, update: Any) -> dict[str, Tensor]:
         request, examples = self.request, self.examples[task]
-        path = examples[0].path
         model = self.models.load(task)
         parameters = self.models.named(model, task)
         with passing(self.device, self.dtype):
             if self.fisher:
                 seed, samples = f"{request.seed} {task}", request.samples
-                return statistics.fisher(model, parameters, examples, path, samples, seed, update)
+                return statistics.fisher(model, parameters, examples, samples, seed, update)
             layers = statistics.linear_layers(model)
             places = {n: id(p) for n, p in parameters.items() if n in self.dimensions}
             linear = {name: layers[place] for name, place in places.items() if place in layers}
-            return statistics.grams(model, linear, examples, path, update)
+            return statistics.grams(model, linear, examples, update)
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         bases, encoder = bases_of(plan), self.mixtures

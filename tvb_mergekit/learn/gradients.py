@@ -162,6 +162,12 @@ class GradientMethod(Work):
         descent = Descent(*model, moving, loss, self.schedule, self.dtype, self._update)
         return descent.run(examples, held)
 
+    def _descend_on_all(self, moving: Moving) -> History:
+        """Learn from the examples of all tasks, shuffled again for each epoch."""
+        train, seed = [split.train for split in self.splits], self.request.seed
+        held = [example for split in self.splits for example in split.held]
+        return self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
+
     def _is_finished(self, file: Path, wanted: Mapping[str, Any]) -> bool:
         if not file.is_file():
             return False
@@ -322,10 +328,7 @@ class CoefficientMethod(GradientMethod):
         self._prepare(1)
         bases, rows = self.models.stacked(bases_of(self.plan) * self._scale), self.rows
         moving = Coefficients(self.base, bases, rows, self._start(), request.nonnegative)
-        train = [split.train for split in self.splits]
-        held = [example for split in self.splits for example in split.held]
-        seed = request.seed
-        history = self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
+        history = self._descend_on_all(moving)
         values = {"coefficients": moving.values.detach() * self._scale}
         wanted["rows"] = list(rows.titles)
         self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, values, facts))

@@ -64,10 +64,6 @@ class TaskModels:
             return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
         return [*prints.values(), task]
 
-    def limits(self, task: str | None) -> tuple[int, int]:
-        """The longest input of a model in tokens, and the size of its vocabulary."""
-        return limits(self.folder(task), self.trust)
-
     def load(self, task: str) -> nn.Module:
         """The model of a task, instead of the previous one."""
         if self.stored is None:
@@ -163,7 +159,7 @@ def refused(folder: Path) -> Iterator[None]:
 
 
 def limits(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
-    """As `TaskModels.limits`, of the model in a folder."""
+    """The longest input of a model in tokens, and the size of its vocabulary."""
     config = _config(folder, trust_remote_code).get_text_config()
     names = ("max_position_embeddings", "vocab_size")
     context, vocabulary = (int(getattr(config, name, None) or 2**31) for name in names)

@@ -27,7 +27,6 @@ def fisher(
     model: nn.Module,
     parameters: Parameters,
     examples: Sequence[Example],
-    path: str,
     samples: int = 0,
     seed: str = "",
     update: Callable[[int], object] = lambda done: None,
@@ -39,7 +38,6 @@ def fisher(
     squares are averaged: the expectation in Fisher's definition.
 
     Args:
-        path: of the data, for messages.
         update: called with the number of finished examples.
 
     Raises:
@@ -64,11 +62,11 @@ def fisher(
                 drawn = [column.to(device) for column in each.T]
             for wanted in drawn:
                 loss = cross_entropy(logits, wanted, reduction="sum")
-                _check_finite(loss, path, example)
+                _check_finite(loss, example)
                 loss.backward(retain_graph=wanted is not drawn[-1])
             update(1)
     scale = 1 / (len(examples) * max(1, samples))
-    return _checked({name: total.mul_(scale).cpu() for name, total in sums.items()}, path)
+    return _checked({name: total.mul_(scale).cpu() for name, total in sums.items()}, examples)
 
 
 @contextmanager
@@ -92,7 +90,6 @@ def grams(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     examples: Sequence[Example],
-    path: str,
     update: Callable[[int], object] = lambda done: None,
 ) -> dict[str, Tensor]:
     """X^T X of the inputs X [tokens, n] of each linear layer, [n, n] float32 on the CPU.
@@ -120,11 +117,11 @@ def grams(
             stack.callback(layer.register_forward_pre_hook(partial(add, sums[name])).remove)
         for example in examples:
             logits, labels = _predicted(model, example, device)
-            _check_finite(cross_entropy(logits, labels), path, example)
+            _check_finite(cross_entropy(logits, labels), example)
             update(1)
     for name in list(sums):  # one after another: only one is held in both dtypes
         sums[name] = sums.pop(name).float().cpu()
-    return _checked(sums, path)
+    return _checked(sums, examples)
 
 
 def linear_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -147,13 +144,14 @@ def _predicted(model: nn.Module, example: Example, device: torch.device) -> tupl
     return logits[example.start - 1 : -1].float(), ids[0, example.start :]
 
 
-def _check_finite(loss: Tensor, path: str, example: Example) -> None:
+def _check_finite(loss: Tensor, example: Example) -> None:
     if not torch.isfinite(loss):
-        raise UserError(f"{path}, line {example.line}: the loss is {float(loss)}; {WEIGHTS}")
+        place = f"{example.path}, line {example.line}"
+        raise UserError(f"{place}: the loss is {float(loss)}; {WEIGHTS}")
 
 
-def _checked(sums: dict[str, Tensor], path: str) -> dict[str, Tensor]:
+def _checked(sums: dict[str, Tensor], examples: Sequence[Example]) -> dict[str, Tensor]:
     for name, total in sums.items():
         if not torch.isfinite(total).all():
-            raise UserError(f"{path}: the statistics of tensor `{name}` are not finite")
+            raise UserError(f"{examples[0].path}: the statistics of tensor `{name}` are not finite")
     return sums

@@ -16,7 +16,7 @@ from torch import nn
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import kept
-from tvb_mergekit.learn.data import Batch, shuffled
+from tvb_mergekit.learn.data import Batch
 from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import bases_of
@@ -112,7 +112,7 @@ class Wemoe(GradientMethod):
         return found
 
     def learn(self) -> None:
-        file, seed, basis = self.outputs[0], self.request.seed, self.plan.basis
+        file, basis = self.outputs[0], self.plan.basis
         assert basis is not None
         wanted = self._wanted(basis.scale)
         if self._is_finished(file, wanted):
@@ -124,11 +124,8 @@ class Wemoe(GradientMethod):
         stacked = self.models.stacked(bases_of(self.plan), self.routed)
         bases = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
         routed = Routed(self._model, self._routers(), bases)
-        train = [split.train for split in self.splits]
-        apart = [example for split in self.splits for example in split.held]
         routed.route()
-        moving = Routers(routed)
-        history = self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), apart)
+        history = self._descend_on_all(Routers(routed))
         found = {item.name: bases[item.name].to(item.out) for item in items if item.name in bases}
         for mlp, router in routed.routers.items():
             found |= {f"{mlp}.router.{key}": each for key, each in router.state_dict().items()}

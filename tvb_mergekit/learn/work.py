@@ -22,7 +22,7 @@ from tvb_mergekit.atomic import is_left_over
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
-from tvb_mergekit.learn.models import Mixture, TaskModels
+from tvb_mergekit.learn.models import Mixture, TaskModels, limits
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
@@ -179,8 +179,9 @@ class Work(ABC):
         folders += map(models.folder, self.tasks)
         if not self.by_gradient:
             folders.insert(0, models.folder(file.task))
-        tokenizer = open_tokenizer(folders, self.request.options.trust_remote_code)
-        return encode(file, tokenizer, *models.limits(None if self.by_gradient else file.task))
+        tokenizer = open_tokenizer(folders, models.trust)
+        own = models.folder(None if self.by_gradient else file.task)
+        return encode(file, tokenizer, *limits(own, models.trust))
 
     @property
     def most_bases(self) -> int:
