@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
+from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import LOSSES
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, is_store, load
 from tvb_mergekit.store.vectors import Vectors, facts_of, in_memory, write_vectors
@@ -252,14 +252,5 @@ class _Addition:
             if old.tasks:
                 parameters = {**old.parameters, **changed}
                 given = parameters.get("lambda", VARYING_KEYS["lambda"].default_for(old.method))
-                changed["lambda"] = _times(given, self.bases.num_bases / len(old.tasks))
+                changed["lambda"] = times(given, self.bases.num_bases / len(old.tasks))
         return changed
-
-
-def _times(setting: Any, factor: float) -> Any:
-    """A coefficient as a recipe gives it (number, text, layer gradient or filters), multiplied."""
-    if isinstance(setting, Mapping):
-        return {**setting, "value": _times(setting["value"], factor)}
-    if isinstance(setting, list):
-        return [_times(each, factor) for each in setting]
-    return float(setting) * factor

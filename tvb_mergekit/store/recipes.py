@@ -7,6 +7,7 @@ paths from the current folder; `located` gives it absolute ones.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
     own = base == os.path.join("..", facts.store.base_beside or "")
     base = base_of(facts, folder.parent) if own else place(base)
     return {**recipe, "base_model": base, "models": models}
+
+
+def times(setting: Any, factor: float) -> Any:
+    """A coefficient as a recipe gives it (number, text, layer gradient or filters), multiplied."""
+    if isinstance(setting, Mapping):
+        return {**setting, "value": times(setting["value"], factor)}
+    if isinstance(setting, list):
+        return [times(each, factor) for each in setting]
+    return float(setting) * factor
 
 
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -55,6 +55,7 @@ from tvb_mergekit.plugin.sources import fresh_loaders
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import METHODS, VARYING_KEYS
+from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.store import is_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
 from tvb_mergekit.tensors.engine import Engine
@@ -112,7 +113,7 @@ class TunedRecipe:
             root.setdefault(self.key, elsewhere)
         for parameters in _sections(document):
             if self.key in parameters:
-                parameters[self.key] = _scaled(parameters[self.key], point)
+                parameters[self.key] = times(parameters[self.key], point)
         return document
 
     def check(self, points: Sequence[float]) -> None:
@@ -286,14 +287,6 @@ def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for place in (part, *(part.get("slices") or ())):
             if isinstance(place.get("parameters"), dict):
                 yield place["parameters"]
-
-
-def _scaled(setting: Any, by: float) -> Any:
-    if isinstance(setting, list):
-        return [_scaled(item, by) for item in setting]
-    if isinstance(setting, dict):
-        return {**setting, "value": _scaled(setting["value"], by)}
-    return float(setting) * by
 
 
 def _stamps(folder: Path) -> dict[str, list[int]]:
