@@ -239,8 +239,9 @@ def reconstruct(
     """
     check_types(reconstruct, locals())
     found = base_of(bases, base, dtype)
-    column = exporting.task_column(bases, task)[:, 0]
-    return exporting.state_dict_of(bases, found, column, dtype)
+    column, sink = exporting.task_column(bases, task), MemorySink(1)
+    exporting.combine(exporting.items_of(bases, found, dtype, bases.sources), column, sink)
+    return sink.states[0]
 
 
 def merge(

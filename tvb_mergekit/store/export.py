@@ -40,7 +40,6 @@ from tvb_mergekit.tensors.writing import (
     MARKER,
     FoldersSink,
     FolderWriter,
-    MemorySink,
     Shard,
     plan_shards,
 )
@@ -69,15 +68,6 @@ def items_of(
         inputs = () if held is None else tuple(Part.of(each, held, "delta") for each in sources)
         items.append(Item(name, info.shape, Part.of(base, name), inputs, out))
     return items
-
-
-def state_dict_of(
-    bases: Bases, base: Weights, column: Tensor, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
-    """theta_0 + sources @ column [len(bases.sources)], as a state dict on the CPU."""
-    sink = MemorySink(1)
-    combine(items_of(bases, base, dtype, bases.sources), column[:, None], sink)
-    return sink.states[0]
 
 
 def export(

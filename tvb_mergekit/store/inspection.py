@@ -248,7 +248,8 @@ class Inspection:
         for count in range(1, len(values) + 1):
             bound = math.fsum(values[count:])
             _, least = completion(self._gram, count, np.ones(len(values)))
-            energies = [_energy(loss, self._gram.total) for loss in (bound, least)]
+            total = self._gram.total
+            energies = [1.0 - loss / total if total > 0 else 1.0 for loss in (bound, least)]
             following = values[count] if count < len(values) else 0.0
             found.append(Choice(count, energies[0], bound, following, energies[1]))
         return found
@@ -329,10 +330,6 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         },
         **{name: tensors[name].tolist() if name in tensors else None for name in matrices},
     }
-
-
-def _energy(loss: float, total: float) -> float:
-    return 1.0 - loss / total if total > 0 else 1.0
 
 
 def _ratio(errors: NDArray[np.float64], squares: NDArray[np.float64]) -> float | None:
