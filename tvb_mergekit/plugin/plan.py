@@ -185,26 +185,20 @@ class Plan:
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""
-        learned, store, basis = self.learned, self.recipe.store, self.basis
+        learned, vectors, basis = self.learned, self.recipe.vectors, self.basis
         tunables = self.tensors.tunables if learned is None else {}
         if isinstance(basis, StoredBases):
-            assert store is not None
-            facts = report.facts_over_store(
-                store.bases.facts,
-                basis,
-                store=store.bases.place,
-                basis_weights=basis.shares[torch.tensor(store.order).argsort()].tolist(),
-                left_out=self.tensors.left_out,
-                tunables=tunables,
-                dtype=self.tensors.out_dtype,
-            )
-            held = store.bases.tensors
+            assert vectors is not None
+            built, held = vectors.bases.facts, vectors.bases.tensors
+            weights = basis.shares[torch.tensor(vectors.order).argsort()].tolist()
+            own = self.tensors.left_out, tunables, self.tensors.out_dtype
+            facts = report.facts_over_store(built, basis, weights, *own)
             tensors = {name: held[name] for name in report.MERGED if name in held}
         else:
             assert isinstance(basis, Basis)
             facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)
-            if self.recipe.vectors is not None:
-                facts = facts.but(from_store=self.recipe.vectors.bases.place)
+        if vectors is not None:
+            facts = facts.but(from_store=vectors.bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors
 
 

@@ -87,8 +87,6 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
 def facts_over_store(
     built: StoreFacts,
     basis: StoredBases,
-    *,
-    store: str,
     basis_weights: Sequence[float],
     left_out: Mapping[str, str],
     tunables: Mapping[str, set[float]],
@@ -106,7 +104,6 @@ def facts_over_store(
         parameters=parameters,
         dtype=dtype,
         left_out=dict(left_out),
-        from_store=store,
         gram_cached=False,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
     )
